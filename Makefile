@@ -1,0 +1,212 @@
+# make train   set up .venv once and train the example: 2 ranks on the CPU, or one rank per GPU
+# make test    set up .venv once and run the test suite
+# make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
+#
+# A GPU-less machine whose pip would download a CUDA build of torch can ask for the CPU build:
+#   make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+RANKS ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+# One thread per process: the ranks of a test or of a training run share the cores.
+OMP := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
+
+.PHONY: help setup train test test-all lint format bench clean FORCE
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+# ---- .venv ---------------------------------------------------------------------------------------
+# .venv belongs to this Makefile. .venv/home is written last and names this directory, so an
+# interrupted set-up and a .venv copied from elsewhere are both seen, and made anew.
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := .venv/installed-$(shell printf %s '$(TORCH)' | tr -c 'A-Za-z0-9.' _)
+
+setup: $(STAMP)
+
+ifneq ($(shell cat .venv/home 2>/dev/null),$(CURDIR))
+$(STAMP): FORCE
+endif
+$(STAMP): setup.py pyproject.toml Makefile
+	@if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+		echo "pmoe needs Python 3.10 or newer, and PYTHON=$(PYTHON) is not: make PYTHON=/path/to/python" >&2
+		exit 1
+	fi
+	if [ "$$(cat .venv/home 2>/dev/null)" != "$(CURDIR)" ]; then
+		rm -rf .venv
+		if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then
+			"$(PYTHON)" -m venv .venv
+		elif command -v virtualenv >/dev/null; then
+			virtualenv -q -p "$(PYTHON)" .venv
+		else
+			echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2
+			exit 1
+		fi
+	fi
+	rm -f .venv/installed-*
+	# torch first and by itself; what follows is then held to the build that came.
+	$(PIP) install $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
+	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+		> .venv/constraints.txt
+	$(PIP) install -q -c .venv/constraints.txt -e '.[dev,train]'
+	$(BIN)/python -c 'import numpy, torch'
+	echo "$(CURDIR)" > .venv/home
+	touch $@
+
+# ---- every machine -------------------------------------------------------------------------------
+
+train: $(STAMP)
+	@ranks=$(RANKS)
+	[ -n "$$ranks" ] || ranks=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
+	# 127.0.0.1 and a free port: a machine's own name need not resolve, 29500 may be taken.
+	$(OMP) $(BIN)/torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=$$ranks \
+		examples/train_lm.py $(ARGS)
+
+test: $(STAMP)
+	@$(OMP) $(BIN)/python -m pytest tests -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict pmoe
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	@$(OMP) $(BIN)/python bench/bench_overlap.py --link modelled $(ARGS)
+
+clean:
+	rm -rf .venv .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- a machine with a GPU ------------------------------------------------------------------------
+# PYTHON is the machine's own and is never changed. What it lacks goes into .venv-gpu, from wheels/
+# where there is such a folder, else from the package index. pmoe itself is found by PYTHONPATH.
+
+.PHONY: gpu gpu-env gpu-build gpu-test gpu-sanitize gpu-bench
+GPU_PYTHON = $$([ -x .venv-gpu/bin/python ] && echo .venv-gpu/bin/python || echo "$(PYTHON)")
+GPU_RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" "$(GPU_PYTHON)"
+
+define NEED_CUDA
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit(f"make gpu: not run, {sys.executable} has no torch: make gpu PYTHON=/path/to/python")
+if not torch.cuda.is_available():
+    sys.exit(f"make gpu: not run, torch {torch.__version__} of {sys.executable} sees no CUDA device")
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {sys.executable}")
+endef
+
+define MISSING
+import importlib.util, sys
+print(*[name.replace("_", "-") for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+endef
+
+define IDENTITY
+import importlib.util, sys
+print(sys.version, importlib.util.find_spec("torch").origin)
+endef
+
+# PYTHON may itself be in a virtual environment, which --system-site-packages does not look into.
+define LINK_SITES
+import sys
+for path in sys.path:
+    if path.endswith(("site-packages", "dist-packages")):
+        print(f"import site; site.addsitedir({path!r})")
+endef
+
+define VERSIONS
+import importlib.metadata as metadata
+for name in ("torch", "numpy"):
+    try:
+        print(f"{name}=={metadata.version(name)}")
+    except metadata.PackageNotFoundError:
+        pass
+endef
+
+define FIND_SANITIZER
+import glob, os, shutil, sys
+found = [shutil.which("compute-sanitizer") or ""]
+for place in ["/usr/local/cuda*/bin", *[path + "/nvidia/**" for path in sys.path if "packages" in path]]:
+    found += sorted(glob.glob(place + "/compute-sanitizer", recursive=True), reverse=True)
+print(next((path for path in found if os.path.isfile(path) and os.access(path, os.X_OK)), ""))
+endef
+export NEED_CUDA MISSING IDENTITY LINK_SITES VERSIONS FIND_SANITIZER
+
+gpu: gpu-build gpu-test gpu-sanitize gpu-bench
+
+gpu-env:
+	@command -v "$(PYTHON)" >/dev/null || { echo "make gpu: no PYTHON=$(PYTHON) here" >&2; exit 1; }
+	"$(PYTHON)" -W ignore -c "$$NEED_CUDA"
+	needs="numpy pytest pytest_timeout matplotlib"
+	if [ -z "$$("$(PYTHON)" -c "$$MISSING" $$needs)" ]; then
+		rm -rf .venv-gpu
+		exit 0
+	fi
+	py=.venv-gpu/bin/python
+	same=$$("$(PYTHON)" -c "$$IDENTITY")
+	if [ "$$($$py -c "$$IDENTITY" 2>/dev/null)" != "$$same" ]; then
+		rm -rf .venv-gpu
+		if ! "$(PYTHON)" -m venv --without-pip --system-site-packages .venv-gpu; then
+			rm -rf .venv-gpu
+			echo "make gpu: no virtual environment could be made, going on with $(PYTHON)" >&2
+			exit 0
+		fi
+		site=$$($$py -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+		"$(PYTHON)" -c "$$LINK_SITES" > "$$site/machine.pth"
+	fi
+	$$py -m pip --version >/dev/null 2>&1 || $$py -m ensurepip >/dev/null 2>&1 || true
+	"$(PYTHON)" -c "$$VERSIONS" > .venv-gpu/constraints.txt
+	# One by one: matplotlib may be out of reach where pytest is not. Few retries: there may be no network.
+	for name in $$($$py -c "$$MISSING" $$needs); do
+		install="$$py -m pip install -q --disable-pip-version-check -c .venv-gpu/constraints.txt $$name"
+		[ -d wheels ] && $$install --no-index --find-links wheels 2>/dev/null && continue
+		$$install --retries 1 --timeout 10 || echo "make gpu: could not install $$name" >&2
+	done
+
+gpu-build: gpu-env
+	@missing=$$("$(GPU_PYTHON)" -c "$$MISSING" numpy pytest pytest_timeout)
+	if [ -n "$$missing" ]; then
+		echo "make gpu-build: missing $$missing; put their wheels into wheels/ and run this again" >&2
+		exit 1
+	fi
+	$(GPU_RUN) -c 'import pmoe; print("make gpu-build: ready, pmoe", pmoe.__version__)'
+
+gpu-test: gpu-build
+	@$(GPU_RUN) -m pytest tests/gpu -m gpu -q $(PYTEST_ARGS)
+
+# Without torch's caching allocator every tensor is an allocation of its own, so an access past its end is seen.
+gpu-sanitize: gpu-build
+	@tool=$$("$(GPU_PYTHON)" -c "$$FIND_SANITIZER")
+	if [ -z "$$tool" ]; then
+		echo "make gpu-sanitize: not run, compute-sanitizer is not on this machine"
+		exit 0
+	fi
+	probe=$$("$$tool" "$(GPU_PYTHON)" -c 'import torch; torch.ones(1, device="cuda")' 2>&1 || true)
+	if grep -qi 'device not supported' <<< "$$probe"; then
+		echo "make gpu-sanitize: not run, $$tool says that it does not support this device"
+		exit 0
+	fi
+	export PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+	"$$tool" --tool memcheck --target-processes all --report-api-errors no --error-exitcode 1 \
+		"$(GPU_PYTHON)" -m pytest tests/gpu -m "gpu and sanitize" -q -o timeout=240 $(PYTEST_ARGS)
+
+gpu-bench: gpu-env
+	@$(GPU_RUN) bench/bench_gpu.py --out bench/results $(ARGS)

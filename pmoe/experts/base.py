@@ -1,0 +1,72 @@
+"""What the pipeline asks of experts: three functions on rows sorted by expert.
+
+`compute` goes forward. `input_gradient` gives what the rank that owns the tokens waits for. Products that
+only the parameters wait for are `weight_gradient`, a task of its own that fills the time while gradients
+travel (Lancet, section 3: weight-gradient scheduling).
+
+Letters: N rows, M = d_model.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.experts.products import GradientSum, RowGroups
+
+
+class Experts(nn.Module, abc.ABC):
+    """The E_local experts of one rank.
+
+    The parameters come as an argument, in the order of ``parameters()``: under autocast they are cast
+    copies, and the autograd function must name them as its inputs.
+    """
+
+    num_local_experts: int
+    runs_under_autocast = False
+    """Whether compute expects the caller's autocast state (user modules), or cast operands and none."""
+
+    @abc.abstractmethod
+    def compute(
+        self,
+        rows_NM: Tensor,
+        weight_N: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        *,
+        out: Tensor | None = None,
+        keep: bool = True,
+    ) -> tuple[Tensor, Any]:
+        """Returns (T_DO, hidden): the experts' output times the routing weight, (N, M), into ``out`` where
+        given, and what `input_gradient` needs beside the rows (T_M); None unless ``keep``."""
+
+    @abc.abstractmethod
+    def input_gradient(
+        self,
+        grad_NM: Tensor,
+        rows_NM: Tensor,
+        weight_N: Tensor,
+        hidden: Any,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Returns the gradients of rows (N, M), into ``out`` where given, and of weight (N,), and what
+        `weight_gradient` needs. May overwrite grad_NM, which stays the caller's to keep until then."""
+
+    @abc.abstractmethod
+    def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
+        """Adds the parameters' gradients to ``sums``; None stands for a parameter that needs none."""
+
+
+def row_dot(a_NX: Tensor, b_NX: Tensor) -> Tensor:
+    """The inner product of each row, (N,), in float32 or wider."""
+    if a_NX.dtype in (torch.bfloat16, torch.float16):
+        return (a_NX.float() * b_NX.float()).sum(-1)
+    product: Tensor = torch.linalg.vecdot(a_NX, b_NX)
+    return product

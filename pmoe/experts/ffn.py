@@ -1,0 +1,37 @@
+"""Feed-forward experts: act(x w1^T + b1) w2^T + b2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pmoe.experts.activations import find_activation
+from pmoe.experts.stacked import StackedExperts
+
+
+class FFNExperts(StackedExperts):
+    """E_local feed-forward experts with relu, gelu (exact) or silu. T_M is (N, H)."""
+
+    hidden_factor = 1
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        num_local_experts: int,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.activation = activation
+        find_activation(activation)
+        super().__init__(d_model, d_hidden, num_local_experts, bias=bias, device=device, dtype=dtype)
+
+    def activate(self, hidden_NG: Tensor, *, overwrite: bool) -> Tensor:
+        out = hidden_NG if overwrite else torch.empty_like(hidden_NG)
+        return find_activation(self.activation).value(hidden_NG, out)
+
+    def activation_gradient(self, grad_NH: Tensor, hidden_NG: Tensor) -> Tensor:
+        return find_activation(self.activation).gradient_(grad_NH, hidden_NG)

@@ -1,0 +1,28 @@
+"""The auxiliary losses of routers: load balance and router z-loss.
+
+Letters: T tokens, K choices, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
+    """E * sum_e f_e * P_e (Switch Transformer, Eq. 4): 1 for an even load, up to E for the worst.
+
+    f_e is the share of the T*K choices that fell on expert e, counted before any capacity drops, and P_e
+    the mean probability of e. Only P carries a gradient. No tokens give 0, attached to the graph.
+    """
+    num_tokens, num_experts = probability_TE.shape
+    chosen = expert_TK.reshape(-1)
+    share_E = torch.zeros(num_experts, dtype=probability_TE.dtype, device=probability_TE.device)
+    share_E.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=share_E.dtype))
+    scale = num_experts / (max(chosen.numel(), 1) * max(num_tokens, 1))
+    return scale * (probability_TE.sum(0) * share_E).sum()
+
+
+def router_z_loss(logits_TE: Tensor) -> Tensor:
+    """mean_t logsumexp(logits_t)^2 (ST-MoE, Eq. 5): keeps the logits small. No tokens give 0."""
+    return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)

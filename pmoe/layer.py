@@ -1,0 +1,389 @@
+"""The MoE layer: gate, order, exchange, experts, combine, in the order a token meets them.
+
+Letters: T tokens of this rank, K choices, E experts of the group, M = d_model, H = d_hidden, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pmoe.comm.counts import CountsExchange, Fault, FaultError
+from pmoe.comm.flat import FlatAllToAll, Traffic
+from pmoe.comm.ranks import Ranks
+from pmoe.experts import Experts, FFNExperts, ModuleExperts, SwiGLUExperts
+from pmoe.experts.initial import initialise, seeded
+from pmoe.experts.modules import build_modules
+from pmoe.gates import GATES, Routing
+from pmoe.ordering.capacity import expert_capacity, within_capacity
+from pmoe.ordering.sorted import LocalExperts, SortedRows, count_rows, sort_rows
+from pmoe.pipeline.passes import run_experts
+from pmoe.pipeline.plan import make_plan
+from pmoe.planner.degree import FINEST, adaptive_degree, check_pipeline, fixed_degree
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts layer, expert-parallel over a process group, in overlapped micro-batches.
+
+    Each token goes to the top_k experts that its gate picks and gets back the sum of their outputs, each
+    times its routing weight. The experts are spread evenly over the ranks of ``group``; rank r holds
+    experts [r * E / W, (r + 1) * E / W). Rows whose expert is on another rank travel there and back by
+    all-to-all, in ``pipeline`` micro-batches whose communication hides behind the experts' computation
+    (MPipeMoE, section III.B).
+
+    Args:
+        d_model: M, columns of the input and the output.
+        d_hidden: H, width of an expert's hidden layer.
+        num_experts: E, over all ranks; the group's size must divide it.
+        top_k: K, experts a token.
+        gate: "topk" (softmax, top-k, renormalised where top_k > 1), "switch" (top-1, the probability), or
+            a module that maps (T, M) to a `pmoe.Routing`.
+        expert: "ffn", "swiglu", or a callable that builds one expert, a module from (N, M) to (N, M): called
+            as expert(d_model, d_hidden) if it takes two arguments, else expert(), once a local expert. A
+            `torch.nn.ModuleList` of this rank's experts, or a `pmoe.experts.Experts`, is taken as it is.
+        activation: of "ffn": "relu", "gelu" (exact) or "silu".
+        bias: whether "ffn" and "swiglu" experts have b1 and b2.
+        capacity_factor: None keeps every row. A number keeps ceil(factor * T * K / E) rows from each rank
+            for each expert, in token order; what is dropped adds nothing to its token, and the weights of
+            the rest stay as they are. The number of micro-batches changes nothing about it.
+        pipeline: n, the number of micro-batches; False is 1; True chooses from the batch's size.
+        memory_reuse: only False until ring buffers exist.
+        group: the process group; None is the default group, or one rank where none is initialised.
+        device, dtype: of the parameters.
+        normalize_gate: overrides whether "topk" scales a token's weights to sum 1.
+        z_loss_weight: adds that much of the router z-loss to l_aux.
+        check_finite: raise, on every rank, where any rank's gate logits hold NaN or infinity.
+        bypass_local: rows whose expert is on this rank are computed in place. False sends them through
+            the collective as well (to test or measure it).
+        sequential: every step waits for the one before (the baseline of overlap measurements).
+
+    Attributes:
+        l_aux: scalar, the auxiliary loss of the last forward, attached to its graph: the load-balance loss
+            of this rank's tokens (1 where even), plus the z-loss.
+        tokens_per_expert: (E,) int64 on the CPU, kept rows of this rank for each expert in the last forward.
+        traffic: bytes this rank has sent to others since the layer was built.
+
+    Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), or (E / W, 2H, M) for "swiglu", gate
+    rows first; ``experts.w2`` (E / W, M, H); ``experts.b1``, ``experts.b2``. Experts' parameters carry
+    ``allreduce = False``: their gradients are already sums over all ranks' tokens, so data-parallel
+    wrappers must leave them out and divide them by W where losses are averaged over ranks. With one seed
+    the ranks hold together what one rank alone would hold.
+
+    Raises ValueError or TypeError, naming argument, value and rule, when built.
+    """
+
+    l_aux: Tensor | None
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        gate: str | nn.Module = "topk",
+        expert: str | nn.Module | Callable[..., nn.Module] = "ffn",
+        activation: str = "gelu",
+        bias: bool = True,
+        capacity_factor: float | None = None,
+        pipeline: bool | int = False,
+        memory_reuse: bool = False,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        normalize_gate: bool | None = None,
+        z_loss_weight: float = 0.0,
+        check_finite: bool = False,
+        bypass_local: bool = True,
+        sequential: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_sizes(d_model=d_model, d_hidden=d_hidden, num_experts=num_experts, top_k=top_k)
+        if top_k > num_experts:
+            raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
+        if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
+            raise ValueError(f"capacity_factor ({capacity_factor}) must be None or a positive number")
+        if memory_reuse is not False:
+            raise ValueError(
+                f"memory_reuse ({memory_reuse!r}) must be False: memory reuse does not exist yet"
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype ({dtype}) must be a floating-point type")
+        check_pipeline(pipeline)
+        self.ranks = Ranks(group)
+        if num_experts % self.ranks.size:
+            raise ValueError(
+                f"num_experts ({num_experts}) must be divisible by the size of group ({self.ranks.size})"
+            )
+        self.d_model, self.d_hidden = d_model, d_hidden
+        self.num_experts, self.top_k = num_experts, top_k
+        self.num_local_experts = num_experts // self.ranks.size
+        self.first_expert = self.ranks.rank * self.num_local_experts
+        self.capacity_factor, self.pipeline = capacity_factor, pipeline
+        self.check_finite, self.bypass_local, self.sequential = check_finite, bypass_local, sequential
+        self.l_aux = None
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64)
+        self.traffic = Traffic()
+        self.trusts_gate = isinstance(gate, str)  # a gate of ours returns what it should
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        if isinstance(gate, str):
+            if gate not in GATES:
+                raise ValueError(f"gate ({gate!r}) must be a module or one of {', '.join(sorted(GATES))}")
+            gate = GATES[gate](
+                d_model, num_experts, top_k, normalize=normalize_gate, z_loss_weight=z_loss_weight, **options
+            )
+        elif isinstance(gate, nn.Module):
+            if normalize_gate is not None or z_loss_weight:
+                raise ValueError(
+                    f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
+                    "where gate is a module: it normalises and adds losses itself"
+                )
+        else:
+            raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
+        self.gate = gate
+        self.experts = self._make_experts(expert, activation, bias, options)
+        self._mark_experts()
+
+    def _make_experts(
+        self,
+        expert: str | nn.Module | Callable[..., nn.Module],
+        activation: str,
+        bias: bool,
+        options: dict[str, Any],
+    ) -> Experts:
+        local = self.num_local_experts
+        if isinstance(expert, str):
+            stacked: FFNExperts | SwiGLUExperts
+            if expert == "ffn":
+                stacked = FFNExperts(
+                    self.d_model, self.d_hidden, local, activation=activation, bias=bias, **options
+                )
+            elif expert == "swiglu":
+                stacked = SwiGLUExperts(self.d_model, self.d_hidden, local, bias=bias, **options)
+            else:
+                raise ValueError(
+                    f"expert ({expert!r}) must be ffn, swiglu, or a callable that builds a module"
+                )
+            initialise(stacked, first_expert=self.first_expert)
+            return stacked
+        if isinstance(expert, Experts | nn.ModuleList):
+            given = expert if isinstance(expert, Experts) else ModuleExperts(expert)
+            if given.num_local_experts != local:
+                raise ValueError(
+                    f"expert (a {type(expert).__name__} of {given.num_local_experts}) must hold this rank's "
+                    f"{local} experts"
+                )
+            return given
+        if isinstance(expert, nn.Module) or not callable(expert):
+            raise TypeError(
+                f"expert ({expert!r}) must be a name, a callable that builds one expert, or a "
+                f"torch.nn.ModuleList of this rank's {local} experts"
+            )
+        build = build_modules(expert, self.d_model, self.d_hidden)
+        modules = seeded(build, first_expert=self.first_expert, count=local)
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}"
+                )
+        return ModuleExperts(module.to(**options) for module in modules)
+
+    def _mark_experts(self) -> None:
+        for parameter in self.experts.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x (..., d_model) to the same shape, in x's dtype (autocast's under autocast).
+
+        Ranks may hold different numbers of tokens, none included. Raises ValueError on every rank, before
+        any row travels, where any rank's input has another last dimension, dtype or device than the layer,
+        or its gate failed; RuntimeError naming stage and rank where a peer is missing.
+        """
+        return _forward(self, x)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The last loss is attached to a graph, which neither copies nor pickles.
+        return {**self.__dict__, "l_aux": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_experts()  # a copied Parameter loses its attributes
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, d_hidden={self.d_hidden}, num_experts={self.num_experts}, "
+            f"top_k={self.top_k}, pipeline={self.pipeline}, {self.ranks}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Routed:
+    """A rank's tokens with their routing: what its part of the exchange needs.
+
+    keep_TK: the slots within capacity, None where all are. fault: a `Fault`, on the device where it is found
+    there. failure: the error that stands behind a fault found on the host.
+    """
+
+    x_TM: Tensor
+    routing: Routing
+    keep_TK: Tensor | None = None
+    fault: Tensor | Fault = Fault.NONE
+    failure: Exception | None = None
+
+
+# torch.compiler.disable, but without importing the compiler before it is used.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _forward(layer: MoELayer, x: Tensor) -> Tensor:
+    """Route, exchange counts, plan, run the experts between dispatch and combine."""
+    layer.ranks.reconnect()
+    routed = _route(layer, x)
+    expert_TK, keep_TK = routed.routing.expert, routed.keep_TK
+    parameters = list(layer.experts.parameters())
+
+    def sort(n: int) -> SortedRows:
+        end = layer.first_expert + layer.num_local_experts if layer.bypass_local else layer.first_expert
+        return sort_rows(expert_TK, keep_TK, n, layer.num_experts, LocalExperts(layer.first_expert, end))
+
+    # Counts travel in bins where n is still open; for a fixed n the bins are the chunks.
+    n = fixed_degree(layer.pipeline)
+    exchange = CountsExchange(
+        layer.ranks,
+        count_rows(expert_TK, keep_TK, n or FINEST, layer.num_experts),
+        num_tokens=expert_TK.shape[0],
+        fault=routed.fault,
+        needs_grad=_needs_grad(routed.x_TM, routed.routing.weight, *parameters),
+        traffic=layer.traffic,
+    )
+    order = sort(n) if n else None  # while the counts travel
+    try:
+        shared = exchange.finish()
+    except FaultError as error:
+        raise (routed.failure or error) from None
+    if n is None:
+        n = adaptive_degree(shared.max_tokens * layer.top_k, layer.ranks.size)
+        shared = shared.joined(n)
+
+    plan = make_plan(
+        experts=layer.experts,
+        collective=FlatAllToAll(ranks=layer.ranks, traffic=layer.traffic),
+        order=order or sort(n),
+        expert_TK=expert_TK,
+        shared=shared,
+        bypass_local=layer.bypass_local,
+        has_drops=keep_TK is not None,
+        sequential=layer.sequential,
+    )
+    layer.l_aux = routed.routing.l_aux
+    layer.tokens_per_expert = shared.send.sum(0).flatten()
+
+    autocast_dtype = _autocast_dtype(x)
+    rows_TM, operands = routed.x_TM, list[Tensor](parameters)
+    if autocast_dtype is not None:
+        rows_TM = rows_TM.to(autocast_dtype)
+        if not layer.experts.runs_under_autocast:
+            operands = [parameter.to(autocast_dtype) for parameter in parameters]
+    inside = autocast_dtype is not None and layer.experts.runs_under_autocast
+    with torch.autocast(x.device.type, enabled=inside, dtype=autocast_dtype):
+        y_TM = run_experts(plan, rows_TM, routed.routing.weight, operands, needs_grad=shared.needs_grad)
+    return y_TM.view(x.shape)
+
+
+def _route(layer: MoELayer, x: Tensor) -> _Routed:
+    """Checks the input and lets the gate decide. One rank alone raises at once; among several a rank that
+    failed takes part with no tokens in the exchange that tells the others."""
+    try:
+        _check_input(layer, x)
+        x_TM = x.reshape(-1, layer.d_model)
+        routing = layer.gate(x_TM)
+        _check_routing(layer, routing, x_TM.shape[0])
+    except Exception as error:
+        if layer.ranks.size == 1:
+            raise
+        return _nothing_routed(layer, error)
+    fault: Tensor | Fault = Fault.NONE
+    if not layer.trusts_gate:
+        outside = ((routing.expert < 0) | (routing.expert >= layer.num_experts)).any()
+        fault = outside.long() * int(Fault.ROUTING)
+        routing = replace(routing, expert=routing.expert.clamp(0, layer.num_experts - 1))
+    if layer.check_finite and routing.logits is not None:
+        fault = torch.where(routing.logits.isfinite().all(), torch.as_tensor(fault), int(Fault.NOT_FINITE))
+    keep_TK = None
+    if layer.capacity_factor is not None:
+        capacity = expert_capacity(
+            layer.capacity_factor, x_TM.shape[0], routing.expert.shape[1], layer.num_experts
+        )
+        used_E = torch.zeros(layer.num_experts, dtype=torch.int64, device=x.device)
+        keep_TK, _ = within_capacity(routing.expert, capacity, used_E)
+    return _Routed(x_TM=x_TM, routing=routing, keep_TK=keep_TK, fault=fault)
+
+
+def _nothing_routed(layer: MoELayer, error: Exception) -> _Routed:
+    like = next(layer.parameters())
+    routing = Routing(
+        expert=torch.empty(0, layer.top_k, dtype=torch.int64, device=like.device),
+        weight=like.new_empty(0, layer.top_k),
+        l_aux=like.new_zeros(()),
+    )
+    fault = error.fault if isinstance(error, FaultError) else Fault.OTHER
+    return _Routed(x_TM=like.new_empty(0, layer.d_model), routing=routing, fault=fault, failure=error)
+
+
+def _check_input(layer: MoELayer, x: Tensor) -> None:
+    if x.dim() == 0 or x.shape[-1] != layer.d_model:
+        raise FaultError(
+            Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({layer.d_model}): (..., d_model)"
+        )
+    like = next((p for p in layer.parameters() if p.is_floating_point()), None)
+    if like is not None and x.device != like.device:
+        raise FaultError(
+            Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device})"
+        )
+    if not x.is_floating_point():
+        raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type")
+    if like is not None and _autocast_dtype(x) is None and x.dtype != like.dtype:
+        raise FaultError(
+            Fault.DTYPE,
+            f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}), or under autocast",
+        )
+
+
+def _check_routing(layer: MoELayer, routing: object, num_tokens: int) -> None:
+    if layer.trusts_gate:
+        return
+    name = type(layer.gate).__name__
+    if not isinstance(routing, Routing):
+        raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")
+    shape = tuple(routing.expert.shape)
+    if len(shape) != 2 or shape[0] != num_tokens or tuple(routing.weight.shape) != shape:
+        raise ValueError(
+            f"gate ({name}) returned expert of shape {shape} and weight of shape "
+            f"{tuple(routing.weight.shape)}; both must be (T, K) with T = {num_tokens}"
+        )
+    if routing.expert.dtype != torch.int64:
+        raise TypeError(
+            f"gate ({name}) returned expert of dtype {routing.expert.dtype}; it must be torch.int64"
+        )
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of the rows, None where it leaves them alone (as it does float64)."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} ({size!r}) must be an int")
+        if size < 1:
+            raise ValueError(f"{name} ({size}) must be at least 1")

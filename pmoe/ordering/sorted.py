@@ -1,0 +1,79 @@
+"""The sorted ordering: routed rows arranged by chunk, then by place of work, then by expert.
+
+A slot is one of the T*K (token, choice) pairs. A chunk holds the slots of a range of tokens. Inside a
+chunk the rows that travel come first, by destination rank and expert, then the rows whose expert is on
+this rank: so what a chunk sends is one contiguous block, and what stays is another.
+
+Letters: T tokens, K choices, E experts, n chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def chunk_bounds(num_tokens: int, n: int) -> list[int]:
+    """n + 1 token boundaries floor(i * T / n): sizes differ by one at most, a multiple of n refines n.
+
+    Example: (10, 4) -> [0, 2, 5, 7, 10]; with T < n some chunks are empty.
+    """
+    return [i * num_tokens // n for i in range(n + 1)]
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts [start, end) that this rank computes without sending; empty where all rows travel."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortedRows:
+    """slot: (T*K,) the slots in sorted order, dropped ones last.
+    position: (T*K,) its inverse: where each slot's row stands; a dropped slot's is the number kept or more.
+    """
+
+    slot: Tensor
+    position: Tensor
+
+
+def count_rows(expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: int) -> Tensor:
+    """Kept rows by chunk and global expert, (n, E) int64, without a host synchronisation."""
+    key = _chunk_keys(expert_TK.reshape(-1), expert_TK.shape[1], keep_TK, n, num_experts)
+    counts = torch.zeros(n * num_experts + 1, dtype=torch.int64, device=key.device)
+    counts.scatter_add_(0, key, torch.ones_like(key))
+    return counts[:-1].view(n, num_experts)
+
+
+def sort_rows(
+    expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: int, local: LocalExperts
+) -> SortedRows:
+    """Sorts the slots by (chunk, travels or stays, expert), token order within; dropped slots last."""
+    expert = expert_TK.reshape(-1)
+    # Experts of this rank move behind all others; the others keep the order of their ranks.
+    place = torch.where(
+        expert < local.start,
+        expert,
+        torch.where(expert < local.end, expert + (num_experts - local.end), expert - len(local)),
+    )
+    key = _chunk_keys(place, expert_TK.shape[1], keep_TK, n, num_experts)
+    slot = key.argsort(stable=True)
+    position = torch.empty_like(slot)
+    position[slot] = torch.arange(slot.numel(), device=slot.device)
+    return SortedRows(slot=slot, position=position)
+
+
+def _chunk_keys(place: Tensor, top_k: int, keep_TK: Tensor | None, n: int, num_experts: int) -> Tensor:
+    """chunk * E + place for kept slots, n * E for dropped ones; chunks as in `chunk_bounds`."""
+    num_tokens = place.numel() // top_k
+    token = torch.arange(num_tokens, device=place.device)
+    chunk = ((token + 1) * n - 1) // max(num_tokens, 1)
+    key = chunk.repeat_interleave(top_k) * num_experts + place
+    return key if keep_TK is None else torch.where(keep_TK.reshape(-1), key, n * num_experts)

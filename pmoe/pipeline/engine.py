@@ -1,0 +1,141 @@
+"""The engine: runs a schedule. It knows lanes and tasks, nothing of experts or rows.
+
+`recording` collects when each task really ran, for the timeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.ranks import Ranks
+from pmoe.pipeline.lanes import lanes_for
+from pmoe.pipeline.schedule import Kind, Lane, Schedule, Task
+
+Actions = Mapping[Kind, Callable[[int], "dist.Work | None"]]
+
+
+def run(schedule: Schedule, actions: Actions, rows: Tensor, ranks: Ranks) -> None:
+    """Runs each task of ``schedule`` by calling actions[kind](chunk), on the lanes of rows' device.
+
+    An action of the communication lane returns the Work that it started, or None where it had nothing
+    to do; the engine waits for it where the schedule says so.
+    """
+    lanes = lanes_for(rows, schedule, ranks)
+
+    def act(task: Task) -> dist.Work | None:
+        return actions[task.kind](task.chunk)
+
+    journal = _journal
+    step = act if journal is None else journal.watch(schedule, act, rows.device)
+    for task in schedule.tasks:
+        lanes.run(task, step)
+    lanes.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """When one task ran: seconds on a clock that all tasks of a journal share."""
+
+    direction: str
+    name: str
+    kind: Kind
+    chunk: int
+    lane: Lane
+    start: float
+    end: float
+
+
+@dataclass
+class Journal:
+    """The spans of every pass run under `recording`, filled in when the block ends."""
+
+    spans: list[Span] = field(default_factory=list)
+    _settle: list[Callable[[], None]] = field(default_factory=list)
+
+    def watch(
+        self, schedule: Schedule, act: Callable[[Task], dist.Work | None], device: torch.device
+    ) -> Callable[[Task], dist.Work | None]:
+        """``act`` with its start and end noted: by events on CUDA, by the clock on the CPU."""
+
+        def note(task: Task, start: float, end: float) -> None:
+            self.spans.append(
+                Span(
+                    direction=schedule.direction,
+                    name=task.name,
+                    kind=task.kind,
+                    chunk=task.chunk,
+                    lane=task.lane,
+                    start=start,
+                    end=end,
+                )
+            )
+
+        def on_cuda(task: Task) -> dist.Work | None:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work = act(task)
+            if work is not None:
+                work.wait()
+            end.record()
+            if not hasattr(self, "_origin"):
+                self._origin = start
+            self._settle.append(
+                lambda: note(
+                    task, self._origin.elapsed_time(start) / 1e3, self._origin.elapsed_time(end) / 1e3
+                )
+            )
+            return None
+
+        def on_cpu(task: Task) -> dist.Work | None:
+            start = time.perf_counter()
+            work = act(task)
+            if work is None:
+                note(task, start, time.perf_counter())
+                return None
+
+            # Another thread waits beside the engine, or the end would be seen only when it is needed.
+            def wait() -> None:
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+                note(task, start, time.perf_counter())
+
+            watcher = threading.Thread(target=wait, daemon=True)
+            watcher.start()
+            self._settle.append(watcher.join)
+            return work
+
+        return on_cuda if device.type == "cuda" else on_cpu
+
+    def settle(self) -> None:
+        for settle in self._settle:
+            settle()
+        self._settle.clear()
+
+
+_journal: Journal | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Journal]:
+    """Collects the spans of all passes in this process: ``with recording() as journal: step()``.
+
+    On the CPU a communication span starts when it is issued: it includes waiting for the lane.
+    """
+    global _journal
+    outer, _journal = _journal, Journal()
+    journal = _journal
+    try:
+        yield journal
+    finally:
+        _journal = outer
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        journal.settle()

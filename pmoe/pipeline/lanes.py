@@ -1,0 +1,115 @@
+"""How tasks of the two lanes run side by side: CUDA streams and events, or asynchronous works on the CPU.
+
+Both present the same three steps to the engine, so what is tested with gloo is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.counts import at_stage
+from pmoe.comm.ranks import Ranks
+from pmoe.pipeline.schedule import Lane, Schedule, Task
+
+Action = Callable[[Task], "dist.Work | None"]
+
+
+class Lanes(abc.ABC):
+    """Runs the tasks of one pass in the order given. One instance a pass."""
+
+    def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
+        self._schedule, self._ranks = schedule, ranks
+
+    @abc.abstractmethod
+    def run(self, task: Task, action: Action) -> None:
+        """Runs or starts ``task`` once what it waits for has ended (on its lane's clock)."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """After the last task: the compute lane sees everything that the pass wrote."""
+
+    def stage(self, task: Task) -> str:
+        chunk = "" if task.chunk < 0 else f" of chunk {task.chunk}"
+        return f"{task.kind.name.lower()} ({task.name}){chunk}, {self._schedule.direction}"
+
+
+class CpuLanes(Lanes):
+    """The compute lane is this thread; the communication lane is whatever carries asynchronous works."""
+
+    def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
+        super().__init__(schedule, ranks)
+        self._works: dict[str, tuple[Task, dist.Work]] = {}
+
+    def run(self, task: Task, action: Action) -> None:
+        for name in task.waits:
+            self._wait(name)
+        if task.lane is Lane.COMPUTE:
+            action(task)
+            return
+        with at_stage(self.stage(task), self._ranks):
+            work = action(task)
+        if work is not None:
+            self._works[task.name] = (task, work)
+
+    def finish(self) -> None:
+        for name in list(self._works):
+            self._wait(name)
+
+    def _wait(self, name: str) -> None:
+        if name in self._works:
+            task, work = self._works.pop(name)
+            with at_stage(self.stage(task), self._ranks):
+                work.wait()
+
+
+class CudaLanes(Lanes):
+    """The compute lane is the current stream, the communication lane a stream of its own a device.
+
+    Every buffer is allocated on the compute stream and lives until `finish`, where the compute stream has
+    waited for the last event of the other: so the allocator may hand it out again without record_stream.
+    """
+
+    _streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def __init__(self, schedule: Schedule, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(schedule, ranks)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        compute = torch.cuda.current_stream(device)
+        communicate = self._streams[device]
+        self._stream = {Lane.COMPUTE: compute, Lane.COMMUNICATE: communicate}
+        # The pass begins after whatever the caller put on the current stream.
+        communicate.wait_stream(compute)
+        lane_of = {task.name: task.lane for task in schedule.tasks}
+        self._awaited = {
+            name for task in schedule.tasks for name in task.waits if lane_of[name] is not task.lane
+        }
+        self._events: dict[str, tuple[Lane, torch.cuda.Event]] = {}
+
+    def run(self, task: Task, action: Action) -> None:
+        stream = self._stream[task.lane]
+        for name in task.waits:
+            if name in self._events and self._events[name][0] is not task.lane:
+                stream.wait_event(self._events[name][1])
+        with torch.cuda.stream(stream), at_stage(self.stage(task), self._ranks):
+            work = action(task)
+            if work is not None:
+                work.wait()  # the lane's stream waits for the collective's own; the host does not
+            if task.name in self._awaited:
+                event = torch.cuda.Event()
+                event.record(stream)
+                self._events[task.name] = (task.lane, event)
+
+    def finish(self) -> None:
+        self._stream[Lane.COMPUTE].wait_stream(self._stream[Lane.COMMUNICATE])
+
+
+def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks) -> Lanes:
+    if rows.device.type == "cuda":
+        return CudaLanes(schedule, ranks, rows.device)
+    return CpuLanes(schedule, ranks)

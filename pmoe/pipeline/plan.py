@@ -1,0 +1,190 @@
+"""The plan of one call: for each chunk, which rows go where, from the routing and the exchanged counts.
+
+Letters: T tokens, K choices, N rows, E experts, W ranks, n chunks, M = d_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.counts import Shared
+from pmoe.comm.flat import FlatAllToAll
+from pmoe.experts.base import Experts
+from pmoe.experts.products import RowGroups
+from pmoe.ordering.sorted import SortedRows, chunk_bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One micro-batch: a range of this rank's tokens, and the rows that it sends and receives.
+
+    Its slots stand in sorted order at [first, first + num_sent + num_local): those that travel, then those
+    that stay. send_rows, recv_rows: one number a rank. received, local: the rows by expert, as the experts
+    see them. regroup: index of each received row, in expert order, among the rows as they arrived by
+    source rank; None where the two orders are the same.
+    """
+
+    tokens: slice
+    first: int
+    num_sent: int
+    num_local: int
+    send_rows: tuple[int, ...]
+    recv_rows: tuple[int, ...]
+    received: RowGroups
+    local: RowGroups
+    regroup: Tensor | None
+
+    @property
+    def sent(self) -> slice:
+        return slice(self.first, self.first + self.num_sent)
+
+    @property
+    def stays(self) -> slice:
+        return slice(self.first + self.num_sent, self.first + self.num_sent + self.num_local)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightJourney:
+    """The one message of routing weights, for all chunks. slot: the slots whose weights are sent, by
+    destination rank. regroup: as in `Chunk`, for all received rows by (chunk, expert)."""
+
+    slot: Tensor
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
+    regroup: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that forward and backward of one call need beside tensors. It is decided once: the routing that
+    forward used is the one that backward reverses.
+
+    row_token: (T*K,) the token of each row in sorted order. position: see `SortedRows`.
+    has_drops: whether some slots may have been dropped by capacity.
+    """
+
+    experts: Experts
+    collective: FlatAllToAll
+    chunks: tuple[Chunk, ...]
+    weights: WeightJourney | None
+    slot: Tensor
+    row_token: Tensor
+    position: Tensor
+    top_k: int
+    num_tokens: int
+    has_drops: bool
+    bypass_local: bool
+    sequential: bool
+
+    @property
+    def num_received(self) -> int:
+        return sum(chunk.received.num_rows for chunk in self.chunks)
+
+
+def make_plan(
+    *,
+    experts: Experts,
+    collective: FlatAllToAll,
+    order: SortedRows,
+    expert_TK: Tensor,
+    shared: Shared,
+    bypass_local: bool,
+    has_drops: bool,
+    sequential: bool,
+) -> Plan:
+    """Cuts the sorted rows into the chunks of ``shared`` without any further synchronisation."""
+    ranks = collective.ranks
+    num_tokens, top_k = expert_TK.shape
+    n = shared.send.shape[0]
+    send, recv, local_counts = shared.send, shared.recv, torch.zeros_like(shared.send[:, 0])
+    recv_device = shared.recv_device
+    if bypass_local:
+        local_counts = send[:, ranks.rank].clone()
+        send, recv, recv_device = (_without(counts, ranks.rank) for counts in (send, recv, recv_device))
+    bounds = chunk_bounds(num_tokens, n)
+    chunks, first = [], 0
+    for i in range(n):
+        send_rows, recv_rows = send[i].sum(1).tolist(), recv[i].sum(1).tolist()
+        num_sent, num_local = sum(send_rows), int(local_counts[i].sum())
+        chunks.append(
+            Chunk(
+                tokens=slice(bounds[i], bounds[i + 1]),
+                first=first,
+                num_sent=num_sent,
+                num_local=num_local,
+                send_rows=tuple(send_rows),
+                recv_rows=tuple(recv_rows),
+                received=_groups(recv[i].sum(0), recv_device[i].sum(0)),
+                local=_groups(local_counts[i], shared.recv_device[i, ranks.rank]),
+                regroup=_regroup(recv_device[i], recv_rows),
+            )
+        )
+        first += num_sent + num_local
+    weights = None
+    if not bypass_local or ranks.size > 1:
+        weights = _weight_journey(order, expert_TK, send, recv, recv_device, first, ranks.rank, bypass_local)
+    return Plan(
+        experts=experts,
+        collective=collective,
+        chunks=tuple(chunks),
+        weights=weights,
+        slot=order.slot,
+        row_token=order.slot if top_k == 1 else order.slot // top_k,
+        position=order.position,
+        top_k=top_k,
+        num_tokens=num_tokens,
+        has_drops=has_drops,
+        bypass_local=bypass_local,
+        sequential=sequential,
+    )
+
+
+def _weight_journey(
+    order: SortedRows,
+    expert_TK: Tensor,
+    send: Tensor,
+    recv: Tensor,
+    recv_device: Tensor,
+    num_kept: int,
+    rank: int,
+    bypass_local: bool,
+) -> WeightJourney:
+    slot = order.slot[:num_kept]
+    destination = expert_TK.reshape(-1)[slot] // send.shape[2]
+    if bypass_local:
+        destination = torch.where(destination == rank, send.shape[1], destination)
+    send_rows, recv_rows = send.sum((0, 2)).tolist(), recv.sum((0, 2)).tolist()
+    n, size, num_local = recv.shape
+    by_chunk_and_expert = recv_device.transpose(0, 1).reshape(size, n * num_local)
+    return WeightJourney(
+        slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
+        send=tuple(send_rows),
+        recv=tuple(recv_rows),
+        regroup=_regroup(by_chunk_and_expert, recv_rows),
+    )
+
+
+def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor | None:
+    """Index that turns rows by (source rank, group) into rows by (group, source rank)."""
+    if sum(rows > 0 for rows in rows_by_source) <= 1:
+        return None
+    size, num_groups = counts_WG.shape
+    group = torch.arange(num_groups, device=counts_WG.device).repeat(size)
+    rows = group.repeat_interleave(counts_WG.reshape(-1), output_size=sum(rows_by_source))
+    return rows.argsort(stable=True)
+
+
+def _groups(counts_host: Tensor, counts_device: Tensor) -> RowGroups:
+    ends = counts_device.cumsum(0).int() if counts_device.device.type == "cuda" else None
+    return RowGroups(counts=tuple(counts_host.tolist()), ends=ends)
+
+
+def _without(counts_nWE: Tensor, rank: int) -> Tensor:
+    """counts with the rows between ``rank`` and itself set to none."""
+    counts_nWE = counts_nWE.clone()
+    counts_nWE[:, rank] = 0
+    return counts_nWE

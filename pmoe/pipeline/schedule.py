@@ -1,0 +1,197 @@
+"""The schedule of a micro-batched layer, as data: a list of tasks in the order they are issued.
+
+Everything else interprets this list: the engine runs it, the simulator times it, the timeline draws it.
+A task starts when its lane is free (a lane runs its tasks in list order) and the tasks it waits for have
+ended. What it waits for follows from the buffers it reads and writes, so an order that reuses a buffer
+too early cannot be written down by mistake.
+
+Forward, n = 3 (a column is not a clock tick; link and compute lane run side by side):
+
+    communicate  S0 S1 S2 . . . . . R0 . . R1 . . R2
+    compute      G0 G1 G2 L0 L1 C0 . C1 . C2 . L2 . . O0 O1 O2
+
+Letters: n chunks; T_I, T_DI, T_M, T_DO, T_O as in MPipeMoE.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+
+class Lane(str, enum.Enum):
+    """Who runs a task. Tasks of one lane run one after another, in list order."""
+
+    COMPUTE = "compute"
+    COMMUNICATE = "communicate"
+
+
+class Kind(str, enum.Enum):
+    """What a task does to its chunk."""
+
+    GATHER = "G"  # arrange the rows that travel: T_I (or dT_O) into the send buffer
+    WEIGHTS = "P"  # routing weights travel, or their gradients return: all chunks in one message
+    DISPATCH = "S"  # all-to-all towards the experts
+    LOCAL = "L"  # experts on rows that stay on this rank; gradient of their inputs in backward
+    COMPUTE = "C"  # experts on received rows; gradient of their inputs in backward
+    LOCAL_WGRAD = "LW"  # weight gradients from the rows that stayed
+    WGRAD = "W"  # weight gradients from received rows
+    COMBINE = "R"  # all-to-all back to the owners of the tokens
+    OUTPUT = "O"  # each token sums its returned rows: T_O (or dT_I)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One step of a pass. chunk is -1 for a task that serves all chunks.
+
+    waits: names of earlier tasks. reads, writes: names of buffers.
+    """
+
+    kind: Kind
+    chunk: int
+    lane: Lane
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    waits: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.kind.value + ("" if self.chunk < 0 else str(self.chunk))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The tasks of one pass ("forward" or "backward"), in the order they are issued."""
+
+    direction: str
+    tasks: tuple[Task, ...]
+
+    def __str__(self) -> str:
+        rows = [("task", "lane", "waits for", "reads", "writes")]
+        rows += [
+            (t.name, t.lane.value, " ".join(t.waits), " ".join(t.reads), " ".join(t.writes))
+            for t in self.tasks
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+
+def forward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = None) -> Schedule:
+    """The forward pass in n chunks, of rows that stay (``local``), that travel (``remote``), or both.
+
+    S of chunk i + ahead is issued before R of chunk i; ahead=1 is MPipeMoE's Fig. 7a. None issues every S
+    first: nothing that is kept until backward gains from waiting, and the link never idles while S remain.
+    Local rows fill the time until the first chunk arrives; the last chunk's are left for the end, where
+    they cover the drain of the last R.
+    """
+    late = n - 1 if local and remote and n > 1 else n
+    tasks: list[Task] = []
+    if remote:
+        tasks += _communication_first(n, ahead, source="T_I", received="T_DI")
+        tasks.insert(1, _task(Kind.WEIGHTS, -1, ["weight"], ["weight_DI"]))
+    if local:
+        tasks += [_local_forward(i) for i in range(late)]
+    if remote:
+        for i in range(n):
+            tasks.append(_task(Kind.COMPUTE, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"]))
+            tasks += _after_compute(i, n, ahead, source="T_I", received="T_DI", result="T_DO", home="home")
+    if local:
+        tasks += [_local_forward(i) for i in range(late, n)]
+    for i in range(n):
+        home = [f"home_L.{i}"] * local + [f"home.{i}"] * remote
+        tasks.append(_task(Kind.OUTPUT, i, home, [f"T_O.{i}"]))
+    return Schedule(direction="forward", tasks=link(tasks))
+
+
+def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = None) -> Schedule:
+    """The backward pass, mirrored: gradients of T_O are dispatched, those of T_DI return.
+
+    Weight gradients are tasks of their own. Those of local rows fill the time until the first gradients
+    arrive, those of received rows the drain of the last R. All of them add to one sum, in list order.
+    """
+    tasks: list[Task] = []
+    if remote:
+        tasks += _communication_first(n, ahead, source="dT_O", received="dT_DO")
+    if local:
+        for i in range(n):
+            reads = [f"dT_O.{i}", f"T_DI_L.{i}", f"T_M_L.{i}"]
+            tasks.append(_task(Kind.LOCAL, i, reads, [f"dhome_L.{i}", f"pending_L.{i}"]))
+            tasks.append(_task(Kind.LOCAL_WGRAD, i, [f"pending_L.{i}", "dw"], ["dw"]))
+    if remote:
+        for i in range(n):
+            reads = [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}"]
+            tasks.append(_task(Kind.COMPUTE, i, reads, [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]))
+            tasks += _after_compute(
+                i, n, ahead, source="dT_O", received="dT_DO", result="dT_DI", home="dhome"
+            )
+        tasks.append(_task(Kind.WEIGHTS, -1, [f"dweight_DI.{i}" for i in range(n)], ["dweight"]))
+        tasks += [_task(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"]) for i in range(n)]
+    for i in range(n):
+        home = [f"dhome_L.{i}"] * local + [f"dhome.{i}"] * remote
+        tasks.append(_task(Kind.OUTPUT, i, home, [f"dT_I.{i}"]))
+    return Schedule(direction="backward", tasks=link(tasks))
+
+
+def sequential(schedule: Schedule) -> Schedule:
+    """The same tasks with every one waiting for the one before: what overlap is measured against."""
+    chained: list[Task] = []
+    for task in schedule.tasks:
+        waits = (*task.waits, chained[-1].name) if chained else task.waits
+        chained.append(replace(task, waits=tuple(dict.fromkeys(waits))))
+    return replace(schedule, tasks=tuple(chained))
+
+
+def link(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """Fills in ``waits``: the last writer of whatever a task reads or writes, and the readers since then of
+    whatever it writes."""
+    writer: dict[str, str] = {}
+    readers: dict[str, list[str]] = {}
+    linked = []
+    for task in tasks:
+        waits = [writer[b] for b in (*task.reads, *task.writes) if b in writer]
+        waits += [reader for b in task.writes for reader in readers.get(b, ())]
+        linked.append(replace(task, waits=tuple(dict.fromkeys(waits))))
+        for b in task.reads:
+            readers.setdefault(b, []).append(task.name)
+        for b in task.writes:
+            writer[b], readers[b] = task.name, []
+    return tuple(linked)
+
+
+_LANES = {Kind.WEIGHTS: Lane.COMMUNICATE, Kind.DISPATCH: Lane.COMMUNICATE, Kind.COMBINE: Lane.COMMUNICATE}
+
+
+def _task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
+    lane = _LANES.get(kind, Lane.COMPUTE)
+    return Task(kind=kind, chunk=chunk, lane=lane, reads=tuple(reads), writes=tuple(writes))
+
+
+def _local_forward(i: int) -> Task:
+    return _task(Kind.LOCAL, i, [f"T_I.{i}", "weight"], [f"T_DI_L.{i}", f"T_M_L.{i}", f"home_L.{i}"])
+
+
+def _dispatch(i: int, source: str, received: str) -> list[Task]:
+    return [
+        _task(Kind.GATHER, i, [f"{source}.{i}"], [f"send.{i}"]),
+        _task(Kind.DISPATCH, i, [f"send.{i}"], [f"{received}.{i}"]),
+    ]
+
+
+def _communication_first(n: int, ahead: int | None, source: str, received: str) -> list[Task]:
+    """G and S of the chunks that are issued before anything is computed."""
+    first = n if ahead is None else min(ahead + 1, n)
+    return [task for i in range(first) for task in _dispatch(i, source, received)]
+
+
+def _after_compute(
+    i: int, n: int, ahead: int | None, *, source: str, received: str, result: str, home: str
+) -> list[Task]:
+    """R of chunk i, and behind it the next S that ``ahead`` allows."""
+    tasks = [_task(Kind.COMBINE, i, [f"{result}.{i}"], [f"{home}.{i}"])]
+    if ahead is not None and i + ahead + 1 < n:
+        tasks += _dispatch(i + ahead + 1, source, received)
+    return tasks

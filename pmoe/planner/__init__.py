@@ -1,0 +1,1 @@
+"""The planner: measures, models, chooses. It reads schedules and numbers only."""

@@ -1,0 +1,100 @@
+"""W gloo ranks that stay alive between tests, since starting processes is the slow part. A job is a
+module-level function."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+GROUP_TIMEOUT_SECONDS = 20
+
+
+def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{init_file}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+    pipe.send(("ready", None))
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            pipe.send(("ok", function(rank, world, *args)))
+        except BaseException:
+            pipe.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+class Pool:
+    """``run(function, *args)`` calls function(rank, world, *args) on every rank and returns the results.
+
+    After a failure the ranks may be out of step, so the pool stops and `usable` turns False.
+    """
+
+    def __init__(self, world: int, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # fork hangs after a threaded product in the parent
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.world, self.usable = world, True
+        self.processes, self.pipes = [], []
+        init_file = os.path.join(tempfile.mkdtemp(prefix="pmoe-pool-"), "rendezvous")
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            args = (rank, world, init_file, theirs, timeout_seconds)
+            process = context.Process(target=_worker, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self._answers(60)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        return self._answers(timeout)
+
+    def _answers(self, timeout: float) -> list[Any]:
+        results, errors, end = [], [], time.monotonic() + timeout
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if not pipe.poll(max(0.0, end - time.monotonic())):
+                    errors.append(f"rank {rank}: no answer in {timeout} s")
+                    continue
+                kind, value = pipe.recv()
+            except EOFError:
+                self.processes[rank].join(5)
+                errors.append(f"rank {rank}: died with exit code {self.processes[rank].exitcode}")
+                continue
+            (errors if kind == "error" else results).append(value)
+        if errors:
+            self.stop()
+            raise AssertionError("\n".join(errors))
+        return results
+
+    def stop(self) -> None:
+        self.usable = False
+        for process in self.processes:
+            process.kill()
+
+
+_pools: dict[int, Pool] = {}
+
+
+def ranks(world: int) -> Pool:
+    """The pool of ``world`` ranks that all tests of this run share."""
+    if world not in _pools or not _pools[world].usable:
+        _pools[world] = Pool(world)
+    return _pools[world]

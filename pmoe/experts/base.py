@@ -11,12 +11,25 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pmoe.experts.products import GradientSum, RowGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """What `Experts.input_gradient` needs beside the rows.
+
+    tensors: the caller saves them between the passes, in the autograd context of the whole layer: there
+    checkpointing and offloading hooks see them, and a backward frees them. graph: whatever is no tensor.
+    """
+
+    tensors: Sequence[Tensor]
+    graph: Any = None
 
 
 class Experts(nn.Module, abc.ABC):
@@ -40,7 +53,7 @@ class Experts(nn.Module, abc.ABC):
         *,
         out: Tensor | None = None,
         keep: bool = True,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Hidden | None]:
         """Returns (T_DO, hidden): the experts' output times the routing weight, (N, M), into ``out`` where
         given, and what `input_gradient` needs beside the rows (T_M); None unless ``keep``."""
 
@@ -50,7 +63,7 @@ class Experts(nn.Module, abc.ABC):
         grad_NM: Tensor,
         rows_NM: Tensor,
         weight_N: Tensor,
-        hidden: Any,
+        hidden: Hidden,
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,

@@ -1,7 +1,9 @@
 """Experts that are a user's own modules, one instance a local expert, run inside the same pipeline.
 
-Each chunk's graph is kept from forward to backward (it is this expert's hidden, T_DO included) and
-differentiated there by autograd, parameters and rows together: such an expert has no weight-gradient task.
+Each chunk's graph is kept from forward to backward and differentiated there by autograd, parameters and
+rows together: such an expert has no weight-gradient task. The tensors that the graph needs, T_DO included,
+are not kept in it but handed to the caller to save (`Hidden.tensors`): were checkpointing to see them one
+graph at a time, it would run the whole layer again for each, on each rank as often as that has experts.
 
 Letters: N rows, M = d_model.
 """
@@ -10,20 +12,52 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from pmoe.experts.base import Experts, row_dot
+from pmoe.experts.base import Experts, Hidden, row_dot
 from pmoe.experts.products import GradientSum, RowGroups
 
 
-class Graph(NamedTuple):
-    """One expert's part of a chunk: its leaf rows and its output, still attached."""
+@dataclass
+class Shelf:
+    """Where the graphs of a chunk find the tensors that they saved: filled in forward, handed over, and
+    filled again for the time of a backward. It knows no graph, or neither would ever be freed."""
 
-    rows: Tensor
-    output: Tensor
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def put(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor.detach())
+        return len(self.tensors) - 1
+
+    def get(self, index: int) -> Tensor:
+        return self.tensors[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """One expert's part of a chunk. output: None where nothing in it needs a gradient. saved_output: where
+    T_DO is on the shelf."""
+
+    rows: GradientEdge
+    output: GradientEdge | None
+    saved_output: int
+
+
+class _Enter(torch.autograd.Function):
+    """Rows as the start of a graph that does not hold them, as it would hold a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class ModuleExperts(Experts):
@@ -45,28 +79,47 @@ class ModuleExperts(Experts):
         *,
         out: Tensor | None = None,
         keep: bool = True,
-    ) -> tuple[Tensor, list[Graph] | None]:
+    ) -> tuple[Tensor, Hidden | None]:
         out = torch.empty_like(rows_NM) if out is None else out
-        graphs = []
+        if not keep:
+            for expert, at in groups.slices():
+                out[at] = self._run(expert, rows_NM[at]) * weight_N[at].unsqueeze(1)
+            return out, None
+        shelf, graphs = Shelf(), list[Graph]()
+        anchor = torch.empty(0, device=rows_NM.device, requires_grad=True)
         for expert, at in groups.slices():
-            with torch.set_grad_enabled(keep):
-                rows = rows_NM[at].detach().requires_grad_(keep)
-                output = self.local[expert](rows)
-            if output.shape != rows.shape:
-                raise ValueError(
-                    f"expert {type(self.local[expert]).__name__} returned shape {tuple(output.shape)}; "
-                    f"it must be that of its rows, {tuple(rows.shape)}"
+            with torch.enable_grad(), saved_tensors_hooks(shelf.put, shelf.get):
+                rows = _Enter.apply(anchor, rows_NM[at])  # type: ignore[no-untyped-call]
+                output = self._run(expert, rows)
+            graphs.append(
+                Graph(
+                    rows=get_gradient_edge(rows),
+                    output=get_gradient_edge(output) if output.requires_grad else None,
+                    saved_output=shelf.put(output),
                 )
-            graphs.append(Graph(rows, output))
+            )
             out[at] = output.detach() * weight_N[at].unsqueeze(1)
-        return out, graphs if keep else None
+        tensors, shelf.tensors = shelf.tensors, []
+        return out, Hidden(tensors=tensors, graph=(shelf, graphs))
+
+    def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
+        output = self.local[expert](rows_NM)
+        name = type(self.local[expert]).__name__
+        if not isinstance(output, Tensor):
+            raise TypeError(f"expert {name} must return a tensor, not {type(output).__name__}")
+        if output.shape != rows_NM.shape:
+            raise ValueError(
+                f"expert {name} returned shape {tuple(output.shape)}; "
+                f"it must be that of its rows, {tuple(rows_NM.shape)}"
+            )
+        return output
 
     def input_gradient(
         self,
         grad_NM: Tensor,
         rows_NM: Tensor,
         weight_N: Tensor,
-        hidden: list[Graph],
+        hidden: Hidden,
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
@@ -76,14 +129,15 @@ class ModuleExperts(Experts):
         grad_weight_N = torch.empty_like(weight_N)
         wanted = [parameter for parameter in self.parameters() if parameter.requires_grad]
         totals: list[Tensor | None] = [None] * len(wanted)
-        for (_, at), graph in zip(groups.slices(), hidden, strict=True):
-            grad_weight_N[at] = row_dot(graph.output.detach(), grad_NM[at].to(graph.output.dtype)).to(
-                grad_weight_N.dtype
-            )
-            grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(graph.output.dtype)
-            if not graph.output.requires_grad:
+        shelf, graphs = hidden.graph
+        shelf.tensors = list(hidden.tensors)
+        for (_, at), graph in zip(groups.slices(), graphs, strict=True):
+            output = shelf.get(graph.saved_output)
+            grad_weight_N[at] = row_dot(output, grad_NM[at].to(output.dtype)).to(grad_weight_N.dtype)
+            if graph.output is None:
                 out[at] = 0
                 continue
+            grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)
             # The graph is retained because the caller may run backward again; it goes with the context.
             grads = torch.autograd.grad(
                 graph.output, [graph.rows, *wanted], grad_output, retain_graph=True, allow_unused=True
@@ -93,6 +147,7 @@ class ModuleExperts(Experts):
                 total = totals[i]
                 if grad is not None:
                     totals[i] = grad if total is None else total + grad
+        shelf.tensors = []
         every = iter(totals)
         return out, grad_weight_N, [next(every) if p.requires_grad else None for p in self.parameters()]
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import Experts, row_dot
+from pmoe.experts.base import Experts, Hidden, row_dot
 from pmoe.experts.products import GradientSum, RowGroups, input_gradient, product
 
 V = TypeVar("V")
@@ -79,34 +79,35 @@ class StackedExperts(Experts):
         *,
         out: Tensor | None = None,
         keep: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Hidden | None]:
         w1, w2, b1, b2 = self._named(parameters)
         hidden_NG = product(rows_NM, w1, groups, b1)
         active_NH = self.activate(hidden_NG, overwrite=not keep)
         out = product(active_NH, w2, groups, b2, out=out)
         out.mul_(weight_N.unsqueeze(1))
-        return out, hidden_NG if keep else None
+        return out, Hidden(tensors=[hidden_NG]) if keep else None
 
     def input_gradient(
         self,
         grad_NM: Tensor,
         rows_NM: Tensor,
         weight_N: Tensor,
-        hidden: Tensor,
+        hidden: Hidden,
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         w1, w2, _, b2 = self._named(parameters)
-        active_NH = self.activate(hidden, overwrite=False)
+        (hidden_NG,) = hidden.tensors
+        active_NH = self.activate(hidden_NG, overwrite=False)
         grad_active_NH = input_gradient(grad_NM, w2, groups)
         grad_weight_N = row_dot(active_NH, grad_active_NH)
         if b2 is not None:
             for expert, at in groups.slices():
                 grad_weight_N[at] += (grad_NM[at] @ b2[expert]).to(grad_weight_N.dtype)
         scale_N1 = weight_N.unsqueeze(1)
-        grad_hidden_NG = self.activation_gradient(grad_active_NH.mul_(scale_N1), hidden)
+        grad_hidden_NG = self.activation_gradient(grad_active_NH.mul_(scale_N1), hidden_NG)
         grad_rows_NM = input_gradient(grad_hidden_NG, w1, groups, out=out)
         return grad_rows_NM, grad_weight_N, (rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
 

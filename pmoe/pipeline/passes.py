@@ -8,6 +8,7 @@ Letters: T tokens, K choices, N rows, M = d_model, n chunks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pmoe.experts.base import Hidden
 from pmoe.experts.products import GradientSum
 from pmoe.pipeline import engine
 from pmoe.pipeline.plan import Plan
@@ -25,11 +27,14 @@ from pmoe.pipeline.schedule import Kind, Schedule, backward_schedule, forward_sc
 
 @dataclass
 class Rows:
-    """What forward keeps of a group of rows: T_DI, the routing weights, T_M (or a module's graphs)."""
+    """What forward keeps of a group of rows: T_DI, the routing weights, T_M (or a module's graphs).
+
+    hidden is None only where nothing is kept.
+    """
 
     rows_NM: Tensor
     weight_N: Tensor
-    hidden: Any = None
+    hidden: Hidden | None = None
 
 
 def plan_schedule(plan: Plan, direction: str) -> Schedule:
@@ -214,6 +219,7 @@ class _Backward(_Pass):
 
     def input_gradient_local(self, i: int) -> None:
         chunk, kept = self.plan.chunks[i], self.local[i]
+        assert kept.hidden is not None
         _, grad_weight_N, self.pending[Kind.LOCAL, i] = self.plan.experts.input_gradient(
             self.gather_local(i),
             kept.rows_NM,
@@ -227,6 +233,7 @@ class _Backward(_Pass):
 
     def input_gradient(self, i: int) -> None:
         kept = self.received[i]
+        assert kept.hidden is not None
         grad_rows_NM, grad_weight_N, self.pending[Kind.COMPUTE, i] = self.plan.experts.input_gradient(
             self.in_expert_order(i),
             kept.rows_NM,
@@ -274,13 +281,15 @@ class _Experts(torch.autograd.Function):
         done = _Forward(plan, x_TM, weight_TK, parameters, keep=True)
         y_TM = done.run()
         kept = [rows for rows in (*done.local, *done.received) if rows is not None]
-        # Tensors are saved by the context, where checkpointing and offloading hooks see them; the graphs
-        # of user modules have had the same hooks already.
-        hidden = [rows.hidden if isinstance(rows.hidden, Tensor) else None for rows in kept]
+        hidden = [rows.hidden for rows in kept if rows.hidden is not None]
         ctx.save_for_backward(
-            weight_TK, *parameters, *(r.rows_NM for r in kept), *(r.weight_N for r in kept), *hidden
+            weight_TK,
+            *parameters,
+            *(rows.rows_NM for rows in kept),
+            *(rows.weight_N for rows in kept),
+            *(tensor for each in hidden for tensor in each.tensors),
         )
-        ctx.graphs = [None if isinstance(rows.hidden, Tensor) else rows.hidden for rows in kept]
+        ctx.graphs = [(each.graph, len(each.tensors)) for each in hidden]
         ctx.plan, ctx.num_parameters = plan, len(parameters)
         return y_TM
 
@@ -291,10 +300,11 @@ class _Experts(torch.autograd.Function):
         weight_TK, *saved = ctx.saved_tensors
         parameters, saved = saved[: ctx.num_parameters], saved[ctx.num_parameters :]
         count = len(ctx.graphs)
+        rest = iter(saved[2 * count :])
         kept = [
-            Rows(rows, weight, graph if hidden is None else hidden)
-            for rows, weight, hidden, graph in zip(
-                saved[:count], saved[count : 2 * count], saved[2 * count :], ctx.graphs, strict=True
+            Rows(rows, weight, Hidden(tensors=list(itertools.islice(rest, num_tensors)), graph=graph))
+            for rows, weight, (graph, num_tensors) in zip(
+                saved[:count], saved[count : 2 * count], ctx.graphs, strict=True
             )
         ]
         num_local = len(plan.chunks) if plan.bypass_local else 0

@@ -1,0 +1,415 @@
+"""How well does the pipeline hide communication on a slow link?
+
+2 ranks, one thread each, on a link whose rate makes communication cost what computation costs. Prints
+forward, backward and step of the layer for each n, and of `sequential` runs in which every task waits for
+the one before, beside two bounds: computation alone (the experts' products on the routed rows and nothing
+else) and communication alone. The bound of a pass is the larger of the two; a step's is the sum of both
+passes', for one cannot help the other.
+
+    python bench/bench_overlap.py --link modelled --rate auto       # forward: communication = computation
+    python bench/bench_overlap.py --link modelled --rate auto-step  # the step: the same
+    sudo python bench/bench_overlap.py --link real --rate auto
+
+The simulator's prediction stands beside each measured step. Its task costs come from other runs: the layer
+without overlap and without a limit on the link, at two sizes, and messages of two sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+import pmoe
+from bench.links import INFINITE, launch, measure_rate
+from bench.timing import Timing, machine, table, write_json
+from pmoe.pipeline import Kind, Span, backward_schedule, forward_schedule, recording, sequential
+from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.simulator import makespan, simulate
+from pmoe.planner.timeline import Bar, bars, chrome_trace, draw
+
+DIRECTIONS = ("forward", "backward")
+PARTS = (*DIRECTIONS, "step")
+Run = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One layer and batch. Letters as in DESIGN.md: rows a rank = T * K."""
+
+    rows: int = 4096
+    d_model: int = 512
+    d_hidden: int = 2048
+    num_experts: int = 8
+    world: int = 2
+
+    @property
+    def remote_rows(self) -> int:
+        """Rows that each rank sends in one direction."""
+        return self.rows * (self.world - 1) // self.world
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.d_model
+
+
+def make_layer(setting: Setting) -> tuple[pmoe.MoELayer, Tensor, Tensor]:
+    """(layer, x, dy) with the same number of rows for every expert: the load is not what is measured."""
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(setting.rows, setting.d_model)
+    expert = torch.randperm(setting.rows) % setting.num_experts
+    with torch.no_grad():
+        layer.gate.weight.normal_(std=1e-3)
+        layer.gate.weight[:, : setting.num_experts] += torch.eye(setting.num_experts)
+        x[torch.arange(setting.rows), expert] += 10
+    return layer, x.requires_grad_(), torch.randn(setting.rows, setting.d_model)
+
+
+class Step:
+    """Runs forward and backward of the layer with a given n; times of both, of this rank."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.layer, self.x, self.dy = make_layer(setting)
+
+    def __call__(self, n: int, is_sequential: bool) -> dict[str, float]:
+        self.layer.pipeline, self.layer.sequential = n, is_sequential
+        self.x.grad = None
+        self.layer.zero_grad(set_to_none=True)
+        dist.barrier()
+        start = time.perf_counter()
+        y = self.layer(self.x)
+        middle = time.perf_counter()
+        y.backward(self.dy)
+        end = time.perf_counter()
+        return {"forward": middle - start, "backward": end - middle, "step": end - start}
+
+
+def products_alone(setting: Setting) -> Run:
+    """The experts' products on the routed rows and nothing else, each as large as it can be."""
+    local = setting.num_experts // setting.world
+    rows = setting.rows // local  # every expert gets as many rows
+    w1 = torch.randn(local, setting.d_hidden, setting.d_model)
+    w2 = torch.randn(local, setting.d_model, setting.d_hidden)
+    x, y = torch.randn(2, local, rows, setting.d_model)
+    h, dh = torch.randn(2, local, rows, setting.d_hidden)
+    dw1, dw2, dx = torch.empty_like(w1), torch.empty_like(w2), torch.empty_like(x)
+
+    def run() -> dict[str, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        for e in range(local):
+            torch.mm(x[e], w1[e].t(), out=h[e])
+            torch.mm(h[e], w2[e].t(), out=y[e])
+        middle = time.perf_counter()
+        for e in range(local):
+            torch.mm(y[e], w2[e], out=dh[e])
+            torch.mm(dh[e], w1[e], out=dx[e])
+            torch.mm(dh[e].t(), x[e], out=dw1[e])
+            torch.mm(y[e].t(), h[e], out=dw2[e])
+        end = time.perf_counter()
+        return {"forward": middle - start, "backward": end - middle, "step": end - start}
+
+    return run
+
+
+def messages_alone(setting: Setting) -> Run:
+    """One S and one R of all routed rows, which is what each pass sends; rows that stay are not sent."""
+    world, rank = setting.world, dist.get_rank()
+    splits = [0 if r == rank else setting.rows // world for r in range(world)]
+    sent = torch.randn(sum(splits), setting.d_model)
+    received = torch.empty_like(sent)
+
+    def run() -> dict[str, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(2):
+            dist.all_to_all_single(received, sent, splits, splits)
+        seconds = time.perf_counter() - start
+        return {"forward": seconds, "backward": seconds, "step": 2 * seconds}
+
+    return run
+
+
+def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dict[str, Timing]]:
+    """Every run once a round, so that a drifting machine hits all alike; the slowest rank's times."""
+    samples = torch.zeros(len(runs), 3, rounds, dtype=torch.float64)
+    for turn in range(-warmup, rounds):
+        for i, run in enumerate(runs.values()):
+            times = run()
+            if turn >= 0:
+                samples[i, :, turn] = torch.tensor([times[part] for part in PARTS])
+    dist.all_reduce(samples, op=dist.ReduceOp.MAX)
+    return {
+        name: {part: Timing(tuple(samples[i, j].tolist())) for j, part in enumerate(PARTS)}
+        for i, name in enumerate(runs)
+    }
+
+
+# ---- the prediction
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each kind of task in each direction by rows, of a message by bytes, and what a pass does
+    outside its schedule (gate, ordering, exchange of counts; the gate's backward)."""
+
+    compute: dict[str, dict[str, LineCost]]
+    message: LineCost
+    outside: dict[str, float]
+
+
+def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: int) -> Costs:
+    """From runs without overlap at two sizes, n = 1 and n = 16, and from messages of two sizes."""
+    link.set_rate(INFINITE)
+    samples: dict[tuple[str, Kind], list[tuple[float, float]]] = defaultdict(list)
+    outside: dict[str, list[float]] = {"forward": [], "backward": []}
+    for turn in range(rounds + 1):
+        for n in (1, 16):
+            with recording() as journal:
+                times = step(n, True)
+            if turn == 0:
+                continue
+            for direction in DIRECTIONS:
+                spans = [span for span in journal.spans if span.direction == direction]
+                covered = max(s.end for s in spans) - min(s.start for s in spans)
+                if n == 1:
+                    outside[direction].append(times[direction] - covered)
+                for span in spans:
+                    samples[direction, span.kind].append((setting.rows / n, span.end - span.start))
+    link.set_rate(rate)
+    size = setting.remote_rows * setting.row_bytes
+    alpha, bytes_per_second = measure_rate((size // 16, size), rounds=rounds)
+    compute: dict[str, dict[str, LineCost]] = {direction: {} for direction in DIRECTIONS}
+    for (direction, kind), points in samples.items():
+        if kind not in (Kind.DISPATCH, Kind.COMBINE, Kind.WEIGHTS):
+            compute[direction][kind.value] = fit_line(points)
+    return Costs(
+        compute=compute,
+        message=LineCost(max(alpha, 0.0), 1 / bytes_per_second),
+        outside={direction: statistics.median(values) for direction, values in outside.items()},
+    )
+
+
+def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict[str, Any]:
+    """The simulator's spans and times of a step in n chunks."""
+    predicted: dict[str, Any] = {"spans": {}}
+    for direction, build in (("forward", forward_schedule), ("backward", backward_schedule)):
+        schedule = build(n, local=True, remote=True)
+        schedule = sequential(schedule) if is_sequential else schedule
+
+        def seconds(task: Any, direction: str = direction) -> float:
+            if task.kind is Kind.WEIGHTS:
+                return costs.message(4 * setting.remote_rows)
+            if task.kind in (Kind.DISPATCH, Kind.COMBINE):
+                return costs.message(setting.remote_rows * setting.row_bytes / n)
+            return costs.compute[direction][task.kind.value](setting.rows / n)
+
+        spans = simulate(schedule.tasks, seconds)
+        predicted["spans"][direction] = spans
+        predicted[direction] = makespan(spans) + costs.outside[direction]
+    predicted["step"] = predicted["forward"] + predicted["backward"]
+    return predicted
+
+
+# ---- one rank
+
+
+def choose_rate(setting: Setting, rate: str, computation: dict[str, Timing]) -> float:
+    """Bytes a second at which communication alone costs what computation alone costs."""
+    if rate not in ("auto", "auto-step"):
+        return float(rate)
+    pass_bytes = 2 * setting.remote_rows * setting.row_bytes
+    if rate == "auto":
+        return pass_bytes / computation["forward"].median
+    return 2 * pass_bytes / computation["step"].median
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 brings home."""
+
+    times: dict[str, dict[str, Timing]]
+    bytes_per_second: float
+    costs: Costs
+    traffic: dict[str, int]
+    spans: dict[int, list[Span]]
+
+
+def run_rank(
+    link: Any, setting: Setting, rate: str, degrees: list[int], with_sequential: bool, rounds: int
+) -> Result:
+    link.set_rate(INFINITE)
+    step, alone = Step(setting), products_alone(setting)
+    computation = measure({"computation": alone}, rounds)["computation"]
+    bytes_per_second = choose_rate(setting, rate, computation)
+    costs = measure_costs(step, setting, link, bytes_per_second, rounds)
+    runs: dict[str, Run] = {"computation alone": alone, "communication alone": messages_alone(setting)}
+    for is_sequential in (False, True) if with_sequential else (False,):
+        for n in degrees:
+            runs[run_name(n, is_sequential)] = functools.partial(step, n, is_sequential)
+    times = measure(runs, rounds)
+    before = asdict(step.layer.traffic)
+    step(degrees[-1], False)
+    traffic = {name: sent - before[name] for name, sent in asdict(step.layer.traffic).items()}
+    spans = {}
+    for n in degrees:
+        with recording() as journal:
+            step(n, False)
+        spans[n] = journal.spans
+    return Result(times, bytes_per_second, costs, traffic, spans)
+
+
+def run_name(n: int, is_sequential: bool) -> str:
+    return f"sequential n={n}" if is_sequential else f"n={n}"
+
+
+# ---- the report
+
+
+def bounds(times: dict[str, dict[str, Timing]]) -> dict[str, float]:
+    computation, communication = times["computation alone"], times["communication alone"]
+    bound = {part: max(computation[part].median, communication[part].median) for part in DIRECTIONS}
+    return {**bound, "step": bound["forward"] + bound["backward"]}
+
+
+def report_rows(
+    setting: Setting, result: Result, degrees: list[int], with_sequential: bool
+) -> list[dict[str, Any]]:
+    """One row a run: milliseconds, ratios to the bounds, speed-ups over sequential runs, the prediction."""
+    bound = bounds(result.times)
+    rows = []
+    for name in ("computation alone", "communication alone"):
+        rows.append({"run": name, **{f"{part} ms": result.times[name][part].median * 1e3 for part in PARTS}})
+    for is_sequential in (False, True) if with_sequential else (False,):
+        for n in degrees:
+            times = result.times[run_name(n, is_sequential)]
+            row: dict[str, Any] = {"run": run_name(n, is_sequential)}
+            row |= {f"{part} ms": times[part].median * 1e3 for part in PARTS}
+            row |= {f"{part}/bound": times[part].median / bound[part] for part in ("forward", "step")}
+            if with_sequential:
+                one, same = result.times[run_name(1, True)], result.times[run_name(n, True)]
+                row["forward x seq n=1"] = times["forward"].speedup_over(one["forward"])
+                row["step x seq n=1"] = times["step"].speedup_over(one["step"])
+                row["step x seq same n"] = times["step"].speedup_over(same["step"])
+            predicted = predict(result.costs, setting, n, is_sequential)
+            row["predicted step ms"] = predicted["step"] * 1e3
+            row["predicted/step"] = predicted["step"] / times["step"].median
+            rows.append(row)
+    keys = list(rows[2])
+    return [{key: row.get(key) for key in keys} for row in rows]
+
+
+def panels(setting: Setting, result: Result, n: int) -> dict[str, list[Bar]]:
+    """One measured step above the step that the schedule predicts."""
+    predicted = predict(result.costs, setting, n, False)
+    shifted, origin = [], 0.0
+    for direction in DIRECTIONS:
+        spans = predicted["spans"][direction]
+        for item in spans:
+            task = item.task
+            shifted.append(
+                Bar(
+                    direction=direction,
+                    name=task.name,
+                    kind=task.kind.value,
+                    chunk=task.chunk,
+                    lane=task.lane.value,
+                    start=origin + item.start,
+                    end=origin + item.end,
+                )
+            )
+        origin += makespan(spans) + sum(result.costs.outside.values()) / 2
+    return {
+        f"measured, n = {n}, rank 0": bars(result.spans[n]),
+        f"predicted by the schedule, n = {n}": bars(shifted),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
+    parser.add_argument("--rate", default="auto", help="auto, auto-step, or bytes per second of each rank")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="n to run")
+    parser.add_argument("--sequential", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rows", type=int, default=4096, help="tokens a rank")
+    parser.add_argument("--d-model", type=int, default=512)
+    parser.add_argument("--d-hidden", type=int, default=2048)
+    parser.add_argument("--num-experts", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON and PNG")
+    args = parser.parse_args()
+    if args.rate not in ("auto", "auto-step") and not float(args.rate) > 0:
+        parser.error(f"--rate ({args.rate}) must be auto, auto-step or a positive number")
+    setting = Setting(
+        rows=args.rows, d_model=args.d_model, d_hidden=args.d_hidden, num_experts=args.num_experts
+    )
+    if setting.rows % setting.num_experts or setting.num_experts % setting.world:
+        parser.error("--num-experts must divide --rows and be even: every expert gets as many rows")
+    degrees = sorted({1, *args.degrees})
+    started = machine()
+    result: Result = launch(
+        setting.world,
+        run_rank,
+        args.link,
+        INFINITE,
+        (setting, args.rate, degrees, args.sequential, args.rounds),
+        timeout_seconds=1800,
+    )[0]
+    rows = report_rows(setting, result, degrees, args.sequential)
+    print(f"{setting.world} ranks, one thread each, {setting}")
+    print(
+        f"{args.link} link at {result.bytes_per_second / 1e6:.2f} MB/s a rank; "
+        f"medians of {args.rounds} rounds"
+    )
+    print(table(rows))
+    expected = 4 * setting.remote_rows * setting.row_bytes
+    print(
+        f"bytes sent in a step: {result.traffic['rows']} rows ({expected} = 4 x {setting.remote_rows} remote "
+        f"rows x {setting.row_bytes}) + {result.traffic['scalars']} routing weights and their gradients + "
+        f"{result.traffic['counts']} counts"
+    )
+    best = min(degrees, key=lambda n: result.times[run_name(n, False)]["step"].median)
+    stem = args.out / f"overlap_{args.link}_{args.rate}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    drawn = panels(setting, result, best)
+    draw(
+        f"{stem}.png",
+        drawn,
+        f"{args.link} link, {result.bytes_per_second / 1e6:.0f} MB/s a rank: one step, n = {best}",
+    )
+    chrome_trace(f"{stem}.trace.json", drawn)
+    write_json(
+        f"{stem}.json",
+        setting=asdict(setting),
+        link=args.link,
+        bytes_per_second=result.bytes_per_second,
+        machine_before=started,
+        rounds=args.rounds,
+        bounds_s=bounds(result.times),
+        rows=rows,
+        times=result.times,
+        traffic_bytes=result.traffic,
+        costs=asdict(result.costs),
+    )
+    print(f"wrote {stem}.json, {stem}.png, {stem}.trace.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,551 @@
+"""Slow links on one machine, so that overlap has something to hide: a modelled one (no root) and a real one (root).
+
+Loopback is as fast as memory, and a transfer there is CPU copying: nothing can be hidden behind computation.
+`launch` runs a function on some ranks over a link of a chosen rate:
+
+    modelled   gloo on loopback carries the bytes; a c10d backend then holds every all-to-all back until a serial
+               full-duplex link would have carried it. Small collectives (all_reduce, barrier) are not held back.
+    real       gloo over network namespaces whose only connection is one token bucket, a shared medium: the bytes
+               of all ranks and of every collective queue in it. No added latency (that needs netem).
+
+**The rate** means the same on both: payload bytes per second that *each* rank sends to others in an all-to-all in
+which all ranks send as much. The real medium carries all ranks' bytes one after the other, so it runs at
+world times that rate, plus headers. Where the ranks send unequal amounts the two differ: the modelled link takes
+the longer of what a rank sends and what it receives, the real one the sum over all ranks.
+
+    def work(link, bytes_):              # module level; runs on each rank, in its own process
+        link.set_rate(float("inf"))      # the computation alone
+        ...
+        link.set_rate(35e6)              # on all ranks, with nothing in flight
+        return measure_rate()
+    launch(2, work, link="modelled", rate=35e6, args=(1 << 20,))
+
+All times are seconds of time.monotonic, all rates bytes per second.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import fcntl
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from bench.timing import interleaved
+
+INFINITE = float("inf")
+
+
+class Link(Protocol):
+    """What a rank's function gets as its first argument."""
+
+    def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        """Changes the link for messages still to come: call it on all ranks, with no message in flight.
+
+        bytes_per_second: see the top of this file; float("inf") takes the limit away.
+        latency_seconds: what each message costs besides its bytes, occupying the link (alpha); modelled link only.
+        """
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sent to others since the last reset.
+
+        Modelled: payload of all-to-alls. Real: what left the network interface, headers, acknowledgements and
+        every other collective included (about 5 % more).
+        """
+
+    def reset_bytes_sent(self) -> None: ...
+
+
+class LinkCost(NamedTuple):
+    """Seconds of an all-to-all = alpha_seconds + bytes this rank sends / bytes_per_second."""
+
+    alpha_seconds: float
+    bytes_per_second: float
+
+
+class LinkUnavailable(RuntimeError):
+    """This machine cannot make the link; the message is one line saying why."""
+
+
+def measure_rate(sizes_bytes: tuple[int, int] = (1 << 20, 1 << 23), rounds: int = 3) -> LinkCost:
+    """What all-to-alls really achieve on the default group: times two sizes, fits a line. Call it on all ranks.
+
+    sizes_bytes: what each rank sends to others, rounded down to equal parts; the defaults take 1.2 s at 30 MB/s.
+    Raises ValueError on a single rank, RuntimeError where the larger size was not slower (no limit and noise).
+    """
+    world = dist.get_world_size()
+    if world < 2:
+        raise ValueError(f"measure_rate needs at least 2 ranks to send anything, not {world}")
+    small, large = (size // (world - 1) for size in sizes_bytes)
+    if not 0 < small < large:
+        raise ValueError(f"sizes_bytes {sizes_bytes} must grow and give every peer at least one byte")
+
+    def exchange(part: int) -> Callable[[], None]:
+        rows, received = torch.zeros(2, world * part, dtype=torch.uint8)
+        return lambda: dist.all_to_all_single(received, rows)
+
+    timings = interleaved({"small": exchange(small), "large": exchange(large)}, rounds=rounds)
+    small_seconds, large_seconds = timings["small"].median, timings["large"].median
+    if large_seconds <= small_seconds:
+        raise RuntimeError(
+            f"{sizes_bytes} bytes took {small_seconds} and {large_seconds} s: no rate to be seen"
+        )
+    seconds_per_byte = (large_seconds - small_seconds) / ((large - small) * (world - 1))
+    return LinkCost(small_seconds - small * (world - 1) * seconds_per_byte, 1 / seconds_per_byte)
+
+
+# ---- the modelled link
+
+
+class ModelledLink:
+    """A full-duplex serial link of one rank. Its messages queue in the order in which they are issued.
+
+    One a process, shared by all its groups, as a network card would be. A message of s bytes out and r bytes in
+    occupies it for latency + max(s, r) / rate. Both directions count because a rank that sends little and
+    receives much waits in truth too. The model does not know when a peer issues its part: a late peer delays
+    this rank by its lateness alone. That flatters a sequential layer more than a pipelined one.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float = INFINITE,
+        latency_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._free_at = 0.0
+        self._bytes_sent = 0
+        self.set_rate(bytes_per_second, latency_seconds)
+
+    def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        _check_rate(bytes_per_second)
+        if not 0 <= latency_seconds < INFINITE:
+            raise ValueError(f"latency_seconds ({latency_seconds}) must be finite and not negative")
+        with self._lock:
+            self._bytes_per_second, self._latency_seconds = bytes_per_second, latency_seconds
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+    def reset_bytes_sent(self) -> None:
+        with self._lock:
+            self._bytes_sent = 0
+
+    def carry(self, sent_bytes: int, received_bytes: int) -> float:
+        """Queues a message issued now; returns the time at which the link has carried it."""
+        with self._lock:
+            self._bytes_sent += sent_bytes
+            self._free_at = max(self._free_at, self._clock())
+            slower_bytes = max(sent_bytes, received_bytes)
+            if slower_bytes:  # what stays on its rank costs nothing
+                self._free_at += self._latency_seconds + slower_bytes / self._bytes_per_second
+            return self._free_at
+
+
+class _LinkWork(Work):
+    """A gloo work that is not done before the link has carried it. Nothing changes in it, so any thread may wait."""
+
+    def __init__(self, inner: Work, ready_at: float, output: torch.Tensor) -> None:
+        super().__init__()
+        self._inner, self._ready_at, self._output = inner, ready_at, output
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        # timedelta(0) is c10d's "no timeout". The link's own seconds are never refused by a timeout.
+        self._inner.wait(timeout) if timeout else self._inner.wait()
+        time.sleep(max(0.0, self._ready_at - time.monotonic()))
+        return True
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed() and time.monotonic() >= self._ready_at
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._output]
+
+    def get_future(self) -> Future:
+        future: Future = Future()
+        threading.Thread(target=self._fulfil, args=(future,), daemon=True).start()
+        return future
+
+    def _fulfil(self, future: Future) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self.result())
+
+
+class _ModelledGroup(dist.ProcessGroup):
+    """gloo, with all-to-alls held back by this process's link.
+
+    Only the (rank, size) constructor can be subclassed, and an inner backend must be registered, or functional
+    collectives fail with "ProcessGroup name not set". Methods not defined here go to that backend.
+    """
+
+    def __init__(
+        self, link: ModelledLink, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
+    ):
+        super().__init__(rank, size)
+        self._link = link
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+    def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
+        return "modelled"
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        *options: Any,
+    ) -> Work:
+        work = self._gloo.alltoall_base(output, input, output_splits, input_splits, *options)
+        sent_bytes = _bytes_of_others(input, input_splits, self.rank(), self.size())
+        received_bytes = _bytes_of_others(output, output_splits, self.rank(), self.size())
+        return _LinkWork(work, self._link.carry(sent_bytes, received_bytes), output)
+
+
+@functools.cache
+def register_modelled() -> ModelledLink:
+    """Makes "modelled" a backend for init_process_group and new_group; returns this process's link (no limit yet).
+
+    Further calls return the same link.
+    """
+    link = ModelledLink()
+    dist.Backend.register_backend("modelled", functools.partial(_ModelledGroup, link), devices=["cpu"])
+    return link
+
+
+def _bytes_of_others(tensor: torch.Tensor, splits: Sequence[int], rank: int, world: int) -> int:
+    """Bytes of the rows that belong to other ranks; no splits means equal parts."""
+    total_bytes = tensor.numel() * tensor.element_size()
+    if not splits:
+        return total_bytes - total_bytes // world
+    rows = sum(splits)
+    return total_bytes // rows * (rows - splits[rank]) if rows else 0
+
+
+def _check_rate(bytes_per_second: float) -> None:
+    if not bytes_per_second > 0:
+        raise ValueError(
+            f"bytes_per_second ({bytes_per_second}) must be positive; float('inf') means no limit"
+        )
+
+
+# ---- the real link
+
+SWITCH = "pmoesw"  # the namespace that holds the medium
+LOCK_PATH = "/run/pmoe_link.lock"
+# An Ethernet frame of 1514 bytes carries 1448 bytes of payload: 14 Ethernet, 20 IP, 20 TCP, 12 TCP timestamps.
+WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
+BURST_BYTES = 128 << 10
+LIMIT_BYTES = 64 << 20
+UNLIMITED_WIRE_RATE = 100e9  # tbf has no infinity
+
+
+class SharedMedium:
+    """The real link, as one rank sees it: every rank's bytes, in both directions, pass one token bucket."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._sent_before = 0
+        self.reset_bytes_sent()
+
+    def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        _check_rate(bytes_per_second)
+        if latency_seconds:
+            raise ValueError(f"latency_seconds ({latency_seconds}) must be 0 on the real link")
+        dist.barrier()  # all have finished with the old rate
+        if self._rank == 0:
+            _set_medium_rate("change", bytes_per_second * self._world)
+        dist.barrier()  # none starts before the new one
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._interface_bytes() - self._sent_before
+
+    def reset_bytes_sent(self) -> None:
+        self._sent_before = self._interface_bytes()
+
+    def _interface_bytes(self) -> int:
+        # The thread's own file: /proc/net is the main thread's namespace, the same here, but only by luck.
+        with open("/proc/thread-self/net/dev") as counters:
+            for line in counters:
+                name, _, numbers = line.partition(":")
+                if name.strip() == _interface(self._rank):
+                    return int(numbers.split()[8])
+        raise RuntimeError(
+            f"rank {self._rank} is not in its network namespace: no interface {_interface(self._rank)}"
+        )
+
+
+def _namespace(rank: int) -> str:
+    return f"pmoe{rank}"
+
+
+def _interface(rank: int) -> str:
+    return f"p{rank}"
+
+
+@contextlib.contextmanager
+def shared_medium(world: int, bytes_per_second: float) -> Iterator[None]:
+    """Network namespaces pmoe0, pmoe1, ... on one medium, taken away at the end, whatever happens.
+
+    What an earlier run that died left behind is removed first. Raises LinkUnavailable.
+    """
+    if os.geteuid() != 0:
+        raise LinkUnavailable("the real link needs root (network namespaces); use the modelled link")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise LinkUnavailable(f"the real link needs `{tool}` (Debian: iproute2); use the modelled link")
+    with open(LOCK_PATH, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LinkUnavailable(
+                "another run on this machine holds the real link; try again later"
+            ) from None
+        _remove_namespaces()
+        try:
+            _add_namespaces(world, bytes_per_second)
+            yield
+        finally:
+            _remove_namespaces()
+
+
+def _add_namespaces(world: int, bytes_per_second: float) -> None:
+    _command(f"ip netns add {SWITCH}")
+    _command(f"ip -n {SWITCH} link add br0 type bridge")
+    _command(f"ip -n {SWITCH} link set br0 up")
+    _command(f"ip -n {SWITCH} link add ifb0 type ifb")
+    _command(f"ip -n {SWITCH} link set ifb0 up")
+    for rank in range(world):
+        space, port, plug = _namespace(rank), f"m{rank}", _interface(rank)
+        _command(f"ip netns add {space}")
+        _command(f"ip -n {SWITCH} link add {port} type veth peer name {plug} netns {space}")
+        _command(f"ip -n {SWITCH} link set {port} master br0")
+        _command(f"ip -n {SWITCH} link set {port} up")
+        _command(f"ip -n {space} addr add 10.78.0.{rank + 1}/24 dev {plug}")
+        _command(f"ip -n {space} link set {plug} up")
+        _command(f"ip -n {space} link set lo up")
+        # All that comes in from any rank is led through ifb0, hence through one bucket.
+        _command(f"tc -n {SWITCH} qdisc add dev {port} ingress")
+        _command(
+            f"tc -n {SWITCH} filter add dev {port} parent ffff: protocol all prio 1 u32 match u32 0 0"
+            " action mirred egress redirect dev ifb0"
+        )
+    _set_medium_rate("add", bytes_per_second * world)
+
+
+def _set_medium_rate(verb: str, payload_bytes_per_second: float) -> None:
+    wire_rate = min(payload_bytes_per_second * WIRE_BYTES_PER_PAYLOAD_BYTE, UNLIMITED_WIRE_RATE)
+    _command(
+        f"tc -n {SWITCH} qdisc {verb} dev ifb0 root tbf"
+        f" rate {round(8 * wire_rate)}bit burst {BURST_BYTES} limit {LIMIT_BYTES}"
+    )
+
+
+def _remove_namespaces() -> None:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for line in listed.splitlines():
+        name = line.split()[0]
+        if name == SWITCH or (name.startswith("pmoe") and name[4:].isdigit()):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _command(text: str) -> None:
+    done = subprocess.run(text.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise LinkUnavailable(f"the real link cannot be made: `{text}`: {reason}")
+
+
+def _enter_namespace(name: str) -> None:
+    """Moves this thread, and those it will start, into a network namespace (`ip netns exec` without a new program)."""
+    clone_newnet = 0x40000000
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as space:
+        if libc.setns(space.fileno(), clone_newnet):
+            raise OSError(ctypes.get_errno(), f"setns({name})")
+
+
+# ---- running ranks
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What a rank needs to join; the same for all ranks."""
+
+    world: int
+    link: str
+    bytes_per_second: float
+    latency_seconds: float
+    rendezvous: str
+    timeout_seconds: float
+    cores: tuple[int, ...]  # core of each rank; empty: not pinned
+
+
+def launch(
+    world: int,
+    function: Callable[..., Any],
+    link: str,
+    rate: float,
+    args: Sequence[Any] = (),
+    *,
+    latency_seconds: float = 0.0,
+    pin: bool = True,
+    timeout_seconds: float = 600.0,
+) -> list[Any]:
+    """Runs function(link, *args) on `world` ranks over a slow link; returns the results in rank order.
+
+    function: at module level (a script's own is fine, behind its `if __name__ == "__main__"`); finds the default
+        process group ready. Arguments and result are pickled.
+    link: "modelled" or "real"; rate: bytes per second, as `Link.set_rate` takes it.
+    pin: gives each rank a core of its own, where there are enough; a rank's gloo threads stay with it.
+    timeout_seconds: for the whole run and for each collective.
+
+    Each rank is a fresh process with one thread for computation. Raises RuntimeError telling what went wrong on
+    each rank, LinkUnavailable where the machine cannot make the link.
+    """
+    _check_rate(rate)
+    if link not in ("modelled", "real"):
+        raise ValueError(f"link ({link!r}) must be 'modelled' or 'real'")
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        if link == "real":
+            stack.enter_context(shared_medium(world, rate))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pmoe_link_"))
+        setup = _Setup(
+            world=world,
+            link=link,
+            bytes_per_second=rate,
+            latency_seconds=latency_seconds,
+            rendezvous=f"file://{folder}/rendezvous",  # not on the link, so the same for both
+            timeout_seconds=timeout_seconds,
+            cores=tuple(cores[:world]) if pin and len(cores) >= world else (),
+        )
+        processes, pipes = [], []
+        stack.callback(_stop, processes)
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):  # read when a rank imports torch
+            for rank in range(world):
+                process, pipe = _start(rank, setup, function, args)
+                processes.append(process)
+                pipes.append(stack.enter_context(pipe))
+        return _collect(processes, pipes, time.monotonic() + timeout_seconds)
+
+
+def _start(rank: int, setup: _Setup, function: Callable[..., Any], args: Sequence[Any]):
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_rank_main, args=(rank, setup, theirs, function, tuple(args)), daemon=True
+    )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _rank_main(rank: int, setup: _Setup, pipe, function: Callable[..., Any], args: tuple) -> None:
+    try:
+        answer = ("ok", function(_join(rank, setup), *args))
+    except BaseException:
+        answer = ("error", traceback.format_exc())
+    pipe.send(answer)
+    if answer[0] == "ok":
+        # Others may still need this rank's connections; the parent closes the pipe when all have answered.
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+    os._exit(0)  # gloo's threads may be in the middle of something; the peers see the connection close
+
+
+def _join(rank: int, setup: _Setup) -> Link:
+    if setup.cores:
+        os.sched_setaffinity(0, {setup.cores[rank]})
+    torch.set_num_threads(1)
+    if setup.link == "real":
+        _enter_namespace(_namespace(rank))
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(rank)
+        link: Link = SharedMedium(rank, setup.world)
+        if setup.latency_seconds:
+            raise ValueError(f"latency_seconds ({setup.latency_seconds}) must be 0 on the real link")
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        link = register_modelled()
+        link.set_rate(setup.bytes_per_second, setup.latency_seconds)
+    dist.init_process_group(
+        "gloo" if setup.link == "real" else "modelled",
+        init_method=setup.rendezvous,
+        rank=rank,
+        world_size=setup.world,
+        timeout=datetime.timedelta(seconds=setup.timeout_seconds),
+    )
+    return link
+
+
+def _collect(processes: list, pipes: list, end: float) -> list[Any]:
+    """The results of all ranks. After a first failure the others get a few seconds to tell what they saw."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while missing := [r for r in range(len(pipes)) if r not in results and r not in failures]:
+        ready = multiprocessing.connection.wait([pipes[r] for r in missing], max(0.0, end - time.monotonic()))
+        if not ready:
+            failures.update({r: "no answer in time" for r in missing})
+        for rank in (r for r in missing if pipes[r] in ready):
+            try:
+                kind, value = pipes[rank].recv()
+            except EOFError:
+                processes[rank].join(timeout=5)
+                kind, value = "error", f"died, exit code {processes[rank].exitcode}"
+            (results if kind == "ok" else failures)[rank] = value
+            if kind == "error":
+                end = min(end, time.monotonic() + 5)
+    if failures:
+        raise RuntimeError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _stop(processes: list) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,182 @@
+"""Timing that a loaded machine cannot bend: variants interleaved round by round, medians, and the machine's facts beside them.
+
+A machine's speed drifts within minutes (other work, clock rate), so two variants timed one after the other are
+not comparable. `interleaved` runs every variant once in each round; what drifts hits all of them alike.
+All times are seconds.
+"""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The seconds of one variant, one sample a round, each the slowest rank's."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def low(self) -> float:
+        """First quartile, in seconds."""
+        return _quantile(self.samples, 0.25)
+
+    @property
+    def high(self) -> float:
+        """Third quartile, in seconds."""
+        return _quantile(self.samples, 0.75)
+
+    @property
+    def spread(self) -> float:
+        """(high - low) / median: the middle half of the samples relative to the median, no unit."""
+        return (self.high - self.low) / self.median
+
+    def speedup_over(self, base: "Timing") -> float:
+        """Median over the rounds of base / this.
+
+        The ratio is taken within a round, where both ran on the same mood of the machine; it is steadier than
+        the ratio of two medians. Example: base (2, 4), this (1, 2) -> 2.0.
+        """
+        if len(base.samples) != len(self.samples):
+            raise ValueError(
+                f"base has {len(base.samples)} rounds, this has {len(self.samples)}: not the same rounds"
+            )
+        return statistics.median(b / s for b, s in zip(base.samples, self.samples, strict=True))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: median, low and high quartile and every sample, in seconds."""
+        return {
+            "median_s": self.median,
+            "low_s": self.low,
+            "high_s": self.high,
+            "samples_s": list(self.samples),
+        }
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warmup: int = 1,
+    barrier: Callable[[], Any] | None = None,
+) -> dict[str, Timing]:
+    """Times every run once in each of `rounds` rounds, after `warmup` untimed rounds.
+
+    In a process group every rank calls this with the same names in the same order. Each sample starts after
+    `barrier` (by default the group's, or nothing without a group) and is the slowest rank's time. Each round
+    starts with another variant, so none always runs behind the same neighbour.
+    A run on an accelerator must end with its own synchronisation.
+    """
+    if rounds < 1 or warmup < 0:
+        raise ValueError(f"rounds ({rounds}) must be at least 1 and warmup ({warmup}) at least 0")
+    grouped = dist.is_initialized()
+    if barrier is None:
+        barrier = dist.barrier if grouped else _nothing
+    names = list(runs)
+    seconds = torch.zeros(len(names), rounds, dtype=torch.float64)
+    for round_ in range(-warmup, rounds):
+        for turn in range(len(names)):
+            variant = (turn + round_) % len(names)
+            barrier()
+            start = time.perf_counter()
+            runs[names[variant]]()
+            taken = time.perf_counter() - start
+            if round_ >= 0:
+                seconds[variant, round_] = taken
+    if grouped:
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # one reduction at the end: none between the samples
+    return {name: Timing(tuple(row)) for name, row in zip(names, seconds.tolist(), strict=True)}
+
+
+def machine() -> dict[str, Any]:
+    """What a measurement needs beside it: CPU name, cores, load, Python and torch."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_average_1min": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned text, a line a row, the keys of the first row as the header; numbers to the right, words to the left.
+
+    Floats get four significant digits; a key that a row lacks leaves its cell empty.
+    """
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    cells = [columns] + [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
+    lines = (
+        "  ".join(
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        )
+        for line in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def write_json(path: str | Path, **content: Any) -> None:
+    """Writes `content` with the machine, the command line and the time (UTC); Timing values are written out in full.
+
+    The file appears whole or not at all.
+    """
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    document = {"when": now, "command": sys.argv, "machine": machine(), **content}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(document, indent=1, default=_plain) + "\n")
+    unfinished.replace(path)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _quantile(samples: Sequence[float], fraction: float) -> float:
+    ordered = sorted(samples)
+    position = fraction * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Timing):
+        return value.as_dict()
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")

@@ -1,0 +1,176 @@
+"""The timeline: draws when each task ran, measured above predicted, and writes Chrome traces.
+
+It reads spans only: anything with direction, name, kind, chunk, lane, start and end (seconds).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Ran(Protocol):
+    """What the timeline reads of a span."""
+
+    @property
+    def direction(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def lane(self) -> str: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One task on the drawing: seconds from the start of the step."""
+
+    direction: str
+    name: str
+    kind: str
+    chunk: int
+    lane: str
+    start: float
+    end: float
+
+
+def bars(spans: Iterable[Ran], origin: float | None = None) -> list[Bar]:
+    """Spans as bars from time 0 (or ``origin``), each starting when its lane was free.
+
+    A communication span begins when it is issued; the time until the message before it has ended is
+    waiting, not sending.
+    """
+    spans = sorted(spans, key=lambda span: span.start)
+    if origin is None:
+        origin = min((span.start for span in spans), default=0.0)
+    free: dict[str, float] = {}
+    drawn = []
+    for span in spans:
+        start = min(max(span.start, free.get(span.lane, span.start)), span.end)
+        free[span.lane] = span.end
+        drawn.append(
+            Bar(
+                direction=span.direction,
+                name=span.name,
+                kind=str(getattr(span.kind, "value", span.kind)),
+                chunk=span.chunk,
+                lane=str(getattr(span.lane, "value", span.lane)),
+                start=start - origin,
+                end=span.end - origin,
+            )
+        )
+    return drawn
+
+
+COLOURS: Mapping[str, str] = {
+    "S": "#4477aa",
+    "R": "#66ccee",
+    "P": "#bbbbbb",
+    "L": "#228833",
+    "C": "#ccbb44",
+    "LW": "#99ddaa",
+    "W": "#eedd99",
+    "G": "#aa3377",
+    "O": "#ee6677",
+}
+"""One colour a kind of task, distinguishable without colour vision (Paul Tol's bright scheme)."""
+
+MEANING: Mapping[str, str] = {
+    "S": "S dispatch",
+    "R": "R combine",
+    "P": "P routing weights",
+    "L": "L experts, rows that stay",
+    "C": "C experts, received rows",
+    "LW": "LW weight gradients, rows that stay",
+    "W": "W weight gradients, received rows",
+    "G": "G gather",
+    "O": "O output",
+}
+
+
+def draw(path: str | Path, panels: Mapping[str, Sequence[Bar]], title: str) -> None:
+    """A PNG with one panel a key, lanes as rows, all on one time axis. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        sharex=True,
+        squeeze=False,
+        figsize=(13, 1.2 + 1.7 * len(panels)),
+        layout="constrained",
+    )
+    kinds: dict[str, None] = {}
+    for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
+        _draw_panel(axis, name, content)
+        kinds.update(dict.fromkeys(bar.kind for bar in content))
+    axes[-1, 0].set_xlabel("milliseconds")
+    handles = [Patch(color=COLOURS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
+    lanes = ["communicate", "compute"]
+    total = max((bar.end for bar in content), default=1.0)
+    for bar in content:
+        row = len(lanes) - 1 - lanes.index(bar.lane)
+        width = bar.end - bar.start
+        axis.barh(
+            row,
+            width * 1e3,
+            left=bar.start * 1e3,
+            height=0.8,
+            color=COLOURS[bar.kind],
+            edgecolor="white",
+            lw=0.5,
+        )
+        if width > 0.012 * total:
+            axis.text((bar.start + width / 2) * 1e3, row, bar.name, ha="center", va="center", fontsize=7)
+    backward = [bar.start for bar in content if bar.direction == "backward"]
+    if backward:
+        axis.axvline(min(backward) * 1e3, color="black", lw=0.8, ls=":")
+        axis.text(min(backward) * 1e3, 1.45, " backward", fontsize=8, va="bottom")
+    axis.set_yticks(range(len(lanes)), reversed(lanes))
+    axis.set_ylim(-0.5, 1.75)
+    axis.set_title(f"{name}: {total * 1e3:.0f} ms", loc="left", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Bar]]) -> None:
+    """The same as a Chrome trace (about:tracing, Perfetto): a process a panel, a thread a lane."""
+    events: list[dict[str, Any]] = []
+    for panel, content in panels.items():
+        for bar in content:
+            events.append(
+                {
+                    "name": bar.name,
+                    "cat": bar.direction,
+                    "ph": "X",
+                    "ts": bar.start * 1e6,
+                    "dur": (bar.end - bar.start) * 1e6,
+                    "pid": panel,
+                    "tid": bar.lane,
+                    "args": {"kind": bar.kind, "chunk": bar.chunk},
+                }
+            )
+    Path(path).write_text(json.dumps({"traceEvents": events}))

@@ -1,0 +1,149 @@
+"""The simulator checked by hand, cost lines, the degree rule, and what the timeline draws."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from pmoe.pipeline import Kind, backward_schedule, forward_schedule, sequential
+from pmoe.planner.costs import fit_line
+from pmoe.planner.degree import adaptive_degree, check_pipeline, fixed_degree
+from pmoe.planner.simulator import makespan, simulate
+from pmoe.planner.timeline import bars, chrome_trace, draw
+
+
+@dataclass(frozen=True)
+class Made:
+    name: str
+    lane: str
+    waits: tuple[str, ...] = ()
+
+
+def spans_of(tasks, seconds):
+    return [(item.task.name, item.start, item.end) for item in simulate(tasks, seconds)]
+
+
+def test_a_task_waits_for_its_lane_and_for_the_tasks_it_names() -> None:
+    tasks = [
+        Made("S0", "communicate"),
+        Made("S1", "communicate"),
+        Made("L", "compute"),
+        Made("C0", "compute", ("S0",)),
+        Made("R0", "communicate", ("C0",)),
+        Made("C1", "compute", ("S1",)),
+        Made("R1", "communicate", ("C1",)),
+    ]
+    seconds = {"S0": 2, "S1": 2, "L": 1, "C0": 3, "R0": 2, "C1": 3, "R1": 2}
+    assert spans_of(tasks, lambda task: seconds[task.name]) == [
+        ("S0", 0, 2),
+        ("S1", 2, 4),
+        ("L", 0, 1),
+        ("C0", 2, 5),
+        ("R0", 5, 7),
+        ("C1", 5, 8),
+        ("R1", 8, 10),
+    ]
+
+
+def test_a_task_that_waits_for_a_later_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="task C0 waits for S0, which is not before it"):
+        simulate([Made("C0", "compute", ("S0",)), Made("S0", "communicate")], lambda task: 1)
+
+
+def equal_lanes(task) -> float:
+    """Rows that stay cost what rows that travel cost; messages of a chunk cost what its experts cost."""
+    return {Kind.DISPATCH: 1, Kind.COMBINE: 1, Kind.COMPUTE: 1, Kind.LOCAL: 1}.get(task.kind, 0)
+
+
+@pytest.mark.parametrize("n, expected", [(1, 3), (2, 4), (4, 8), (8, 16)])
+def test_forward_hides_all_but_the_ideal_where_communication_costs_what_computation_costs(
+    n: int, expected: int
+) -> None:
+    # 2n units of work on each lane. From n = 2 on neither lane ever idles: the last chunk's own rows cover
+    # the drain of the last R. A single chunk can hide its S only.
+    schedule = forward_schedule(n, local=True, remote=True)
+    assert makespan(simulate(schedule.tasks, equal_lanes)) == expected
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_sequential_schedule_takes_the_sum_of_its_tasks(n: int) -> None:
+    for build in (forward_schedule, backward_schedule):
+        schedule = sequential(build(n, local=True, remote=True))
+        assert makespan(simulate(schedule.tasks, lambda task: 1.0)) == len(schedule.tasks)
+
+
+def test_weight_gradients_hide_the_return_of_gradients_even_in_one_chunk() -> None:
+    seconds = {Kind.DISPATCH: 1, Kind.COMBINE: 1, Kind.COMPUTE: 1, Kind.LOCAL: 1, Kind.WGRAD: 1}
+    seconds[Kind.LOCAL_WGRAD] = 1
+    schedule = backward_schedule(1, local=True, remote=True)
+    assert makespan(simulate(schedule.tasks, lambda task: seconds.get(task.kind, 0))) == 4
+
+
+def test_a_line_passes_through_the_medians_of_its_sizes() -> None:
+    cost = fit_line([(0, 1e-5), (1e6, 1.1e-4), (1e6, 5.0), (1e6, 1e-4)])
+    assert (cost.alpha_seconds, cost.beta_seconds) == pytest.approx((1e-5, 1e-10))
+    assert cost(5e5) == pytest.approx(6e-5)
+
+
+def test_a_line_needs_two_sizes() -> None:
+    with pytest.raises(ValueError, match=r"two distinct sizes, not \[8\]"):
+        fit_line([(8, 1.0), (8, 2.0)])
+
+
+def test_a_cost_is_never_negative() -> None:
+    assert fit_line([(10, 1.0), (20, 3.0)])(1) == 0.0
+
+
+def test_the_adaptive_degree_leaves_enough_rows_in_a_chunk() -> None:
+    assert [adaptive_degree(rows, 2) for rows in (0, 511, 1023, 1024, 2048, 4095, 4096, 10**6)] == [
+        1, 1, 1, 2, 4, 4, 8, 8,
+    ]  # fmt: skip
+    assert adaptive_degree(10**6, 1) == 1
+
+
+def test_the_pipeline_argument_means_what_it_says() -> None:
+    assert [fixed_degree(p) for p in (False, True, 1, 5)] == [1, None, 1, 5]
+    with pytest.raises(ValueError, match=r"pipeline \(0\) must be"):
+        check_pipeline(0)
+    with pytest.raises(ValueError, match=r"pipeline \(-2\) must be"):
+        check_pipeline(-2)
+    with pytest.raises(TypeError, match=r"pipeline \('yes'\) must be"):
+        check_pipeline("yes")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Spanned:
+    name: str
+    lane: str
+    start: float
+    end: float
+    direction: str = "forward"
+    kind: str = "S"
+    chunk: int = 0
+
+
+def test_a_message_is_drawn_from_when_its_lane_was_free() -> None:
+    drawn = bars(
+        [
+            Spanned("S0", "communicate", 10.0, 12.0),
+            Spanned("S1", "communicate", 10.5, 14.0),
+            Spanned("L0", "compute", 10.5, 11.0),
+        ]
+    )
+    assert [(bar.name, bar.start, bar.end) for bar in drawn] == [("S0", 0, 2), ("S1", 2, 4), ("L0", 0.5, 1)]
+
+
+def test_the_drawing_and_the_trace_hold_every_bar(tmp_path) -> None:
+    panels = {
+        "measured": bars([Spanned("S0", "communicate", 0, 1), Spanned("L0", "compute", 0, 2, kind="L")])
+    }
+    draw(tmp_path / "step.png", panels, "a step")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    chrome_trace(tmp_path / "step.json", panels)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events] == [
+        ("S0", "communicate", 0, 1e6),
+        ("L0", "compute", 0, 2e6),
+    ]

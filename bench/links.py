@@ -1,24 +1,24 @@
-"""Slow links on one machine, so that overlap has something to hide: a modelled one (no root) and a real one (root).
+"""Slow links on one machine, so that overlap has something to hide: a modelled one, and a real one (root).
 
 Loopback is as fast as memory, and a transfer there is CPU copying: nothing can be hidden behind computation.
-`launch` runs a function on some ranks over a link of a chosen rate:
+`launch` runs a function on some ranks over a link of a chosen rate (Linux):
 
-    modelled   gloo on loopback carries the bytes; a c10d backend then holds every all-to-all back until a serial
-               full-duplex link would have carried it. Small collectives (all_reduce, barrier) are not held back.
-    real       gloo over network namespaces whose only connection is one token bucket, a shared medium: the bytes
-               of all ranks and of every collective queue in it. No added latency (that needs netem).
+    modelled   gloo on loopback carries the bytes; a c10d backend then holds every all-to-all back until a
+               serial full-duplex link would have carried it. Other collectives are not held back.
+    real       gloo over network namespaces whose only connection is one token bucket, a shared medium: the
+               bytes of all ranks and of every collective queue in it. No added latency (that needs netem).
 
-**The rate** means the same on both: payload bytes per second that *each* rank sends to others in an all-to-all in
-which all ranks send as much. The real medium carries all ranks' bytes one after the other, so it runs at
-world times that rate, plus headers. Where the ranks send unequal amounts the two differ: the modelled link takes
-the longer of what a rank sends and what it receives, the real one the sum over all ranks.
+**The rate** means the same on both: payload bytes per second that *each* rank sends to others in an
+all-to-all in which all ranks send as much. The real medium carries all ranks' bytes one after the other, so
+it runs at world times that rate, plus headers. Where the ranks send unequal amounts the two differ: the
+modelled link takes the longer of what a rank sends and what it receives, the real one the sum over all ranks.
 
-    def work(link, bytes_):              # module level; runs on each rank, in its own process
+    def work(link, rounds):              # module level; runs on each rank, in its own process
         link.set_rate(float("inf"))      # the computation alone
         ...
         link.set_rate(35e6)              # on all ranks, with nothing in flight
         return measure_rate()
-    launch(2, work, link="modelled", rate=35e6, args=(1 << 20,))
+    launch(2, work, link="modelled", rate=35e6, args=(9,))
 
 All times are seconds of time.monotonic, all rates bytes per second.
 """
@@ -26,13 +26,16 @@ All times are seconds of time.monotonic, all rates bytes per second.
 import contextlib
 import ctypes
 import datetime
+import faulthandler
 import fcntl
 import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -49,6 +52,7 @@ from torch.futures import Future
 from bench.timing import interleaved
 
 INFINITE = float("inf")
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Link(Protocol):
@@ -58,15 +62,17 @@ class Link(Protocol):
         """Changes the link for messages still to come: call it on all ranks, with no message in flight.
 
         bytes_per_second: see the top of this file; float("inf") takes the limit away.
-        latency_seconds: what each message costs besides its bytes, occupying the link (alpha); modelled link only.
+        latency_seconds: what each message costs besides its bytes, occupying the link (alpha); 0 on the real
+            link, which cannot add any.
         """
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sent to others since the last reset.
 
-        Modelled: payload of all-to-alls. Real: what left the network interface, headers, acknowledgements and
-        every other collective included (about 5 % more).
+        Modelled: payload of all-to-alls. Real: what the network interface counts, every other collective,
+        acknowledgements and headers included, one header for a segment of up to 64 KiB: 0.3 % more in all.
+        It trails a little; a barrier before reading it brings the rest.
         """
 
     def reset_bytes_sent(self) -> None: ...
@@ -79,15 +85,18 @@ class LinkCost(NamedTuple):
     bytes_per_second: float
 
 
-class LinkUnavailable(RuntimeError):
+class LinkUnavailableError(RuntimeError):
     """This machine cannot make the link; the message is one line saying why."""
 
 
 def measure_rate(sizes_bytes: tuple[int, int] = (1 << 20, 1 << 23), rounds: int = 3) -> LinkCost:
-    """What all-to-alls really achieve on the default group: times two sizes, fits a line. Call it on all ranks.
+    """What all-to-alls really achieve on the default group, from two sizes. Call it on all ranks.
 
-    sizes_bytes: what each rank sends to others, rounded down to equal parts; the defaults take 1.2 s at 30 MB/s.
-    Raises ValueError on a single rank, RuntimeError where the larger size was not slower (no limit and noise).
+    sizes_bytes: what each rank sends to others, rounded down to equal parts; the defaults take 1.2 s at
+        30 MB/s.
+    On the real link alpha may come out as a fraction of a millisecond below 0: after a pause the bucket holds
+    BURST_BYTES that pass at once. Raises ValueError on a single rank, RuntimeError where the larger size was
+    not slower (no limit, and noise).
     """
     world = dist.get_world_size()
     if world < 2:
@@ -103,9 +112,7 @@ def measure_rate(sizes_bytes: tuple[int, int] = (1 << 20, 1 << 23), rounds: int 
     timings = interleaved({"small": exchange(small), "large": exchange(large)}, rounds=rounds)
     small_seconds, large_seconds = timings["small"].median, timings["large"].median
     if large_seconds <= small_seconds:
-        raise RuntimeError(
-            f"{sizes_bytes} bytes took {small_seconds} and {large_seconds} s: no rate to be seen"
-        )
+        raise RuntimeError(f"{sizes_bytes} bytes took {small_seconds} and {large_seconds} s: no rate in that")
     seconds_per_byte = (large_seconds - small_seconds) / ((large - small) * (world - 1))
     return LinkCost(small_seconds - small * (world - 1) * seconds_per_byte, 1 / seconds_per_byte)
 
@@ -116,10 +123,10 @@ def measure_rate(sizes_bytes: tuple[int, int] = (1 << 20, 1 << 23), rounds: int 
 class ModelledLink:
     """A full-duplex serial link of one rank. Its messages queue in the order in which they are issued.
 
-    One a process, shared by all its groups, as a network card would be. A message of s bytes out and r bytes in
-    occupies it for latency + max(s, r) / rate. Both directions count because a rank that sends little and
-    receives much waits in truth too. The model does not know when a peer issues its part: a late peer delays
-    this rank by its lateness alone. That flatters a sequential layer more than a pipelined one.
+    One a process, shared by all its groups, as a network card would be. A message of s bytes out and r bytes
+    in occupies it for latency + max(s, r) / rate: a rank that sends little and receives much waits in truth
+    too. The model does not know when a peer issues its part, so a late peer delays this rank by its lateness
+    alone and not by the transfer after it. That flatters a sequential layer more than a pipelined one.
     """
 
     def __init__(
@@ -161,26 +168,22 @@ class ModelledLink:
 
 
 class _LinkWork(Work):
-    """A gloo work that is not done before the link has carried it. Nothing changes in it, so any thread may wait."""
+    """A gloo work that is not done before the link has carried it. It never changes: any thread may wait."""
 
     def __init__(self, inner: Work, ready_at: float, output: torch.Tensor) -> None:
         super().__init__()
         self._inner, self._ready_at, self._output = inner, ready_at, output
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        # timedelta(0) is c10d's "no timeout". The link's own seconds are never refused by a timeout.
+        # timedelta(0) is c10d's "no timeout of its own". The link's seconds count towards none.
         self._inner.wait(timeout) if timeout else self._inner.wait()
-        time.sleep(max(0.0, self._ready_at - time.monotonic()))
+        remaining_seconds = self._ready_at - time.monotonic()
+        if remaining_seconds > 0:  # even sleep(0) would give the core away
+            time.sleep(remaining_seconds)
         return True
 
     def is_completed(self) -> bool:
         return self._inner.is_completed() and time.monotonic() >= self._ready_at
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._inner.is_success()
-
-    def exception(self) -> Any:
-        return self._inner.exception()
 
     def result(self) -> list[torch.Tensor]:
         return [self._output]
@@ -202,20 +205,20 @@ class _LinkWork(Work):
 class _ModelledGroup(dist.ProcessGroup):
     """gloo, with all-to-alls held back by this process's link.
 
-    Only the (rank, size) constructor can be subclassed, and an inner backend must be registered, or functional
-    collectives fail with "ProcessGroup name not set". Methods not defined here go to that backend.
+    Only the (rank, size) constructor can be subclassed, and an inner backend must be registered, or
+    functional collectives fail with "ProcessGroup name not set".
     """
 
     def __init__(
         self, link: ModelledLink, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
-    ):
+    ) -> None:
         super().__init__(rank, size)
         self._link = link
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
-    def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
+    def getBackendName(self) -> str:
         return "modelled"
 
     def alltoall_base(
@@ -231,12 +234,40 @@ class _ModelledGroup(dist.ProcessGroup):
         received_bytes = _bytes_of_others(output, output_splits, self.rank(), self.size())
         return _LinkWork(work, self._link.carry(sent_bytes, received_bytes), output)
 
+    # torch 2.13 asks for this name first; through the other one the caller would get c10d's holder of a
+    # Python work, and that never says is_completed().
+    all_to_all_single = alltoall_base
+
+
+def _forwarded_to_gloo(name: str) -> Callable[..., Work]:
+    def method(self: _ModelledGroup, *args: Any, **kwargs: Any) -> Work:
+        return getattr(self._gloo, name)(*args, **kwargs)
+
+    return method
+
+
+# What a Python group leaves undefined, c10d's trampoline (PyProcessGroup.hpp) runs with the interpreter lock
+# held. Issuing a gloo work then waits for gloo's queue, while the gloo thread that holds the queue may wait
+# for the interpreter lock to free the tensors of the last work: a deadlock, seen in torch 2.13 within a
+# thousand all_reduces. These are the collectives that the trampoline covers and gloo has.
+for _name in (
+    "allgather",
+    "allreduce",
+    "allreduce_coalesced",
+    "barrier",
+    "broadcast",
+    "recv",
+    "reduce_scatter",
+    "send",
+):
+    setattr(_ModelledGroup, _name, _forwarded_to_gloo(_name))
+
 
 @functools.cache
 def register_modelled() -> ModelledLink:
-    """Makes "modelled" a backend for init_process_group and new_group; returns this process's link (no limit yet).
+    """Makes "modelled" a backend for init_process_group and new_group; returns this process's link.
 
-    Further calls return the same link.
+    The link has no limit until its set_rate is called. Further calls return the same link.
     """
     link = ModelledLink()
     dist.Backend.register_backend("modelled", functools.partial(_ModelledGroup, link), devices=["cpu"])
@@ -254,18 +285,18 @@ def _bytes_of_others(tensor: torch.Tensor, splits: Sequence[int], rank: int, wor
 
 def _check_rate(bytes_per_second: float) -> None:
     if not bytes_per_second > 0:
-        raise ValueError(
-            f"bytes_per_second ({bytes_per_second}) must be positive; float('inf') means no limit"
-        )
+        raise ValueError(f"bytes_per_second ({bytes_per_second}) must be positive; infinity means no limit")
 
 
 # ---- the real link
 
 SWITCH = "pmoesw"  # the namespace that holds the medium
 LOCK_PATH = "/run/pmoe_link.lock"
-# An Ethernet frame of 1514 bytes carries 1448 bytes of payload: 14 Ethernet, 20 IP, 20 TCP, 12 TCP timestamps.
+# A frame of 1514 bytes carries 1448 of payload: 14 are Ethernet's, 20 IP's, 20 TCP's, 12 TCP's timestamps.
 WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
+# Two of the kernel's largest segments: with less the bucket has to cut them and falls 3 % behind its rate.
 BURST_BYTES = 128 << 10
+# More than the TCP windows of all ranks hold together, so nothing is ever dropped and sent again.
 LIMIT_BYTES = 64 << 20
 UNLIMITED_WIRE_RATE = 100e9  # tbf has no infinity
 
@@ -275,13 +306,11 @@ class SharedMedium:
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self._sent_before = 0
-        self.reset_bytes_sent()
+        self._sent_before = self._interface_bytes()
 
     def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
         _check_rate(bytes_per_second)
-        if latency_seconds:
-            raise ValueError(f"latency_seconds ({latency_seconds}) must be 0 on the real link")
+        _refuse_latency(latency_seconds)
         dist.barrier()  # all have finished with the old rate
         if self._rank == 0:
             _set_medium_rate("change", bytes_per_second * self._world)
@@ -295,15 +324,19 @@ class SharedMedium:
         self._sent_before = self._interface_bytes()
 
     def _interface_bytes(self) -> int:
-        # The thread's own file: /proc/net is the main thread's namespace, the same here, but only by luck.
         with open("/proc/thread-self/net/dev") as counters:
             for line in counters:
                 name, _, numbers = line.partition(":")
                 if name.strip() == _interface(self._rank):
                     return int(numbers.split()[8])
         raise RuntimeError(
-            f"rank {self._rank} is not in its network namespace: no interface {_interface(self._rank)}"
+            f"rank {self._rank} is not in its namespace: no interface {_interface(self._rank)}"
         )
+
+
+def _refuse_latency(latency_seconds: float) -> None:
+    if latency_seconds:
+        raise ValueError(f"latency_seconds ({latency_seconds}) must be 0 on the real link: it cannot add any")
 
 
 def _namespace(rank: int) -> str:
@@ -318,20 +351,20 @@ def _interface(rank: int) -> str:
 def shared_medium(world: int, bytes_per_second: float) -> Iterator[None]:
     """Network namespaces pmoe0, pmoe1, ... on one medium, taken away at the end, whatever happens.
 
-    What an earlier run that died left behind is removed first. Raises LinkUnavailable.
+    What an earlier run that died left behind is removed first. Raises LinkUnavailableError.
     """
     if os.geteuid() != 0:
-        raise LinkUnavailable("the real link needs root (network namespaces); use the modelled link")
+        raise LinkUnavailableError("the real link needs root (network namespaces); use the modelled link")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise LinkUnavailable(f"the real link needs `{tool}` (Debian: iproute2); use the modelled link")
+            raise LinkUnavailableError(
+                f"the real link needs `{tool}` (Debian: iproute2); use the modelled link"
+            )
     with open(LOCK_PATH, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LinkUnavailable(
-                "another run on this machine holds the real link; try again later"
-            ) from None
+            raise LinkUnavailableError("another run holds the real link; try again later") from None
         _remove_namespaces()
         try:
             _add_namespaces(world, bytes_per_second)
@@ -384,15 +417,17 @@ def _command(text: str) -> None:
     done = subprocess.run(text.split(), capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
-        raise LinkUnavailable(f"the real link cannot be made: `{text}`: {reason}")
+        raise LinkUnavailableError(f"the real link cannot be made: `{text}`: {reason}")
 
 
 def _enter_namespace(name: str) -> None:
-    """Moves this thread, and those it will start, into a network namespace (`ip netns exec` without a new program)."""
-    clone_newnet = 0x40000000
-    libc = ctypes.CDLL(None, use_errno=True)
+    """Moves this thread, and those that it will start, into a network namespace.
+
+    As `ip netns exec` does, but for a running process: so ranks start, and answer, alike on both links.
+    """
+    clone_newnet = 0x40000000  # <sched.h>
     with open(f"/run/netns/{name}") as space:
-        if libc.setns(space.fileno(), clone_newnet):
+        if _LIBC.setns(space.fileno(), clone_newnet):  # os.setns only comes with Python 3.12
             raise OSError(ctypes.get_errno(), f"setns({name})")
 
 
@@ -425,18 +460,24 @@ def launch(
 ) -> list[Any]:
     """Runs function(link, *args) on `world` ranks over a slow link; returns the results in rank order.
 
-    function: at module level (a script's own is fine, behind its `if __name__ == "__main__"`); finds the default
-        process group ready. Arguments and result are pickled.
-    link: "modelled" or "real"; rate: bytes per second, as `Link.set_rate` takes it.
-    pin: gives each rank a core of its own, where there are enough; a rank's gloo threads stay with it.
-    timeout_seconds: for the whole run and for each collective.
+    function: at module level (a script's own will do, behind its `if __name__ == "__main__"`). It finds the
+        default process group ready. Arguments and result are pickled.
+    link: "modelled" or "real". rate: bytes per second, as `Link.set_rate` takes it.
+    pin: gives each rank a core of its own, its gloo threads with it, where there are as many cores as ranks.
+        On two cores with other work on them a pipelined loop took a quarter less time then, and varied less,
+        while collectives of a few bytes, which must wait for that one core, took 1 to 10 times as long
+        (up to 3 ms).
+    timeout_seconds: for the whole run; a single collective gets half of it. Near the end, ranks that still
+        run print where they are.
 
-    Each rank is a fresh process with one thread for computation. Raises RuntimeError telling what went wrong on
-    each rank, LinkUnavailable where the machine cannot make the link.
+    Each rank is a fresh process with one thread for computation. Raises RuntimeError telling what went wrong
+    on each rank, LinkUnavailableError where the machine cannot make the link.
     """
     _check_rate(rate)
     if link not in ("modelled", "real"):
         raise ValueError(f"link ({link!r}) must be 'modelled' or 'real'")
+    if link == "real":
+        _refuse_latency(latency_seconds)
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         if link == "real":
@@ -464,25 +505,26 @@ def launch(
 def _start(rank: int, setup: _Setup, function: Callable[..., Any], args: Sequence[Any]):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_rank_main, args=(rank, setup, theirs, function, tuple(args)), daemon=True
-    )
+    start_args = (rank, setup, theirs, function, tuple(args))
+    process = context.Process(target=_rank_main, args=start_args, daemon=True)
     process.start()
     theirs.close()
     return process, ours
 
 
 def _rank_main(rank: int, setup: _Setup, pipe, function: Callable[..., Any], args: tuple) -> None:
+    pr_set_pdeathsig = 1  # <sys/prctl.h>
+    _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL)  # a benchmark that is killed leaves no ranks behind
+    faulthandler.dump_traceback_later(0.9 * setup.timeout_seconds)
     try:
-        answer = ("ok", function(_join(rank, setup), *args))
+        pipe.send(("ok", function(_join(rank, setup), *args)))
     except BaseException:
-        answer = ("error", traceback.format_exc())
-    pipe.send(answer)
-    if answer[0] == "ok":
-        # Others may still need this rank's connections; the parent closes the pipe when all have answered.
+        pipe.send(("error", traceback.format_exc()))
+    else:
         with contextlib.suppress(EOFError):
-            pipe.recv()
-    os._exit(0)  # gloo's threads may be in the middle of something; the peers see the connection close
+            pipe.recv()  # others may still need this rank's connections; the parent closes the pipe when done
+    sys.stdout.flush()
+    os._exit(0)  # whatever gloo's threads are doing; peers see the connections close
 
 
 def _join(rank: int, setup: _Setup) -> Link:
@@ -493,8 +535,6 @@ def _join(rank: int, setup: _Setup) -> Link:
         _enter_namespace(_namespace(rank))
         os.environ["GLOO_SOCKET_IFNAME"] = _interface(rank)
         link: Link = SharedMedium(rank, setup.world)
-        if setup.latency_seconds:
-            raise ValueError(f"latency_seconds ({setup.latency_seconds}) must be 0 on the real link")
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         link = register_modelled()
@@ -504,7 +544,7 @@ def _join(rank: int, setup: _Setup) -> Link:
         init_method=setup.rendezvous,
         rank=rank,
         world_size=setup.world,
-        timeout=datetime.timedelta(seconds=setup.timeout_seconds),
+        timeout=datetime.timedelta(seconds=setup.timeout_seconds / 2),
     )
     return link
 
@@ -514,9 +554,10 @@ def _collect(processes: list, pipes: list, end: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     while missing := [r for r in range(len(pipes)) if r not in results and r not in failures]:
-        ready = multiprocessing.connection.wait([pipes[r] for r in missing], max(0.0, end - time.monotonic()))
+        left_seconds = max(0.0, end - time.monotonic())
+        ready = multiprocessing.connection.wait([pipes[rank] for rank in missing], left_seconds)
         if not ready:
-            failures.update({r: "no answer in time" for r in missing})
+            failures.update(dict.fromkeys(missing, "no answer in time"))
         for rank in (r for r in missing if pipes[r] in ready):
             try:
                 kind, value = pipes[rank].recv()

@@ -1,7 +1,7 @@
-"""Timing that a loaded machine cannot bend: variants interleaved round by round, medians, and the machine's facts beside them.
+"""Times that a busy machine does not bend: variants interleaved round by round, medians, the machine's facts.
 
-A machine's speed drifts within minutes (other work, clock rate), so two variants timed one after the other are
-not comparable. `interleaved` runs every variant once in each round; what drifts hits all of them alike.
+A machine's speed drifts within minutes (other work, clock rate), so two variants timed one after the other
+are not comparable. `interleaved` runs every variant once in each round; what drifts hits all of them alike.
 All times are seconds.
 """
 
@@ -49,12 +49,12 @@ class Timing:
     def speedup_over(self, base: "Timing") -> float:
         """Median over the rounds of base / this.
 
-        The ratio is taken within a round, where both ran on the same mood of the machine; it is steadier than
-        the ratio of two medians. Example: base (2, 4), this (1, 2) -> 2.0.
+        Both ran at nearly the same moment of a round, so their ratio is steadier than that of two medians.
+        Example: base (2, 4), this (1, 2) -> 2.0.
         """
         if len(base.samples) != len(self.samples):
             raise ValueError(
-                f"base has {len(base.samples)} rounds, this has {len(self.samples)}: not the same rounds"
+                f"base has {len(base.samples)} rounds, this has {len(self.samples)}: must be equal"
             )
         return statistics.median(b / s for b, s in zip(base.samples, self.samples, strict=True))
 
@@ -98,6 +98,7 @@ def interleaved(
             if round_ >= 0:
                 seconds[variant, round_] = taken
     if grouped:
+        seconds = seconds.cuda() if dist.get_backend() == "nccl" else seconds
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # one reduction at the end: none between the samples
     return {name: Timing(tuple(row)) for name, row in zip(names, seconds.tolist(), strict=True)}
 
@@ -107,7 +108,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
         "load_average_1min": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -116,7 +117,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned text, a line a row, the keys of the first row as the header; numbers to the right, words to the left.
+    """Aligned text, a line a row, the keys of the first row as the header; numbers to the right, words left.
 
     Floats get four significant digits; a key that a row lacks leaves its cell empty.
     """
@@ -137,7 +138,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_json(path: str | Path, **content: Any) -> None:
-    """Writes `content` with the machine, the command line and the time (UTC); Timing values are written out in full.
+    """Writes `content` with the machine, the command line and the time (UTC). It may hold Timing values.
 
     The file appears whole or not at all.
     """

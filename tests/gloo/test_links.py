@@ -1,0 +1,526 @@
+"""The slow links of bench/: they carry what gloo carries, and never faster than their rate allows.
+
+Only lower bounds of time are asserted: a busy machine may take any time longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from bench.links import INFINITE, LinkUnavailableError, ModelledLink, launch, measure_rate
+from bench.timing import Timing, interleaved, table, write_json
+
+RATE = 10e6  # bytes per second
+BIG = 400_000  # bytes that a rank sends to the other: 0.04 s
+BIG_SECONDS = BIG / RATE
+
+
+# ---- the model of the link, by hand
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_messages_queue_in_the_order_in_which_they_are_issued(clock: Clock) -> None:
+    link = ModelledLink(bytes_per_second=10, clock=clock)
+    assert link.carry(20, 20) == 102
+    assert link.carry(10, 10) == 103
+    clock.now = 110  # the link has been idle since 103
+    assert link.carry(10, 10) == 111
+
+
+def test_the_link_is_full_duplex_so_the_longer_direction_counts(clock: Clock) -> None:
+    link = ModelledLink(bytes_per_second=10, clock=clock)
+    assert link.carry(20, 50) == 105
+    assert link.carry(70, 0) == 112
+
+
+def test_latency_occupies_the_link_once_a_message_but_not_for_rows_that_stay(clock: Clock) -> None:
+    link = ModelledLink(bytes_per_second=10, latency_seconds=0.5, clock=clock)
+    assert link.carry(10, 10) == 101.5
+    assert link.carry(0, 0) == 101.5
+    assert link.carry(10, 10) == 103
+
+
+def test_a_new_rate_holds_for_messages_still_to_come(clock: Clock) -> None:
+    link = ModelledLink(bytes_per_second=10, latency_seconds=3, clock=clock)
+    assert link.carry(20, 20) == 105
+    link.set_rate(100)
+    assert link.carry(200, 200) == 107
+    link.set_rate(INFINITE)
+    assert link.carry(10**12, 10**12) == 107
+
+
+def test_only_sent_bytes_are_counted_and_the_count_can_start_again() -> None:
+    link = ModelledLink()
+    link.carry(30, 500)
+    link.carry(12, 0)
+    assert link.bytes_sent == 42
+    link.reset_bytes_sent()
+    assert link.bytes_sent == 0
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan")])
+def test_a_rate_must_be_positive(rate: float) -> None:
+    with pytest.raises(ValueError, match=rf"bytes_per_second \({rate}\) must be positive"):
+        ModelledLink(rate)
+
+
+@pytest.mark.parametrize("latency", [-0.5, INFINITE])
+def test_a_latency_must_be_finite_and_not_negative(latency: float) -> None:
+    with pytest.raises(ValueError, match=rf"latency_seconds \({latency}\)"):
+        ModelledLink().set_rate(1, latency)
+
+
+# ---- two ranks on the modelled link: every function below returns what it saw, the tests judge
+
+
+def exchange(rows: torch.Tensor, send: list[int], receive: list[int], **options: Any) -> Any:
+    received = torch.full((sum(receive), *rows.shape[1:]), -1, dtype=rows.dtype)
+    work = dist.all_to_all_single(received, rows, receive, send, **options)
+    return received, work
+
+
+def big() -> Callable[[], None]:
+    rows, received = torch.zeros(2, 2 * BIG, dtype=torch.uint8)
+    return partial(dist.all_to_all_single, received, rows)
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    start = time.monotonic()
+    run()
+    return time.monotonic() - start
+
+
+def results_with_uneven_and_zero_splits(link: Any) -> list[bool]:
+    """Compared with gloo on a group of its own."""
+    rank, gloo = dist.get_rank(), dist.new_group(backend="gloo")
+    same = []
+    for counts in ([[1, 2], [3, 4]], [[0, 5], [0, 0]], [[2, 0], [0, 3]], [[0, 0], [0, 0]]):
+        send, receive = counts[rank], [row[rank] for row in counts]
+        for dtype in (torch.float64, torch.bfloat16, torch.int32):
+            rows = (torch.arange(3 * sum(send)).view(-1, 3) + 100 * rank).to(dtype)
+            ours, _ = exchange(rows, send, receive)
+            expected, _ = exchange(rows, send, receive, group=gloo)
+            same.append(torch.equal(ours, expected))
+    return same
+
+
+def bytes_sent_to_the_other_rank(link: Any) -> tuple[int, int]:
+    """Even splits, then rows of 8 bytes: rank 0 sends 1 and 2, rank 1 sends 3 and 4."""
+    link.reset_bytes_sent()
+    dist.all_to_all_single(torch.empty(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64))
+    even = link.bytes_sent
+    link.reset_bytes_sent()
+    counts, rank = [[1, 2], [3, 4]], dist.get_rank()
+    exchange(torch.zeros(sum(counts[rank]), 2), counts[rank], [row[rank] for row in counts])
+    return even, link.bytes_sent
+
+
+def small_collectives_are_not_counted(link: Any) -> int:
+    link.reset_bytes_sent()
+    dist.all_reduce(torch.zeros(1000))
+    dist.barrier()
+    dist.broadcast(torch.zeros(1000), 0)
+    return link.bytes_sent
+
+
+def a_big_message(link: Any) -> float:
+    return seconds_of(big())
+
+
+def through_functional_collectives(link: Any) -> tuple[float, bool]:
+    rows = torch.arange(2 * BIG, dtype=torch.uint8)
+    start = time.monotonic()
+    received = functional.all_to_all_single(rows, None, None, dist.group.WORLD)
+    received = functional.wait_tensor(received)
+    taken = time.monotonic() - start
+    half = dist.get_rank() * BIG
+    return taken, torch.equal(received, rows[half : half + BIG].repeat(2))
+
+
+def through_a_new_group_the_link_is_the_same(link: Any) -> float:
+    """Two messages at once, on two groups: one after the other on the link."""
+    rows, received, also_received = torch.zeros(3, 2 * BIG, dtype=torch.uint8)
+    group = dist.new_group(backend="modelled")
+    start = time.monotonic()
+    first = dist.all_to_all_single(received, rows, async_op=True)
+    second = dist.all_to_all_single(also_received, rows, group=group, async_op=True)
+    first.wait()
+    second.wait()
+    return time.monotonic() - start
+
+
+def a_receiver_waits_for_what_it_receives(link: Any) -> float:
+    """Rank 0 sends, rank 1 sends nothing."""
+    rank = dist.get_rank()
+    rows = torch.zeros(BIG if rank == 0 else 0, dtype=torch.uint8)
+    splits = ([0, BIG], [0, 0]) if rank == 0 else ([0, 0], [BIG, 0])
+    return seconds_of(lambda: exchange(rows, *splits))
+
+
+def several_in_flight(link: Any) -> tuple[list[float], list[int]]:
+    """Three messages of different values, waited for in reverse: when each was ready, what it brought."""
+    rank, start = dist.get_rank(), time.monotonic()
+    sent = [torch.full((2 * BIG,), 10 * i + rank, dtype=torch.uint8) for i in range(3)]
+    received = [torch.empty_like(rows) for rows in sent]
+    works = [dist.all_to_all_single(*pair, async_op=True) for pair in zip(received, sent, strict=True)]
+    ready = [0.0] * 3
+    for i in (2, 1, 0):
+        works[i].wait()
+        ready[i] = time.monotonic() - start
+    return ready, [int(rows[(1 - rank) * BIG]) for rows in received]
+
+
+def each_waited_for_in_order(link: Any) -> list[float]:
+    start = time.monotonic()
+    works = [big()(async_op=True) for _ in range(3)]
+    ready = []
+    for work in works:
+        work.wait()
+        ready.append(time.monotonic() - start)
+    return ready
+
+
+def completion_without_waiting(link: Any) -> float:
+    """Seconds after which is_completed() turned true."""
+    start = time.monotonic()
+    work = big()(async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+    return time.monotonic() - start
+
+
+def no_completion_before_the_peer_has_come(link: Any) -> bool:
+    """With no limit, rank 1 comes only after rank 0 has looked."""
+    link.set_rate(INFINITE)
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank == 1:
+        store.wait(["looked"])
+    work = big()(async_op=True)
+    time.sleep(0.05)
+    completed = work.is_completed()
+    if rank == 0:
+        store.set("looked", "")
+    work.wait()
+    link.set_rate(RATE)
+    return completed
+
+
+def waited_for_from_several_threads(link: Any) -> list[float]:
+    start = time.monotonic()
+    work = big()(async_op=True)
+    ready: list[float] = []
+    threads = [
+        threading.Thread(target=lambda: (work.wait(), ready.append(time.monotonic() - start)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ready
+
+
+def the_future(link: Any) -> tuple[float, int]:
+    start = time.monotonic()
+    received, work = exchange(torch.ones(2 * BIG, dtype=torch.uint8), [BIG, BIG], [BIG, BIG], async_op=True)
+    (result,) = work.get_future().wait()
+    return time.monotonic() - start, int((result == received).sum())
+
+
+def a_rate_changed_at_run_time(link: Any) -> tuple[float, float]:
+    link.set_rate(RATE / 2)
+    slow = seconds_of(big())
+    link.set_rate(RATE, latency_seconds=0.2)
+    late = seconds_of(big())
+    link.set_rate(RATE)
+    return slow, late
+
+
+def the_measured_rate(link: Any) -> float:
+    """The larger of two messages alone bounds the rate that measure_rate may report, whatever the load."""
+    link.set_rate(INFINITE)
+    small, large = 50_000, 500_000
+    link.set_rate(RATE)
+    cost = measure_rate((small, large), rounds=1)
+    return cost.alpha_seconds + large / cost.bytes_per_second
+
+
+def a_thousand_reductions_of_passing_tensors(link: Any) -> float:
+    """Deadlocked while c10d issued them with the interpreter lock held."""
+    total = 0.0
+    for _ in range(1000):
+        value = torch.ones(8)
+        dist.all_reduce(value)
+        total += float(value[0])
+    return total
+
+
+PROBES = (
+    results_with_uneven_and_zero_splits,
+    bytes_sent_to_the_other_rank,
+    small_collectives_are_not_counted,
+    a_big_message,
+    through_functional_collectives,
+    through_a_new_group_the_link_is_the_same,
+    a_receiver_waits_for_what_it_receives,
+    several_in_flight,
+    each_waited_for_in_order,
+    completion_without_waiting,
+    no_completion_before_the_peer_has_come,
+    waited_for_from_several_threads,
+    the_future,
+    a_rate_changed_at_run_time,
+    the_measured_rate,
+    a_thousand_reductions_of_passing_tensors,
+)
+
+
+def all_probes(link: Any) -> dict[str, Any]:
+    seen = {"threads": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0))}
+    for probe in PROBES:
+        dist.barrier()
+        seen[probe.__name__] = probe(link)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    """What the two ranks saw. One launch for all: starting processes is the slow part."""
+    return launch(2, all_probes, "modelled", RATE, timeout_seconds=90)
+
+
+Seen = list[dict[str, Any]]
+
+
+def each(seen: Seen, probe: Callable[..., Any]) -> list[Any]:
+    return [rank[probe.__name__] for rank in seen]
+
+
+def test_each_rank_has_one_thread_and_a_core_of_its_own_where_there_are_two(seen: Seen) -> None:
+    usable = len(os.sched_getaffinity(0))
+    assert [(rank["threads"], rank["cores"]) for rank in seen] == [(1, 1 if usable > 1 else usable)] * 2
+
+
+def test_results_equal_gloos_with_uneven_and_zero_splits(seen: Seen) -> None:
+    assert each(seen, results_with_uneven_and_zero_splits) == [[True] * 12] * 2
+
+
+def test_bytes_are_those_sent_to_others(seen: Seen) -> None:
+    assert each(seen, bytes_sent_to_the_other_rank) == [(24, 16), (24, 24)]
+
+
+def test_other_collectives_pass_untouched(seen: Seen) -> None:
+    assert each(seen, small_collectives_are_not_counted) == [0, 0]
+
+
+def test_a_message_takes_at_least_what_the_link_needs_for_it(seen: Seen) -> None:
+    assert min(each(seen, a_big_message)) >= BIG_SECONDS
+
+
+def test_functional_collectives_are_held_back_too(seen: Seen) -> None:
+    for taken, is_right in each(seen, through_functional_collectives):
+        assert taken >= BIG_SECONDS
+        assert is_right
+
+
+def test_all_groups_of_a_process_share_its_link(seen: Seen) -> None:
+    assert min(each(seen, through_a_new_group_the_link_is_the_same)) >= 2 * BIG_SECONDS
+
+
+def test_a_rank_that_only_receives_waits_for_the_bytes(seen: Seen) -> None:
+    assert min(each(seen, a_receiver_waits_for_what_it_receives)) >= BIG_SECONDS
+
+
+def test_messages_in_flight_keep_their_values_when_waited_for_in_reverse(seen: Seen) -> None:
+    for rank, (ready, values) in enumerate(each(seen, several_in_flight)):
+        assert min(ready) >= 3 * BIG_SECONDS  # the first to be waited for was the last to be sent
+        assert values == [1 - rank, 10 + 1 - rank, 20 + 1 - rank]
+
+
+def test_messages_in_flight_come_one_after_the_other(seen: Seen) -> None:
+    for ready in each(seen, each_waited_for_in_order):
+        assert all(seconds >= (i + 1) * BIG_SECONDS for i, seconds in enumerate(ready))
+        assert ready == sorted(ready)
+
+
+def test_a_work_is_not_completed_before_the_link_has_carried_it(seen: Seen) -> None:
+    assert min(each(seen, completion_without_waiting)) >= BIG_SECONDS
+
+
+def test_a_work_is_not_completed_before_gloos_own_is(seen: Seen) -> None:
+    assert not seen[0][no_completion_before_the_peer_has_come.__name__]
+
+
+def test_several_threads_may_wait_for_one_work(seen: Seen) -> None:
+    for ready in each(seen, waited_for_from_several_threads):
+        assert len(ready) == 4
+        assert min(ready) >= BIG_SECONDS
+
+
+def test_the_future_comes_with_the_work(seen: Seen) -> None:
+    for seconds, equal_bytes in each(seen, the_future):
+        assert seconds >= BIG_SECONDS
+        assert equal_bytes == 2 * BIG
+
+
+def test_rate_and_latency_change_at_run_time(seen: Seen) -> None:
+    for slow, late in each(seen, a_rate_changed_at_run_time):
+        assert slow >= 2 * BIG_SECONDS
+        assert late >= 0.2 + BIG_SECONDS
+
+
+def test_the_measured_line_passes_through_the_time_of_the_large_message(seen: Seen) -> None:
+    assert min(each(seen, the_measured_rate)) >= 0.999 * 500_000 / RATE  # 0.999: rounding of the line
+
+
+def test_issuing_small_collectives_never_deadlocks(seen: Seen) -> None:
+    assert each(seen, a_thousand_reductions_of_passing_tensors) == [2000.0] * 2
+
+
+# ---- failures
+
+
+def one_rank_dies(link: Any) -> None:
+    work = big()(async_op=True)
+    work.wait()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    big()()
+
+
+def test_a_dead_peer_raises_on_the_survivor_and_both_are_told() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        launch(2, one_rank_dies, "modelled", RATE, timeout_seconds=60)
+    message = str(caught.value)
+    assert "rank 1: died, exit code 7" in message
+    assert "rank 0: Traceback" in message
+    assert "in wait" in message  # gloo's error, raised where the work was waited for
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("modeled", 1e6), r"link \('modeled'\) must be"),
+        (("modelled", 0), r"bytes_per_second \(0\) must be positive"),
+    ],
+)
+def test_launch_refuses_bad_arguments_before_it_starts_anything(arguments: tuple, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        launch(2, one_rank_dies, *arguments)
+
+
+def test_the_real_link_refuses_a_latency() -> None:
+    with pytest.raises(ValueError, match=r"latency_seconds \(0.1\) must be 0 on the real link"):
+        launch(2, one_rank_dies, "real", 1e6, latency_seconds=0.1)
+
+
+def test_the_real_link_refuses_in_one_line_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LinkUnavailableError, match="needs root") as caught:
+        launch(2, one_rank_dies, "real", 1e6)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_real_link_refuses_in_one_line_without_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LinkUnavailableError, match="needs `ip`") as caught:
+        launch(2, one_rank_dies, "real", 1e6)
+    assert "\n" not in str(caught.value)
+
+
+# ---- the real link
+
+
+def span_of(run: Callable[[], Any]) -> tuple[float, float]:
+    dist.barrier()
+    start = time.monotonic()
+    run()
+    return start, time.monotonic()
+
+
+def on_the_real_link(link: Any) -> tuple[tuple[float, float], tuple[float, float], int, bool]:
+    at_first = span_of(big())
+    link.set_rate(RATE / 2)
+    link.reset_bytes_sent()
+    later = span_of(big())
+    dist.barrier()  # what is still in the socket when the message counts as sent goes before the barrier
+    sent = link.bytes_sent
+    return at_first, later, sent, results_with_uneven_and_zero_splits(link) == [True] * 12
+
+
+@pytest.mark.slow
+def test_the_real_link_carries_all_bytes_at_its_rate_and_leaves_nothing_behind() -> None:
+    try:
+        results = launch(2, on_the_real_link, "real", RATE, timeout_seconds=90)
+    except LinkUnavailableError as reason:
+        pytest.skip(str(reason))
+    at_first, later, sent, is_right = zip(*results, strict=True)
+    # One rank may be served before the other, so the time is that of both; one clock serves all processes.
+    for spans, rate in ((at_first, RATE), (later, RATE / 2)):
+        starts, ends = zip(*spans, strict=True)
+        free_bytes = 128 << 10  # a full bucket passes at once
+        assert max(ends) - min(starts) >= (2 * BIG - free_bytes) / (2 * rate)
+    assert min(sent) >= BIG
+    assert all(is_right)
+    assert not [name for name in os.listdir("/run/netns") if name.startswith("pmoe")]
+
+
+# ---- timing
+
+
+def test_variants_take_turns_and_each_round_starts_with_another() -> None:
+    journal: list[str] = []
+    runs = {name: partial(journal.append, name) for name in "abc"}
+    timings = interleaved(runs, rounds=3, warmup=1, barrier=partial(journal.append, "|"))
+    assert "".join(journal) == "|c|a|b" + "|a|b|c" + "|b|c|a" + "|c|a|b"
+    assert {name: len(timing.samples) for name, timing in timings.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_each_variant_gets_its_own_time() -> None:
+    timings = interleaved({"nap": partial(time.sleep, 0.02), "nothing": lambda: None}, rounds=2)
+    assert min(timings["nap"].samples) >= 0.02
+
+
+def test_median_quartiles_and_speedup_by_hand() -> None:
+    base, other = Timing((2.0, 4.0, 6.0, 8.0, 10.0)), Timing((1.0, 1.0, 2.0, 8.0, 20.0))
+    assert (base.low, base.median, base.high) == (4, 6, 8)
+    assert base.spread == pytest.approx(4 / 6)
+    assert other.speedup_over(base) == 2  # of 2, 4, 3, 1, 0.5
+    with pytest.raises(ValueError, match="base has 1 rounds, this has 5"):
+        other.speedup_over(Timing((1.0,)))
+
+
+def test_a_table_is_aligned() -> None:
+    rows = [{"n": 1, "what": "sequential", "ms": 381.25}, {"n": 16, "what": "", "ms": None}]
+    assert table(rows) == " n  what           ms\n 1  sequential  381.2\n16"
+
+
+def test_json_holds_the_samples_and_the_machine(tmp_path: Any) -> None:
+    write_json(tmp_path / "new" / "a.json", rows={"x": Timing((1.0, 3.0))}, rounds=2)
+    read = json.loads((tmp_path / "new" / "a.json").read_text())
+    assert read["rows"]["x"]["samples_s"] == [1, 3]
+    assert read["machine"]["torch"] == torch.__version__
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]

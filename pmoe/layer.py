@@ -5,6 +5,8 @@ Letters: T tokens of this rank, K choices, E experts of the group, M = d_model, 
 
 from __future__ import annotations
 
+import itertools
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +19,7 @@ from pmoe.comm.counts import CountsExchange, Fault, FaultError
 from pmoe.comm.flat import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, ModuleExperts, SwiGLUExperts
+from pmoe.experts.activations import find_activation
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
 from pmoe.gates import GATES, Routing
@@ -106,12 +109,19 @@ class MoELayer(nn.Module):
         _check_sizes(d_model=d_model, d_hidden=d_hidden, num_experts=num_experts, top_k=top_k)
         if top_k > num_experts:
             raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
+        _check_number(capacity_factor=1 if capacity_factor is None else capacity_factor)
         if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None or a positive number")
         if memory_reuse is not False:
             raise ValueError(
                 f"memory_reuse ({memory_reuse!r}) must be False: memory reuse does not exist yet"
             )
+        _check_number(z_loss_weight=z_loss_weight)
+        if not 0 <= z_loss_weight < float("inf"):
+            raise ValueError(f"z_loss_weight ({z_loss_weight}) must be a number of at least 0")
+        find_activation(activation)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype ({dtype!r}) must be a torch.dtype")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype ({dtype}) must be a floating-point type")
         check_pipeline(pipeline)
@@ -127,7 +137,7 @@ class MoELayer(nn.Module):
         self.capacity_factor, self.pipeline = capacity_factor, pipeline
         self.check_finite, self.bypass_local, self.sequential = check_finite, bypass_local, sequential
         self.l_aux = None
-        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64)
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.traffic = Traffic()
         self.trusts_gate = isinstance(gate, str)  # a gate of ours returns what it should
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -147,7 +157,7 @@ class MoELayer(nn.Module):
             raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
         self.gate = gate
         self.experts = self._make_experts(expert, activation, bias, options)
-        self._mark_experts()
+        self.experts.mark_parameters()
 
     def _make_experts(
         self,
@@ -193,10 +203,9 @@ class MoELayer(nn.Module):
                 )
         return ModuleExperts(module.to(**options) for module in modules)
 
-    def _mark_experts(self) -> None:
-        for parameter in self.experts.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
-
+    # torch.compiler.disable, but without importing the compiler before a first call. Here, not further in: or
+    # this method would be a frame of its own, with a graph break of its own.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., d_model) to the same shape, in x's dtype (autocast's under autocast).
 
@@ -209,10 +218,6 @@ class MoELayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The last loss is attached to a graph, which neither copies nor pickles.
         return {**self.__dict__, "l_aux": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark_experts()  # a copied Parameter loses its attributes
 
     def extra_repr(self) -> str:
         return (
@@ -236,8 +241,6 @@ class _Routed:
     failure: Exception | None = None
 
 
-# torch.compiler.disable, but without importing the compiler before it is used.
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def _forward(layer: MoELayer, x: Tensor) -> Tensor:
     """Route, exchange counts, plan, run the experts between dispatch and combine."""
     layer.ranks.reconnect()
@@ -311,7 +314,9 @@ def _route(layer: MoELayer, x: Tensor) -> _Routed:
         fault = outside.long() * int(Fault.ROUTING)
         routing = replace(routing, expert=routing.expert.clamp(0, layer.num_experts - 1))
     if layer.check_finite and routing.logits is not None:
-        fault = torch.where(routing.logits.isfinite().all(), torch.as_tensor(fault), int(Fault.NOT_FINITE))
+        # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
+        finite = routing.logits.isfinite().all().long()
+        fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
     keep_TK = None
     if layer.capacity_factor is not None:
         capacity = expert_capacity(
@@ -323,7 +328,9 @@ def _route(layer: MoELayer, x: Tensor) -> _Routed:
 
 
 def _nothing_routed(layer: MoELayer, error: Exception) -> _Routed:
-    like = next(layer.parameters())
+    like = _experts_parameter(layer)
+    if like is None:
+        like = torch.empty(0)
     routing = Routing(
         expert=torch.empty(0, layer.top_k, dtype=torch.int64, device=like.device),
         weight=like.new_empty(0, layer.top_k),
@@ -338,7 +345,7 @@ def _check_input(layer: MoELayer, x: Tensor) -> None:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({layer.d_model}): (..., d_model)"
         )
-    like = next((p for p in layer.parameters() if p.is_floating_point()), None)
+    like = _experts_parameter(layer)
     if like is not None and x.device != like.device:
         raise FaultError(
             Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device})"
@@ -350,6 +357,12 @@ def _check_input(layer: MoELayer, x: Tensor) -> None:
             Fault.DTYPE,
             f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}), or under autocast",
         )
+
+
+def _experts_parameter(layer: MoELayer) -> Tensor | None:
+    """Says what type and device rows are of. The gate's come second: a router is often left in float32."""
+    parameters = itertools.chain(layer.experts.parameters(), layer.gate.parameters())
+    return next((parameter for parameter in parameters if parameter.is_floating_point()), None)
 
 
 def _check_routing(layer: MoELayer, routing: object, num_tokens: int) -> None:
@@ -387,3 +400,9 @@ def _check_sizes(**sizes: int) -> None:
             raise TypeError(f"{name} ({size!r}) must be an int")
         if size < 1:
             raise ValueError(f"{name} ({size}) must be at least 1")
+
+
+def _check_number(**values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} ({value!r}) must be a number")

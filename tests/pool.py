@@ -40,7 +40,8 @@ def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: f
 class Pool:
     """``run(function, *args)`` calls function(rank, world, *args) on every rank and returns the results.
 
-    After a failure the ranks may be out of step, so the pool stops and `usable` turns False.
+    After a failure the ranks may be out of step, so the pool stops and `usable` turns False. ``start`` and
+    ``answer`` are for jobs that not every rank survives: stop the pool afterwards.
     """
 
     def __init__(self, world: int, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
@@ -62,23 +63,34 @@ class Pool:
         self._answers(60)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+        self.start(function, *args)
+        return self._answers(timeout)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
         for pipe in self.pipes:
             pipe.send((function, args))
-        return self._answers(timeout)
+
+    def answer(self, rank: int, timeout: float = 90) -> Any:
+        """What the job returned on ``rank``; AssertionError where it raised, died or took too long."""
+        pipe, process = self.pipes[rank], self.processes[rank]
+        try:
+            if not pipe.poll(max(0.0, timeout)):
+                raise AssertionError(f"rank {rank}: no answer in {timeout:.0f} s")
+            kind, value = pipe.recv()
+        except EOFError:
+            process.join(5)
+            raise AssertionError(f"rank {rank}: died with exit code {process.exitcode}") from None
+        if kind == "error":
+            raise AssertionError(value)
+        return value
 
     def _answers(self, timeout: float) -> list[Any]:
         results, errors, end = [], [], time.monotonic() + timeout
-        for rank, pipe in enumerate(self.pipes):
+        for rank in range(self.world):
             try:
-                if not pipe.poll(max(0.0, end - time.monotonic())):
-                    errors.append(f"rank {rank}: no answer in {timeout} s")
-                    continue
-                kind, value = pipe.recv()
-            except EOFError:
-                self.processes[rank].join(5)
-                errors.append(f"rank {rank}: died with exit code {self.processes[rank].exitcode}")
-                continue
-            (errors if kind == "error" else results).append(value)
+                results.append(self.answer(rank, end - time.monotonic()))
+            except AssertionError as error:
+                errors.append(str(error))
         if errors:
             self.stop()
             raise AssertionError("\n".join(errors))

@@ -10,7 +10,7 @@ Letters: N rows, M = d_model.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,25 @@ class Experts(nn.Module, abc.ABC):
     num_local_experts: int
     runs_under_autocast = False
     """Whether compute expects the caller's autocast state (user modules), or cast operands and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_mark_loaded)  # type: ignore[no-untyped-call]
+
+    def mark_parameters(self) -> None:
+        """Sets ``allreduce = False`` on every parameter. Whatever makes new Parameter objects (copying,
+        unpickling, to_empty, load_state_dict with assign=True) loses the mark, and is followed by this."""
+        for parameter in self.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.mark_parameters()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.mark_parameters()
+        return self
 
     @abc.abstractmethod
     def compute(
@@ -77,9 +96,13 @@ class Experts(nn.Module, abc.ABC):
         """Adds the parameters' gradients to ``sums``; None stands for a parameter that needs none."""
 
 
+def _mark_loaded(experts: Experts, _: object) -> None:
+    experts.mark_parameters()
+
+
 def row_dot(a_NX: Tensor, b_NX: Tensor) -> Tensor:
     """The inner product of each row, (N,), in float32 or wider."""
     if a_NX.dtype in (torch.bfloat16, torch.float16):
-        return (a_NX.float() * b_NX.float()).sum(-1)
+        return (a_NX * b_NX).sum(-1, dtype=torch.float32)
     product: Tensor = torch.linalg.vecdot(a_NX, b_NX)
     return product

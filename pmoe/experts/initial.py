@@ -6,7 +6,8 @@ in step; each expert then draws from a seed of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -20,8 +21,7 @@ def initialise(experts: StackedExperts, *, first_expert: int) -> None:
     if experts.w1.is_meta:
         return
     for i in range(experts.num_local_experts):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + first_expert + i)
+        with _generators_at(seed + first_expert + i):
             experts.initialise_expert(i)
 
 
@@ -30,11 +30,22 @@ def seeded(build: Callable[[], nn.Module], *, first_expert: int, count: int) -> 
     seed = _draw_seed()
     modules = []
     for i in range(count):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + first_expert + i)
+        with _generators_at(seed + first_expert + i):
             modules.append(build())
     return modules
 
 
 def _draw_seed() -> int:
-    return int(torch.randint(2**62, ()))
+    return int(torch.randint(2**62, (), device="cpu"))  # not what torch.device("meta") would make of it
+
+
+@contextlib.contextmanager
+def _generators_at(seed: int) -> Iterator[None]:
+    """The default generators at ``seed``, put back at the end. A CUDA generator takes part where CUDA is in
+    use already: torch.manual_seed would seed it for good."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
+        yield

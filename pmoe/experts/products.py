@@ -41,17 +41,24 @@ class RowGroups:
             start += count
 
 
-def refusal(rows: Tensor, weight: Tensor) -> str | None:
+def refusal(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
     """Why grouped_mm would not take these operands in one launch, or None where it does."""
     if rows.device.type != "cuda":
         return f"device {rows.device.type}: a loop is as fast there and writes in place"
     if rows.dtype != torch.bfloat16:
         return f"dtype {rows.dtype}: grouped_mm has one launch for bfloat16 only"
-    if torch.cuda.get_device_capability(rows.device) < (9, 0):
-        return "compute capability below 9.0: grouped_mm loops there, reading the offsets on the host"
+    if bias is not None:
+        return "bias: grouped_mm has none, and adding it afterwards rounds twice"
+    major, minor = torch.cuda.get_device_capability(rows.device)
+    if major not in (9, 10):
+        return f"compute capability {major}.{minor}: grouped_mm loops there, reading the offsets on the host"
+    if weight.dim() == 3 and weight.shape[0] >= 1024:
+        return f"{weight.shape[0]} experts: grouped_mm takes fewer than 1024"
     for name, tensor in (("rows", rows), ("weight", weight)):
         if tensor.shape[-1] * tensor.element_size() % 16:
             return f"{name}: a row of {tensor.shape[-1]} elements is no multiple of 16 bytes"
+        if not tensor.is_contiguous():
+            return f"{name}: not contiguous"
         if tensor.data_ptr() % 16:
             return f"{name}: not aligned to 16 bytes"
     return None
@@ -65,13 +72,11 @@ def product(
     out: Tensor | None = None,
 ) -> Tensor:
     """rows @ weight[e]^T + bias[e] for the rows of each expert e, (N, O)."""
+    if groups.num_rows and refusal(rows_NI, weight_EOI, bias_EO) is None:
+        result = F.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=groups.ends)
+        return result.contiguous() if out is None else out.copy_(result)
     if out is None:
         out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1])
-    if groups.num_rows and refusal(rows_NI, weight_EOI) is None:
-        out.copy_(F.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=groups.ends))
-        if bias_EO is not None:
-            out += bias_EO[_expert_of_row(groups)]
-        return out
     for expert, at in groups.slices():
         if bias_EO is None:
             torch.mm(rows_NI[at], weight_EOI[expert].t(), out=out[at])
@@ -86,7 +91,7 @@ def input_gradient(
     """grad @ weight[e] for the rows of each expert e, (N, I)."""
     if groups.num_rows and refusal(grad_NO, weight_EOI) is None:
         result = F.grouped_mm(grad_NO, weight_EOI, offs=groups.ends)
-        return result if out is None else out.copy_(result)
+        return result.contiguous() if out is None else out.copy_(result)
     if out is None:
         out = grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2])
     for expert, at in groups.slices():
@@ -113,9 +118,8 @@ class GradientSum:
 
     def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> None:
         """total[e] += grad[rows of e]^T @ rows[rows of e]"""
-        one_launch = groups.num_rows and refusal(grad_NO, rows_NI) is None
-        if one_launch:
-            self.add(F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends))
+        if groups.num_rows and refusal(grad_NO, rows_NI) is None:
+            self.add(_without_empty(F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends), groups))
             return
         if self._first and 0 in groups.counts:
             self.total.zero_()
@@ -134,7 +138,7 @@ class GradientSum:
         if groups.num_rows and refusal(grad_NO, grad_NO) is None:
             # A product with a column of ones sums in a fixed order; scattered atomic adds would not.
             ones = torch.ones(grad_NO.shape[0], 8, dtype=grad_NO.dtype, device=grad_NO.device)
-            self.add(F.grouped_mm(grad_NO.t(), ones, offs=groups.ends)[..., 0])
+            self.add(_without_empty(F.grouped_mm(grad_NO.t(), ones, offs=groups.ends), groups)[..., 0])
             return
         if self._first and 0 in groups.counts:
             self.total.zero_()
@@ -161,9 +165,9 @@ class GradientSum:
         return self.total.to(self._dtype)
 
 
-def _expert_of_row(groups: RowGroups) -> Tensor:
-    """The local expert of each row, (N,), on the device of ``ends``, without a synchronisation."""
-    assert groups.ends is not None
-    counts = torch.diff(groups.ends, prepend=groups.ends.new_zeros(1))
-    experts = torch.arange(len(groups.counts), device=counts.device)
-    return experts.repeat_interleave(counts, output_size=groups.num_rows)
+def _without_empty(per_expert: Tensor, groups: RowGroups) -> Tensor:
+    """per_expert with zeros where an expert has no rows: some devices leave those untouched."""
+    for expert, count in enumerate(groups.counts):
+        if count == 0:
+            per_expert[expert].zero_()
+    return per_expert

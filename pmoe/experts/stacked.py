@@ -57,9 +57,8 @@ class StackedExperts(Experts):
         for name, parameter in self.named_parameters():
             fan_in = self.w1.shape[2] if name in ("w1", "b1") else self.w2.shape[2]
             bound = 1 / math.sqrt(fan_in)
-            drawn = torch.empty(
-                parameter.shape[1:], dtype=torch.promote_types(parameter.dtype, torch.float32)
-            )
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            drawn = torch.empty(parameter.shape[1:], dtype=dtype, device="cpu")
             parameter[local_expert] = drawn.uniform_(-bound, bound)
 
     @abc.abstractmethod

@@ -35,8 +35,12 @@ def run(schedule: Schedule, actions: Actions, rows: Tensor, ranks: Ranks) -> Non
 
     journal = _journal
     step = act if journal is None else journal.watch(schedule, act, rows.device)
-    for task in schedule.tasks:
-        lanes.run(task, step)
+    try:
+        for task in schedule.tasks:
+            lanes.run(task, step)
+    except BaseException:
+        lanes.abandon()
+        raise
     lanes.finish()
 
 

@@ -30,6 +30,10 @@ class Lanes(abc.ABC):
         """Runs or starts ``task`` once what it waits for has ended (on its lane's clock)."""
 
     @abc.abstractmethod
+    def abandon(self) -> None:
+        """After an error: makes it safe to free the buffers that messages in flight still use."""
+
+    @abc.abstractmethod
     def finish(self) -> None:
         """After the last task: the compute lane sees everything that the pass wrote."""
 
@@ -59,6 +63,9 @@ class CpuLanes(Lanes):
     def finish(self) -> None:
         for name in list(self._works):
             self._wait(name)
+
+    def abandon(self) -> None:
+        self._works.clear()  # gloo's works hold their own buffers; a missing peer must not be waited for
 
     def _wait(self, name: str) -> None:
         if name in self._works:
@@ -96,10 +103,14 @@ class CudaLanes(Lanes):
         for name in task.waits:
             if name in self._events and self._events[name][0] is not task.lane:
                 stream.wait_event(self._events[name][1])
-        with torch.cuda.stream(stream), at_stage(self.stage(task), self._ranks):
-            work = action(task)
-            if work is not None:
-                work.wait()  # the lane's stream waits for the collective's own; the host does not
+        with torch.cuda.stream(stream):
+            if task.lane is Lane.COMPUTE:
+                action(task)
+            else:
+                with at_stage(self.stage(task), self._ranks):
+                    work = action(task)
+                    if work is not None:
+                        work.wait()  # the lane's stream waits for the collective's own; the host does not
             if task.name in self._awaited:
                 event = torch.cuda.Event()
                 event.record(stream)
@@ -107,6 +118,9 @@ class CudaLanes(Lanes):
 
     def finish(self) -> None:
         self._stream[Lane.COMPUTE].wait_stream(self._stream[Lane.COMMUNICATE])
+
+    def abandon(self) -> None:
+        self.finish()
 
 
 def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks) -> Lanes:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pmoe.experts.base import Hidden
 from pmoe.experts.products import GradientSum
@@ -294,8 +293,10 @@ class _Experts(torch.autograd.Function):
         return y_TM
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
+        # once_differentiable lets this pass where grad_TM needs no gradient, and what follows is wrong.
+        if torch.is_grad_enabled():
+            raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
         plan: Plan = ctx.plan
         weight_TK, *saved = ctx.saved_tensors
         parameters, saved = saved[: ctx.num_parameters], saved[ctx.num_parameters :]

@@ -105,6 +105,9 @@ def make_plan(
     if bypass_local:
         local_counts = send[:, ranks.rank].clone()
         send, recv, recv_device = (_without(counts, ranks.rank) for counts in (send, recv, recv_device))
+    # Running sums of all chunks at once: a chunk's own would be several launches each.
+    received_ends = _ends(recv_device.sum(1))
+    local_ends = _ends(shared.recv_device[:, ranks.rank])
     bounds = chunk_bounds(num_tokens, n)
     chunks, first = [], 0
     for i in range(n):
@@ -118,8 +121,8 @@ def make_plan(
                 num_local=num_local,
                 send_rows=tuple(send_rows),
                 recv_rows=tuple(recv_rows),
-                received=_groups(recv[i].sum(0), recv_device[i].sum(0)),
-                local=_groups(local_counts[i], shared.recv_device[i, ranks.rank]),
+                received=RowGroups(counts=tuple(recv[i].sum(0).tolist()), ends=received_ends[i]),
+                local=RowGroups(counts=tuple(local_counts[i].tolist()), ends=local_ends[i]),
                 regroup=_regroup(recv_device[i], recv_rows),
             )
         )
@@ -178,9 +181,11 @@ def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor | None:
     return rows.argsort(stable=True)
 
 
-def _groups(counts_host: Tensor, counts_device: Tensor) -> RowGroups:
-    ends = counts_device.cumsum(0).int() if counts_device.device.type == "cuda" else None
-    return RowGroups(counts=tuple(counts_host.tolist()), ends=ends)
+def _ends(counts_nE: Tensor) -> Sequence[Tensor | None]:
+    """Each chunk's running sum over experts, int32 as grouped_mm wants it; None on the CPU, which loops."""
+    if counts_nE.device.type != "cuda":
+        return [None] * counts_nE.shape[0]
+    return counts_nE.cumsum(1).int().unbind(0)
 
 
 def _without(counts_nWE: Tensor, rank: int) -> Tensor:

@@ -88,6 +88,7 @@ def forward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = N
     Local rows fill the time until the first chunk arrives; the last chunk's are left for the end, where
     they cover the drain of the last R.
     """
+    _check(n, local, remote, ahead)
     late = n - 1 if local and remote and n > 1 else n
     tasks: list[Task] = []
     if remote:
@@ -113,6 +114,7 @@ def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = 
     Weight gradients are tasks of their own. Those of local rows fill the time until the first gradients
     arrive, those of received rows the drain of the last R. All of them add to one sum, in list order.
     """
+    _check(n, local, remote, ahead)
     tasks: list[Task] = []
     if remote:
         tasks += _communication_first(n, ahead, source="dT_O", received="dT_DO")
@@ -163,6 +165,15 @@ def link(tasks: Iterable[Task]) -> tuple[Task, ...]:
 
 
 _LANES = {Kind.WEIGHTS: Lane.COMMUNICATE, Kind.DISPATCH: Lane.COMMUNICATE, Kind.COMBINE: Lane.COMMUNICATE}
+
+
+def _check(n: int, local: bool, remote: bool, ahead: int | None) -> None:
+    if n < 1:
+        raise ValueError(f"n ({n}) must be at least 1")
+    if ahead is not None and ahead < 0:
+        raise ValueError(f"ahead ({ahead}) must be None or at least 0")
+    if not (local or remote):
+        raise ValueError("local (False) or remote (False) must be True: a layer's rows stay or travel")
 
 
 def _task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:

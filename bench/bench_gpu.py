@@ -1,0 +1,339 @@
+"""How long one layer takes on one GPU, forward and with backward, beside the same layer written plainly.
+
+    python bench/bench_gpu.py [--out bench/results] [--rounds 20]
+
+On one GPU nothing needs to travel, so this measures what micro-batches cost, not what they hide: n = 1, 2, 4,
+8 with the rows computed in place ("stays"), and with all of them sent to oneself through NCCL ("sent"). The
+plain layer is what one would write with autograd: gate, index_select, one product for all experts where torch
+has one (bfloat16), else a loop over them, and a weighted sum. Both synchronise with the host once at most.
+
+First every variant's output and gradients are checked against the plain layer in float64; then all variants
+are timed in turn, round by round, by CUDA events, behind a write that empties the L2 cache. FLOP are those of
+the two products of each routed row, three times as many with backward; the experts have no biases. In the
+table "/ plain" is the time over the plain layer's (below 1: faster), "spread" the middle half of the samples
+over their median.
+
+Letters: T tokens, K choices, N = T * K rows, E experts, M = d_model, H = d_hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pmoe
+from bench.timing import Timing, table, write_json
+
+DEGREES = (1, 2, 4, 8)
+WARMUP = 3
+FLUSH_BYTES = 1 << 28
+"""More than any L2 cache holds."""
+
+FLOAT32_ERROR = 5e-5
+"""Relative, against float64. TF32 would not pass."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    tokens: int
+    d_model: int
+    d_hidden: int
+    experts: int
+    top_k: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        sizes = f"T={self.tokens} M={self.d_model} H={self.d_hidden} E={self.experts}"
+        return f"{sizes} top-{self.top_k} {self.dtype}"
+
+    @property
+    def forward_flop(self) -> int:
+        """Example: 1 row, M = 2, H = 3 -> 2 products of 6 multiply-adds -> 24."""
+        return 4 * self.tokens * self.top_k * self.d_model * self.d_hidden
+
+
+SCENARIOS = (
+    Scenario(4096, 512, 2048, 8, 1, "float32"),
+    Scenario(16384, 1024, 4096, 8, 2, "bfloat16"),
+    Scenario(16384, 2048, 8192, 8, 1, "bfloat16"),
+)
+
+
+class PlainLayer(nn.Module):
+    """The same layer under autograd, with ``layer``'s parameters, or copies of them in another dtype."""
+
+    def __init__(self, layer: pmoe.MoELayer, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.top_k, self.num_experts = layer.top_k, layer.num_experts
+        for name, parameter in (
+            ("gate_weight", layer.gate.weight),
+            ("w1", layer.experts.w1),
+            ("w2", layer.experts.w2),
+        ):
+            if dtype is not None:
+                parameter = nn.Parameter(parameter.detach().to(dtype))
+            self.register_parameter(name, parameter)
+
+    def forward(self, x_TM: Tensor, expert_TK: Tensor | None = None) -> Tensor:
+        """expert_TK overrides the gate's choice, for comparisons in which no choice may flip."""
+        wide = torch.promote_types(x_TM.dtype, torch.float32)
+        probability_TE = F.linear(x_TM.to(wide), self.gate_weight.to(wide)).softmax(-1)
+        if expert_TK is None:
+            expert_TK = probability_TE.topk(self.top_k).indices
+        weight_TK = probability_TE.gather(1, expert_TK)
+        if self.top_k > 1:
+            weight_TK = weight_TK / weight_TK.sum(1, keepdim=True)
+        chosen_N = expert_TK.reshape(-1)
+        slot_N = chosen_N.argsort(stable=True)
+        counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x_TM.device)
+        counts_E.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
+
+        rows_NM = x_TM.index_select(0, slot_N // self.top_k)
+        if one_launch(rows_NM):
+            ends_E = counts_E.cumsum(0).int()
+            active_NH = F.gelu(F.grouped_mm(rows_NM, self.w1.transpose(1, 2), offs=ends_E))
+            out_NM = F.grouped_mm(active_NH, self.w2.transpose(1, 2), offs=ends_E)
+        else:
+            parts = []
+            for e, rows in enumerate(rows_NM.split(counts_E.tolist())):
+                parts.append(F.linear(F.gelu(F.linear(rows, self.w1[e])), self.w2[e]))
+            out_NM = torch.cat(parts)
+
+        weighted_NM = (out_NM * weight_TK.reshape(-1)[slot_N].unsqueeze(1)).to(x_TM.dtype)
+        if self.top_k == 1:
+            return torch.zeros_like(x_TM).index_copy(0, slot_N, weighted_NM)
+        return torch.zeros_like(x_TM).index_add(0, slot_N // self.top_k, weighted_NM)
+
+
+def one_launch(rows: Tensor) -> bool:
+    """Whether torch has one product for all experts that does not read the row counts on the host."""
+    major, _ = torch.cuda.get_device_capability(rows.device)
+    return rows.dtype == torch.bfloat16 and major in (9, 10)
+
+
+# ---- correct first ---------------------------------------------------------------------------------
+
+
+def results(
+    run: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, grad: Tensor
+) -> list[Tensor]:
+    """The output and the gradients of x and ``parameters``."""
+    x = x.detach().requires_grad_()
+    y = run(x)
+    found = torch.autograd.grad(y, [x, *parameters], grad)
+    return [y.detach(), *found]
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """||got - expected|| / ||expected|| in float64."""
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+def check(
+    scenario: Scenario, layer: pmoe.MoELayer, plain: PlainLayer, x: Tensor, grad: Tensor
+) -> dict[str, Any]:
+    """The largest error of each tensor over all variants, beside the plain layer's.
+
+    Raises SystemExit where one is over the limit: FLOAT32_ERROR, or in bfloat16 twice the plain layer's.
+    """
+    expert_TK = layer.gate(x).expert
+    exact = PlainLayer(layer, torch.float64)
+    expected = results(lambda x: exact(x, expert_TK), list(exact.parameters()), x.double(), grad.double())
+    parameters = [layer.gate.weight, layer.experts.w1, layer.experts.w2]
+    by_plain = results(lambda x: plain(x, expert_TK), parameters, x, grad)
+    names = ("y", "x", "gate.weight", "experts.w1", "experts.w2")
+    plain_error = {
+        name: relative_error(got, right) for name, got, right in zip(names, by_plain, expected, strict=True)
+    }
+    worst = dict.fromkeys(names, 0.0)
+    for variant, configure in variants(layer).items():
+        configure()
+        for name, got, right in zip(names, results(layer, parameters, x, grad), expected, strict=True):
+            error = relative_error(got, right)
+            limit = FLOAT32_ERROR if scenario.dtype == "float32" else 2 * plain_error[name]
+            if not error <= limit:  # NaN is refused too
+                sys.exit(f"bench_gpu: {scenario.name}, {variant}: error of {name} is {error}, limit {limit}")
+            worst[name] = max(worst[name], error)
+    return {"largest_error": worst, "error_of_plain": plain_error}
+
+
+def variants(layer: pmoe.MoELayer) -> dict[str, Callable[[], None]]:
+    """What turns ``layer`` into each variant."""
+
+    def configure(n: int, bypass_local: bool) -> Callable[[], None]:
+        def set_both() -> None:
+            layer.pipeline, layer.bypass_local = n, bypass_local
+
+        return set_both
+
+    return {
+        f"n={n}, {'stays' if bypass_local else 'sent'}": configure(n, bypass_local)
+        for bypass_local in (True, False)
+        for n in DEGREES
+    }
+
+
+# ---- then time ---------------------------------------------------------------------------------------
+
+
+def event_seconds(run: Callable[[], None], flush: Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def time_in_turn(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, Timing]:
+    """Every run once a round, each round beginning with another: what drifts hits all alike."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    names = list(runs)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(-WARMUP, rounds):
+        for turn in range(len(names)):
+            name = names[(turn + round_) % len(names)]
+            seconds = event_seconds(runs[name], flush)
+            if round_ >= 0:
+                samples[name].append(seconds)
+    return {name: Timing(tuple(seconds)) for name, seconds in samples.items()}
+
+
+def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(what goes into the file, rows of the table) of one scenario."""
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(
+        scenario.d_model,
+        scenario.d_hidden,
+        scenario.experts,
+        scenario.top_k,
+        bias=False,
+        device="cuda",
+        dtype=DTYPES[scenario.dtype],
+    )
+    plain = PlainLayer(layer)
+    x = torch.randn(scenario.tokens, scenario.d_model, device="cuda").to(DTYPES[scenario.dtype])
+    grad = torch.randn_like(x)
+    checked = check(scenario, layer, plain, x, grad)
+    leaf = x.clone().requires_grad_()
+    parameters = [leaf, layer.gate.weight, layer.experts.w1, layer.experts.w2]
+
+    def forward_of(model: nn.Module, configure: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            configure()
+            model(leaf)
+
+        return run
+
+    def both_of(model: nn.Module, configure: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            configure()
+            torch.autograd.grad(model(leaf), parameters, grad)
+
+        return run
+
+    every: dict[str, tuple[nn.Module, Callable[[], None]]] = {"plain": (plain, lambda: None)}
+    every |= {name: (layer, configure) for name, configure in variants(layer).items()}
+    passes = {"forward": (forward_of, 1), "forward and backward": (both_of, 3)}
+    timings: dict[str, dict[str, Timing]] = {}
+    for passed, (make, _) in passes.items():
+        timings[passed] = time_in_turn({name: make(*parts) for name, parts in every.items()}, rounds)
+
+    rows = []
+    for name in every:
+        row: dict[str, Any] = {"layer": name}
+        for passed, (_, factor) in passes.items():
+            timing, base = timings[passed][name], timings[passed]["plain"]
+            short = "fwd" if factor == 1 else "fwd+bwd"
+            row[f"{short} ms"] = timing.median * 1e3
+            row[f"{short} spread"] = timing.spread
+            row[f"{short} / plain"] = 1 / timing.speedup_over(base)
+            row[f"{short} TFLOP/s"] = factor * scenario.forward_flop / timing.median / 1e12
+        rows.append(row)
+    return {"scenario": asdict(scenario), "check": checked, "rows": rows, "timings": timings}, rows
+
+
+# ---- the machine ---------------------------------------------------------------------------------------
+
+
+def driver_version() -> str:
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        return found.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown: nvidia-smi did not answer"
+
+
+def describe_gpu() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "gpu_memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Times the layer on one GPU beside the same layer written plainly."
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_gpu: not run, torch sees no CUDA device")
+    torch.cuda.set_device(0)
+    torch.set_float32_matmul_precision("highest")
+    with tempfile.TemporaryDirectory(prefix="pmoe-bench-") as folder:
+        dist.init_process_group(
+            "nccl",
+            init_method=f"file://{folder}/rendezvous",
+            rank=0,
+            world_size=1,
+            timeout=datetime.timedelta(seconds=60),
+            device_id=torch.device("cuda", 0),
+        )
+        try:
+            machine = describe_gpu()
+            print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+            measured = []
+            for scenario in SCENARIOS:
+                document, rows = measure(scenario, arguments.rounds)
+                measured.append(document)
+                print(f"\n{scenario.name}\n{table(rows)}", flush=True)
+                torch.cuda.empty_cache()
+        finally:
+            torch.cuda.synchronize()
+            dist.destroy_process_group()
+    slug = re.sub(r"[^a-z0-9]+", "_", machine["gpu"].lower()).strip("_")
+    path = arguments.out / f"gpu_layer_{slug}.json"
+    write_json(path, **machine, rounds=arguments.rounds, scenarios=measured)
+    print(f"\nwritten: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,706 @@
+"""How a layer behaves on several ranks, beside computing the right thing: faults, freezing, orders of calls,
+traffic, groups, and peers that die or never come."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pmoe import MoELayer, Routing
+from tests.pool import Pool, ranks
+from tests.reference import Definition, relative_error
+
+D_MODEL, D_HIDDEN, NUM_EXPERTS, AUX = 6, 10, 8, 0.37
+TOKENS = {1: (13,), 2: (9, 4), 4: (5, 0, 11, 2)}
+
+
+def mlp(d_model: int, d_hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(d_model, d_hidden), nn.GELU(), nn.Linear(d_hidden, d_model))
+
+
+def build(**options: Any) -> MoELayer:
+    torch.manual_seed(7)
+    layer = MoELayer(
+        D_MODEL, D_HIDDEN, NUM_EXPERTS, **{"top_k": 2, "dtype": torch.float64, "pipeline": 2, **options}
+    )
+    with torch.no_grad():
+        for parameter in layer.gate.parameters():
+            parameter *= 3
+    return layer
+
+
+def tokens(count: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, D_MODEL, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def inputs(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """This rank's x and dy."""
+    count = TOKENS[world][rank]
+    return tokens(count, 10 + rank), tokens(count, 20 + rank)
+
+
+def backward(layer: MoELayer, x: Tensor, dy: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> dict:
+    """y and every gradient of one forward and backward."""
+    layer.zero_grad(set_to_none=True)
+    y = (run or layer)(x)
+    ((y * dy).sum() + AUX * layer.l_aux).backward()
+    found = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **found}
+
+
+def one_step(layer: MoELayer, rank: int, world: int, run: Callable[[Tensor], Tensor] | None = None) -> dict:
+    x, dy = inputs(rank, world)
+    return backward(layer, x.requires_grad_(), dy, run)
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 0.0) -> None:
+    assert set(got) == set(expected)
+    for name, value in expected.items():
+        assert got[name] is not None, name
+        assert relative_error(got[name], value) <= limit, name
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[list[str]]:
+    """The names of all collectives that this rank issues in the block, in their order."""
+    names = [
+        n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier"))
+    ]
+    names += ["send", "recv", "isend", "irecv", "batch_isend_irecv"]
+    originals = {name: getattr(dist, name) for name in names if callable(getattr(dist, name))}
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return originals[name](*args, **options)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counted(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def error_of(function: Callable[[], object]) -> str:
+    """The type and text of what ``function`` raises, '' where it raises nothing."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def part_of(whole: dict[str, Tensor], name: str, rank: int, world: int) -> Tensor:
+    """What rank ``rank`` of ``world`` calls ``name``, in the values of one rank that holds all experts."""
+    local = NUM_EXPERTS // world
+    numbered = re.fullmatch(r"experts\.local\.(\d+)(.*)", name)
+    if numbered:
+        return whole[f"experts.local.{int(numbered[1]) + rank * local}{numbered[2]}"]
+    return whole[name][rank * local : (rank + 1) * local] if name.startswith("experts.") else whole[name]
+
+
+# ---- initial values -------------------------------------------------------------------------------
+
+
+def initial_job(rank: int, world: int, expert: object, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The second of two layers, so that the first's number of experts would show in its values."""
+    torch.manual_seed(1)
+    MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, expert=expert, dtype=dtype)
+    layer = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, expert=expert, dtype=dtype)
+    return {**layer.state_dict(), "next random number": torch.rand(1)}
+
+
+@pytest.mark.parametrize("expert", ["ffn", "swiglu", mlp])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_hold_together_what_one_rank_would_hold(expert: object, dtype: torch.dtype) -> None:
+    whole = initial_job(0, 1, expert, dtype)
+    for world in (2, 4):
+        for rank, got in enumerate(ranks(world).run(initial_job, expert, dtype)):
+            for name, value in got.items():
+                assert torch.equal(value, part_of(whole, name, rank, world)), (rank, name)
+
+
+def sizes_job(rank: int, world: int) -> str:
+    return error_of(lambda: MoELayer(D_MODEL, D_HIDDEN, 7))
+
+
+def test_experts_that_do_not_divide_evenly_are_refused() -> None:
+    for world in (2, 4):
+        for message in ranks(world).run(sizes_job):
+            assert message == f"ValueError: num_experts (7) must be divisible by the size of group ({world})"
+
+
+# ---- needs_input_grad -----------------------------------------------------------------------------
+
+
+def frozen_job(
+    rank: int, world: int, frozen: str | None, who: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    layer = build(**options)
+    x, dy = inputs(rank, world)
+    x.requires_grad_()
+    if rank == who:
+        if frozen in ("x", "everything"):
+            x.requires_grad_(False)
+        for name, parameter in layer.named_parameters():
+            if frozen == "everything" or (frozen is not None and name.startswith(frozen)):
+                parameter.requires_grad_(False)
+    return backward(layer, x, dy)
+
+
+@pytest.mark.parametrize("frozen", ["x", "gate", "experts", "everything"])
+@pytest.mark.parametrize("options", [{}, {"expert": mlp}, {"pipeline": 1, "bypass_local": False}])
+@pytest.mark.parametrize("world, who", [(2, 1), (4, 2), (4, 1)])
+def test_what_one_rank_freezes_neither_stops_the_others_nor_changes_their_gradients(
+    world: int, who: int, options: dict[str, Any], frozen: str
+) -> None:
+    everything = ranks(world).run(frozen_job, None, who, options)
+    for rank, (got, expected) in enumerate(
+        zip(ranks(world).run(frozen_job, frozen, who, options), everything, strict=True)
+    ):
+        for name, value in expected.items():
+            is_frozen = frozen == "everything" and name != "y" or name.startswith(frozen)
+            if rank == who and is_frozen:
+                assert got[name] is None, name
+            else:
+                assert torch.equal(got[name], value), (rank, name)
+
+
+def nobody_job(rank: int, world: int) -> tuple[bool, bool, int]:
+    layer = build().requires_grad_(False)
+    x, _ = inputs(rank, world)
+    y = layer(x)
+    with torch.no_grad():
+        unattached = build()(x).requires_grad
+    return y.requires_grad, unattached, layer.traffic.rows
+
+
+def test_where_no_rank_needs_a_gradient_there_is_no_graph() -> None:
+    for attached, under_no_grad, rows in ranks(2).run(nobody_job):
+        assert (attached, under_no_grad) == (False, False)
+        assert rows > 0
+
+
+# ---- orders of forwards and backwards -------------------------------------------------------------
+
+
+def orders_job(rank: int, world: int, order: tuple[int, ...], options: dict[str, Any]) -> list[dict]:
+    layer = build(**options)
+    xs = [tokens((count + rank) % 7, 30 + 7 * i + rank) for i, count in enumerate((6, 3, 5))]
+    dys = [tokens(x.shape[0], 50 + i) for i, x in enumerate(xs)]
+    leaves = [x.clone().requires_grad_() for x in xs]
+    losses = []
+    for x, dy in zip(leaves, dys, strict=True):
+        losses.append((layer(x) * dy).sum() + AUX * layer.l_aux)
+    found: list[dict] = [{}, {}, {}]
+    for i in order:
+        layer.zero_grad(set_to_none=True)
+        losses[i].backward()
+        found[i] = {"x": leaves[i].grad, **{n: p.grad for n, p in layer.named_parameters()}}
+    expected = [backward(layer, x.clone().requires_grad_(), dy) for x, dy in zip(xs, dys, strict=True)]
+    return [{**each, "expected": want} for each, want in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("options", [{}, {"expert": mlp}])
+def test_several_forwards_may_run_backward_in_any_order(order: tuple[int, ...], options: dict) -> None:
+    for world in (2, 4):
+        for by_call in ranks(world).run(orders_job, order, options):
+            for got in by_call:
+                expected = got.pop("expected")
+                del expected["y"]
+                assert_same(got, expected)
+
+
+def chained(rank: int, world: int, layers: list[MoELayer]) -> dict[str, Tensor]:
+    """Two layers, one of them twice in one graph: the order of their backwards is autograd's."""
+    first, second = layers
+    x, dy = inputs(rank, world)
+    x.requires_grad_()
+    y = first(x)
+    l_aux = first.l_aux
+    y = first(y + second(y))
+    ((y * dy).sum() + AUX * (l_aux + first.l_aux + second.l_aux)).backward()
+    return {"y": y.detach(), "x": x.grad}
+
+
+def chained_job(rank: int, world: int, expert: object) -> list[dict[str, Tensor]]:
+    layers = [build(expert=expert), build(expert=expert, pipeline=3)]
+    found = chained(rank, world, layers)
+    return [found, *({name: p.grad for name, p in layer.named_parameters()} for layer in layers)]
+
+
+@pytest.mark.parametrize("expert", ["ffn", mlp])
+@pytest.mark.parametrize("world", [2, 4])
+def test_layers_chained_and_used_twice_in_one_graph_run_backward_in_step(world: int, expert: object) -> None:
+    # One rank after another on one layer: the experts' gradients add up, the gate's is each rank's own.
+    layers = [build(expert=expert), build(expert=expert, pipeline=3)]
+    for rank, got in enumerate(ranks(world).run(chained_job, expert)):
+        for layer in layers:
+            layer.gate.zero_grad()
+        assert_same(got[0], chained(rank, world, layers), 1e-12)
+        for layer, found in zip(layers, got[1:], strict=True):
+            assert relative_error(found["gate.weight"], layer.gate.weight.grad) < 1e-12
+    for i, layer in enumerate(layers):
+        whole = {name: p.grad for name, p in layer.named_parameters()}
+        for rank, got in enumerate(ranks(world).run(chained_job, expert)):
+            for name, value in got[1 + i].items():
+                if name.startswith("experts."):
+                    assert relative_error(value, part_of(whole, name, rank, world)) < 1e-12, name
+
+
+# ---- faults on one rank ---------------------------------------------------------------------------
+
+
+def broken_input(fault: str, x: Tensor) -> Tensor:
+    if fault == "d_model":
+        return torch.randn(3, 7, dtype=torch.float64)
+    if fault == "dtype":
+        return x.float()
+    if fault == "integers":
+        return x.long()
+    if fault == "device":
+        return x.to("meta")
+    if fault == "NaN":
+        x = x.clone()
+        x[0, 1] = math.nan
+    return x
+
+
+class Fragile(nn.Module):
+    """Raises when told to, or returns what is no routing."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.fault = gate, ""
+
+    def forward(self, x: Tensor) -> Routing:
+        if self.fault == "gate":
+            raise KeyError("number 17")
+        if self.fault == "no routing":
+            return x
+        routing = self.gate(x)
+        if self.fault == "indices":
+            return Routing(expert=routing.expert + 1, weight=routing.weight, l_aux=routing.l_aux)
+        return routing
+
+
+def fault_job(rank: int, world: int, fault: str, who: tuple[int, ...], expert: object) -> dict[str, Any]:
+    layer = build(expert=expert, gate=Fragile(build().gate), check_finite=True)
+    layer.gate.gate.requires_grad_(True)
+    expected = one_step(layer, rank, world)
+    traffic = copy.copy(layer.traffic)
+    x, _ = inputs(rank, world)
+    if rank in who:
+        x, layer.gate.fault = broken_input(fault, tokens(5, 3)), fault
+    with counted_collectives() as calls:
+        message = error_of(lambda: layer(x))
+    layer.gate.fault = ""
+    same = one_step(layer, rank, world)
+    assert_same(same, expected)
+    sent = (layer.traffic.rows - 2 * traffic.rows, layer.traffic.scalars - 2 * traffic.scalars)
+    return {"message": message, "calls": calls, "payload": sent}
+
+
+FAULTS = {
+    "d_model": (
+        "FaultError: x of shape (3, 7) must end in d_model (6)",
+        "the last dimension of its input is not d_model",
+    ),
+    "dtype": (
+        "FaultError: x of dtype torch.float32 must be of the layer's dtype (torch.float64)",
+        "its input has another dtype than the layer's parameters",
+    ),
+    "integers": (
+        "FaultError: x of dtype torch.int64 must be of a floating-point type",
+        "its input has another dtype than the layer's parameters",
+    ),
+    "device": (
+        "FaultError: x on meta must be where the layer's parameters are (cpu)",
+        "its input is on another device than the layer's parameters",
+    ),
+    "gate": ("KeyError: 'number 17'", "its gate raised an error"),
+    "no routing": ("TypeError: gate (Fragile) must return a pmoe.Routing", "its gate raised an error"),
+    "indices": ("", "its gate returned expert indices outside 0..num_experts - 1"),
+    "NaN": ("", "its gate logits are not finite (check_finite=True)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("world, who", [(2, (1,)), (2, (0, 1)), (4, (2,)), (4, (0, 3))])
+@pytest.mark.parametrize("expert", ["ffn", mlp])
+def test_a_fault_that_one_rank_sees_is_raised_by_all_before_any_row_travels(
+    world: int, who: tuple[int, ...], fault: str, expert: object
+) -> None:
+    own, told = FAULTS[fault]
+    for rank, got in enumerate(ranks(world).run(fault_job, fault, who, expert)):
+        if rank in who and own:
+            assert got["message"].startswith(own)
+        else:
+            assert got["message"] == "FaultError: " + "; ".join(f"rank {r}: {told}" for r in who)
+        assert got["calls"] == ["all_to_all_single"]
+        assert got["payload"] == (0, 0)
+
+
+def not_finite_job(rank: int, world: int, value: float, options: dict[str, Any]) -> dict[str, Tensor]:
+    layer = build(**options)
+    x, dy = inputs(rank, world)
+    if rank == 1:
+        x[0] = value
+        x[2, 3] = value
+    return backward(layer, x.requires_grad_(), dy)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("options", [{}, {"expert": mlp}, {"capacity_factor": 0.5}, {"top_k": 1}])
+def test_logits_that_are_no_numbers_hang_nothing_and_spoil_no_other_token(
+    value: float, options: dict[str, Any]
+) -> None:
+    got = ranks(2).run(not_finite_job, value, options)
+    assert all(name in each for each in got for name in ("y", "x", "gate.weight"))
+    assert got[0]["y"].isfinite().all()
+    rows = got[1]["y"].isfinite().all(-1).tolist()
+    if "capacity_factor" not in options:  # where a dropped token's row is zero
+        assert rows == [False, True, False, True]
+    assert rows[1]
+    assert rows[3]
+
+
+# ---- groups ---------------------------------------------------------------------------------------
+
+
+def subgroup_job(rank: int, world: int, members: list[list[int]]) -> dict[str, Any]:
+    groups = [dist.new_group(each) for each in members]
+    mine = next(i for i, each in enumerate(members) if rank in each)
+    try:
+        refused = [
+            error_of(lambda group=group: build(group=group)) for i, group in enumerate(groups) if i != mine
+        ]
+        layer = build(group=groups[mine])
+        place = (layer.ranks.rank, layer.ranks.size)
+        got = one_step(layer, layer.ranks.rank, layer.ranks.size)
+        again = one_step(copy.deepcopy(layer), layer.ranks.rank, layer.ranks.size)
+        assert_same(again, got)
+        return {"refused": refused, "place": place, **got}
+    finally:
+        dist.destroy_process_group(groups[mine])
+
+
+@pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[0], [1], [2], [3]]])
+def test_a_group_of_some_ranks_works_alone_and_refuses_the_others(members: list[list[int]]) -> None:
+    size = len(members[0])
+    alone = ranks(size).run(step_job) if size > 1 else [step_job(0, 1)]
+    for rank, got in enumerate(ranks(4).run(subgroup_job, members)):
+        rule = f"group (GroupMember.NON_GROUP_MEMBER) must contain this rank (global rank {rank})"
+        assert got.pop("refused") == [f"ValueError: {rule}"] * (len(members) - 1)
+        mine = next(each for each in members if rank in each)
+        assert got.pop("place") == (mine.index(rank), size)
+        assert_same(got, alone[mine.index(rank)], 1e-13)
+
+
+def step_job(rank: int, world: int) -> dict[str, Tensor]:
+    return one_step(build(), rank, world)
+
+
+def copies_job(rank: int, world: int) -> tuple[list[dict[str, Tensor]], bytes]:
+    layer = build()
+    plain = one_step(layer, rank, world)
+    copied = one_step(copy.deepcopy(layer), rank, world)
+    pickled = pickle.dumps(layer)
+    return [plain, copied, one_step(pickle.loads(pickled), rank, world)], pickled
+
+
+def test_copies_share_the_group_and_unpickled_layers_take_the_default_one() -> None:
+    for rank, ((plain, copied, unpickled), pickled) in enumerate(ranks(2).run(copies_job)):
+        assert_same(copied, plain)
+        assert_same(unpickled, plain)
+        lonely = pickle.loads(pickled)  # here no process group is initialised
+        with pytest.raises(ValueError, match=rf"rank 0 of 1 by default\) must be rank {rank} of 2, as when"):
+            lonely(tokens(3, 0))
+
+
+# ---- what travels ---------------------------------------------------------------------------------
+
+
+def traffic_job(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, int]]:
+    layer = build(**options)
+    x, dy = inputs(rank, world)
+    x = x.to(layer.experts.w1.dtype).requires_grad_()
+    seen = []
+    y = layer(x)
+    seen.append(vars(layer.traffic).copy())
+    (y * dy.to(y.dtype)).sum().backward()
+    seen.append(vars(layer.traffic).copy())
+    routing = layer.gate(x)
+    seen.append({"expert": routing.expert, "total": layer.traffic.total})
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k, n", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_exactly_the_rows_of_other_ranks_experts_travel(
+    world: int, top_k: int, n: int, dtype: torch.dtype
+) -> None:
+    """A row travels there and back with its routing weight, in backward likewise; nothing is padded."""
+    local = NUM_EXPERTS // world
+    found = ranks(world).run(traffic_job, {"top_k": top_k, "pipeline": n, "dtype": dtype})
+    owner = [seen[2]["expert"].flatten() // local for seen in found]
+    row, weight = D_MODEL * dtype.itemsize, max(4, dtype.itemsize)
+    for rank, (forward, both, last) in enumerate(found):
+        sent = int((owner[rank] != rank).sum())
+        received = sum(int((owner[r] == rank).sum()) for r in range(world) if r != rank)
+        assert sent + received > 0
+        assert forward == {
+            "counts": (world - 1) * (3 + n * local) * 8,  # tokens, fault, needs_grad, and a count a bin
+            "rows": (sent + received) * row,
+            "scalars": sent * weight,
+        }
+        assert both == {
+            "counts": forward["counts"],
+            "rows": 2 * (sent + received) * row,
+            "scalars": (sent + received) * weight,
+        }
+        assert last["total"] == sum(both.values())
+
+
+def collectives_job(
+    rank: int, world: int, n: int | bool, load: str, options: dict[str, Any]
+) -> list[list[str]]:
+    layer = build(pipeline=n, **options)
+    count = {"uneven": TOKENS[world][rank], "none": 0, "one": int(rank == 1)}[load]
+    x = tokens(count, 5).requires_grad_()
+    with counted_collectives() as forward:
+        y = layer(x)
+    with counted_collectives() as back:
+        y.sum().backward()
+    return [forward, back]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("load", ["uneven", "one", "none"])
+@pytest.mark.parametrize(
+    "world, options", [(2, {}), (4, {}), (2, {"expert": mlp}), (2, {"sequential": True})]
+)
+def test_every_rank_issues_the_same_collectives_whatever_its_tokens(
+    world: int, options: dict[str, Any], load: str, n: int
+) -> None:
+    """Counts, weights, and n dispatches and n combines; in backward the same without counts."""
+    for forward, back in ranks(world).run(collectives_job, n, load, options):
+        assert forward == ["all_to_all_single"] * (2 + 2 * n)
+        assert back == ["all_to_all_single"] * (1 + 2 * n)
+
+
+def adaptive_job(rank: int, world: int, counts: tuple[int, ...]) -> dict[str, Any]:
+    layer = build(pipeline=True, top_k=1)
+    with counted_collectives() as calls:
+        got = backward(layer, tokens(counts[rank], rank).requires_grad_(), tokens(counts[rank], 9 + rank))
+    one = backward(
+        build(top_k=1, pipeline=1),
+        tokens(counts[rank], rank).requires_grad_(),
+        tokens(counts[rank], 9 + rank),
+    )
+    return {"calls": len(calls), "errors": {name: relative_error(got[name], one[name]) for name in one}}
+
+
+@pytest.mark.parametrize("counts, n", [((3, 5), 1), ((1024, 3), 2), ((0, 2100), 4), ((5000, 0), 8)])
+def test_an_adaptive_degree_is_the_same_on_ranks_with_different_numbers_of_tokens(
+    counts: tuple[int, ...], n: int
+) -> None:
+    for got in ranks(2).run(adaptive_job, counts):
+        assert got["calls"] == 3 + 4 * n
+        assert max(got["errors"].values()) < 1e-12, got["errors"]
+
+
+# ---- users' modules, checkpoints, autocast --------------------------------------------------------
+
+
+def module_job(rank: int, world: int, n: int, top_k: int) -> dict[str, Tensor]:
+    layer = build(expert=mlp, pipeline=n, top_k=top_k)
+    return {**one_step(layer, rank, world), "l_aux": layer.l_aux.detach()}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("world", [2, 4])
+def test_modules_as_experts_equal_the_definition(world: int, top_k: int, n: int) -> None:
+    layer = build(expert=mlp, top_k=top_k)
+    stacked = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}
+    parameters = {
+        f"experts.{name}": torch.stack([m.get_parameter(inner).detach() for m in layer.experts.local])
+        for name, inner in stacked.items()
+    }
+    parameters["gate.weight"] = layer.gate.weight.detach()
+    xs, dys = zip(*[inputs(rank, world) for rank in range(world)], strict=True)
+    ys, aux, expected = Definition(parameters, top_k).gradients(xs, dys, AUX)
+    local = NUM_EXPERTS // world
+    for rank, got in enumerate(ranks(world).run(module_job, n, top_k)):
+        want = {"y": ys[rank], "l_aux": aux[rank], "x": expected[rank]["x"]}
+        want["gate.weight"] = expected[rank]["gate.weight"]
+        for i in range(local):
+            for name, inner in stacked.items():
+                want[f"experts.local.{i}.{inner}"] = expected[rank][f"experts.{name}"][rank * local + i]
+        assert_same(got, want, 1e-12)
+
+
+def checkpoint_job(rank: int, world: int, use_reentrant: bool, options: dict[str, Any]) -> list[Any]:
+    """Two checkpointed layers whose experts are loaded unevenly, with and without checkpoints."""
+    layers = nn.ModuleList([build(**options), build(**options)])
+    with torch.no_grad():
+        for layer in layers:
+            layer.gate.weight[:3, 0] += 9  # the first rank's experts get nearly all
+    x, dy = inputs(rank, world)
+    x[:, 0] = x[:, 0].abs() + 1
+    runs = []
+    for plain in (True, False):
+        layers.zero_grad(set_to_none=True)
+        leaf = x.clone().requires_grad_()
+        y, l_aux = leaf, 0
+        with counted_collectives() as forward:
+            for layer in layers:
+
+                def call(x: Tensor, layer: MoELayer = layer) -> tuple[Tensor, Tensor]:
+                    return x + layer(x), layer.l_aux
+
+                y, aux = call(y) if plain else checkpoint(call, y, use_reentrant=use_reentrant)
+                l_aux = l_aux + aux
+        with counted_collectives() as back:
+            ((y * dy).sum() + AUX * l_aux).backward()
+        found = {name: p.grad for name, p in layers.named_parameters()}
+        runs.append(({"y": y.detach(), "x": leaf.grad, **found}, len(forward), len(back)))
+    return runs
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("options", [{}, {"expert": mlp}, {"expert": mlp, "pipeline": 1, "top_k": 1}])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_checkpoint_around_the_layer_runs_every_ranks_forward_once_more(
+    world: int, options: dict[str, Any], use_reentrant: bool
+) -> None:
+    for plain, checkpointed in ranks(world).run(checkpoint_job, use_reentrant, options):
+        assert_same(checkpointed[0], plain[0])
+        assert checkpointed[1] == plain[1]
+        assert checkpointed[2] == plain[1] + plain[2]
+
+
+def accumulate_job(rank: int, world: int) -> list[dict[str, Tensor]]:
+    layer = build()
+    batches = [inputs(rank, world), (tokens(rank, 41), tokens(rank, 42))]
+    steps = [backward(layer, x.clone().requires_grad_(), dy) for x, dy in batches]
+    layer.zero_grad()
+    for x, dy in batches:
+        y = layer(x)
+        ((y * dy).sum() + AUX * layer.l_aux).backward()
+    return [*steps, {name: p.grad for name, p in layer.named_parameters()}]
+
+
+def test_gradients_accumulate_over_batches_of_different_sizes() -> None:
+    for first, second, both in ranks(2).run(accumulate_job):
+        for name, value in both.items():
+            assert relative_error(value, first[name] + second[name]) < 1e-13, name
+
+
+def narrow_job(rank: int, world: int, autocast: bool, options: dict[str, Any]) -> dict[str, Tensor]:
+    dtype = torch.float32 if autocast else torch.bfloat16
+    layer = build(dtype=dtype, **options)
+    x, dy = (each.to(dtype) for each in inputs(rank, world))
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
+            return layer(x)
+
+    return backward(layer, x.requires_grad_(), dy, run)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("options", [{}, {"expert": "swiglu"}, {"expert": mlp}, {"pipeline": 3}])
+def test_narrow_types_err_on_several_ranks_no_more_than_on_one(
+    autocast: bool, options: dict[str, Any]
+) -> None:
+    for world in (2, 4):
+        wide = build(dtype=torch.float32 if autocast else torch.bfloat16, **options).double()
+        narrow: dict[str, Tensor] = {}
+        exact: dict[str, Tensor] = {}
+        got_by_rank = ranks(world).run(narrow_job, autocast, options)
+        for rank in range(world):
+            # The same tokens on one rank; the experts' gradients of all ranks' tokens add up in float64.
+            x, dy = inputs(rank, world)
+            dtype = torch.float32 if autocast else torch.bfloat16
+            one = {k: v.double() for k, v in narrow_job(rank, world, autocast, options).items()}
+            exactly = backward(wide, x.to(dtype).double().requires_grad_(), dy.to(dtype).double())
+            for name in ("y", "x", "gate.weight"):
+                got = got_by_rank[rank][name]
+                assert got.dtype == (torch.bfloat16 if not autocast or name == "y" else torch.float32)
+                assert rms(got.double() - exactly[name]) <= 2 * rms(one[name] - exactly[name]), name
+            for name, value in one.items():
+                if name.startswith("experts."):
+                    narrow[name] = narrow.get(name, 0) + value
+                    exact[name] = exact.get(name, 0) + exactly[name]
+        ours, theirs = [], []  # of all experts together: one alone has few numbers
+        for rank, got in enumerate(got_by_rank):
+            for name in got:
+                if name.startswith("experts."):
+                    want = part_of(exact, name, rank, world)
+                    ours.append((got[name].double() - want).flatten())
+                    theirs.append((part_of(narrow, name, rank, world) - want).flatten())
+        assert rms(torch.cat(ours)) <= 2 * rms(torch.cat(theirs))
+
+
+def rms(difference: Tensor) -> float:
+    return difference.square().mean().sqrt().item() if difference.numel() else 0.0
+
+
+# ---- peers that die or never come -----------------------------------------------------------------
+
+TIMEOUT_SECONDS = 3
+
+
+def lonely_job(rank: int, world: int, stage: str, ending: str) -> tuple[str, float]:
+    """Rank 1 leaves before ``stage``; rank 0 goes on and tells what it met, and after how long."""
+    layer = build()
+    x, dy = inputs(rank, world)
+    x.requires_grad_()
+    one_step(layer, rank, world)  # connections are made
+    y = layer(x) if stage == "backward" else None
+    if rank == 1:
+        if ending == "dies":
+            os._exit(1)
+        time.sleep(60)
+    start = time.monotonic()
+    message = error_of(lambda: layer(x) if y is None else (y * dy).sum().backward())
+    return message, time.monotonic() - start
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("ending", ["dies", "never comes"])
+def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str, stage: str) -> None:
+    pool = Pool(2, timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        pool.start(lonely_job, stage, ending)
+        message, seconds = pool.answer(0, timeout=40)
+    finally:
+        pool.stop()
+    where = "the exchange of row counts" if stage == "forward" else r"[a-z]+ \([SR]0\) of chunk 0, backward"
+    assert re.match(rf"RuntimeError: pmoe: rank 0 of 2 failed in {where}; a peer has died, never", message), (
+        message
+    )
+    assert seconds < TIMEOUT_SECONDS + 5  # what a loaded machine may add

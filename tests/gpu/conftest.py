@@ -1,0 +1,37 @@
+"""One rank over NCCL, and float32 products that are float32."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A default group of one rank: with bypass_local=False its own rows travel through a real collective."""
+    rendezvous = tmp_path_factory.mktemp("nccl") / "rendezvous"
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{rendezvous}",
+        rank=0,
+        world_size=1,
+        timeout=datetime.timedelta(seconds=60),
+        device_id=torch.device("cuda", 0),
+    )
+    yield
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def float32_is_float32() -> Iterator[None]:
+    """TF32 keeps 10 bits of a product's operands: far outside what is asked of float32 here."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)

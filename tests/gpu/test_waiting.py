@@ -1,0 +1,54 @@
+"""No hidden waiting, over NCCL: one host synchronisation a layer at most in forward, none in backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.support import (
+    LAYERS,
+    LONG,
+    NEEDS_GPU,
+    check_backward_runs_ahead,
+    check_waiting,
+    make_batch,
+    make_layer,
+    slow_link,
+)
+
+pytestmark = [*NEEDS_GPU, pytest.mark.usefixtures("nccl")]
+
+
+@pytest.mark.parametrize("bypass_local", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_waits_once_and_backward_never(name: str, dtype: torch.dtype, bypass_local: bool) -> None:
+    layer = make_layer(dtype, bypass_local=bypass_local, **LAYERS[name]())
+    check_waiting(layer, *make_batch(dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["n=3", "user's experts"])
+def test_under_autocast_too(name: str) -> None:
+    layer = make_layer(torch.float32, bypass_local=False, **LAYERS[name]())
+    check_waiting(layer, *make_batch(dtype=torch.float32), autocast=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["n=3", "capacity", "user's experts"])
+def test_backward_returns_before_the_device_begins_it(name: str, dtype: torch.dtype) -> None:
+    layer = make_layer(dtype, bypass_local=False, **LAYERS[name]())
+    check_backward_runs_ahead(layer, *make_batch(dtype=dtype))
+
+
+def test_forward_waits_for_the_counts_and_nothing_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host comes back from forward while the first message is still on its way."""
+    layer, (x, _) = make_layer(pipeline=3, bypass_local=False), make_batch()
+    for _ in range(2):
+        layer(x)
+    slow_link(monkeypatch, before=4 * LONG)
+    torch.cuda.synchronize()
+    layer(x)
+    done = torch.cuda.Event()
+    done.record()
+    assert not done.query(), "forward returned only after the device had finished"
+    torch.cuda.synchronize()

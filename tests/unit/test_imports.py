@@ -1,0 +1,136 @@
+"""Imports point one way: DESIGN.md's list of the house, held by reading every import of pmoe/."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# From the top of the house to its ground. A module may import its own part and those further down.
+FLOORS: list[set[str]] = [
+    {"pmoe.integrations", "pmoe.cli"},
+    {"pmoe.graph"},
+    {"pmoe"},  # __init__.py, which names what users import
+    {"pmoe.layer"},
+    {"pmoe.pipeline"},
+    {"pmoe.planner"},
+    {"pmoe.gates", "pmoe.ordering", "pmoe.experts", "pmoe.comm"},
+    {"pmoe.kernels"},
+]
+# Imports between parts of one floor. The stages know nothing of each other.
+NEIGHBOURS: set[tuple[str, str]] = set()
+
+FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+
+
+def part_of(module: str) -> str:
+    """pmoe.experts.ffn -> pmoe.experts"""
+    return ".".join(module.split(".")[:2])
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import statement, wherever it stands; ``from a import b`` gives a.b too where
+    that is a module."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, name.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            for name in node.names:
+                inner = ROOT.joinpath(*base.split("."), name.name)
+                is_module = inner.is_dir() or inner.with_suffix(".py").exists()
+                yield node.lineno, f"{base}.{name.name}" if is_module else base
+
+
+FILES = sorted((ROOT / "pmoe").rglob("*.py"))
+
+
+def test_every_file_of_pmoe_belongs_to_a_part_of_the_house() -> None:
+    assert len(FILES) > 20
+    unknown = {part_of(module_of(path)) for path in FILES} - set(FLOOR_OF)
+    assert not unknown, f"{sorted(unknown)}: give it a place in FLOORS, as in DESIGN.md"
+
+
+def test_imports_point_downwards() -> None:
+    wrong = []
+    for path in FILES:
+        here = part_of(module_of(path))
+        for line, module in imports_of(path):
+            there = part_of(module)
+            if there.split(".")[0] != "pmoe" or there == here or (here, there) in NEIGHBOURS:
+                continue
+            if FLOOR_OF[here] >= FLOOR_OF[there]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {here} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_of_pmoe_imports_tests_examples_or_benchmarks() -> None:
+    for path in FILES:
+        for line, module in imports_of(path):
+            assert module.split(".")[0] not in ("tests", "bench", "examples"), (path, line)
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pmoe" / "comm").mkdir(parents=True)
+    (tmp_path / "pmoe" / "layer.py").touch()
+    file = tmp_path / "pmoe" / "comm" / "flat.py"
+    file.write_text(
+        "import os, pmoe.layer\nfrom pmoe import layer\nfrom pmoe.layer import MoELayer\n"
+        "def f():\n    from .. import layer\n    from . import counts\n    from .ranks import Ranks\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert list(imports_of(file)) == [
+        (1, "os"),
+        (1, "pmoe.layer"),
+        (2, "pmoe.layer"),
+        (3, "pmoe.layer"),
+        (5, "pmoe.layer"),
+        (6, "pmoe.comm"),
+        (7, "pmoe.comm.ranks"),
+    ]
+
+
+def newly_imported(statement: str) -> set[str]:
+    """Modules that ``statement`` loads into a fresh Python beyond those of torch with its collectives."""
+    program = (
+        "import sys, torch, torch.distributed\n"
+        f"before = set(sys.modules)\n{statement}\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(found.stdout.split())
+
+
+def test_importing_pmoe_loads_no_optional_dependency_and_no_compiler() -> None:
+    found = newly_imported("import pmoe")
+    assert "pmoe.layer" in found
+    roots = {name.split(".")[0] for name in found}
+    assert not roots & {"matplotlib", "tqdm", "numpy", "transformers", "fairseq", "triton"}, sorted(found)
+    compiler = [name for name in found if name.startswith(("torch._dynamo", "torch._inductor"))]
+    assert not compiler, compiler
+
+
+def test_importing_pmoe_starts_no_process_group_and_no_cuda() -> None:
+    program = (
+        "import torch, torch.distributed as dist, pmoe\n"
+        "assert not dist.is_initialized() and not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True)

@@ -1,0 +1,379 @@
+"""The schedules as literal tables: which task runs in which order, on which lane, after what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from pmoe.pipeline.schedule import (
+    Kind,
+    Lane,
+    Schedule,
+    Task,
+    backward_schedule,
+    forward_schedule,
+    link,
+    sequential,
+)
+
+# Each line: task, lane, what it waits for.
+FORWARD = {
+    (1, "local"): """
+        L0 compute
+        O0 compute L0
+    """,
+    (1, "remote"): """
+        G0 compute
+        P  communicate
+        S0 communicate G0
+        C0 compute S0 P
+        R0 communicate C0
+        O0 compute R0
+    """,
+    (1, "both"): """
+        G0 compute
+        P  communicate
+        S0 communicate G0
+        L0 compute
+        C0 compute S0 P
+        R0 communicate C0
+        O0 compute L0 R0
+    """,
+    (2, "local"): """
+        L0 compute
+        L1 compute
+        O0 compute L0
+        O1 compute L1
+    """,
+    (2, "remote"): """
+        G0 compute
+        P  communicate
+        S0 communicate G0
+        G1 compute
+        S1 communicate G1
+        C0 compute S0 P
+        R0 communicate C0
+        C1 compute S1 P
+        R1 communicate C1
+        O0 compute R0
+        O1 compute R1
+    """,
+    (2, "both"): """
+        G0 compute
+        P  communicate
+        S0 communicate G0
+        G1 compute
+        S1 communicate G1
+        L0 compute
+        C0 compute S0 P
+        R0 communicate C0
+        C1 compute S1 P
+        R1 communicate C1
+        L1 compute
+        O0 compute L0 R0
+        O1 compute L1 R1
+    """,
+    (3, "both"): """
+        G0 compute
+        P  communicate
+        S0 communicate G0
+        G1 compute
+        S1 communicate G1
+        G2 compute
+        S2 communicate G2
+        L0 compute
+        L1 compute
+        C0 compute S0 P
+        R0 communicate C0
+        C1 compute S1 P
+        R1 communicate C1
+        C2 compute S2 P
+        R2 communicate C2
+        L2 compute
+        O0 compute L0 R0
+        O1 compute L1 R1
+        O2 compute L2 R2
+    """,
+}
+
+BACKWARD = {
+    (1, "local"): """
+        L0  compute
+        LW0 compute L0
+        O0  compute L0
+    """,
+    (1, "remote"): """
+        G0 compute
+        S0 communicate G0
+        C0 compute S0
+        R0 communicate C0
+        P  communicate C0
+        W0 compute C0
+        O0 compute R0
+    """,
+    (1, "both"): """
+        G0  compute
+        S0  communicate G0
+        L0  compute
+        LW0 compute L0
+        C0  compute S0
+        R0  communicate C0
+        P   communicate C0
+        W0  compute C0 LW0
+        O0  compute L0 R0
+    """,
+    (2, "local"): """
+        L0  compute
+        LW0 compute L0
+        L1  compute
+        LW1 compute L1 LW0
+        O0  compute L0
+        O1  compute L1
+    """,
+    (2, "remote"): """
+        G0 compute
+        S0 communicate G0
+        G1 compute
+        S1 communicate G1
+        C0 compute S0
+        R0 communicate C0
+        C1 compute S1
+        R1 communicate C1
+        P  communicate C0 C1
+        W0 compute C0
+        W1 compute C1 W0
+        O0 compute R0
+        O1 compute R1
+    """,
+    (2, "both"): """
+        G0  compute
+        S0  communicate G0
+        G1  compute
+        S1  communicate G1
+        L0  compute
+        LW0 compute L0
+        L1  compute
+        LW1 compute L1 LW0
+        C0  compute S0
+        R0  communicate C0
+        C1  compute S1
+        R1  communicate C1
+        P   communicate C0 C1
+        W0  compute C0 LW1
+        W1  compute C1 W0
+        O0  compute L0 R0
+        O1  compute L1 R1
+    """,
+    (3, "both"): """
+        G0  compute
+        S0  communicate G0
+        G1  compute
+        S1  communicate G1
+        G2  compute
+        S2  communicate G2
+        L0  compute
+        LW0 compute L0
+        L1  compute
+        LW1 compute L1 LW0
+        L2  compute
+        LW2 compute L2 LW1
+        C0  compute S0
+        R0  communicate C0
+        C1  compute S1
+        R1  communicate C1
+        C2  compute S2
+        R2  communicate C2
+        P   communicate C0 C1 C2
+        W0  compute C0 LW2
+        W1  compute C1 W0
+        W2  compute C2 W1
+        O0  compute L0 R0
+        O1  compute L1 R1
+        O2  compute L2 R2
+    """,
+}
+
+ROWS = {
+    "local": {"local": True, "remote": False},
+    "remote": {"local": False, "remote": True},
+    "both": {"local": True, "remote": True},
+}
+BUILD = {"forward": forward_schedule, "backward": backward_schedule}
+
+# What a pass may read without having written it.
+INPUTS = {
+    "forward": ("T_I.", "weight"),
+    "backward": ("dT_O.", "T_DI.", "T_DI_L.", "T_M.", "T_M_L.", "dw"),
+}
+
+
+def every_variant(direction: str) -> Iterator[tuple[int, str, Schedule]]:
+    """(n, rows, schedule) for all n up to 8, all kinds of rows, and several limits ahead."""
+    for n, rows, ahead in itertools.product(range(1, 9), ROWS, (None, 1, 2, 7)):
+        yield n, rows, BUILD[direction](n, **ROWS[rows], ahead=ahead)
+
+
+def table(text: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    lines = [line.split() for line in text.strip().splitlines()]
+    return [(name, lane, tuple(waits)) for name, lane, *waits in lines]
+
+
+def rows_of(schedule: Schedule) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(task.name, task.lane.value, task.waits) for task in schedule.tasks]
+
+
+def names(schedule: Schedule, lane: Lane | None = None) -> str:
+    return " ".join(task.name for task in schedule.tasks if lane in (None, task.lane))
+
+
+@pytest.mark.parametrize("n, rows", FORWARD)
+def test_the_forward_schedule_is_this_table(n: int, rows: str) -> None:
+    assert rows_of(forward_schedule(n, **ROWS[rows])) == table(FORWARD[n, rows])
+
+
+@pytest.mark.parametrize("n, rows", BACKWARD)
+def test_the_backward_schedule_is_this_table(n: int, rows: str) -> None:
+    assert rows_of(backward_schedule(n, **ROWS[rows])) == table(BACKWARD[n, rows])
+
+
+def test_one_chunk_ahead_is_the_order_of_mpipemoe_figure_7a() -> None:
+    schedule = forward_schedule(4, local=False, remote=True, ahead=1)
+    assert names(schedule, Lane.COMMUNICATE) == "P S0 S1 R0 S2 R1 S3 R2 R3"
+    assert names(schedule, Lane.COMPUTE) == "G0 G1 C0 G2 C1 G3 C2 C3 O0 O1 O2 O3"
+
+
+def test_one_chunk_ahead_orders_backward_likewise() -> None:
+    schedule = backward_schedule(3, local=False, remote=True, ahead=1)
+    assert names(schedule, Lane.COMMUNICATE) == "S0 S1 R0 S2 R1 R2 P"
+    assert names(schedule, Lane.COMPUTE) == "G0 G1 C0 G2 C1 C2 W0 W1 W2 O0 O1 O2"
+
+
+def test_no_limit_ahead_sends_everything_before_anything_returns() -> None:
+    schedule = forward_schedule(4, local=False, remote=True, ahead=None)
+    assert names(schedule, Lane.COMMUNICATE) == "P S0 S1 S2 S3 R0 R1 R2 R3"
+
+
+def test_a_limit_ahead_beyond_the_last_chunk_is_no_limit() -> None:
+    unlimited = forward_schedule(3, local=True, remote=True)
+    assert forward_schedule(3, local=True, remote=True, ahead=2) == unlimited
+    assert forward_schedule(3, local=True, remote=True, ahead=9) == unlimited
+
+
+@pytest.mark.parametrize("direction", BUILD)
+def test_every_task_is_named_once_and_waits_only_for_earlier_ones(direction: str) -> None:
+    for _, _, schedule in every_variant(direction):
+        seen: set[str] = set()
+        for task in schedule.tasks:
+            assert task.name not in seen
+            assert set(task.waits) <= seen, task
+            seen.add(task.name)
+
+
+@pytest.mark.parametrize("direction", BUILD)
+def test_every_buffer_is_written_before_it_is_read_and_its_writer_is_awaited(direction: str) -> None:
+    result = "T_O" if direction == "forward" else "dT_I"
+    for n, rows, schedule in every_variant(direction):
+        writer: dict[str, str] = {}
+        for task in schedule.tasks:
+            for buffer in task.reads:
+                if buffer in writer:
+                    assert writer[buffer] in task.waits, (task, buffer)
+                else:
+                    assert buffer.startswith(INPUTS[direction]), (task, buffer)
+            writer.update(dict.fromkeys(task.writes, task.name))
+        assert {f"{result}.{i}" for i in range(n)} <= set(writer), rows
+
+
+@pytest.mark.parametrize("direction", BUILD)
+def test_the_next_chunk_is_sent_before_a_chunk_returns_and_a_chunk_returns_before_its_output(
+    direction: str,
+) -> None:
+    for n, rows, schedule in every_variant(direction):
+        position = {task.name: i for i, task in enumerate(schedule.tasks)}
+        assert all(f"O{i}" in position for i in range(n))
+        if rows == "local":
+            assert names(schedule, Lane.COMMUNICATE) == ""
+            continue
+        for i in range(n):
+            assert position[f"S{i}"] < position[f"C{i}"] < position[f"R{i}"] < position[f"O{i}"]
+            if i + 1 < n:
+                assert position[f"S{i + 1}"] < position[f"R{i}"]
+
+
+@pytest.mark.parametrize("direction", BUILD)
+def test_only_what_travels_is_on_the_communication_lane(direction: str) -> None:
+    for _, _, schedule in every_variant(direction):
+        for task in schedule.tasks:
+            travels = task.kind in (Kind.WEIGHTS, Kind.DISPATCH, Kind.COMBINE)
+            assert (task.lane is Lane.COMMUNICATE) == travels, task
+
+
+@pytest.mark.parametrize("direction", BUILD)
+def test_a_sequential_schedule_is_the_same_tasks_in_one_chain(direction: str) -> None:
+    for _, _, schedule in every_variant(direction):
+        chained = sequential(schedule)
+        assert names(chained) == names(schedule)
+        assert chained.direction == direction
+        for before, task, free in zip(chained.tasks, chained.tasks[1:], schedule.tasks[1:], strict=False):
+            assert set(task.waits) == {*free.waits, before.name}
+
+
+def test_a_sequential_schedule_is_this_table() -> None:
+    assert rows_of(sequential(forward_schedule(1, local=True, remote=True))) == table("""
+        G0 compute
+        P  communicate G0
+        S0 communicate G0 P
+        L0 compute S0
+        C0 compute S0 P L0
+        R0 communicate C0
+        O0 compute L0 R0
+    """)
+
+
+def test_a_buffer_is_written_again_only_after_its_readers() -> None:
+    def task(kind: Kind, reads: str, writes: str) -> Task:
+        return Task(
+            kind=kind, chunk=0, lane=Lane.COMPUTE, reads=tuple(reads.split()), writes=tuple(writes.split())
+        )
+
+    tasks = [
+        task(Kind.DISPATCH, "", "slot"),
+        task(Kind.COMPUTE, "slot", "out"),
+        task(Kind.COMBINE, "slot out", ""),
+        task(Kind.GATHER, "", "slot"),
+        task(Kind.OUTPUT, "slot", ""),
+    ]
+    assert [(t.name, t.waits) for t in link(tasks)] == [
+        ("S0", ()),
+        ("C0", ("S0",)),
+        ("R0", ("S0", "C0")),
+        ("G0", ("S0", "C0", "R0")),
+        ("O0", ("G0",)),
+    ]
+
+
+def test_a_schedule_prints_as_a_table() -> None:
+    assert str(forward_schedule(1, local=True, remote=True)).splitlines() == [
+        "task  lane         waits for  reads             writes",
+        "G0    compute                 T_I.0             send.0",
+        "P     communicate             weight            weight_DI",
+        "S0    communicate  G0         send.0            T_DI.0",
+        "L0    compute                 T_I.0 weight      T_DI_L.0 T_M_L.0 home_L.0",
+        "C0    compute      S0 P       T_DI.0 weight_DI  T_M.0 T_DO.0",
+        "R0    communicate  C0         T_DO.0            home.0",
+        "O0    compute      L0 R0      home_L.0 home.0   T_O.0",
+    ]
+
+
+@pytest.mark.parametrize("build", BUILD.values())
+def test_bad_arguments_are_refused_by_name_and_value(build: type) -> None:
+    with pytest.raises(ValueError, match=r"n \(0\) must be at least 1"):
+        build(0, local=True, remote=True)
+    with pytest.raises(ValueError, match=r"n \(-3\) must be at least 1"):
+        build(-3, local=True, remote=True)
+    with pytest.raises(ValueError, match=r"ahead \(-1\) must be None or at least 0"):
+        build(2, local=True, remote=True, ahead=-1)
+    with pytest.raises(ValueError, match=r"local \(False\) or remote \(False\)"):
+        build(2, local=False, remote=False)

@@ -457,13 +457,16 @@ def traffic_job(rank: int, world: int, options: dict[str, Any]) -> list[dict[str
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top_k, n", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("bypass_local", [True, False])
 @pytest.mark.parametrize("world", [2, 4])
 def test_exactly_the_rows_of_other_ranks_experts_travel(
-    world: int, top_k: int, n: int, dtype: torch.dtype
+    world: int, bypass_local: bool, top_k: int, n: int, dtype: torch.dtype
 ) -> None:
-    """A row travels there and back with its routing weight, in backward likewise; nothing is padded."""
+    """A row travels there and back with its routing weight, in backward likewise; nothing is padded. What a
+    rank sends to itself is no traffic."""
     local = NUM_EXPERTS // world
-    found = ranks(world).run(traffic_job, {"top_k": top_k, "pipeline": n, "dtype": dtype})
+    options = {"top_k": top_k, "pipeline": n, "dtype": dtype, "bypass_local": bypass_local}
+    found = ranks(world).run(traffic_job, options)
     owner = [seen[2]["expert"].flatten() // local for seen in found]
     row, weight = D_MODEL * dtype.itemsize, max(4, dtype.itemsize)
     for rank, (forward, both, last) in enumerate(found):

@@ -779,6 +779,35 @@ def test_autocast_computes_rows_in_bfloat16_and_gives_gradients_of_the_parameter
     assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("expert", ["ffn", "swiglu", mlp])
+def test_the_experts_backward_inside_autocast_equals_one_outside(expert: object) -> None:
+    """The gate's is autograd's own, which autocast reaches as it reaches any linear's."""
+    layer = build(dtype=torch.float32, expert=expert)
+    found = []
+    for inside in (False, True):
+        x = tokens(dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+        with torch.autocast("cpu", enabled=inside, dtype=torch.bfloat16):
+            grads = torch.autograd.grad((y.float() * tokens(seed=4)).sum(), list(layer.experts.parameters()))
+        found.append(grads)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_backward_inside_an_autocast_that_forward_never_saw_stays_wide(n: int) -> None:
+    layer = build(dtype=torch.float32, pipeline=n, gate=ByPosition().float())  # a gate without a product
+    expected = gradients(layer, tokens(dtype=torch.float32))
+    layer.zero_grad()
+    x = tokens(dtype=torch.float32).requires_grad_()
+    loss = loss_of(layer, layer(x), tokens(seed=4, dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+    assert torch.equal(x.grad, expected["x"])
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
 def test_autocast_leaves_float64_alone() -> None:
     layer = build()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,0 +1,92 @@
+"""The arguments of train_lm.py: their defaults, and which of them a resumed run may change.
+
+The defaults are a run of about four and a half minutes on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MAY_CHANGE_ON_RESUME = {"out", "resume", "data", "pipeline", "checkpoint_every", "time_limit"}
+"""They decide no number; the text itself is compared by its hash."""
+
+MAY_BE_ZERO = {"seed", "warmup", "weight_decay", "aux_weight"}
+
+
+class SettingsError(ValueError):
+    """The arguments do not fit together, or not with the checkpoint."""
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Trains a byte-level language model with a pmoe.MoELayer in every second block.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--out",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="where checkpoints, metrics.json and curves.png go (runs/lm, with --dense runs/lm_dense)",
+    )
+    add("--resume", action="store_true", help="continue from the last checkpoint in --out")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="files or folders to train on; one file is split by position",
+    )
+    add("--dense", action="store_true", help="no experts: the dense model of the same active size")
+    add("--steps", type=int, default=1200)
+    add("--batch", type=int, default=32, help="sequences a step, all ranks together")
+    add("--context", type=int, default=128, help="bytes a sequence")
+    add("--d-model", type=int, default=128)
+    add(
+        "--d-hidden",
+        type=int,
+        default=512,
+        help="hidden width a token passes: of a dense FFN, of the top-k experts together",
+    )
+    add("--layers", type=int, default=4, help="blocks; every second one has experts")
+    add("--heads", type=int, default=4)
+    add("--num-experts", type=int, default=32, help="of all ranks together")
+    add("--top-k", type=int, default=2)
+    add("--pipeline", type=int, default=2, help="micro-batches of the MoE layers; 1: no pipeline")
+    add("--lr", type=float, default=4e-3)
+    add("--warmup", type=int, default=100, help="steps")
+    add("--weight-decay", type=float, default=0.1)
+    add("--clip", type=float, default=1.0, help="largest norm of the whole model's gradient")
+    add("--aux-weight", type=float, default=0.01, help="weight of the load-balance loss")
+    add("--seed", type=int, default=0)
+    add("--eval-every", type=int, default=100, help="steps")
+    add("--eval-bytes", type=int, default=65_536, help="held-out bytes of each evaluation in between")
+    add("--final-eval-bytes", type=int, default=524_288, help="held-out bytes of the last one")
+    add("--checkpoint-every", type=int, default=200, help="steps")
+    add("--time-limit", type=float, help="seconds after which to stop as Ctrl-C does")
+    arguments = parser.parse_args(given)
+    if "out" not in arguments:
+        arguments.out = Path("runs/lm_dense" if arguments.dense else "runs/lm")
+    return arguments
+
+
+def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:
+    """Raises SettingsError, the same on all ranks, for what neither argparse nor the model checks."""
+    for name, value in vars(arguments).items():
+        flag = f"--{name.replace('_', '-')} ({value})"
+        if type(value) is int and value < 1 and name not in MAY_BE_ZERO:
+            raise SettingsError(f"{flag} must be at least 1")
+        if type(value) is float and not value > 0 and name not in MAY_BE_ZERO:
+            raise SettingsError(f"{flag} must be positive")
+    if arguments.batch % num_ranks:
+        raise SettingsError(
+            f"--batch ({arguments.batch}) must be divisible by the number of ranks ({num_ranks})"
+        )
+
+
+def deciding_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that decide the numbers of a run, as plain data."""
+    return {name: value for name, value in vars(arguments).items() if name not in MAY_CHANGE_ON_RESUME}

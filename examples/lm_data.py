@@ -1,0 +1,137 @@
+"""Which bytes train_lm.py trains on, which it holds out, and which windows each step sees.
+
+Letters: B sequences of a batch (of all ranks together), C bytes of context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT_SHARE = 0.05
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
+
+
+class DataError(ValueError):
+    """The text named by the user is missing, empty or too short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Training and held-out text as uint8, with what the log says about them."""
+
+    train: Tensor
+    valid: Tensor
+    description: str
+    fingerprint: str
+    """A hash of both texts: a run may only be resumed on the text it began with."""
+
+
+def load_corpus(paths: Sequence[Path] | None, context: int) -> Corpus:
+    """Reads the named files and folders, or the standard library's sources where ``paths`` is None.
+
+    About 5 % of the bytes are held out, by whole files: in the order of a hash of their names, until the
+    share is reached. A single file is cut by position instead, its end held out. Raises DataError.
+    """
+    files = python_library() if paths is None else named_files(paths)
+    texts = {name: path.read_bytes() for name, path in sorted(files.items())}
+    texts = {name: text for name, text in texts.items() if text}
+    if not texts:
+        raise DataError(f"no text: all {len(files)} files are empty")
+    if len(texts) == 1:
+        train, valid = split_by_position(next(iter(texts.values())))
+        how = "one file, its end held out"
+    else:
+        held_out = choose_held_out({name: len(text) for name, text in texts.items()})
+        train = b"".join(text for name, text in texts.items() if name not in held_out)
+        valid = b"".join(text for name, text in texts.items() if name in held_out)
+        how = f"{len(texts)} files, {len(held_out)} of them held out"
+    for name, text in (("training", train), ("held-out", valid)):
+        if len(text) <= context:
+            raise DataError(f"the {name} text has {len(text)} bytes; it needs more than context ({context})")
+    return Corpus(
+        train=torch.frombuffer(bytearray(train), dtype=torch.uint8),
+        valid=torch.frombuffer(bytearray(valid), dtype=torch.uint8),
+        description=f"{how}: {len(train) / 1e6:.1f} MB to train on, {len(valid) / 1e6:.2f} MB held out",
+        fingerprint=hashlib.sha256(train + valid).hexdigest(),
+    )
+
+
+def python_library() -> dict[str, Path]:
+    """The sources of the running Python's standard library, its tests included, by relative path."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*.py")}
+    files = {name: path for name, path in files.items() if not NOT_THE_LIBRARY & set(Path(name).parts)}
+    if not files:
+        raise DataError(f"no *.py files in {folder}: name a text with --data")
+    return files
+
+
+def named_files(paths: Sequence[Path]) -> dict[str, Path]:
+    """The files named and those in the folders named, by names that do not depend on the machine."""
+    files: dict[str, Path] = {}
+    for path in paths:
+        if path.is_dir():
+            found = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+        elif path.is_file():
+            found = {path.name: path}
+        else:
+            raise DataError(f"--data {path}: no such file or folder")
+        for name, file in found.items():
+            if name in files:
+                name = str(file)  # two folders may hold files of one name
+            files[name] = file
+    if not files:
+        raise DataError(f"--data {' '.join(map(str, paths))}: no files there")
+    return files
+
+
+def choose_held_out(sizes: dict[str, int]) -> set[str]:
+    """Names of the files to hold out: at least one, never all.
+
+    By a hash of the name, not by its place in the list, so that neighbours (a module and its test) fall
+    apart and another file more or less moves few others.
+    """
+    by_hash = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
+    wanted = HELD_OUT_SHARE * sum(sizes.values())
+    held_out: set[str] = set()
+    for name in by_hash[:-1]:
+        if sum(sizes[chosen] for chosen in held_out) >= wanted:
+            break
+        held_out.add(name)
+    return held_out
+
+
+def split_by_position(text: bytes) -> tuple[bytes, bytes]:
+    """The beginning to train on and the last 5 % to hold out."""
+    cut = len(text) - max(1, round(len(text) * HELD_OUT_SHARE))
+    return text[:cut], text[cut:]
+
+
+def training_offsets(length: int, context: int, batch: int, *, seed: int, step: int) -> Tensor:
+    """Where the B windows of a step begin: a function of seed and step alone.
+
+    So every rank draws the batch of all ranks and takes its slice, 1 rank or many see the same windows,
+    and a resumed run goes on where it stopped without any state.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)  # it takes 32 bits
+    return torch.randint(length - context, (batch,), generator=generator)
+
+
+def validation_offsets(length: int, context: int, batch: int, num_bytes: int) -> Tensor:
+    """Begins of about ``num_bytes`` / C evenly spaced windows, a multiple of B, always the same."""
+    batches = max(1, num_bytes // (batch * context))
+    return torch.linspace(0, length - context - 1, batches * batch, dtype=torch.float64).long()
+
+
+def windows(text: Tensor, offsets: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, both (len(offsets), C) int64; a target is the byte after its input."""
+    at = offsets[:, None] + torch.arange(context + 1)
+    taken = text[at].long()
+    return taken[:, :-1], taken[:, 1:]

@@ -1,0 +1,136 @@
+"""The language model of train_lm.py: a byte-level GPT whose every second block is a pmoe.MoELayer.
+
+Letters: B sequences, C context, D = d_model, A attention heads, V = 256 bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pmoe
+
+VOCABULARY = 256
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, d_model: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.out = nn.Linear(d_model, d_model, bias=False)
+        cos_CF, sin_CF = rotary_table(context, d_model // heads)
+        self.register_buffer("cos_CF", cos_CF, persistent=False)
+        self.register_buffer("sin_CF", sin_CF, persistent=False)
+
+    def forward(self, x_BCD: Tensor) -> Tensor:
+        num, length, d_model = x_BCD.shape
+        heads = self.query_key_value(x_BCD).view(num, length, 3, self.heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(
+            self.rotate(query).to(value.dtype), self.rotate(key).to(value.dtype), value, is_causal=True
+        )
+        return self.out(attended.transpose(1, 2).reshape(num, length, d_model))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Turns each pair (i, i + half) of x (..., C, 2F) by an angle that grows with its position."""
+        cos, sin = self.cos_CF[: x.shape[-2]], self.sin_CF[: x.shape[-2]]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (C, head_width / 2): wave lengths from 2 pi up to 10,000 times that."""
+    frequency = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
+    angle = torch.arange(context)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+class FeedForward(nn.Module):
+    """The dense FFN; what an expert computes, for every token."""
+
+    def __init__(self, d_model: int, d_hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(d_model, d_hidden)
+        self.w2 = nn.Linear(d_hidden, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm: x + attention(norm x), then x + ffn(norm x)."""
+
+    def __init__(self, attention: nn.Module, ffn: nn.Module, d_model: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(d_model)
+        self.attention = attention
+        self.ffn_norm = nn.LayerNorm(d_model)
+        self.ffn = ffn
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class ByteGPT(nn.Module):
+    """Bytes in, logits of the next byte out.
+
+    ``d_hidden`` is the hidden width that a token passes in every block: the width of the dense FFNs and
+    of the top_k experts together. So the dense model (``dense=True``) has the same active size.
+    Raises ValueError where a width cannot be divided as asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        d_hidden: int,
+        layers: int,
+        heads: int,
+        context: int,
+        num_experts: int,
+        top_k: int,
+        pipeline: int | bool = False,
+        dense: bool = False,
+    ) -> None:
+        super().__init__()
+        if d_model % (2 * heads):
+            raise ValueError(f"d_model ({d_model}) must be divisible by 2 * heads ({2 * heads})")
+        if d_hidden % top_k:
+            raise ValueError(f"d_hidden ({d_hidden}) must be divisible by top_k ({top_k})")
+        self.embedding = nn.Embedding(VOCABULARY, d_model)
+        self.blocks = nn.ModuleList()
+        for index in range(layers):
+            attention = Attention(d_model, heads, context)
+            ffn: nn.Module
+            if index % 2 == 1 and not dense:
+                ffn = pmoe.MoELayer(d_model, d_hidden // top_k, num_experts, top_k, pipeline=pipeline)
+            else:
+                ffn = FeedForward(d_model, d_hidden)
+            self.blocks.append(Block(attention, ffn, d_model))
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, VOCABULARY, bias=False)
+
+    def forward(self, bytes_BC: Tensor) -> Tensor:
+        x_BCD = self.embedding(bytes_BC)
+        for block in self.blocks:
+            x_BCD = block(x_BCD)
+        return self.head(self.norm(x_BCD))
+
+    def moe_layers(self) -> list[pmoe.MoELayer]:
+        return [module for module in self.modules() if isinstance(module, pmoe.MoELayer)]
+
+    def auxiliary_loss(self) -> Tensor:
+        """The load-balance losses of the last forward pass, summed over the MoE layers; 0 if dense."""
+        return sum((layer.l_aux for layer in self.moe_layers()), self.head.weight.new_zeros(()))
+
+    def tokens_per_expert(self) -> Tensor:
+        """Rows that this rank routed to each expert in the last forward pass: (MoE layers, num_experts)."""
+        layers = self.moe_layers()
+        if not layers:
+            return torch.zeros(0, 0, dtype=torch.int64, device=self.head.weight.device)
+        return torch.stack([layer.tokens_per_expert for layer in layers])

@@ -1,0 +1,183 @@
+"""What train_lm.py shows: the progress bar, the curves, the figures of a run.
+
+A History is everything that is drawn; it is saved in the checkpoints, so a resumed run draws the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LINE_EVERY_SECONDS = 10.0
+
+
+@dataclass
+class History:
+    """Columns over the run; ``bytes`` are training bytes seen so far, losses are in nats a byte."""
+
+    train_bytes: list[int] = field(default_factory=list)
+    train_loss: list[float] = field(default_factory=list)
+    gradient_norm: list[float] = field(default_factory=list)
+    valid_bytes: list[int] = field(default_factory=list)
+    valid_loss: list[float] = field(default_factory=list)
+    routed_bytes: list[int] = field(default_factory=list)
+    routed_rows: list[list[list[int]]] = field(default_factory=list)
+    """Rows of one step by MoE layer and expert, all ranks together."""
+
+
+def bits(nats: float) -> float:
+    return nats / math.log(2)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this process has held: of the GPU's memory where it uses one, else of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+class Progress:
+    """A tqdm bar where stderr is a terminal, else a line now and then; silent except on rank 0."""
+
+    def __init__(
+        self, *, done: int, steps: int, bytes_per_step: int, device: torch.device, show: bool
+    ) -> None:
+        self.steps, self.bytes_per_step, self.device, self.show = steps, bytes_per_step, device, show
+        self.bar = open_bar(done, steps) if show and sys.stderr.isatty() else None
+        self.last_line = time.monotonic()
+        self.seconds_per_step = 0.0
+
+    def update(self, step: int, loss: float, seconds: float) -> None:
+        """Step ``step`` is done and took ``seconds``, evaluations and checkpoints left out."""
+        weight = 0.1 if self.seconds_per_step else 1.0
+        self.seconds_per_step += weight * (seconds - self.seconds_per_step)
+        if not self.show:
+            return
+        text = (
+            f"loss {loss:.3f}  {bits(loss):.3f} bits/byte  "
+            f"{self.bytes_per_step / self.seconds_per_step / 1e3:.1f}k tokens/s  "
+            f"peak {peak_memory_bytes(self.device) / 2**20:.0f} MiB"
+        )
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update()
+        elif time.monotonic() - self.last_line >= LINE_EVERY_SECONDS or step == self.steps:
+            self.last_line = time.monotonic()
+            print(f"step {step}/{self.steps}  {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self.bar is not None:
+            self.bar.write(text, file=sys.stderr)
+        elif self.show:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def open_bar(done: int, steps: int) -> Any:
+    """A tqdm bar, or None where tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(initial=done, total=steps, unit="step", dynamic_ncols=True, smoothing=0.1)
+
+
+def write_metrics(path: Path, settings: dict[str, Any], summary: dict[str, Any], history: History) -> None:
+    """Everything a plot or a comparison needs, as JSON."""
+    path.write_text(json.dumps({"settings": settings, "summary": summary, "history": asdict(history)}) + "\n")
+
+
+def draw_curves(path: Path, history: History, title: str, final_loss: float | None) -> None:
+    """Draws losses over training bytes, and for each MoE layer the share of each expert.
+
+    ``final_loss``: the validation loss of the last, longer evaluation, if there was one.
+    Raises ImportError where matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    num_moe_layers = len(history.routed_rows[0]) if history.routed_rows else 0
+    figure = Figure(figsize=(7 + 4.5 * num_moe_layers, 4.5), layout="constrained")
+    panels = figure.subplots(1, 1 + num_moe_layers, squeeze=False, width_ratios=[1.6] + [1] * num_moe_layers)[
+        0
+    ]
+    figure.suptitle(title)
+    draw_losses(panels[0], history, final_loss)
+    for layer, panel in enumerate(panels[1:]):
+        draw_shares(panel, history, layer)
+    figure.savefig(path, dpi=120)
+
+
+def draw_losses(panel: Any, history: History, final_loss: float | None) -> None:
+    megabytes = [count / 1e6 for count in history.train_bytes]
+    panel.plot(megabytes, history.train_loss, color="tab:blue", alpha=0.25, linewidth=0.8)
+    panel.plot(megabytes, smooth(history.train_loss), color="tab:blue", label="training (smoothed)")
+    panel.plot(
+        [count / 1e6 for count in history.valid_bytes],
+        history.valid_loss,
+        color="tab:orange",
+        marker="o",
+        markersize=4,
+        label="validation",
+    )
+    if final_loss is not None:
+        label = f"validation, final: {final_loss:.3f}"
+        panel.plot(
+            megabytes[-1:],
+            [final_loss],
+            color="tab:red",
+            marker="*",
+            markersize=10,
+            linestyle="",
+            label=label,
+        )
+    panel.set(xlabel="training bytes (MB)", ylabel="loss (nats a byte)")
+    every = sorted(history.train_loss + history.valid_loss)
+    if every:
+        panel.set_ylim(
+            every[0] - 0.1, min(every[-1], 3 * every[0]) + 0.1
+        )  # the first steps fall too fast to show
+    panel.secondary_yaxis(
+        "right", functions=(lambda x: x / math.log(2), lambda x: x * math.log(2))
+    ).set_ylabel("bits a byte")
+    panel.grid(alpha=0.3)
+    panel.legend()
+
+
+def draw_shares(panel: Any, history: History, layer: int) -> None:
+    """A stacked area: how much of the layer's rows each expert got, over the run."""
+    from matplotlib import colormaps
+
+    rows = torch.tensor([layers[layer] for layers in history.routed_rows], dtype=torch.float64)
+    shares = 100 * rows / rows.sum(1, keepdim=True)
+    megabytes = [count / 1e6 for count in history.routed_bytes]
+    num_experts = shares.shape[1]
+    colors = colormaps["tab20"](torch.arange(num_experts).remainder(20).numpy())
+    panel.stackplot(megabytes, shares.T.tolist(), colors=colors)
+    panel.set(xlabel="training bytes (MB)", ylabel="share of the rows (%)", ylim=(0, 100))
+    panel.set_title(f"tokens per expert, MoE layer {layer} ({num_experts} experts)", fontsize=10)
+    panel.margins(x=0)
+
+
+def smooth(values: list[float]) -> list[float]:
+    """The mean over a fiftieth of the run around each value, half as many at its ends."""
+    reach = len(values) // 100
+    sums = [0.0, *itertools.accumulate(values)]
+    out = []
+    for index in range(len(values)):
+        first, end = max(0, index - reach), min(len(values), index + reach + 1)
+        out.append((sums[end] - sums[first]) / (end - first))
+    return out

@@ -1,0 +1,318 @@
+"""Trains a small language model with pmoe.MoELayer in every second block, on text found on the machine.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py            # experts over two ranks
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --resume   # after Ctrl-C or a kill
+    python examples/train_lm.py --dense                                      # same active size, no experts
+
+Reads the sources of Python's standard library unless --data names something else. Writes checkpoints,
+metrics.json and curves.png to --out. One rank a GPU where there are GPUs, else the CPU.
+
+This file is the loop; its neighbours hold the arguments (lm_arguments), the text (lm_data), the model
+(lm_model), what the ranks say to each other (lm_ranks), checkpoints (lm_checkpoint) and what is shown
+(lm_report). lm_launch is torchrun with a quieter end after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_arguments import SettingsError, check_arguments, deciding_settings, parse_arguments
+from lm_checkpoint import CheckpointError, load, save, set_aside
+from lm_data import Corpus, DataError, load_corpus, training_offsets, validation_offsets, windows
+from lm_model import ByteGPT
+from lm_ranks import Ranks, is_expert, share_gradients, squared_norm, start_ranks, stop_ranks
+from lm_report import History, Progress, bits, draw_curves, peak_memory_bytes, write_metrics
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class StopRequest:
+    """Notes Ctrl-C and SIGTERM instead of dying of them; the ranks agree on the step to stop after."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.note)
+
+    def note(self, number: int, frame: object) -> None:
+        self.reason = signal.Signals(number).name
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a training run carries from step to step."""
+
+    arguments: argparse.Namespace
+    ranks: Ranks
+    corpus: Corpus
+    model: ByteGPT
+    optimizer: torch.optim.Optimizer
+    history: History
+    step: int = 0
+    seconds: float = 0.0
+    """Of the parts before a --resume."""
+    began: float = field(default_factory=time.monotonic)
+
+    def elapsed(self) -> float:
+        return self.seconds + time.monotonic() - self.began
+
+    def bytes_per_step(self) -> int:
+        return self.arguments.batch * self.arguments.context
+
+    def checkpoints(self) -> Path:
+        return self.arguments.out / "checkpoints"
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the numbers, as plain data."""
+        return deciding_settings(self.arguments) | {"text": self.corpus.fingerprint}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    stop = StopRequest()
+    ranks = start_ranks()
+    try:
+        run = begin(arguments, ranks)
+        train(run, stop)
+    except (DataError, CheckpointError, SettingsError) as error:
+        sys.exit(f"train_lm: {error}" if ranks.rank == 0 else 1)
+    finally:
+        stop_ranks()
+
+
+def begin(arguments: argparse.Namespace, ranks: Ranks) -> Run:
+    """Text, model and optimizer as they are before the first step, or as the last checkpoint left them."""
+    check_arguments(arguments, ranks.world)
+    model = build_model(arguments, ranks)
+    run = Run(
+        arguments=arguments,
+        ranks=ranks,
+        corpus=load_corpus(arguments.data, arguments.context),
+        model=model,
+        optimizer=build_optimizer(model, arguments),
+        history=History(),
+    )
+    say(ranks, run.corpus.description)
+    if arguments.resume:
+        restore(run)
+    elif ranks.rank == 0 and (aside := set_aside(run.checkpoints())):
+        say(ranks, f"an earlier run's checkpoints are now in {aside}")
+    ranks.wait()
+    return run
+
+
+def build_model(arguments: argparse.Namespace, ranks: Ranks) -> ByteGPT:
+    """From one seed: all ranks get the same dense parameters, and together the experts of one process."""
+    torch.manual_seed(arguments.seed)
+    names = ("d_model", "d_hidden", "layers", "heads", "context", "num_experts", "top_k", "pipeline", "dense")
+    try:
+        model = ByteGPT(**{name: getattr(arguments, name) for name in names})
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    return model.to(ranks.device)
+
+
+def build_optimizer(model: ByteGPT, arguments: argparse.Namespace) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only. b1 and b2 of the experts are stacked biases, not matrices."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() > 1 and not name.endswith((".b1", ".b2"))
+        (matrices if is_matrix else others).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": arguments.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95), fused=True)
+
+
+def restore(run: Run) -> None:
+    saved = load(run.checkpoints(), run.model, run.optimizer, run.settings(), run.ranks)
+    run.step, run.seconds, run.history = saved["step"], saved["seconds"], History(**saved["history"])
+    say(run.ranks, f"resumed after step {run.step}")
+
+
+def save_checkpoint(run: Run) -> None:
+    extra = {"seconds": run.elapsed(), "history": asdict(run.history)}
+    save(run.checkpoints(), run.step, run.model, run.optimizer, run.settings(), extra, run.ranks)
+
+
+def train(run: Run, stop: StopRequest) -> None:
+    """Steps until the last, or until any rank is asked to stop; then saves and reports."""
+    arguments, ranks, history = run.arguments, run.ranks, run.history
+    progress = Progress(
+        done=run.step,
+        steps=arguments.steps,
+        bytes_per_step=run.bytes_per_step(),
+        device=ranks.device,
+        show=ranks.rank == 0,
+    )
+    stopped = False
+    while run.step < arguments.steps and not stopped:
+        began = time.monotonic()
+        if arguments.time_limit and run.elapsed() > arguments.time_limit:
+            stop.reason = stop.reason or "--time-limit"
+        result = train_step(run, bool(stop.reason))
+        run.step += 1
+        stopped = result.stop
+        record(run, result)
+        progress.update(run.step, result.loss, time.monotonic() - began)
+        if run.step % arguments.eval_every == 0 and run.step < arguments.steps:
+            loss = evaluate(run, arguments.eval_bytes)
+            history.valid_bytes.append(run.step * run.bytes_per_step())
+            history.valid_loss.append(loss)
+            progress.note(f"step {run.step}: validation loss {loss:.4f}, {bits(loss):.4f} bits/byte")
+        if stopped or run.step % arguments.checkpoint_every == 0 or run.step == arguments.steps:
+            save_checkpoint(run)
+    progress.close()
+    report(run, stop.reason or "another rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step tells, the same on all ranks: means over the ranks, and rows by MoE layer and expert."""
+
+    loss: float
+    gradient_norm: float
+    stop: bool
+    rows: list[list[int]]
+
+
+def train_step(run: Run, stop_here: bool) -> StepResult:
+    """One step of all ranks. ``stop_here`` on any rank comes back as ``stop`` on all of them."""
+    arguments, ranks, model = run.arguments, run.ranks, run.model
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(run.step, arguments)
+    loss = backward(run)
+    share_gradients(model, ranks)
+
+    experts = [parameter for parameter in model.parameters() if is_expert(parameter)]
+    others = [parameter for parameter in model.parameters() if not is_expert(parameter)]
+    square = squared_norm(others, ranks.device) / ranks.world + squared_norm(experts, ranks.device)
+    stop = torch.tensor(float(stop_here), device=ranks.device)
+    rows = model.tokens_per_expert().to(ranks.device)
+    told = torch.cat([torch.stack([loss / ranks.world, square, stop]).double(), rows.flatten().double()])
+    ranks.sum(told)  # all small numbers in one reduction, read by the host in one go
+    mean_loss, square_sum, stops, *row_sums = told.tolist()
+    norm = math.sqrt(square_sum)
+    if not math.isfinite(norm + mean_loss):
+        raise FloatingPointError(
+            f"step {run.step + 1}: loss {mean_loss}, gradient norm {norm}; try a smaller --lr"
+        )
+    if norm > arguments.clip:
+        torch._foreach_mul_([parameter.grad for parameter in model.parameters()], arguments.clip / norm)
+    run.optimizer.step()
+    rows_by_layer = torch.tensor(row_sums).long().view(rows.shape).tolist()
+    return StepResult(loss=mean_loss, gradient_norm=norm, stop=stops > 0, rows=rows_by_layer)
+
+
+def backward(run: Run) -> Tensor:
+    """Leaves this rank's gradients of its slice of the batch in .grad; returns its mean loss."""
+    arguments, ranks = run.arguments, run.ranks
+    text = run.corpus.train
+    offsets = training_offsets(
+        len(text), arguments.context, arguments.batch, seed=arguments.seed, step=run.step
+    )
+    run.optimizer.zero_grad()
+    loss = mean_loss(run, text, ranks.slice(offsets))
+    (loss + arguments.aux_weight * run.model.auxiliary_loss()).backward()
+    return loss.detach()
+
+
+def mean_loss(run: Run, text: Tensor, offsets: Tensor) -> Tensor:
+    """Cross-entropy in nats a byte of the windows that begin at the offsets."""
+    device = run.ranks.device
+    inputs, targets = (part.to(device) for part in windows(text, offsets, run.arguments.context))
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        logits = run.model(inputs)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def learning_rate(step: int, arguments: argparse.Namespace) -> float:
+    """A linear warmup, then a cosine down to a tenth."""
+    if step < arguments.warmup:
+        return arguments.lr * (step + 1) / arguments.warmup
+    done = (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup)
+    return arguments.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+@torch.no_grad()
+def evaluate(run: Run, num_bytes: int) -> float:
+    """The mean loss of about ``num_bytes`` held-out bytes, the same windows for any number of ranks."""
+    arguments, ranks, text = run.arguments, run.ranks, run.corpus.valid
+    offsets = validation_offsets(len(text), arguments.context, arguments.batch, num_bytes)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    run.model.eval()
+    for batch in offsets.split(arguments.batch):
+        total += mean_loss(run, text, ranks.slice(batch))
+    run.model.train()
+    return ranks.sum(total).item() / ranks.world / (len(offsets) / arguments.batch)
+
+
+def record(run: Run, result: StepResult) -> None:
+    history, seen = run.history, run.step * run.bytes_per_step()
+    history.train_bytes.append(seen)
+    history.train_loss.append(result.loss)
+    history.gradient_norm.append(result.gradient_norm)
+    if result.rows and run.step % max(1, run.arguments.steps // 100) == 0:
+        history.routed_bytes.append(seen)
+        history.routed_rows.append(result.rows)
+
+
+def report(run: Run, stopped_by: str) -> None:
+    """The last words, curves.png and metrics.json. The final validation only where the run is complete."""
+    arguments, ranks = run.arguments, run.ranks
+    complete = run.step == arguments.steps
+    summary: dict[str, Any] = {
+        "steps": run.step,
+        "train_bytes": run.step * run.bytes_per_step(),
+        "ranks": ranks.world,
+    }
+    if complete:
+        summary["valid_loss"] = evaluate(run, arguments.final_eval_bytes)
+        summary["valid_bits_per_byte"] = bits(summary["valid_loss"])
+    summary["seconds"] = run.elapsed()
+    summary["peak_memory_bytes"] = ranks.largest(peak_memory_bytes(ranks.device))
+    if ranks.rank == 0:
+        write_metrics(arguments.out / "metrics.json", run.settings(), summary, run.history)
+        draw(run, summary)
+    if complete:
+        say(
+            ranks,
+            f"done: {run.step} steps, {summary['train_bytes'] / 1e6:.2f} MB of training bytes, "
+            f"validation loss {summary['valid_loss']:.4f} nats, "
+            f"{summary['valid_bits_per_byte']:.4f} bits/byte, "
+            f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB a rank",
+        )
+    else:
+        say(
+            ranks,
+            f"stopped by {stopped_by} after step {run.step} of {arguments.steps}; --resume continues there",
+        )
+
+
+def draw(run: Run, summary: dict[str, Any]) -> None:
+    path = run.arguments.out / "curves.png"
+    title = f"{'dense' if run.arguments.dense else 'mixture of experts'}, {run.ranks.world} rank(s)"
+    try:
+        draw_curves(path, run.history, title, summary.get("valid_loss"))
+    except ImportError:
+        say(run.ranks, "no curves.png: matplotlib is not installed")
+    else:
+        say(run.ranks, f"curves in {path}")
+
+
+def say(ranks: Ranks, text: str) -> None:
+    if ranks.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -112,7 +112,8 @@ def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = 
     """The backward pass, mirrored: gradients of T_O are dispatched, those of T_DI return.
 
     Weight gradients are tasks of their own. Those of local rows fill the time until the first gradients
-    arrive, those of received rows the drain of the last R. All of them add to one sum, in list order.
+    arrive. Those of received rows come one chunk late: the last two fill the drain of the last R, and what
+    they need is held for two chunks at most. All of them add to one sum, in list order.
     """
     _check(n, local, remote, ahead)
     tasks: list[Task] = []
@@ -130,8 +131,10 @@ def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = 
             tasks += _after_compute(
                 i, n, ahead, source="dT_O", received="dT_DO", result="dT_DI", home="dhome"
             )
+            if i > 0:
+                tasks.append(_weight_gradient(i - 1))
         tasks.append(_task(Kind.WEIGHTS, -1, [f"dweight_DI.{i}" for i in range(n)], ["dweight"]))
-        tasks += [_task(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"]) for i in range(n)]
+        tasks.append(_weight_gradient(n - 1))
     for i in range(n):
         home = [f"dhome_L.{i}"] * local + [f"dhome.{i}"] * remote
         tasks.append(_task(Kind.OUTPUT, i, home, [f"dT_I.{i}"]))
@@ -183,6 +186,10 @@ def _task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -
 
 def _local_forward(i: int) -> Task:
     return _task(Kind.LOCAL, i, [f"T_I.{i}", "weight"], [f"T_DI_L.{i}", f"T_M_L.{i}", f"home_L.{i}"])
+
+
+def _weight_gradient(i: int) -> Task:
+    return _task(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
 
 
 def _dispatch(i: int, source: str, received: str) -> list[Task]:

@@ -70,7 +70,7 @@ train: $(STAMP)
 	@ranks=$(RANKS)
 	[ -n "$$ranks" ] || ranks=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 	# 127.0.0.1 and a free port: a machine's own name need not resolve, 29500 may be taken.
-	$(OMP) $(BIN)/torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=$$ranks \
+	$(OMP) $(BIN)/python examples/lm_launch.py --standalone --local-addr=127.0.0.1 --nproc_per_node=$$ranks \
 		examples/train_lm.py $(ARGS)
 
 test: $(STAMP)

@@ -37,6 +37,7 @@ import pmoe
 from bench.links import INFINITE, launch, measure_rate
 from bench.timing import Timing, machine, table, write_json
 from pmoe.pipeline import Kind, Span, backward_schedule, forward_schedule, recording, sequential
+from pmoe.pipeline.schedule import local_pieces
 from pmoe.planner.costs import LineCost, fit_line
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import Bar, bars, chrome_trace, draw
@@ -173,6 +174,16 @@ class Costs:
     outside: dict[str, float]
 
 
+def rows_of(setting: Setting, kind: Kind, chunk: int, n: int) -> float:
+    """Rows that a task of a step in n chunks works on."""
+    if kind not in (Kind.LOCAL, Kind.LOCAL_WGRAD):
+        share = (setting.world - 1) / setting.world if kind is not Kind.OUTPUT else 1.0
+        return share * setting.rows / n
+    m = local_pieces(n, local=True, remote=True)
+    chunks = n - m + 1 if chunk == 0 else 1
+    return chunks * setting.rows / n / setting.world
+
+
 def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: int) -> Costs:
     """From runs without overlap at two sizes, n = 1 and n = 16, and from messages of two sizes."""
     link.set_rate(INFINITE)
@@ -190,7 +201,8 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
                 if n == 1:
                     outside[direction].append(times[direction] - covered)
                 for span in spans:
-                    samples[direction, span.kind].append((setting.rows / n, span.end - span.start))
+                    size = rows_of(setting, span.kind, span.chunk, n)
+                    samples[direction, span.kind].append((size, span.end - span.start))
     link.set_rate(rate)
     size = setting.remote_rows * setting.row_bytes
     alpha, bytes_per_second = measure_rate((size // 16, size), rounds=rounds)
@@ -217,7 +229,7 @@ def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict
                 return costs.message(4 * setting.remote_rows)
             if task.kind in (Kind.DISPATCH, Kind.COMBINE):
                 return costs.message(setting.remote_rows * setting.row_bytes / n)
-            return costs.compute[direction][task.kind.value](setting.rows / n)
+            return costs.compute[direction][task.kind.value](rows_of(setting, task.kind, task.chunk, n))
 
         spans = simulate(schedule.tasks, seconds)
         predicted["spans"][direction] = spans

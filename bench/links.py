@@ -52,6 +52,11 @@ from torch.futures import Future
 from bench.timing import interleaved
 
 INFINITE = float("inf")
+
+KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 40)}
+"""For glibc: what a process frees it keeps, as the caching allocator of a GPU does. Otherwise the pages of
+large tensors go back to the system and are faulted in again in each step, whatever variant is measured."""
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -494,7 +499,8 @@ def launch(
         )
         processes, pipes = [], []
         stack.callback(_stop, processes)
-        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):  # read when a rank imports torch
+        # Read when a rank starts, and when it imports torch.
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", **KEEP_FREED_MEMORY):
             for rank in range(world):
                 process, pipe = _start(rank, setup, function, args)
                 processes.append(process)

@@ -27,6 +27,7 @@ from pmoe.ordering.capacity import expert_capacity, within_capacity
 from pmoe.ordering.sorted import LocalExperts, SortedRows, count_rows, sort_rows
 from pmoe.pipeline.passes import run_experts
 from pmoe.pipeline.plan import make_plan
+from pmoe.pipeline.schedule import local_pieces
 from pmoe.planner.degree import FINEST, adaptive_degree, check_pipeline, fixed_degree
 
 
@@ -250,7 +251,12 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
 
     def sort(n: int) -> SortedRows:
         end = layer.first_expert + layer.num_local_experts if layer.bypass_local else layer.first_expert
-        return sort_rows(expert_TK, keep_TK, n, layer.num_experts, LocalExperts(layer.first_expert, end))
+        stay = LocalExperts(layer.first_expert, end)
+        return sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, num_pieces(n))
+
+    def num_pieces(n: int) -> int:
+        travels = layer.ranks.size > 1 or not layer.bypass_local
+        return local_pieces(n, local=layer.bypass_local, remote=travels)
 
     # Counts travel in bins where n is still open; for a fixed n the bins are the chunks.
     n = fixed_degree(layer.pipeline)
@@ -277,6 +283,7 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
         order=order or sort(n),
         expert_TK=expert_TK,
         shared=shared,
+        num_pieces=num_pieces(n),
         bypass_local=layer.bypass_local,
         has_drops=keep_TK is not None,
         sequential=layer.sequential,

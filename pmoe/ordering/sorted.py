@@ -1,10 +1,10 @@
-"""The sorted ordering: routed rows arranged by chunk, then by place of work, then by expert.
+"""The sorted ordering: rows that travel by chunk and expert, then rows that stay by piece and expert.
 
-A slot is one of the T*K (token, choice) pairs. A chunk holds the slots of a range of tokens. Inside a
-chunk the rows that travel come first, by destination rank and expert, then the rows whose expert is on
-this rank: so what a chunk sends is one contiguous block, and what stays is another.
+A slot is one of the T*K (token, choice) pairs. A chunk holds the slots of a range of tokens; what it sends
+is one contiguous block, by destination rank. Rows whose expert is on this rank are cut more coarsely, for
+nothing has to arrive before they are computed: a piece holds those of one chunk or of several.
 
-Letters: T tokens, K choices, E experts, n chunks.
+Letters: T tokens, K choices, E experts, n chunks, m pieces.
 """
 
 from __future__ import annotations
@@ -52,18 +52,24 @@ def count_rows(expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: i
     return counts[:-1].view(n, num_experts)
 
 
+def piece_of(chunk: int, n: int, m: int) -> int:
+    """Which of the m pieces holds the rows of a chunk that stay: the last m - 1 chunks have one each, the
+    first piece holds those of all others. Example: n = 4, m = 2 -> 0, 0, 0, 1."""
+    return max(chunk - (n - m), 0)
+
+
 def sort_rows(
-    expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: int, local: LocalExperts
+    expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: int, local: LocalExperts, m: int
 ) -> SortedRows:
-    """Sorts the slots by (chunk, travels or stays, expert), token order within; dropped slots last."""
+    """Sorts the slots: those that travel by (chunk, expert), then those that stay by (piece, expert), then
+    dropped ones; token order within."""
     expert = expert_TK.reshape(-1)
-    # Experts of this rank move behind all others; the others keep the order of their ranks.
-    place = torch.where(
-        expert < local.start,
-        expert,
-        torch.where(expert < local.end, expert + (num_experts - local.end), expert - len(local)),
-    )
-    key = _chunk_keys(place, expert_TK.shape[1], keep_TK, n, num_experts)
+    key = _chunk_keys(expert, expert_TK.shape[1], keep_TK, n, num_experts)
+    dropped = key == n * num_experts
+    stays = (expert >= local.start) & (expert < local.end)
+    piece = (key // num_experts - (n - m)).clamp(min=0)  # as in `piece_of`
+    key = torch.where(stays, (n + piece) * num_experts + expert, key)
+    key = torch.where(dropped, (n + m) * num_experts, key)
     slot = key.argsort(stable=True)
     position = torch.empty_like(slot)
     position[slot] = torch.arange(slot.numel(), device=slot.device)

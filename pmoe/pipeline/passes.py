@@ -53,13 +53,12 @@ class _Pass:
         self.plan, self.source_TM, self.result_TM = plan, source_TM, result_TM
         # All buffers that a collective touches are made here, on the compute lane, and live until the end
         # of the pass: the communication lane of a GPU is another stream, to which the allocator is blind.
-        self.send = [self._rows(chunk.num_sent) for chunk in plan.chunks]
+        self.send = [self._rows(sum(chunk.send_rows)) for chunk in plan.chunks]
         self.arrived = [self._rows(chunk.received.num_rows) for chunk in plan.chunks]
         self.leaving: list[Tensor | None] = [None for _ in plan.chunks]
-        self.home = [self._rows(chunk.num_sent + chunk.num_local + plan.has_drops) for chunk in plan.chunks]
+        self.home = self._rows(plan.num_kept + plan.has_drops)
         if plan.has_drops:
-            for home in self.home:
-                home[-1].zero_()  # what a dropped slot adds to its token
+            self.home[-1].zero_()  # what a dropped slot adds to its token
 
     def _rows(self, count: int) -> Tensor:
         return self.source_TM.new_empty(count, self.source_TM.shape[1])
@@ -67,8 +66,8 @@ class _Pass:
     def gather(self, i: int) -> None:
         torch.index_select(self.source_TM, 0, self.plan.row_token[self.plan.chunks[i].sent], out=self.send[i])
 
-    def gather_local(self, i: int) -> Tensor:
-        return self.source_TM.index_select(0, self.plan.row_token[self.plan.chunks[i].stays])
+    def gather_local(self, j: int) -> Tensor:
+        return self.source_TM.index_select(0, self.plan.row_token[self.plan.pieces[j].rows])
 
     def dispatch(self, i: int) -> dist.Work | None:
         chunk = self.plan.chunks[i]
@@ -85,25 +84,20 @@ class _Pass:
     def combine(self, i: int) -> dist.Work | None:
         chunk, leaving = self.plan.chunks[i], self.leaving[i]
         assert leaving is not None
-        home = self.home[i][: chunk.num_sent]
+        home = self.home[chunk.sent]
         return self.plan.collective.exchange(leaving, chunk.recv_rows, home, chunk.send_rows)
-
-    def local_home(self, i: int) -> Tensor:
-        chunk = self.plan.chunks[i]
-        return self.home[i][chunk.num_sent : chunk.num_sent + chunk.num_local]
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
-        chunk, top_k, home_NM = self.plan.chunks[i], self.plan.top_k, self.home[i]
-        slots = slice(chunk.tokens.start * top_k, chunk.tokens.stop * top_k)
-        row = self.plan.position[slots] - chunk.first
+        tokens, top_k = self.plan.chunks[i].tokens, self.plan.top_k
+        row = self.plan.position[tokens.start * top_k : tokens.stop * top_k]
         if self.plan.has_drops:
-            row = row.clamp(max=home_NM.shape[0] - 1)
-        out_TM = self.result_TM[chunk.tokens]
+            row = row.clamp(max=self.plan.num_kept)
+        out_TM = self.result_TM[tokens]
         if top_k == 1:
-            torch.index_select(home_NM, 0, row, out=out_TM)
+            torch.index_select(self.home, 0, row, out=out_TM)
         else:
-            chosen = home_NM.index_select(0, row).view(-1, top_k, home_NM.shape[1])
+            chosen = self.home.index_select(0, row).view(-1, top_k, self.home.shape[1])
             torch.sum(chosen, dim=1, out=out_TM)
 
 
@@ -114,7 +108,7 @@ class _Forward(_Pass):
         super().__init__(plan, x_TM, torch.empty_like(x_TM, memory_format=torch.contiguous_format))
         self.parameters, self.keep = parameters, keep
         self.weight = weight_TK.reshape(-1)
-        self.local: list[Rows | None] = [None for _ in plan.chunks]
+        self.local: list[Rows | None] = [None for _ in plan.pieces]
         self.received: list[Rows | None] = [None for _ in plan.chunks]
         if plan.weights is not None:
             self.weight_sent = self.weight.index_select(0, plan.weights.slot)
@@ -142,14 +136,14 @@ class _Forward(_Pass):
             self.weight_sent, journey.send, self.weight_arrived, journey.recv
         )
 
-    def compute_local(self, i: int) -> None:
-        chunk = self.plan.chunks[i]
-        weight_N = self.weight.index_select(0, self.plan.slot[chunk.stays])
-        rows = Rows(self.gather_local(i), weight_N)
+    def compute_local(self, j: int) -> None:
+        piece = self.plan.pieces[j]
+        weight_N = self.weight.index_select(0, self.plan.slot[piece.rows])
+        rows = Rows(self.gather_local(j), weight_N)
         _, rows.hidden = self.plan.experts.compute(
-            rows.rows_NM, weight_N, chunk.local, self.parameters, out=self.local_home(i), keep=self.keep
+            rows.rows_NM, weight_N, piece.groups, self.parameters, out=self.home[piece.rows], keep=self.keep
         )
-        self.local[i] = rows if self.keep else None
+        self.local[j] = rows if self.keep else None
 
     def compute(self, i: int) -> None:
         if not self.weight_of_chunk:
@@ -216,19 +210,19 @@ class _Backward(_Pass):
             self.grad_weight[self.plan.weights.slot] = self.grad_weight_home
         return self.result_TM, self.grad_weight, [s if s is None else s.result() for s in self.sums]
 
-    def input_gradient_local(self, i: int) -> None:
-        chunk, kept = self.plan.chunks[i], self.local[i]
+    def input_gradient_local(self, j: int) -> None:
+        piece, kept = self.plan.pieces[j], self.local[j]
         assert kept.hidden is not None
-        _, grad_weight_N, self.pending[Kind.LOCAL, i] = self.plan.experts.input_gradient(
-            self.gather_local(i),
+        _, grad_weight_N, self.pending[Kind.LOCAL, j] = self.plan.experts.input_gradient(
+            self.gather_local(j),
             kept.rows_NM,
             kept.weight_N,
             kept.hidden,
-            chunk.local,
+            piece.groups,
             self.parameters,
-            out=self.local_home(i),
+            out=self.home[piece.rows],
         )
-        self.grad_weight[self.plan.slot[chunk.stays]] = grad_weight_N.to(self.grad_weight.dtype)
+        self.grad_weight[self.plan.slot[piece.rows]] = grad_weight_N.to(self.grad_weight.dtype)
 
     def input_gradient(self, i: int) -> None:
         kept = self.received[i]
@@ -262,8 +256,8 @@ class _Backward(_Pass):
             self.grad_weight_leaving, journey.recv, self.grad_weight_home, journey.send
         )
 
-    def weight_gradient_local(self, i: int) -> None:
-        self._weight_gradient(Kind.LOCAL, i, self.plan.chunks[i].local)
+    def weight_gradient_local(self, j: int) -> None:
+        self._weight_gradient(Kind.LOCAL, j, self.plan.pieces[j].groups)
 
     def weight_gradient(self, i: int) -> None:
         self._weight_gradient(Kind.COMPUTE, i, self.plan.chunks[i].received)
@@ -308,7 +302,7 @@ class _Experts(torch.autograd.Function):
                 saved[:count], saved[count : 2 * count], ctx.graphs, strict=True
             )
         ]
-        num_local = len(plan.chunks) if plan.bypass_local else 0
+        num_local = len(plan.pieces)
         with torch.autocast(grad_TM.device.type, enabled=False):
             grad_x, grad_weight, grads = _Backward(
                 plan,

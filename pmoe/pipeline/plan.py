@@ -22,29 +22,25 @@ from pmoe.ordering.sorted import SortedRows, chunk_bounds
 class Chunk:
     """One micro-batch: a range of this rank's tokens, and the rows that it sends and receives.
 
-    Its slots stand in sorted order at [first, first + num_sent + num_local): those that travel, then those
-    that stay. send_rows, recv_rows: one number a rank. received, local: the rows by expert, as the experts
-    see them. regroup: index of each received row, in expert order, among the rows as they arrived by
-    source rank; None where the two orders are the same.
+    sent: where the rows that travel stand in sorted order. send_rows, recv_rows: one number a rank.
+    received: the rows by expert, as the experts see them. regroup: index of each received row, in expert
+    order, among the rows as they arrived by source rank; None where the two orders are the same.
     """
 
     tokens: slice
-    first: int
-    num_sent: int
-    num_local: int
+    sent: slice
     send_rows: tuple[int, ...]
     recv_rows: tuple[int, ...]
     received: RowGroups
-    local: RowGroups
     regroup: Tensor | None
 
-    @property
-    def sent(self) -> slice:
-        return slice(self.first, self.first + self.num_sent)
 
-    @property
-    def stays(self) -> slice:
-        return slice(self.first + self.num_sent, self.first + self.num_sent + self.num_local)
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Rows that stay: where they stand in sorted order, and by expert."""
+
+    rows: slice
+    groups: RowGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +59,7 @@ class Plan:
     """All that forward and backward of one call need beside tensors. It is decided once: the routing that
     forward used is the one that backward reverses.
 
+    pieces: the rows that stay. num_kept: this rank's slots less those that capacity dropped.
     row_token: (T*K,) the token of each row in sorted order. position: see `SortedRows`.
     has_drops: whether some slots may have been dropped by capacity.
     """
@@ -70,6 +67,8 @@ class Plan:
     experts: Experts
     collective: FlatAllToAll
     chunks: tuple[Chunk, ...]
+    pieces: tuple[Piece, ...]
+    num_kept: int
     weights: WeightJourney | None
     slot: Tensor
     row_token: Tensor
@@ -92,6 +91,7 @@ def make_plan(
     order: SortedRows,
     expert_TK: Tensor,
     shared: Shared,
+    num_pieces: int,
     bypass_local: bool,
     has_drops: bool,
     sequential: bool,
@@ -100,33 +100,37 @@ def make_plan(
     ranks = collective.ranks
     num_tokens, top_k = expert_TK.shape
     n = shared.send.shape[0]
-    send, recv, local_counts = shared.send, shared.recv, torch.zeros_like(shared.send[:, 0])
-    recv_device = shared.recv_device
+    send, recv, recv_device = shared.send, shared.recv, shared.recv_device
     if bypass_local:
-        local_counts = send[:, ranks.rank].clone()
         send, recv, recv_device = (_without(counts, ranks.rank) for counts in (send, recv, recv_device))
     # Running sums of all chunks at once: a chunk's own would be several launches each.
     received_ends = _ends(recv_device.sum(1))
-    local_ends = _ends(shared.recv_device[:, ranks.rank])
     bounds = chunk_bounds(num_tokens, n)
     chunks, first = [], 0
     for i in range(n):
         send_rows, recv_rows = send[i].sum(1).tolist(), recv[i].sum(1).tolist()
-        num_sent, num_local = sum(send_rows), int(local_counts[i].sum())
         chunks.append(
             Chunk(
                 tokens=slice(bounds[i], bounds[i + 1]),
-                first=first,
-                num_sent=num_sent,
-                num_local=num_local,
+                sent=slice(first, first + sum(send_rows)),
                 send_rows=tuple(send_rows),
                 recv_rows=tuple(recv_rows),
                 received=RowGroups(counts=tuple(recv[i].sum(0).tolist()), ends=received_ends[i]),
-                local=RowGroups(counts=tuple(local_counts[i].tolist()), ends=local_ends[i]),
                 regroup=_regroup(recv_device[i], recv_rows),
             )
         )
-        first += num_sent + num_local
+        first += sum(send_rows)
+    pieces = []
+    if bypass_local:
+        local_counts = _by_piece(shared.send[:, ranks.rank], num_pieces)
+        local_ends = _ends(_by_piece(shared.recv_device[:, ranks.rank], num_pieces))
+        for counts, ends in zip(local_counts.tolist(), local_ends, strict=True):
+            pieces.append(
+                Piece(
+                    rows=slice(first, first + sum(counts)), groups=RowGroups(counts=tuple(counts), ends=ends)
+                )
+            )
+            first += sum(counts)
     weights = None
     if not bypass_local or ranks.size > 1:
         weights = _weight_journey(order, expert_TK, send, recv, recv_device, first, ranks.rank, bypass_local)
@@ -134,6 +138,8 @@ def make_plan(
         experts=experts,
         collective=collective,
         chunks=tuple(chunks),
+        pieces=tuple(pieces),
+        num_kept=first,
         weights=weights,
         slot=order.slot,
         row_token=order.slot if top_k == 1 else order.slot // top_k,
@@ -186,6 +192,12 @@ def _ends(counts_nE: Tensor) -> Sequence[Tensor | None]:
     if counts_nE.device.type != "cuda":
         return [None] * counts_nE.shape[0]
     return counts_nE.cumsum(1).int().unbind(0)
+
+
+def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
+    """Counts of the n chunks as those of m pieces (m, E); see `pmoe.ordering.sorted.piece_of`."""
+    joined = counts_nE.shape[0] - m + 1
+    return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])
 
 
 def _without(counts_nWE: Tensor, rank: int) -> Tensor:

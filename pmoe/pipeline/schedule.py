@@ -8,9 +8,9 @@ too early cannot be written down by mistake.
 Forward, n = 3 (a column is not a clock tick; link and compute lane run side by side):
 
     communicate  S0 S1 S2 . . . . . R0 . . R1 . . R2
-    compute      G0 G1 G2 L0 L1 C0 . C1 . C2 . L2 . . O0 O1 O2
+    compute      G0 G1 G2 L0 . . C0 . C1 . C2 . L1 . . O0 O1 O2
 
-Letters: n chunks; T_I, T_DI, T_M, T_DO, T_O as in MPipeMoE.
+Letters: n chunks, m pieces of the rows that stay; T_I, T_DI, T_M, T_DO, T_O as in MPipeMoE.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+from pmoe.ordering.sorted import piece_of
 
 
 class Lane(str, enum.Enum):
@@ -43,7 +45,7 @@ class Kind(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One step of a pass. chunk is -1 for a task that serves all chunks.
+    """One step of a pass. chunk is -1 for a task that serves all chunks, and the piece for rows that stay.
 
     waits: names of earlier tasks. reads, writes: names of buffers.
     """
@@ -85,25 +87,27 @@ def forward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = N
 
     S of chunk i + ahead is issued before R of chunk i; ahead=1 is MPipeMoE's Fig. 7a. None issues every S
     first: nothing that is kept until backward gains from waiting, and the link never idles while S remain.
-    Local rows fill the time until the first chunk arrives; the last chunk's are left for the end, where
-    they cover the drain of the last R.
+    Local rows fill the time until the first chunk arrives, in one piece, for products should not be cut
+    smaller than they must be; the last chunk's are left for the end, where they cover the drain of the
+    last R.
     """
     _check(n, local, remote, ahead)
-    late = n - 1 if local and remote and n > 1 else n
+    m = local_pieces(n, local=local, remote=remote)
+    early = m - 1 if remote and m > 1 else m
     tasks: list[Task] = []
     if remote:
         tasks += _communication_first(n, ahead, source="T_I", received="T_DI")
         tasks.insert(1, _task(Kind.WEIGHTS, -1, ["weight"], ["weight_DI"]))
     if local:
-        tasks += [_local_forward(i) for i in range(late)]
+        tasks += [_local_forward(j) for j in range(early)]
     if remote:
         for i in range(n):
             tasks.append(_task(Kind.COMPUTE, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"]))
             tasks += _after_compute(i, n, ahead, source="T_I", received="T_DI", result="T_DO", home="home")
     if local:
-        tasks += [_local_forward(i) for i in range(late, n)]
+        tasks += [_local_forward(j) for j in range(early, m)]
     for i in range(n):
-        home = [f"home_L.{i}"] * local + [f"home.{i}"] * remote
+        home = [f"home_L.{piece_of(i, n, m)}"] * local + [f"home.{i}"] * remote
         tasks.append(_task(Kind.OUTPUT, i, home, [f"T_O.{i}"]))
     return Schedule(direction="forward", tasks=link(tasks))
 
@@ -116,14 +120,14 @@ def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = 
     they need is held for two chunks at most. All of them add to one sum, in list order.
     """
     _check(n, local, remote, ahead)
+    m = local_pieces(n, local=local, remote=remote)
     tasks: list[Task] = []
     if remote:
         tasks += _communication_first(n, ahead, source="dT_O", received="dT_DO")
-    if local:
-        for i in range(n):
-            reads = [f"dT_O.{i}", f"T_DI_L.{i}", f"T_M_L.{i}"]
-            tasks.append(_task(Kind.LOCAL, i, reads, [f"dhome_L.{i}", f"pending_L.{i}"]))
-            tasks.append(_task(Kind.LOCAL_WGRAD, i, [f"pending_L.{i}", "dw"], ["dw"]))
+    for j in range(m):
+        reads = [f"dT_O_L.{j}", f"T_DI_L.{j}", f"T_M_L.{j}"]
+        tasks.append(_task(Kind.LOCAL, j, reads, [f"dhome_L.{j}", f"pending_L.{j}"]))
+        tasks.append(_task(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"]))
     if remote:
         for i in range(n):
             reads = [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}"]
@@ -136,9 +140,17 @@ def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = 
         tasks.append(_task(Kind.WEIGHTS, -1, [f"dweight_DI.{i}" for i in range(n)], ["dweight"]))
         tasks.append(_weight_gradient(n - 1))
     for i in range(n):
-        home = [f"dhome_L.{i}"] * local + [f"dhome.{i}"] * remote
+        home = [f"dhome_L.{piece_of(i, n, m)}"] * local + [f"dhome.{i}"] * remote
         tasks.append(_task(Kind.OUTPUT, i, home, [f"dT_I.{i}"]))
     return Schedule(direction="backward", tasks=link(tasks))
+
+
+def local_pieces(n: int, *, local: bool, remote: bool) -> int:
+    """m, into how many pieces the rows that stay are cut: the chunks where nothing travels, else the last
+    chunk's rows and the rest (`pmoe.ordering.sorted.piece_of`)."""
+    if not local:
+        return 0
+    return min(n, 2) if remote else n
 
 
 def sequential(schedule: Schedule) -> Schedule:
@@ -184,8 +196,8 @@ def _task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -
     return Task(kind=kind, chunk=chunk, lane=lane, reads=tuple(reads), writes=tuple(writes))
 
 
-def _local_forward(i: int) -> Task:
-    return _task(Kind.LOCAL, i, [f"T_I.{i}", "weight"], [f"T_DI_L.{i}", f"T_M_L.{i}", f"home_L.{i}"])
+def _local_forward(j: int) -> Task:
+    return _task(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"])
 
 
 def _weight_gradient(i: int) -> Task:

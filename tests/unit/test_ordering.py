@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pmoe.ordering.capacity import expert_capacity, within_capacity
-from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
+from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, piece_of, sort_rows
 
 NONE_LOCAL = LocalExperts(0, 0)
 
@@ -43,53 +43,64 @@ EXPERTS = torch.tensor([[2, 0], [1, 3], [0, 2]])
 
 
 @pytest.mark.parametrize(
-    "local, n, expected",
+    "local, n, m, expected",
     [
         # Nothing stays: by expert, then token.
-        (NONE_LOCAL, 1, [1, 4, 2, 0, 5, 3]),
-        (LocalExperts(4, 4), 1, [1, 4, 2, 0, 5, 3]),
-        (LocalExperts(2, 2), 1, [1, 4, 2, 0, 5, 3]),
+        (NONE_LOCAL, 1, 0, [1, 4, 2, 0, 5, 3]),
+        (LocalExperts(4, 4), 1, 0, [1, 4, 2, 0, 5, 3]),
+        (LocalExperts(2, 2), 1, 0, [1, 4, 2, 0, 5, 3]),
         # Experts 2 and 3 stay, or 0 and 1: their rows come last.
-        (LocalExperts(2, 4), 1, [1, 4, 2, 0, 5, 3]),
-        (LocalExperts(0, 2), 1, [0, 5, 3, 1, 4, 2]),
-        (LocalExperts(1, 2), 1, [1, 4, 0, 5, 3, 2]),
-        (LocalExperts(0, 4), 1, [1, 4, 2, 0, 5, 3]),
-        # Two chunks: token 0, then tokens 1 and 2.
-        (NONE_LOCAL, 2, [1, 0, 4, 2, 5, 3]),
-        (LocalExperts(2, 4), 2, [1, 0, 4, 2, 5, 3]),
-        (LocalExperts(0, 2), 2, [0, 1, 5, 3, 4, 2]),
-        (LocalExperts(0, 2), 3, [0, 1, 3, 2, 5, 4]),
+        (LocalExperts(2, 4), 1, 1, [1, 4, 2, 0, 5, 3]),
+        (LocalExperts(0, 2), 1, 1, [0, 5, 3, 1, 4, 2]),
+        (LocalExperts(1, 2), 1, 1, [1, 4, 0, 5, 3, 2]),
+        (LocalExperts(0, 4), 1, 1, [1, 4, 2, 0, 5, 3]),
+        # Two chunks: token 0, then tokens 1 and 2; two pieces likewise.
+        (NONE_LOCAL, 2, 0, [1, 0, 4, 2, 5, 3]),
+        (LocalExperts(2, 4), 2, 2, [1, 4, 2, 0, 5, 3]),
+        (LocalExperts(0, 2), 2, 2, [0, 5, 3, 1, 4, 2]),
+        (LocalExperts(0, 4), 2, 2, [1, 0, 4, 2, 5, 3]),
+        # A token a chunk; the pieces are all tokens, tokens 0 and 1 before 2, or a token each.
+        (LocalExperts(0, 2), 3, 1, [0, 3, 5, 1, 4, 2]),
+        (LocalExperts(0, 2), 3, 2, [0, 3, 5, 1, 2, 4]),
+        (LocalExperts(0, 3), 3, 2, [3, 1, 2, 0, 4, 5]),
+        (LocalExperts(0, 3), 3, 3, [3, 1, 0, 2, 4, 5]),
     ],
 )
-def test_rows_are_sorted_by_chunk_then_by_staying_then_by_expert(
-    local: LocalExperts, n: int, expected: list[int]
+def test_rows_that_travel_are_sorted_by_chunk_then_those_that_stay_by_piece(
+    local: LocalExperts, n: int, m: int, expected: list[int]
 ) -> None:
-    order = sort_rows(EXPERTS, None, n, 4, local)
+    order = sort_rows(EXPERTS, None, n, 4, local, m)
     assert order.slot.tolist() == expected
     assert order.position[order.slot].tolist() == list(range(6))
 
 
+def test_the_last_chunks_are_pieces_of_their_own() -> None:
+    assert [piece_of(chunk, 4, 1) for chunk in range(4)] == [0, 0, 0, 0]
+    assert [piece_of(chunk, 4, 2) for chunk in range(4)] == [0, 0, 0, 1]
+    assert [piece_of(chunk, 4, 4) for chunk in range(4)] == [0, 1, 2, 3]
+
+
 def test_positions_are_where_the_slots_stand() -> None:
-    assert sort_rows(EXPERTS, None, 2, 4, LocalExperts(0, 2)).position.tolist() == [0, 1, 5, 3, 4, 2]
-    assert sort_rows(EXPERTS, None, 1, 4, LocalExperts(0, 2)).position.tolist() == [0, 3, 5, 2, 4, 1]
+    assert sort_rows(EXPERTS, None, 2, 4, NONE_LOCAL, 0).position.tolist() == [1, 0, 3, 5, 2, 4]
+    assert sort_rows(EXPERTS, None, 1, 4, LocalExperts(0, 2), 1).position.tolist() == [0, 3, 5, 2, 4, 1]
 
 
 def test_experts_between_those_of_other_ranks_move_behind_them() -> None:
-    order = sort_rows(torch.tensor([[5, 4, 3, 2, 1, 0]]), None, 1, 6, LocalExperts(2, 4))
+    order = sort_rows(torch.tensor([[5, 4, 3, 2, 1, 0]]), None, 1, 6, LocalExperts(2, 4), 1)
     assert order.slot.tolist() == [5, 4, 1, 0, 3, 2]
 
 
 def test_dropped_rows_stand_last_in_slot_order() -> None:
     keep = torch.tensor([[True, False], [False, True], [True, True]])
-    order = sort_rows(EXPERTS, keep, 1, 4, LocalExperts(0, 2))
+    order = sort_rows(EXPERTS, keep, 1, 4, LocalExperts(0, 2), 1)
     assert order.slot.tolist() == [0, 5, 3, 4, 1, 2]
     assert order.position.tolist() == [0, 4, 5, 2, 3, 1]
-    order = sort_rows(EXPERTS, keep, 2, 4, NONE_LOCAL)
+    order = sort_rows(EXPERTS, keep, 2, 4, NONE_LOCAL, 0)
     assert order.slot.tolist() == [0, 4, 5, 3, 1, 2]
 
 
 def test_rows_of_one_expert_keep_the_order_of_their_tokens() -> None:
-    order = sort_rows(torch.zeros(50, 1, dtype=torch.int64), None, 3, 2, NONE_LOCAL)
+    order = sort_rows(torch.zeros(50, 1, dtype=torch.int64), None, 3, 2, NONE_LOCAL, 0)
     assert order.slot.tolist() == list(range(50))
 
 
@@ -126,7 +137,7 @@ def test_no_tokens_are_sorted_and_counted() -> None:
     expert = torch.empty(0, 2, dtype=torch.int64)
     keep = torch.empty(0, 2, dtype=torch.bool)
     for kept in (None, keep):
-        order = sort_rows(expert, kept, 3, 4, LocalExperts(2, 4))
+        order = sort_rows(expert, kept, 3, 4, LocalExperts(2, 4), 2)
         assert order.slot.shape == order.position.shape == (0,)
         assert count_rows(expert, kept, 3, 4).tolist() == [[0] * 4] * 3
     found, used = within_capacity(expert, 2, torch.tensor([1, 0, 0, 0]))

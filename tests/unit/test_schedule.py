@@ -84,17 +84,16 @@ FORWARD = {
         G2 compute
         S2 communicate G2
         L0 compute
-        L1 compute
         C0 compute S0 P
         R0 communicate C0
         C1 compute S1 P
         R1 communicate C1
         C2 compute S2 P
         R2 communicate C2
-        L2 compute
+        L1 compute
         O0 compute L0 R0
-        O1 compute L1 R1
-        O2 compute L2 R2
+        O1 compute L0 R1
+        O2 compute L1 R2
     """,
 }
 
@@ -141,8 +140,8 @@ BACKWARD = {
         R0 communicate C0
         C1 compute S1
         R1 communicate C1
-        P  communicate C0 C1
         W0 compute C0
+        P  communicate C0 C1
         W1 compute C1 W0
         O0 compute R0
         O1 compute R1
@@ -160,8 +159,8 @@ BACKWARD = {
         R0  communicate C0
         C1  compute S1
         R1  communicate C1
-        P   communicate C0 C1
         W0  compute C0 LW1
+        P   communicate C0 C1
         W1  compute C1 W0
         O0  compute L0 R0
         O1  compute L1 R1
@@ -177,21 +176,19 @@ BACKWARD = {
         LW0 compute L0
         L1  compute
         LW1 compute L1 LW0
-        L2  compute
-        LW2 compute L2 LW1
         C0  compute S0
         R0  communicate C0
         C1  compute S1
         R1  communicate C1
+        W0  compute C0 LW1
         C2  compute S2
         R2  communicate C2
-        P   communicate C0 C1 C2
-        W0  compute C0 LW2
         W1  compute C1 W0
+        P   communicate C0 C1 C2
         W2  compute C2 W1
         O0  compute L0 R0
-        O1  compute L1 R1
-        O2  compute L2 R2
+        O1  compute L0 R1
+        O2  compute L1 R2
     """,
 }
 
@@ -204,8 +201,8 @@ BUILD = {"forward": forward_schedule, "backward": backward_schedule}
 
 # What a pass may read without having written it.
 INPUTS = {
-    "forward": ("T_I.", "weight"),
-    "backward": ("dT_O.", "T_DI.", "T_DI_L.", "T_M.", "T_M_L.", "dw"),
+    "forward": ("T_I.", "T_I_L.", "weight"),
+    "backward": ("dT_O.", "dT_O_L.", "T_DI.", "T_DI_L.", "T_M.", "T_M_L.", "dw"),
 }
 
 
@@ -247,7 +244,7 @@ def test_one_chunk_ahead_is_the_order_of_mpipemoe_figure_7a() -> None:
 def test_one_chunk_ahead_orders_backward_likewise() -> None:
     schedule = backward_schedule(3, local=False, remote=True, ahead=1)
     assert names(schedule, Lane.COMMUNICATE) == "S0 S1 R0 S2 R1 R2 P"
-    assert names(schedule, Lane.COMPUTE) == "G0 G1 C0 G2 C1 C2 W0 W1 W2 O0 O1 O2"
+    assert names(schedule, Lane.COMPUTE) == "G0 G1 C0 G2 C1 W0 C2 W1 W2 O0 O1 O2"
 
 
 def test_no_limit_ahead_sends_everything_before_anything_returns() -> None:
@@ -360,7 +357,7 @@ def test_a_schedule_prints_as_a_table() -> None:
         "G0    compute                 T_I.0             send.0",
         "P     communicate             weight            weight_DI",
         "S0    communicate  G0         send.0            T_DI.0",
-        "L0    compute                 T_I.0 weight      T_DI_L.0 T_M_L.0 home_L.0",
+        "L0    compute                 T_I_L.0 weight    T_DI_L.0 T_M_L.0 home_L.0",
         "C0    compute      S0 P       T_DI.0 weight_DI  T_M.0 T_DO.0",
         "R0    communicate  C0         T_DO.0            home.0",
         "O0    compute      L0 R0      home_L.0 home.0   T_O.0",

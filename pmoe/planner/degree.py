@@ -5,9 +5,9 @@ from __future__ import annotations
 FINEST = 8
 """Row counts travel in this many bins while n is still open; n divides it."""
 
-LEAST_ROWS = 512
-"""Below this many rows a chunk, messages and products cost more to start than overlap can hide
-(bench/bench_overlap.py: n = 4 to 8 is best at 4096 rows a rank)."""
+LEAST_ROWS = 1024
+"""Below this many rows a chunk, smaller products cost more than finer overlap hides
+(bench/bench_overlap.py: n = 2 to 4 is best at 4096 rows a rank)."""
 
 
 def check_pipeline(pipeline: bool | int) -> None:

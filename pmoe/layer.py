@@ -348,6 +348,8 @@ def _nothing_routed(layer: MoELayer, error: Exception) -> _Routed:
 
 
 def _check_input(layer: MoELayer, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {layer.d_model})")
     if x.dim() == 0 or x.shape[-1] != layer.d_model:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({layer.d_model}): (..., d_model)"

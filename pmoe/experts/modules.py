@@ -165,7 +165,10 @@ def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) 
     Raises ValueError where it takes neither.
     """
     signature = inspect.signature(build)
-    for args in ((d_model, d_hidden), ()):
+    # Named ones only: a module class without an __init__ of its own shows *args and takes none.
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = sum(parameter.kind in by_position for parameter in signature.parameters.values())
+    for args in ((d_model, d_hidden), ())[named < 2 :]:
         try:
             signature.bind(*args)
         except TypeError:

@@ -962,3 +962,14 @@ def test_an_error_of_the_gate_comes_through_as_it_is() -> None:
 
     with pytest.raises(KeyError, match="number 17"):
         build(gate=Broken())(tokens())
+
+
+def test_a_module_class_without_an_init_of_its_own_is_built_without_arguments() -> None:
+    layer = pmoe.MoELayer(4, 8, 2, expert=nn.Tanh)
+    x = torch.randn(5, 4)
+    assert torch.allclose(layer(x), layer.gate(x).weight * x.tanh())
+
+
+def test_an_input_that_is_no_tensor_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"x \(list\) must be a torch.Tensor of shape \(\.\.\., 4\)"):
+        pmoe.MoELayer(4, 8, 2)([1.0])

@@ -40,7 +40,7 @@ from pmoe.pipeline.schedule import Task
 from tests.pool import ranks
 
 D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K = 8, 12, 4, 2
-TOKENS = 512  # enough rows for pipeline=True to choose two chunks on two ranks
+TOKENS = 1024  # enough rows for pipeline=True to choose two chunks on two ranks
 STEPS = 2  # the second finds memory and streams that the first has used
 
 

@@ -169,14 +169,15 @@ def test_the_gradients_of_two_ranks_are_those_of_one(tmp_path):
 
 # ---- stopping and going on -----------------------------------------------------------------------
 
-LONG = ["--steps", 120, "--eval-every", 45, "--checkpoint-every", 10]
+# Long enough that a signal sent after the first checkpoints comes before the end, on a busy machine too.
+LONG = ["--steps", 300, "--eval-every", 45, "--checkpoint-every", 10]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     written = start(2, out, *LONG).finish()
-    assert "done: 120 steps" in written
+    assert "done: 300 steps" in written
     return out
 
 
@@ -186,7 +187,7 @@ def assert_same_run(out: Path, reference: Path) -> None:
     assert metrics(out)["summary"]["valid_loss"] == metrics(reference)["summary"]["valid_loss"]
     for name in ("shared.pt", "rank0.pt", "rank1.pt"):
         ours, theirs = (
-            torch.load(folder / "checkpoints" / "step_00000120" / name) for folder in (out, reference)
+            torch.load(folder / "checkpoints" / "step_00000300" / name) for folder in (out, reference)
         )
         kind = "dense" if name == "shared.pt" else "experts"
         assert ours[kind].keys() == theirs[kind].keys()
@@ -205,8 +206,8 @@ def test_ctrl_c_on_any_rank_stops_all_with_a_checkpoint_and_resume_continues_bit
     processes.signal(signal.SIGINT, ranks=[1])
     written = processes.finish(expected=0)
     stopped = last_step(out)
-    assert 20 <= stopped < 120
-    assert f"stopped by another rank after step {stopped} of 120" in written
+    assert 20 <= stopped < 300
+    assert f"stopped by another rank after step {stopped} of 300" in written
     assert (out / "curves.png").exists()
     assert f"resumed after step {stopped}" in start(2, out, *LONG, "--resume").finish()
     assert_same_run(out, uninterrupted)
@@ -217,12 +218,14 @@ def test_a_killed_run_resumes_bit_for_bit_from_its_last_checkpoint(tmp_path, uni
     processes = start(2, out, *LONG)
     wait_for_step(out, 30)
     processes.signal(signal.SIGKILL, ranks=[0, 1])
-    processes.finish(expected=-signal.SIGKILL)
-    assert 30 <= last_step(out) < 120
+    # Rank 1 may see its peer die and abort before its own signal comes.
+    codes = [process.wait(60) for process in processes.ranks]
+    assert codes[0] == -signal.SIGKILL and codes[1] in (-signal.SIGKILL, -signal.SIGABRT, 1)
+    assert 30 <= last_step(out) < 300
     start(2, out, *LONG, "--resume").finish()
     assert_same_run(out, uninterrupted)
     folders = {path.name for path in (out / "checkpoints").iterdir()}
-    assert folders == {"latest.json", "step_00000110", "step_00000120"}
+    assert folders == {"latest.json", "step_00000290", "step_00000300"}
 
 
 def test_ctrl_c_under_torchrun_leaves_a_checkpoint_and_ends_without_a_traceback(tmp_path):

@@ -15,9 +15,11 @@ such losses, which differs a little from the one of all tokens. All else equals 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -73,6 +75,17 @@ def start_ranks() -> Ranks:
 def stop_ranks() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave() -> NoReturn:
+    """Ends this process with code 0, without the interpreter's teardown.
+
+    Threads of gloo may outlive the group; once in about a hundred runs one was still there when the
+    interpreter came down, and the process aborted after everything had been written.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def is_expert(parameter: nn.Parameter) -> bool:

@@ -165,10 +165,9 @@ def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) 
     Raises ValueError where it takes neither.
     """
     signature = inspect.signature(build)
-    # Named ones only: a module class without an __init__ of its own shows *args and takes none.
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = sum(parameter.kind in by_position for parameter in signature.parameters.values())
-    for args in ((d_model, d_hidden), ())[named < 2 :]:
+    # A module class without an __init__ of its own shows *args and takes none.
+    takes_none = isinstance(build, type) and vars(nn.Module)["__init__"] is getattr(build, "__init__", None)
+    for args in ((),) if takes_none else ((d_model, d_hidden), ()):
         try:
             signature.bind(*args)
         except TypeError:

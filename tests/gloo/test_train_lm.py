@@ -137,13 +137,14 @@ def test_two_ranks_report_the_losses_and_gradient_norms_of_one(tmp_path):
 
 FIRST_GRADIENTS = """
 import sys, torch, train_lm
-from lm_ranks import share_gradients, start_ranks, stop_ranks
+from lm_ranks import leave, share_gradients, start_ranks, stop_ranks
 ranks = start_ranks()
 run = train_lm.begin(train_lm.parse_arguments(sys.argv[2:]), ranks)
 train_lm.backward(run)
 share_gradients(run.model, ranks)
 torch.save({name: p.grad for name, p in run.model.named_parameters()}, f"{sys.argv[1]}{ranks.rank}.pt")
 stop_ranks()
+leave()
 """
 
 

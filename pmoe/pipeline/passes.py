@@ -39,9 +39,8 @@ class Rows:
 def plan_schedule(plan: Plan, direction: str) -> Schedule:
     """The schedule that a pass of ``plan`` runs; every rank of the group builds the same."""
     build = forward_schedule if direction == "forward" else backward_schedule
-    size = plan.collective.ranks.size
-    # Not the rank's own row counts: all ranks must issue the same collectives.
-    schedule = build(len(plan.chunks), local=plan.bypass_local, remote=size > 1 or not plan.bypass_local)
+    # Whether there is a journey, not how many rows this rank sends: all ranks issue the same collectives.
+    schedule = build(len(plan.chunks), local=plan.bypass_local, remote=plan.weights is not None)
     return sequential(schedule) if plan.sequential else schedule
 
 

@@ -36,7 +36,7 @@ setup(
     packages=find_packages(include=["pmoe", "pmoe.*"]),
     package_data={"pmoe": ["py.typed"]},
     # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
-    install_requires=["torch>=2.11,<2.15", "numpy"],
+    install_requires=["torch>=2.11,<2.15", "numpy", "sortedcontainers>=2.4"],
     extras_require={
         "train": TRAIN,
         "dev": [

@@ -1,0 +1,208 @@
+"""Which way to restore T_DI and T_M is fastest: MPipeMoE's Eq. 7-10 and Table II, for all nine pairs.
+
+Each lane has an amount of work (Table II) in units (Eq. 7-9), and a rate that suffers from what runs beside
+it (Section II.C). The slowest lane sets the time (Eq. 10). That is a pipeline in its steady state: filling
+and emptying it, and what a task costs whatever its size, are the simulator's business.
+
+b rows that the experts of a rank receive, M = d_model, H = d_hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from pmoe.planner.restore import Restore
+from pmoe.planner.theory import check_sizes
+
+Direction = Literal["forward", "backward"]
+
+
+def _check_number(name: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} ({value!r}) must be a number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What each lane does in a second while it runs alone: W_comp, W_comm and W_mem of Section II.C.
+
+    compute: multiply-adds. communicate: elements that a rank sends in the all-to-all, of rows that really
+    travel. copy: elements between device and host, in one direction.
+    """
+
+    compute: float
+    communicate: float
+    copy: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            rate = getattr(self, field.name)
+            _check_number(field.name, rate)
+            if not 0 < rate < math.inf:
+                raise ValueError(f"{field.name} ({rate}) must be a positive finite number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interference:
+    """Speeds beside other lanes, relative to running alone: over 0, at most 1 (Section II.C, Fig. 3).
+
+    mu is for communication, sigma for computation, eta for copies; the suffix names what runs beside it:
+    comm, comp, mem (copies), or all three lanes. The paper takes sigma = 1.
+    """
+
+    mu_comp: float = 1.0
+    mu_mem: float = 1.0
+    mu_all: float = 1.0
+    sigma_comm: float = 1.0
+    sigma_mem: float = 1.0
+    sigma_all: float = 1.0
+    eta_comm: float = 1.0
+    eta_comp: float = 1.0
+    eta_all: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            speed = getattr(self, field.name)
+            _check_number(field.name, speed)
+            if not 0 < speed <= 1:
+                raise ValueError(f"{field.name} ({speed}) must be over 0 and at most 1")
+
+    def speeds(self, *, compute: bool, communicate: bool, copy: bool) -> tuple[float, float, float]:
+        """(sigma, mu, eta) where these lanes are in use; 1.0 for a lane that is not, or that runs alone."""
+        match compute, communicate, copy:
+            case True, True, True:
+                return self.sigma_all, self.mu_all, self.eta_all
+            case True, True, False:
+                return self.sigma_comm, self.mu_comp, 1.0
+            case True, False, True:
+                return self.sigma_mem, 1.0, self.eta_comp
+            case False, True, True:
+                return 1.0, self.mu_mem, self.eta_comm
+            case _:
+                return 1.0, 1.0, 1.0
+
+
+NO_INTERFERENCE = Interference()
+"""Lanes that do not slow each other."""
+
+
+def workload(
+    restore: Restore, direction: Direction, *, hidden_per_model: float = 4.0, swiglu: bool = False
+) -> tuple[float, float, float]:
+    """Table II's [q1, q2, q3]: units of compute (Eq. 7), of all-to-all (Eq. 8), of copies (Eq. 9).
+
+    Forward has two products and two all-to-alls, backward four and two. An offloaded T_DI is one unit of
+    copies each way, an offloaded T_M as many as its columns over M: hidden_per_model = H / M (4 in the
+    paper's table), twice that for SwiGLU. Backward sends T_DI again for one unit of all-to-all and recomputes
+    T_M for one of compute. SwiGLU's first product is twice as large and counts two.
+
+    Raises ValueError for an unknown direction or hidden_per_model not positive and finite.
+    Example: S4 -> [2, 2, 0] forward, [5, 3, 0] backward.
+    """
+    if direction not in get_args(Direction):
+        raise ValueError(f"direction ({direction!r}) must be forward or backward")
+    _check_number("hidden_per_model", hidden_per_model)
+    if not 0 < hidden_per_model < math.inf:
+        raise ValueError(f"hidden_per_model ({hidden_per_model}) must be a positive finite number")
+    first = 2.0 if swiglu else 1.0  # products of one unit, and multiples of H that T_M is wide
+    second = 1.0
+    computed = first + second
+    sent = 2.0
+    copied = 0.0
+    if direction == "backward":
+        computed *= 2  # the gradients of the inputs and those of the weights
+        computed += first if restore.hidden == "recompute" else 0.0
+        sent += 1.0 if restore.dispatched == "communicate" else 0.0
+    if restore.dispatched == "offload":
+        copied += 1.0
+    if restore.hidden == "offload":
+        copied += first * hidden_per_model
+    return computed, sent, copied
+
+
+def volumes(b: float, M: int, H: int) -> tuple[float, float, float]:
+    """Eq. 7-9, one unit of each lane: b H M multiply-adds, b M elements sent, b M elements copied.
+
+    b is a number of rows, at least 0; a mean over chunks need not be whole.
+    """
+    check_sizes(M=M, H=H)
+    _check_number("b", b)
+    if not 0 <= b < math.inf:
+        raise ValueError(f"b ({b}) must be a finite number of at least 0")
+    return b * H * M, b * M, b * M
+
+
+def closed_form_seconds(
+    restore: Restore,
+    direction: Direction,
+    *,
+    b: float,
+    M: int,
+    H: int,
+    rates: Rates,
+    interference: Interference = NO_INTERFERENCE,
+    swiglu: bool = False,
+    travelling: float = 1.0,
+) -> float:
+    """Eq. 10: seconds of b rows, max of q1 v_comp / (sigma W_comp), q2 v_comm / (mu W_comm) and
+    q3 v_mem / (eta W_mem).
+
+    The paper prints mu for eta in the third term, and its short form (alpha, beta) drops the volumes,
+    although computation has H times those of the other lanes; both are put right here. sigma, mu and eta are
+    those of the lanes in use: a lane with no work slows nobody.
+
+    travelling: the share of the b rows that change rank, 1 in the paper, (W - 1) / W for even routing over W
+    ranks, 0 on one rank, where communicating T_DI again is a local gather and counts as free.
+    """
+    v_comp, v_comm, v_mem = volumes(b, M, H)
+    _check_number("travelling", travelling)
+    if not 0 <= travelling <= 1:
+        raise ValueError(f"travelling ({travelling}) must be between 0 and 1")
+    q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
+    sigma, mu, eta = interference.speeds(compute=True, communicate=travelling > 0, copy=q3 > 0)
+    return max(
+        q1 * v_comp / (sigma * rates.compute),
+        q2 * v_comm * travelling / (mu * rates.communicate),
+        q3 * v_mem / (eta * rates.copy),
+    )
+
+
+def cheapest(
+    candidates: Iterable[Restore],
+    *,
+    b: float,
+    M: int,
+    H: int,
+    rates: Rates,
+    interference: Interference = NO_INTERFERENCE,
+    swiglu: bool = False,
+    travelling: float = 1.0,
+) -> tuple[Restore, dict[Restore, float]]:
+    """The candidate with the fewest seconds a step, and the seconds of each: forward and backward together.
+
+    Of equals the one that comes first is taken, so ranks that share these numbers choose alike.
+    Raises ValueError without candidates.
+    """
+    seconds = {
+        restore: sum(
+            closed_form_seconds(
+                restore,
+                direction,
+                b=b,
+                M=M,
+                H=H,
+                rates=rates,
+                interference=interference,
+                swiglu=swiglu,
+                travelling=travelling,
+            )
+            for direction in get_args(Direction)
+        )
+        for restore in candidates
+    }
+    if not seconds:
+        raise ValueError("candidates (none) must name at least one way to restore")
+    return min(seconds, key=seconds.__getitem__), seconds

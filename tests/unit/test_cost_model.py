@@ -1,0 +1,277 @@
+"""MPipeMoE's Table II and Eq. 7-10, and which way to restore wins where."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pmoe.planner.cost_model import (
+    Interference,
+    Rates,
+    cheapest,
+    closed_form_seconds,
+    volumes,
+    workload,
+)
+from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
+
+S1, S2, S3, S4 = STRATEGIES.values()
+SMALL: dict[str, Any] = {"b": 1, "M": 2, "H": 8}  # H = 4 M; units: 16 multiply-adds, 2 elements, 2 elements
+
+
+def rates(*, unit: float = 1.0, communicate: float, copy: float) -> Rates:
+    """Rates for SMALL at which a unit takes so many seconds on its lane."""
+    return Rates(compute=16 / unit, communicate=2 / communicate, copy=2 / copy)
+
+
+EVEN = rates(communicate=1, copy=1)
+
+
+@pytest.mark.parametrize(
+    "restore, forward, backward",
+    [
+        (KEEP, (2, 2, 0), (4, 2, 0)),
+        (S1, (2, 2, 5), (4, 2, 5)),
+        (S2, (2, 2, 4), (4, 3, 4)),
+        (S3, (2, 2, 1), (5, 2, 1)),
+        (S4, (2, 2, 0), (5, 3, 0)),
+    ],
+    ids=["none", "S1", "S2", "S3", "S4"],
+)
+def test_the_workloads_are_those_of_table_2(
+    restore: Restore, forward: tuple[int, int, int], backward: tuple[int, int, int]
+) -> None:
+    assert workload(restore, "forward") == forward
+    assert workload(restore, "backward") == backward
+
+
+@pytest.mark.parametrize(
+    "pair, forward, backward",
+    [
+        ("keep/offload", (2, 2, 4), (4, 2, 4)),
+        ("keep/recompute", (2, 2, 0), (5, 2, 0)),
+        ("offload/keep", (2, 2, 1), (4, 2, 1)),
+        ("communicate/keep", (2, 2, 0), (4, 3, 0)),
+    ],
+)
+def test_the_pairs_that_the_paper_does_not_name_follow_the_same_rule(
+    pair: str, forward: tuple[int, int, int], backward: tuple[int, int, int]
+) -> None:
+    restore = {str(each): each for each in ALL_PAIRS}[pair]
+    assert workload(restore, "forward") == forward
+    assert workload(restore, "backward") == backward
+
+
+def test_copies_of_the_hidden_activation_follow_its_width() -> None:
+    assert workload(S1, "forward", hidden_per_model=2.5) == (2, 2, 3.5)
+    assert workload(S2, "backward", hidden_per_model=1) == (4, 3, 1)
+    assert workload(S3, "backward", hidden_per_model=2.5) == (5, 2, 1)
+
+
+def test_swiglu_doubles_the_first_product_and_what_is_copied_of_it() -> None:
+    assert workload(KEEP, "forward", swiglu=True) == (3, 2, 0)
+    assert workload(KEEP, "backward", swiglu=True) == (6, 2, 0)
+    assert workload(S1, "forward", swiglu=True, hidden_per_model=2) == (3, 2, 5)
+    assert workload(S2, "backward", swiglu=True, hidden_per_model=2) == (6, 3, 4)
+    assert workload(S4, "backward", swiglu=True) == (8, 3, 0)
+
+
+def test_units_are_those_of_equations_7_to_9() -> None:
+    assert volumes(b=3, M=5, H=7) == (105, 15, 15)
+    assert volumes(b=0, M=5, H=7) == (0, 0, 0)
+
+
+def test_the_slowest_lane_sets_the_time() -> None:
+    for slow, seconds in [("compute", 40), ("communicate", 20), ("copy", 50)]:
+        lanes = {"compute": 16.0, "communicate": 2.0, "copy": 2.0}
+        lanes[slow] /= 10  # a unit takes 10 s there and 1 s elsewhere: S1 backward is [4, 2, 5]
+        assert closed_form_seconds(S1, "backward", rates=Rates(**lanes), **SMALL) == pytest.approx(seconds)
+
+
+def test_seconds_grow_with_rows() -> None:
+    one = closed_form_seconds(S4, "backward", rates=EVEN, b=1, M=2, H=8)
+    assert one == 5
+    assert closed_form_seconds(S4, "backward", rates=EVEN, b=6, M=2, H=8) == 30
+    assert closed_form_seconds(S4, "backward", rates=EVEN, b=0, M=2, H=8) == 0
+
+
+def test_computation_has_a_volume_of_its_own() -> None:
+    """The paper's alpha and beta leave H out; then width could not change who wins."""
+    rate = Rates(compute=16.0, communicate=1000.0, copy=1.0)
+    narrow, _ = cheapest([S1, S4], b=1, M=2, H=8, rates=rate)  # a unit: 1 s computing, 2 s copying
+    wide, _ = cheapest([S1, S4], b=1, M=200, H=800, rates=rate)  # a unit: 10,000 s and 200 s
+    assert (narrow, wide) == (S4, S1)
+
+
+def test_width_of_the_layer_is_what_is_copied() -> None:
+    rate = Rates(compute=1e9, communicate=1e9, copy=1.0)
+    assert closed_form_seconds(S1, "forward", b=3, M=2, H=5, rates=rate) == pytest.approx(3 * (2 + 5))
+    assert closed_form_seconds(S1, "forward", b=3, M=2, H=5, rates=rate, swiglu=True) == pytest.approx(
+        3 * (2 + 2 * 5)
+    )
+    assert closed_form_seconds(S3, "forward", b=3, M=2, H=5, rates=rate) == pytest.approx(3 * 2)
+
+
+SLOWED = Interference(
+    mu_comp=0.91,
+    mu_mem=0.82,
+    mu_all=0.73,
+    sigma_comm=0.94,
+    sigma_mem=0.85,
+    sigma_all=0.76,
+    eta_comm=0.97,
+    eta_comp=0.88,
+    eta_all=0.79,
+)
+
+
+@pytest.mark.parametrize(
+    "restore, travelling, slow, expected",
+    [
+        # all three lanes: sigma_all, mu_all, eta_all. S1 backward is [4, 2, 5].
+        (S1, 1.0, "compute", 4 / 0.76),
+        (S1, 1.0, "communicate", 2 / 0.73),
+        (S1, 1.0, "copy", 5 / 0.79),
+        # nothing copied: sigma_comm, mu_comp. S4 backward is [5, 3, 0].
+        (S4, 1.0, "compute", 5 / 0.94),
+        (S4, 1.0, "communicate", 3 / 0.91),
+        # nothing travels: sigma_mem, eta_comp
+        (S1, 0.0, "compute", 4 / 0.85),
+        (S1, 0.0, "copy", 5 / 0.88),
+        # nothing but computing runs at full speed
+        (S4, 0.0, "compute", 5.0),
+    ],
+)
+def test_a_lane_is_slowed_by_the_lanes_in_use_and_by_no_other(
+    restore: Restore, travelling: float, slow: str, expected: float
+) -> None:
+    lanes = {"compute": 16e6, "communicate": 2e6, "copy": 2e6}
+    lanes[slow] /= 1e6
+    assert closed_form_seconds(
+        restore, "backward", rates=Rates(**lanes), interference=SLOWED, travelling=travelling, **SMALL
+    ) == pytest.approx(expected, rel=1e-12)
+
+
+def test_speeds_are_chosen_by_the_lanes_in_use() -> None:
+    assert SLOWED.speeds(compute=True, communicate=True, copy=True) == (0.76, 0.73, 0.79)
+    assert SLOWED.speeds(compute=True, communicate=True, copy=False) == (0.94, 0.91, 1.0)
+    assert SLOWED.speeds(compute=True, communicate=False, copy=True) == (0.85, 1.0, 0.88)
+    assert SLOWED.speeds(compute=False, communicate=True, copy=True) == (1.0, 0.82, 0.97)
+    assert SLOWED.speeds(compute=True, communicate=False, copy=False) == (1.0, 1.0, 1.0)
+
+
+def test_rows_that_stay_are_not_sent() -> None:
+    rate = rates(unit=0.1, communicate=1, copy=0.1)
+    assert closed_form_seconds(S4, "backward", rates=rate, travelling=0.75, **SMALL) == pytest.approx(2.25)
+    assert closed_form_seconds(S4, "backward", rates=rate, travelling=0.0, **SMALL) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "communicate, copy, seconds, winner",
+    [
+        # Seconds a unit, against 1 s for a unit of compute. A step is a maximum for each direction.
+        # compute-bound, fast copies: recomputing costs, moving does not
+        (1.5, 0.1, [3 + 4, 3 + 4.5, 3 + 5, 3 + 5], "S1"),
+        # compute-bound, copies as fast as the products: one unit fewer to copy decides
+        (0.1, 0.5, [2.5 + 4, 2 + 4, 2 + 5, 2 + 5], "S2"),
+        # compute-bound, slow copies: nothing is copied
+        (0.1, 3.0, [15 + 15, 12 + 12, 3 + 5, 2 + 5], "S4"),
+        # communication-bound, slow copies: T_DI is not sent again, T_M is too large to copy
+        (4.0, 2.5, [12.5 + 12.5, 10 + 12, 8 + 8, 8 + 12], "S3"),
+        # communication-bound, very slow copies
+        (4.0, 30.0, [150 + 150, 120 + 120, 30 + 30, 8 + 12], "S4"),
+    ],
+)
+def test_who_wins_depends_on_what_bounds_the_step(
+    communicate: float, copy: float, seconds: list[float], winner: str
+) -> None:
+    best, all_seconds = cheapest([S4, S3, S2, S1], rates=rates(communicate=communicate, copy=copy), **SMALL)
+    assert [all_seconds[restore] for restore in (S1, S2, S3, S4)] == pytest.approx(seconds, rel=1e-12)
+    assert best.strategy == winner
+    assert sorted(all_seconds.values())[1] > all_seconds[best] * 1.01  # no tie decides
+
+
+def test_copies_that_slow_communication_make_s4_win_a_communication_bound_step() -> None:
+    """Section V.G: with many ranks S4 beats S2, as copies over PCIe slow the all-to-all."""
+    bound = rates(communicate=4, copy=0.1)
+    best, seconds = cheapest([S1, S2, S3, S4], rates=bound, **SMALL)
+    assert (best, seconds) == (S1, {S1: 16, S2: 20, S3: 16, S4: 20})
+    best, seconds = cheapest(
+        [S1, S2, S3, S4], rates=bound, interference=Interference(mu_all=0.5, eta_all=0.5), **SMALL
+    )
+    assert (best, seconds) == (S4, {S1: 32, S2: 40, S3: 32, S4: 20})
+
+
+def test_of_equals_the_first_candidate_wins() -> None:
+    bound = rates(communicate=0.1, copy=0.1)
+    for candidates in ([S1, S2], [S2, S1], [S3, S2, S1], [KEEP, S1], [S1, KEEP]):
+        best, seconds = cheapest(candidates, rates=bound, **SMALL)
+        assert list(seconds) == candidates
+        assert best == next(each for each in candidates if seconds[each] == 6)
+
+
+def test_keeping_everything_is_never_slower_than_another_pair() -> None:
+    best, seconds = cheapest(ALL_PAIRS, rates=EVEN, interference=SLOWED, **SMALL)
+    assert best == KEEP
+    assert list(seconds) == list(ALL_PAIRS)
+    assert max(seconds.values()) == seconds[S1] > seconds[KEEP]
+
+
+@pytest.mark.parametrize(
+    "changed, error, match",
+    [
+        ({"direction": "sideways"}, ValueError, r"direction \('sideways'\) must be forward or backward"),
+        ({"b": -1}, ValueError, r"b \(-1\) must be a finite number of at least 0"),
+        ({"b": math.nan}, ValueError, r"b \(nan\) must be a finite number of at least 0"),
+        ({"b": "4"}, TypeError, r"b \('4'\) must be a number"),
+        ({"M": 0}, ValueError, r"M \(0\) must be at least 1"),
+        ({"H": 8.0}, TypeError, r"H \(8.0\) must be an int"),
+        ({"travelling": 1.5}, ValueError, r"travelling \(1.5\) must be between 0 and 1"),
+        ({"travelling": -0.5}, ValueError, r"travelling \(-0.5\) must be between 0 and 1"),
+        ({"travelling": None}, TypeError, r"travelling \(None\) must be a number"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name_value_and_rule(
+    changed: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=f"^{match}$"):
+        closed_form_seconds(**{"restore": S1, "direction": "forward", "rates": EVEN, **SMALL, **changed})
+
+
+@pytest.mark.parametrize("name", ["compute", "communicate", "copy"])
+@pytest.mark.parametrize("rate", [0, -1.5, math.inf, math.nan])
+def test_a_rate_is_positive_and_finite(name: str, rate: float) -> None:
+    good = {"compute": 1.0, "communicate": 1.0, "copy": 1.0}
+    with pytest.raises(ValueError, match=rf"^{name} \({rate}\) must be a positive finite number$"):
+        Rates(**{**good, name: rate})
+    with pytest.raises(TypeError, match=rf"^{name} \(True\) must be a number$"):
+        Rates(**{**good, name: True})
+
+
+@pytest.mark.parametrize("name", ["mu_comp", "mu_mem", "sigma_comm", "sigma_all", "eta_comp", "eta_all"])
+@pytest.mark.parametrize("speed", [0, -0.5, 1.01, math.nan])
+def test_a_relative_speed_is_over_0_and_at_most_1(name: str, speed: float) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} \({speed}\) must be over 0 and at most 1$"):
+        Interference(**{name: speed})
+    assert getattr(Interference(**{name: 1}), name) == 1
+
+
+@pytest.mark.parametrize("hidden_per_model", [0, -4, math.inf, math.nan])
+def test_the_width_of_the_hidden_activation_is_positive(hidden_per_model: float) -> None:
+    match = rf"^hidden_per_model \({hidden_per_model}\) must be a positive finite number$"
+    with pytest.raises(ValueError, match=match):
+        workload(S1, "forward", hidden_per_model=hidden_per_model)
+
+
+def test_a_step_is_a_forward_and_a_backward_under_the_same_conditions() -> None:
+    bound = rates(communicate=9, copy=2)
+    _, seconds = cheapest([S1, S4], rates=bound, swiglu=True, travelling=0.25, **SMALL)
+    # S1: 9 units copied at 2 s each way. S4: 3 products (2 sent * 9 s * 1/4 = 4.5 s), then 8 (6.75 s).
+    assert seconds == {S1: 18 + 18, S4: 4.5 + 8}
+
+
+def test_no_candidates_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^candidates \(none\) must name at least one way to restore$"):
+        cheapest([], rates=EVEN, **SMALL)

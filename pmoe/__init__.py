@@ -2,7 +2,9 @@
 
 from pmoe.gates import Gate, Routing
 from pmoe.layer import MoELayer
+from pmoe.pipeline.buffers import pool
+from pmoe.planner.restore import Restore
 
 __version__ = "0.1.0"
 
-__all__ = ["Gate", "MoELayer", "Routing", "__version__"]
+__all__ = ["Gate", "MoELayer", "Restore", "Routing", "__version__", "pool"]

@@ -6,6 +6,7 @@ Letters: T tokens of this rank, K choices, E experts of the group, M = d_model, 
 from __future__ import annotations
 
 import itertools
+import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.comm.counts import CountsExchange, Fault, FaultError
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins
 from pmoe.comm.flat import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, ModuleExperts, SwiGLUExperts
@@ -25,10 +26,12 @@ from pmoe.experts.modules import build_modules
 from pmoe.gates import GATES, Routing
 from pmoe.ordering.capacity import expert_capacity, within_capacity
 from pmoe.ordering.sorted import LocalExperts, SortedRows, count_rows, sort_rows
+from pmoe.pipeline.buffers import pool, warn_once
 from pmoe.pipeline.passes import run_experts
-from pmoe.pipeline.plan import make_plan
+from pmoe.pipeline.plan import Degrees, make_plan
 from pmoe.pipeline.schedule import local_pieces
-from pmoe.planner.degree import FINEST, adaptive_degree, check_pipeline, fixed_degree
+from pmoe.planner.degree import DEGREES, adaptive_degree, check_backward, check_pipeline, fixed_degree
+from pmoe.planner.restore import KEEP, STRATEGIES, Restore, parse_restore
 
 
 class MoELayer(nn.Module):
@@ -96,7 +99,9 @@ class MoELayer(nn.Module):
         bias: bool = True,
         capacity_factor: float | None = None,
         pipeline: bool | int = False,
-        memory_reuse: bool = False,
+        memory_reuse: bool | str | Restore = False,
+        pipeline_backward: int | None = None,
+        slack: float = 1.25,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -113,10 +118,10 @@ class MoELayer(nn.Module):
         _check_number(capacity_factor=1 if capacity_factor is None else capacity_factor)
         if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None or a positive number")
-        if memory_reuse is not False:
-            raise ValueError(
-                f"memory_reuse ({memory_reuse!r}) must be False: memory reuse does not exist yet"
-            )
+        self.restore = parse_restore(memory_reuse)
+        _check_number(slack=slack)
+        if not 1 <= slack < float("inf"):
+            raise ValueError(f"slack ({slack}) must be a number of at least 1")
         _check_number(z_loss_weight=z_loss_weight)
         if not 0 <= z_loss_weight < float("inf"):
             raise ValueError(f"z_loss_weight ({z_loss_weight}) must be a number of at least 0")
@@ -126,6 +131,7 @@ class MoELayer(nn.Module):
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype ({dtype}) must be a floating-point type")
         check_pipeline(pipeline)
+        check_backward(pipeline, pipeline_backward)
         self.ranks = Ranks(group)
         if num_experts % self.ranks.size:
             raise ValueError(
@@ -135,7 +141,8 @@ class MoELayer(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.num_local_experts = num_experts // self.ranks.size
         self.first_expert = self.ranks.rank * self.num_local_experts
-        self.capacity_factor, self.pipeline = capacity_factor, pipeline
+        self.capacity_factor, self.pipeline, self.slack = capacity_factor, pipeline, slack
+        self.pipeline_backward = pipeline_backward
         self.check_finite, self.bypass_local, self.sequential = check_finite, bypass_local, sequential
         self.l_aux = None
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
@@ -159,6 +166,36 @@ class MoELayer(nn.Module):
         self.gate = gate
         self.experts = self._make_experts(expert, activation, bias, options)
         self.experts.mark_parameters()
+        if pipeline_backward is not None and self.keeps_graphs and pipeline_backward > int(pipeline):
+            raise ValueError(
+                f"pipeline_backward ({pipeline_backward}) must be at most pipeline ({pipeline}) where "
+                "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
+            )
+
+    @property
+    def rotates(self) -> bool:
+        """Whether buffers rotate through ring slots."""
+        return self.restore is not False or self.pipeline_backward not in (None, fixed_degree(self.pipeline))
+
+    @property
+    def degree_candidates(self) -> tuple[int, ...]:
+        """Every n that the layer may choose, for either pass."""
+        n = fixed_degree(self.pipeline)
+        forward = DEGREES if n is None else (n,)
+        backward = () if self.pipeline_backward is None else (self.pipeline_backward,)
+        return tuple(dict.fromkeys((*forward, *backward)))
+
+    @property
+    def may_offload_rows(self) -> bool:
+        return self.restore is True or (
+            isinstance(self.restore, Restore) and self.restore.dispatched == "offload"
+        )
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether experts' graphs, which cannot be split, go from forward to backward."""
+        recomputed = isinstance(self.restore, Restore) and self.restore.hidden == "recompute"
+        return isinstance(self.experts, ModuleExperts) and not recomputed
 
     def _make_experts(
         self,
@@ -249,41 +286,60 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
     expert_TK, keep_TK = routed.routing.expert, routed.keep_TK
     parameters = list(layer.experts.parameters())
 
-    def sort(n: int) -> SortedRows:
+    def sort(n: int, pieces: int) -> SortedRows:
         end = layer.first_expert + layer.num_local_experts if layer.bypass_local else layer.first_expert
         stay = LocalExperts(layer.first_expert, end)
-        return sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, num_pieces(n))
+        return sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, pieces)
 
-    def num_pieces(n: int) -> int:
-        travels = layer.ranks.size > 1 or not layer.bypass_local
-        return local_pieces(n, local=layer.bypass_local, remote=travels)
-
-    # Counts travel in bins where n is still open; for a fixed n the bins are the chunks.
-    n = fixed_degree(layer.pipeline)
+    candidates = layer.degree_candidates
+    travels = layer.ranks.size > 1 or not layer.bypass_local
+    # Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
+    slots = None
+    bins = math.lcm(*candidates)
+    if layer.rotates:
+        bins = num_bins(candidates, layer.ranks.size)
+        own = layer.ranks.rank if layer.bypass_local else None
+        row_bytes = layer.d_model * routed.x_TM.element_size()
+        free = pool(routed.x_TM.device).host.free_bytes if layer.may_offload_rows else None
+        slots = Slots(
+            slack=layer.slack,
+            top_k=layer.top_k,
+            degrees=candidates,
+            own_rank=own,
+            host_rows=None if free is None else free // row_bytes,
+        )
     exchange = CountsExchange(
         layer.ranks,
-        count_rows(expert_TK, keep_TK, n or FINEST, layer.num_experts),
+        count_rows(expert_TK, keep_TK, bins, layer.num_experts),
         num_tokens=expert_TK.shape[0],
         fault=routed.fault,
         needs_grad=_needs_grad(routed.x_TM, routed.routing.weight, *parameters),
         traffic=layer.traffic,
+        slots=slots,
     )
-    order = sort(n) if n else None  # while the counts travel
+    guess = None  # while the counts travel: the order of rows, if no count can change it
+    if len(candidates) == 1 and slots is None:
+        guess = _degrees(layer, candidates[0], candidates[0], travels)
+    order = None if guess is None else sort(guess.forward, guess.pieces)
     try:
         shared = exchange.finish()
     except FaultError as error:
         raise (routed.failure or error) from None
-    if n is None:
-        n = adaptive_degree(shared.max_tokens * layer.top_k, layer.ranks.size)
-        shared = shared.joined(n)
-
+    choice = _choose(layer, shared)
+    degrees = _degrees(layer, choice.forward, choice.backward, travels, shared.depth)
+    if order is None or degrees != guess:
+        order = sort(degrees.forward, degrees.pieces)
+    same = degrees.backward == degrees.forward
     plan = make_plan(
         experts=layer.experts,
         collective=FlatAllToAll(ranks=layer.ranks, traffic=layer.traffic),
-        order=order or sort(n),
+        order=order,
+        backward_order=order if same else sort(degrees.backward, degrees.backward * layer.bypass_local),
         expert_TK=expert_TK,
         shared=shared,
-        num_pieces=num_pieces(n),
+        degrees=degrees,
+        restore=choice.restore,
+        rotates=layer.rotates,
         bypass_local=layer.bypass_local,
         has_drops=keep_TK is not None,
         sequential=layer.sequential,
@@ -301,6 +357,45 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, enabled=inside, dtype=autocast_dtype):
         y_TM = run_experts(plan, rows_TM, routed.routing.weight, operands, needs_grad=shared.needs_grad)
     return y_TM.view(x.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """What the layer does with a batch, the same on every rank: n of both passes, and the restore pair."""
+
+    forward: int
+    backward: int
+    restore: Restore
+
+
+def _choose(layer: MoELayer, shared: Shared) -> _Choice:
+    """From numbers that all ranks share."""
+    forward = fixed_degree(layer.pipeline)
+    if forward is None:
+        forward = adaptive_degree(shared.max_tokens * layer.top_k, layer.ranks.size)
+    backward = forward if layer.pipeline_backward is None else layer.pipeline_backward
+    restore = layer.restore
+    if isinstance(restore, bool):
+        restore = STRATEGIES["S4"] if restore else KEEP
+    if shared.host_shortage and restore.dispatched == "offload":
+        restore = Restore("communicate", restore.hidden)
+        warn_once("too little host memory is left on some rank to offload T_DI: it is sent again instead")
+    return _Choice(forward=forward, backward=backward, restore=restore)
+
+
+def _degrees(
+    layer: MoELayer, forward: int, backward: int, travels: bool, depth: dict[int, int] | None = None
+) -> Degrees:
+    """Numbers of chunks, as deep as every rank's slots need them."""
+    if depth:
+        forward, backward = forward << depth[forward], backward << depth[backward]
+    if layer.rotates:
+        if layer.keeps_graphs and forward % backward:
+            backward = forward  # a saved graph cannot be split
+        pieces = forward if layer.bypass_local else 0
+    else:
+        pieces = local_pieces(forward, local=layer.bypass_local, remote=travels)
+    return Degrees(forward=forward, backward=backward, pieces=pieces)
 
 
 def _route(layer: MoELayer, x: Tensor) -> _Routed:

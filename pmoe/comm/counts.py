@@ -1,14 +1,19 @@
 """The one exchange before any payload: row counts, and what all ranks must know of each other.
 
-Letters: W ranks, n chunks (or finer bins), E_local experts a rank.
+Row counts travel in bins, finer than chunks where chunks may have to be cut finer: the cuttings that join
+neighbouring bins form chains, each cutting refining the last. One max-reduction of a few numbers then carries
+everything that ranks must share; no rank holds a table of all ranks.
+
+Letters: W ranks, F bins, n chunks, K choices, E_local experts a rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -50,11 +55,13 @@ class FaultError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What every rank knows after the exchange.
+    """What a rank knows after the exchange.
 
-    send: (n, W, E_local) kept rows that this rank has for each rank's experts; recv: the same, rows that
+    send: (F, W, E_local) kept rows that this rank has for each rank's experts; recv: the same, rows that
     each rank has for this one's; both on the host. recv_device: recv where the rows are.
-    max_tokens, needs_grad: over all ranks, so decisions taken from them are the same everywhere.
+    The rest is the same on every rank, and so are decisions taken from it.
+    depth: for each n asked for, how often it must be doubled until no chunk brings any rank more rows than
+    `Slots.limit`, or as often as the bins allow. host_shortage: whether any rank lacks host memory.
     """
 
     send: Tensor
@@ -62,6 +69,8 @@ class Shared:
     recv_device: Tensor
     max_tokens: int
     needs_grad: bool
+    depth: dict[int, int] = field(default_factory=dict)
+    host_shortage: bool = False
 
     def joined(self, n: int) -> Shared:
         """The same rows in n chunks, each of as many neighbouring bins; n divides the number of bins."""
@@ -73,8 +82,57 @@ class Shared:
         return replace(self, send=join(self.send), recv=join(self.recv), recv_device=join(self.recv_device))
 
 
-HEADER = 3
-"""Integers before the counts in each message: tokens, fault, needs_grad."""
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """How many rows a chunk may bring, and the numbers of chunks for which to ask.
+
+    slack: rows of a slot over the balanced share. degrees: those n for which `Shared.depth` is wanted.
+    own_rank: rows from there stay and are not counted; None counts all. host_rows: received rows for which
+    this rank has host memory left.
+    """
+
+    slack: float
+    top_k: int
+    degrees: tuple[int, ...]
+    own_rank: int | None
+    host_rows: int | None = None
+
+    def limit(self, max_tokens: int, n: int) -> int:
+        """Rows of a slot. Example: slack 1.25, K = 2, 1000 tokens in 4 chunks -> 625."""
+        return math.ceil(self.slack * self.top_k * max_tokens / n)
+
+    def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
+        """The depth that this rank needs for each degree, as scalars on the device."""
+        by_source = recv_FWE.sum(2)
+        rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
+        depths = []
+        for n in self.degrees:
+            limit = (max_tokens * (self.slack * self.top_k / n)).ceil()
+            depth = torch.zeros_like(max_tokens)
+            while rows_F.shape[0] % (2 * n) == 0:
+                depth = depth + (rows_F.view(n, -1).sum(1).max() > limit)
+                n *= 2
+            depths.append(depth)
+        return depths
+
+
+def num_bins(degrees: Sequence[int], num_ranks: int) -> int:
+    """F: the least common multiple of the degrees times a power of two, enough to cut even a batch whose rows
+    all go to one rank, but few enough that the counts stay a small message.
+
+    Example: degrees (4, 2) on 3 ranks -> 16.
+    """
+    most = math.lcm(*degrees)
+    bins = most
+    while bins < most * num_ranks and 2 * bins <= MOST_BINS:
+        bins *= 2
+    return bins
+
+
+MOST_BINS = 256
+
+HEADER = 1
+"""Integers before the counts in each message: the sender's tokens."""
 
 
 class CountsExchange:
@@ -84,22 +142,22 @@ class CountsExchange:
     def __init__(
         self,
         ranks: Ranks,
-        counts_nE: Tensor,
+        counts_FE: Tensor,
         *,
         num_tokens: int,
         fault: Tensor | Fault,
         needs_grad: bool,
         traffic: Traffic,
+        slots: Slots | None = None,
     ) -> None:
-        """counts_nE: (n, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there."""
-        n, num_experts = counts_nE.shape
-        self._ranks, self._shape = ranks, (n, ranks.size, num_experts // ranks.size)
-        header = counts_nE.new_empty(HEADER)
-        # Filled by kernels: a tensor built from Python numbers would be a synchronising copy on CUDA.
-        for i, value in enumerate((num_tokens, fault, needs_grad)):
-            header[i] = value if isinstance(value, Tensor) else int(value)
-        by_rank = counts_nE.view(self._shape).transpose(0, 1).reshape(ranks.size, -1)
-        self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1)
+        """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there."""
+        bins, num_experts = counts_FE.shape
+        self._ranks, self._shape = ranks, (bins, ranks.size, num_experts // ranks.size)
+        self._fault, self._needs_grad, self._slots, self._traffic = fault, needs_grad, slots, traffic
+        # Filled by a kernel: a tensor built from Python numbers would be a synchronising copy on CUDA.
+        header = counts_FE.new_full((ranks.size, HEADER), num_tokens)
+        by_rank = counts_FE.view(self._shape).transpose(0, 1).reshape(ranks.size, -1)
+        self._sent = torch.cat([header, by_rank], dim=1)
         self._received = self._sent
         self._work: dist.Work | None = None
         if ranks.size > 1:
@@ -112,27 +170,52 @@ class CountsExchange:
 
     def finish(self) -> Shared:
         """Waits for the counts. Raises FaultError on every rank where any rank reported a fault."""
+        bins, size, local = self._shape
+
+        def by_bin(messages: Tensor) -> Tensor:
+            by_rank: Tensor = messages[:, HEADER:].unflatten(1, (bins, local))
+            return by_rank.transpose(0, 1)
+
         with at_stage("the exchange of row counts", self._ranks):
             if self._work is not None:
                 self._work.wait()
-            sent, received = torch.stack([self._sent, self._received]).cpu()
-        faults = {rank: Fault(int(code)) for rank, code in enumerate(received[:, 1]) if code}
-        if faults:
-            told = "; ".join(f"rank {rank}: {FAULTS[fault]}" for rank, fault in faults.items())
-            raise FaultError(next(iter(faults.values())), told)
-        n, size, local = self._shape
-
-        def by_chunk(messages: Tensor) -> Tensor:
-            by_rank: Tensor = messages[:, HEADER:].unflatten(1, (n, local))
-            return by_rank.transpose(0, 1)
-
+            recv_device = by_bin(self._received)
+            agreed = self._agree(recv_device)
+            counts = torch.cat([self._sent.view(-1), self._received.view(-1), agreed]).cpu()
+        sent, received, numbers = counts.split([self._sent.numel()] * 2 + [agreed.numel()])
+        max_tokens, fault, needs_grad, host_shortage, *depths = numbers.tolist()
+        if fault:
+            code, rank = Fault(fault // size), size - 1 - fault % size
+            raise FaultError(code, f"rank {rank}: {FAULTS[code]}")
         return Shared(
-            send=by_chunk(sent),
-            recv=by_chunk(received),
-            recv_device=by_chunk(self._received),
-            max_tokens=int(received[:, 0].max()),
-            needs_grad=bool(received[:, 2].any()),
+            send=by_bin(sent.view_as(self._sent)),
+            recv=by_bin(received.view_as(self._sent)),
+            recv_device=recv_device,
+            max_tokens=max_tokens,
+            needs_grad=bool(needs_grad),
+            depth={} if self._slots is None else dict(zip(self._slots.degrees, depths, strict=True)),
+            host_shortage=bool(host_shortage),
         )
+
+    def _agree(self, recv_FWE: Tensor) -> Tensor:
+        """The largest over all ranks of: tokens, fault, needs_grad, host shortage, and the depths."""
+        ranks, slots = self._ranks, self._slots
+        max_tokens = self._received[:, 0].max()
+        depths = [] if slots is None else slots.depths(recv_FWE, max_tokens)
+        mine = recv_FWE.new_zeros(4 + len(depths))
+        mine[0] = max_tokens
+        # Of several ranks with the worst fault the first is named. 0 stays 0.
+        fault = self._fault if isinstance(self._fault, Tensor) else int(self._fault)
+        mine[1] = fault * ranks.size + (fault > 0) * (ranks.size - 1 - ranks.rank)
+        mine[2] = int(self._needs_grad)
+        if slots is not None and slots.host_rows is not None:
+            mine[3] = recv_FWE.sum() > slots.host_rows
+        for i, depth in enumerate(depths):
+            mine[4 + i] = depth
+        if ranks.size > 1:
+            self._traffic.counts += mine.numel() * mine.element_size()
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=ranks.group)
+        return mine
 
 
 @contextlib.contextmanager

@@ -19,17 +19,43 @@ from torch import Tensor, nn
 
 from pmoe.experts.products import GradientSum, RowGroups
 
+Space = Callable[[str, int, int], Tensor]
+"""(name, rows, columns) -> memory of the rows' type, uninitialised. Experts say what they need it for ("T_M",
+"active", "dT_M", "T_DO", "dT_DI", "scratch"); the pass that calls them says where it lies: in a ring slot, or
+anew."""
+
+Runs = Sequence[tuple[slice, slice]]
+"""Where rows of a chunk of forward stand in a chunk of backward: pairs (there, here) of equal length."""
+
+
+def fresh(like: Tensor) -> Space:
+    """Space that is allocated anew each time."""
+    return lambda name, rows, columns: like.new_empty(rows, columns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hidden:
-    """What `Experts.input_gradient` needs beside the rows.
+    """What `Experts.input_gradient` needs beside the rows (T_M).
 
-    tensors: the caller saves them between the passes, in the autograd context of the whole layer: there
-    checkpointing and offloading hooks see them, and a backward frees them. graph: whatever is no tensor.
+    tensors: the caller keeps or offloads them between the passes; kept ones are saved in the autograd context
+    of the whole layer: there checkpointing and offloading hooks see them, and a backward frees them. graph:
+    whatever is no tensor. expendable: input_gradient may overwrite the tensors.
     """
 
     tensors: Sequence[Tensor]
     graph: Any = None
+    expendable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Columns of T_M (and its gradient), of the activated hidden where it has memory of its own in forward,
+    and of what is worked on a block of rows at a time. scratch_rows: the rows of a block."""
+
+    hidden: int = 0
+    active: int = 0
+    scratch: int = 0
+    scratch_rows: int = 0
 
 
 class Experts(nn.Module, abc.ABC):
@@ -62,6 +88,10 @@ class Experts(nn.Module, abc.ABC):
         self.mark_parameters()
         return self
 
+    def columns(self, device_type: str) -> Columns:
+        """How wide the buffers are that these experts ask `Space` for; all 0 where they ask for none."""
+        return Columns()
+
     @abc.abstractmethod
     def compute(
         self,
@@ -70,11 +100,38 @@ class Experts(nn.Module, abc.ABC):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
+        space: Space | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
         """Returns (T_DO, hidden): the experts' output times the routing weight, (N, M), into ``out`` where
         given, and what `input_gradient` needs beside the rows (T_M); None unless ``keep``."""
+
+    def recipe(self, device: torch.device) -> Any:
+        """Taken before a `compute` that keeps nothing: what `recompute` needs to run alike."""
+        return None
+
+    def is_repeatable(self, recipe: Any) -> bool:
+        """After that compute: whether recompute may take the rows in other chunks than compute did."""
+        return True
+
+    @abc.abstractmethod
+    def recompute(
+        self,
+        rows_NM: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        recipe: Any,
+        *,
+        space: Space | None = None,
+    ) -> Hidden:
+        """T_M made again from T_DI. recipe: of `recipe`, or None for no rows."""
+
+    @abc.abstractmethod
+    def join(
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
+    ) -> Hidden:
+        """What forward kept of its chunks, arranged for a backward chunk of ``num_rows`` rows."""
 
     @abc.abstractmethod
     def input_gradient(
@@ -86,6 +143,7 @@ class Experts(nn.Module, abc.ABC):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
+        space: Space | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
         """Returns the gradients of rows (N, M), into ``out`` where given, and of weight (N,), and what

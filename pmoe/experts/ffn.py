@@ -29,9 +29,8 @@ class FFNExperts(StackedExperts):
         find_activation(activation)
         super().__init__(d_model, d_hidden, num_local_experts, bias=bias, device=device, dtype=dtype)
 
-    def activate(self, hidden_NG: Tensor, *, overwrite: bool) -> Tensor:
-        out = hidden_NG if overwrite else torch.empty_like(hidden_NG)
-        return find_activation(self.activation).value(hidden_NG, out)
+    def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
+        find_activation(self.activation).value(hidden_NG, active_NH)
 
-    def activation_gradient(self, grad_NH: Tensor, hidden_NG: Tensor) -> Tensor:
-        return find_activation(self.activation).gradient_(grad_NH, hidden_NG)
+    def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
+        find_activation(self.activation).gradient_(grad_NG, hidden_NG)

@@ -2,50 +2,138 @@
 
 Each chunk's graph is kept from forward to backward and differentiated there by autograd, parameters and
 rows together: such an expert has no weight-gradient task. The tensors that the graph needs, T_DO included,
-are not kept in it but handed to the caller to save (`Hidden.tensors`): were checkpointing to see them one
-graph at a time, it would run the whole layer again for each, on each rank as often as that has experts.
+are its hidden (T_M). They are not kept in it but handed to the caller to keep or offload
+(`Hidden.tensors`): were checkpointing to see them one graph at a time, it would run the whole layer again for
+each, on each rank as often as that has experts. Parameters are not among them, nor is T_DI, which the caller
+restores by itself.
 
 Letters: N rows, M = d_model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from pmoe.experts.base import Experts, Hidden, row_dot
+from pmoe.experts.base import Experts, Hidden, Runs, Space, row_dot
 from pmoe.experts.products import GradientSum, RowGroups
+
+
+@dataclass(frozen=True)
+class _InRows:
+    """A saved tensor that is a view of the rows that entered the graph."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass
 class Shelf:
-    """Where the graphs of a chunk find the tensors that they saved: filled in forward, handed over, and
+    """Where the graph of one expert finds the tensors that it saved: filled in forward, handed over, and
     filled again for the time of a backward. It knows no graph, or neither would ever be freed."""
 
+    own_storages: frozenset[int]
+    rows: Tensor | None = None
     tensors: list[Tensor] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list)
+    _known: dict[Any, int] = field(default_factory=dict)
+    _rows_version: int = 0
 
-    def put(self, tensor: Tensor) -> int:
-        self.tensors.append(tensor.detach())
+    def open(self, rows_NM: Tensor) -> None:
+        self.rows, self._rows_version = rows_NM, rows_NM._version
+
+    def close(self) -> list[Tensor]:
+        """The shelf without its tensors, which are the caller's from now on."""
+        tensors, self.tensors, self.rows, self._known = self.tensors, [], None, {}
+        return tensors
+
+    def put(self, tensor: Tensor) -> int | _InRows | Tensor:
+        rows = self.rows
+        assert rows is not None
+        if tensor.untyped_storage().data_ptr() in self.own_storages:
+            return tensor.detach()  # a parameter or a buffer: not activation memory
+        if tensor.numel() and _shares_storage(tensor, rows):
+            # T_DI is overwritten between the passes: what was changed in place is a tensor of its own.
+            if tensor._version != self._rows_version or tensor.dtype != rows.dtype:
+                return self._keep(tensor.detach().clone())
+            return _InRows(
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                int(tensor.storage_offset()) - int(rows.storage_offset()),
+            )
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor._version)
+        if key not in self._known:  # what two operations save is one tensor
+            self._known[key] = self._keep(tensor.detach())
+        return self._known[key]
+
+    def _keep(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def get(self, index: int) -> Tensor:
-        return self.tensors[index]
+    def get(self, key: int | _InRows | Tensor) -> Tensor:
+        if isinstance(key, Tensor):
+            return key
+        if isinstance(key, _InRows):
+            assert self.rows is not None
+            return self.rows.as_strided(key.size, key.stride, self.rows.storage_offset() + key.offset)
+        return self.tensors[key]
+
+
+def _shares_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """One expert's part of a chunk. output: None where nothing in it needs a gradient. saved_output: where
-    T_DO is on the shelf."""
+    """One expert's part of a chunk, the rows ``at``. output: None where nothing in it needs a gradient.
+    saved_output: where T_DO is on the shelf."""
 
+    at: slice
+    shelf: Shelf
+    num_tensors: int
     rows: GradientEdge
     output: GradientEdge | None
-    saved_output: int
+    saved_output: int | _InRows | Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The random state and the autocast that a chunk was computed under."""
+
+    device: torch.device
+    random: Tensor
+    device_random: Tensor | None
+    autocast: bool
+    autocast_dtype: torch.dtype
+
+    @staticmethod
+    def here(device: torch.device) -> Recipe:
+        return Recipe(
+            device=device,
+            random=torch.get_rng_state(),
+            device_random=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            autocast=torch.is_autocast_enabled(device.type),
+            autocast_dtype=torch.get_autocast_dtype(device.type),
+        )
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        devices = [] if self.device_random is None else [self.device]
+        with torch.random.fork_rng(devices=devices):
+            torch.set_rng_state(self.random)
+            if self.device_random is not None:
+                torch.cuda.set_rng_state(self.device_random, self.device)
+            with torch.autocast(self.device.type, enabled=self.autocast, dtype=self.autocast_dtype):
+                yield
 
 
 class _Enter(torch.autograd.Function):
@@ -77,6 +165,7 @@ class ModuleExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
+        space: Space | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
@@ -85,22 +174,75 @@ class ModuleExperts(Experts):
             for expert, at in groups.slices():
                 out[at] = self._run(expert, rows_NM[at]) * weight_N[at].unsqueeze(1)
             return out, None
-        shelf, graphs = Shelf(), list[Graph]()
+        graphs, tensors = list[Graph](), list[Tensor]()
+        for graph, output in self._graphs(rows_NM, groups):
+            out[graph.at] = output * weight_N[graph.at].unsqueeze(1)
+            tensors += graph.shelf.close()
+            graphs.append(graph)
+        return out, Hidden(tensors=tensors, graph=graphs)
+
+    def _graphs(self, rows_NM: Tensor, groups: RowGroups) -> Iterator[tuple[Graph, Tensor]]:
+        """Each expert's graph, its shelf still filled, and its output."""
+        own = frozenset(
+            tensor.untyped_storage().data_ptr()
+            for tensor in itertools.chain(self.parameters(), self.buffers())
+        )
         anchor = torch.empty(0, device=rows_NM.device, requires_grad=True)
         for expert, at in groups.slices():
+            shelf = Shelf(own)
+            shelf.open(rows_NM[at])
             with torch.enable_grad(), saved_tensors_hooks(shelf.put, shelf.get):
                 rows = _Enter.apply(anchor, rows_NM[at])  # type: ignore[no-untyped-call]
                 output = self._run(expert, rows)
-            graphs.append(
-                Graph(
-                    rows=get_gradient_edge(rows),
-                    output=get_gradient_edge(output) if output.requires_grad else None,
-                    saved_output=shelf.put(output),
-                )
+            saved_output = shelf.put(output)
+            graph = Graph(
+                at=at,
+                shelf=shelf,
+                num_tensors=len(shelf.tensors),
+                rows=get_gradient_edge(rows),
+                output=get_gradient_edge(output) if output.requires_grad else None,
+                saved_output=saved_output,
             )
-            out[at] = output.detach() * weight_N[at].unsqueeze(1)
-        tensors, shelf.tensors = shelf.tensors, []
-        return out, Hidden(tensors=tensors, graph=(shelf, graphs))
+            yield graph, output.detach()
+
+    def recipe(self, device: torch.device) -> Recipe:
+        return Recipe.here(device)
+
+    def is_repeatable(self, recipe: Recipe) -> bool:
+        now = Recipe.here(recipe.device)
+        before, after = recipe.device_random, now.device_random
+        same_on_device = before is None or after is None or torch.equal(before, after)
+        return same_on_device and torch.equal(recipe.random, now.random)
+
+    def recompute(
+        self,
+        rows_NM: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        recipe: Recipe | None,
+        *,
+        space: Space | None = None,
+    ) -> Hidden:
+        graphs, tensors = list[Graph](), list[Tensor]()
+        with contextlib.nullcontext() if recipe is None else recipe.followed():
+            for graph, _ in self._graphs(rows_NM, groups):
+                tensors += graph.shelf.close()
+                graphs.append(graph)
+        return Hidden(tensors=tensors, graph=graphs, expendable=True)
+
+    def join(
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
+    ) -> Hidden:
+        """Backward's chunk holds whole chunks of forward: a graph cannot be split."""
+        graphs, tensors = list[Graph](), list[Tensor]()
+        for part, runs in parts:
+            for graph in part.graph:
+                there, here = next(run for run in runs if run[0].start <= graph.at.start < run[0].stop)
+                start = here.start + graph.at.start - there.start
+                at = slice(start, start + graph.at.stop - graph.at.start)
+                graphs.append(replace(graph, at=at))
+            tensors += part.tensors
+        return Hidden(tensors=tensors, graph=graphs)
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
         output = self.local[expert](rows_NM)
@@ -123,31 +265,35 @@ class ModuleExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
+        space: Space | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         out = torch.empty_like(grad_NM) if out is None else out
         grad_weight_N = torch.empty_like(weight_N)
         wanted = [parameter for parameter in self.parameters() if parameter.requires_grad]
         totals: list[Tensor | None] = [None] * len(wanted)
-        shelf, graphs = hidden.graph
-        shelf.tensors = list(hidden.tensors)
-        for (_, at), graph in zip(groups.slices(), graphs, strict=True):
+        every_tensor = iter(hidden.tensors)
+        for graph in hidden.graph:
+            at, shelf = graph.at, graph.shelf
+            shelf.tensors = list(itertools.islice(every_tensor, graph.num_tensors))
+            shelf.rows = rows_NM[at]
             output = shelf.get(graph.saved_output)
             grad_weight_N[at] = row_dot(output, grad_NM[at].to(output.dtype)).to(grad_weight_N.dtype)
             if graph.output is None:
                 out[at] = 0
+                shelf.close()
                 continue
             grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)
             # The graph is retained because the caller may run backward again; it goes with the context.
             grads = torch.autograd.grad(
                 graph.output, [graph.rows, *wanted], grad_output, retain_graph=True, allow_unused=True
             )
+            shelf.close()
             out[at] = 0 if grads[0] is None else grads[0]
             for i, grad in enumerate(grads[1:]):
                 total = totals[i]
                 if grad is not None:
                     totals[i] = grad if total is None else total + grad
-        shelf.tensors = []
         every = iter(totals)
         return out, grad_weight_N, [next(every) if p.requires_grad else None for p in self.parameters()]
 

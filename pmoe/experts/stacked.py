@@ -8,15 +8,18 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import Experts, Hidden, row_dot
+from pmoe.experts.base import Columns, Experts, Hidden, Runs, Space, fresh, row_dot
 from pmoe.experts.products import GradientSum, RowGroups, input_gradient, product
 
 V = TypeVar("V")
+
+SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+"""Of one block of rows in backward: what a core's cache holds; on a GPU few launches matter more."""
 
 
 class StackedExperts(Experts):
@@ -62,12 +65,28 @@ class StackedExperts(Experts):
             parameter[local_expert] = drawn.uniform_(-bound, bound)
 
     @abc.abstractmethod
-    def activate(self, hidden_NG: Tensor, *, overwrite: bool) -> Tensor:
-        """The activated hidden, (N, H); ``overwrite`` allows hidden to be its storage."""
+    def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
+        """Writes the activated hidden; active may be the first columns of hidden."""
 
     @abc.abstractmethod
-    def activation_gradient(self, grad_NH: Tensor, hidden_NG: Tensor) -> Tensor:
-        """The gradient of hidden (N, G) from that of the activated one; may overwrite grad."""
+    def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
+        """The first H columns of grad hold the gradient of the activated hidden; grad becomes, in place,
+        that of hidden."""
+
+    def columns(self, device_type: str) -> Columns:
+        hidden, width = self.w1.shape[1], self.w2.shape[2]
+        row_bytes = width * self.w1.element_size()
+        return Columns(
+            hidden=hidden,
+            active=0 if self._activates_in_place(device_type) else width,
+            scratch=width,
+            scratch_rows=max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16),
+        )
+
+    def _activates_in_place(self, device_type: str) -> bool:
+        """Whether products take the activated hidden where it lies in T_M: gated ones lie there with gaps,
+        which one-launch grouped products refuse."""
+        return self.hidden_factor == 1 or device_type == "cpu"
 
     def compute(
         self,
@@ -76,15 +95,49 @@ class StackedExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
+        space: Space | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
+        space = fresh(rows_NM) if space is None else space
         w1, w2, b1, b2 = self._named(parameters)
-        hidden_NG = product(rows_NM, w1, groups, b1)
-        active_NH = self.activate(hidden_NG, overwrite=not keep)
-        out = product(active_NH, w2, groups, b2, out=out)
+        num_rows, num_hidden = rows_NM.shape[0], w2.shape[2]
+        hidden_NG = product(rows_NM, w1, groups, b1, out=space("T_M", num_rows, w1.shape[1]))
+        if keep or not self._activates_in_place(rows_NM.device.type):
+            active_NH = space("active", num_rows, num_hidden)
+        else:
+            active_NH = hidden_NG[:, :num_hidden]
+        self.activate(hidden_NG, active_NH)
+        out = space("T_DO", num_rows, w2.shape[1]) if out is None else out
+        product(active_NH, w2, groups, b2, out=out)
         out.mul_(weight_N.unsqueeze(1))
         return out, Hidden(tensors=[hidden_NG]) if keep else None
+
+    def recompute(
+        self,
+        rows_NM: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        recipe: Any,
+        *,
+        space: Space | None = None,
+    ) -> Hidden:
+        space = fresh(rows_NM) if space is None else space
+        w1, _, b1, _ = self._named(parameters)
+        hidden_NG = space("T_M", rows_NM.shape[0], w1.shape[1])
+        return Hidden(tensors=[product(rows_NM, w1, groups, b1, out=hidden_NG)], expendable=True)
+
+    def join(
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
+    ) -> Hidden:
+        like = parts[0][0].tensors[0]
+        space = fresh(like) if space is None else space
+        hidden_NG = space("T_M", num_rows, like.shape[1])
+        for part, runs in parts:
+            (part_NG,) = part.tensors
+            for there, here in runs:
+                hidden_NG[here].copy_(part_NG[there], non_blocking=True)
+        return Hidden(tensors=[hidden_NG], expendable=True)
 
     def input_gradient(
         self,
@@ -95,20 +148,40 @@ class StackedExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
+        space: Space | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Where T_M is expendable the activated hidden takes its place, a block of rows at a time, and two
+        buffers of its size are all that a chunk needs."""
+        space = fresh(grad_NM) if space is None else space
         w1, w2, _, b2 = self._named(parameters)
         (hidden_NG,) = hidden.tensors
-        active_NH = self.activate(hidden_NG, overwrite=False)
-        grad_active_NH = input_gradient(grad_NM, w2, groups)
-        grad_weight_N = row_dot(active_NH, grad_active_NH)
+        num_rows, num_hidden = grad_NM.shape[0], w2.shape[2]
+        columns = self.columns(grad_NM.device.type)
+        grad_hidden_NG = space("dT_M", num_rows, w1.shape[1])
+        grad_active_NH = grad_hidden_NG[:, :num_hidden]
+        input_gradient(grad_NM, w2, groups, out=grad_active_NH)
+        in_place = hidden.expendable and self._activates_in_place(grad_NM.device.type)
+        active_NH = hidden_NG[:, :num_hidden] if in_place else space("active", num_rows, num_hidden)
+        grad_weight_N = torch.empty_like(weight_N)
+        scale_N1 = weight_N.unsqueeze(1)
+        if in_place:
+            scratch = space("scratch", min(columns.scratch_rows, num_rows), num_hidden)
+        for start in range(0, num_rows, columns.scratch_rows):
+            at = slice(start, min(start + columns.scratch_rows, num_rows))
+            block_NH = scratch[: at.stop - at.start] if in_place else active_NH[at]
+            self.activate(hidden_NG[at], block_NH)
+            grad_weight_N[at] = row_dot(block_NH, grad_active_NH[at])
+            grad_active_NH[at].mul_(scale_N1[at])
+            self.activation_gradient(grad_hidden_NG[at], hidden_NG[at])
+            if in_place:
+                active_NH[at].copy_(block_NH)
         if b2 is not None:
             for expert, at in groups.slices():
                 grad_weight_N[at] += (grad_NM[at] @ b2[expert]).to(grad_weight_N.dtype)
-        scale_N1 = weight_N.unsqueeze(1)
-        grad_hidden_NG = self.activation_gradient(grad_active_NH.mul_(scale_N1), hidden_NG)
-        grad_rows_NM = input_gradient(grad_hidden_NG, w1, groups, out=out)
-        return grad_rows_NM, grad_weight_N, (rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
+        out = space("dT_DI", num_rows, w1.shape[2]) if out is None else out
+        input_gradient(grad_hidden_NG, w1, groups, out=out)
+        return out, grad_weight_N, (rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
 
     def weight_gradient(
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]

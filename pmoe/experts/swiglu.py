@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pmoe.experts.activations import ACTIVATIONS
@@ -14,17 +13,12 @@ class SwiGLUExperts(StackedExperts):
 
     hidden_factor = 2
 
-    def activate(self, hidden_NG: Tensor, *, overwrite: bool) -> Tensor:
+    def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         gate_NH, up_NH = hidden_NG.chunk(2, dim=1)
-        active_NH = ACTIVATIONS["silu"].value(
-            gate_NH, torch.empty_like(up_NH, memory_format=torch.contiguous_format)
-        )
-        return active_NH.mul_(up_NH)
+        ACTIVATIONS["silu"].value(gate_NH, active_NH).mul_(up_NH)
 
-    def activation_gradient(self, grad_NH: Tensor, hidden_NG: Tensor) -> Tensor:
+    def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
         gate_NH, up_NH = hidden_NG.chunk(2, dim=1)
-        grad_NG = torch.empty_like(hidden_NG)
-        grad_gate_NH, grad_up_NH = grad_NG.chunk(2, dim=1)
-        torch.mul(grad_NH, ACTIVATIONS["silu"].value(gate_NH, torch.empty_like(grad_NH)), out=grad_up_NH)
-        ACTIVATIONS["silu"].gradient_(grad_gate_NH.copy_(grad_NH.mul_(up_NH)), gate_NH)
-        return grad_NG
+        grad_active_NH, grad_up_NH = grad_NG.chunk(2, dim=1)
+        ACTIVATIONS["silu"].value(gate_NH, grad_up_NH).mul_(grad_active_NH)
+        ACTIVATIONS["silu"].gradient_(grad_active_NH.mul_(up_NH), gate_NH)

@@ -1,8 +1,10 @@
-"""The sorted ordering: rows that travel by chunk and expert, then rows that stay by piece and expert.
+"""The sorted ordering: rows that travel by chunk and expert, and rows that stay by piece and expert.
 
 A slot is one of the T*K (token, choice) pairs. A chunk holds the slots of a range of tokens; what it sends
-is one contiguous block, by destination rank. Rows whose expert is on this rank are cut more coarsely, for
-nothing has to arrive before they are computed: a piece holds those of one chunk or of several.
+is one contiguous block, by destination rank. Rows whose expert is on this rank may be cut more coarsely, for
+nothing has to arrive before they are computed: a piece holds those of one chunk or of several. Where there is
+a piece for each chunk it follows the rows that its chunk sends, so that a chunk's rows are one block;
+fewer pieces come after all chunks.
 
 Letters: T tokens, K choices, E experts, n chunks, m pieces.
 """
@@ -61,15 +63,18 @@ def piece_of(chunk: int, n: int, m: int) -> int:
 def sort_rows(
     expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: int, local: LocalExperts, m: int
 ) -> SortedRows:
-    """Sorts the slots: those that travel by (chunk, expert), then those that stay by (piece, expert), then
-    dropped ones; token order within."""
+    """Sorts the slots by (chunk, expert), those that stay by (piece, expert), dropped ones last; token order
+    within."""
     expert = expert_TK.reshape(-1)
     key = _chunk_keys(expert, expert_TK.shape[1], keep_TK, n, num_experts)
-    dropped = key == n * num_experts
     stays = (expert >= local.start) & (expert < local.end)
-    piece = (key // num_experts - (n - m)).clamp(min=0)  # as in `piece_of`
-    key = torch.where(stays, (n + piece) * num_experts + expert, key)
-    key = torch.where(dropped, (n + m) * num_experts, key)
+    dropped = key == n * num_experts
+    chunk = key // num_experts
+    if m == n:
+        block = 2 * chunk + stays
+    else:
+        block = torch.where(stays, n + (chunk - (n - m)).clamp(min=0), chunk)  # as in `piece_of`
+    key = torch.where(dropped, 2 * (n + m) * num_experts, block * num_experts + expert)
     slot = key.argsort(stable=True)
     position = torch.empty_like(slot)
     position[slot] = torch.arange(slot.numel(), device=slot.device)

@@ -1,4 +1,4 @@
-"""How tasks of the two lanes run side by side: CUDA streams and events, or asynchronous works on the CPU.
+"""How tasks of the lanes run side by side: CUDA streams and events, or asynchronous works on the CPU.
 
 Both present the same three steps to the engine, so what is tested with gloo is what runs on a GPU.
 """
@@ -6,7 +6,10 @@ Both present the same three steps to the engine, so what is tested with gloo is 
 from __future__ import annotations
 
 import abc
+import concurrent.futures
+import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,22 @@ from pmoe.comm.ranks import Ranks
 from pmoe.pipeline.schedule import Lane, Schedule, Task
 
 Action = Callable[[Task], "dist.Work | None"]
+
+
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self) -> object: ...
+
+
+class _Copy:
+    """A copy that a thread carries out."""
+
+    def __init__(self, future: concurrent.futures.Future[object]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
 
 
 class Lanes(abc.ABC):
@@ -43,11 +62,12 @@ class Lanes(abc.ABC):
 
 
 class CpuLanes(Lanes):
-    """The compute lane is this thread; the communication lane is whatever carries asynchronous works."""
+    """The compute lane is this thread; the communication lane is whatever carries asynchronous works; each
+    copy lane is a thread."""
 
     def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
         super().__init__(schedule, ranks)
-        self._works: dict[str, tuple[Task, dist.Work]] = {}
+        self._works: dict[str, tuple[Task, Work]] = {}
 
     def run(self, task: Task, action: Action) -> None:
         for name in task.waits:
@@ -55,8 +75,12 @@ class CpuLanes(Lanes):
         if task.lane is Lane.COMPUTE:
             action(task)
             return
-        with at_stage(self.stage(task), self._ranks):
-            work = action(task)
+        work: Work | None
+        if task.lane is Lane.COMMUNICATE:
+            with at_stage(self.stage(task), self._ranks):
+                work = action(task)
+        else:
+            work = _Copy(_copier(task.lane).submit(action, task))
         if work is not None:
             self._works[task.name] = (task, work)
 
@@ -65,7 +89,12 @@ class CpuLanes(Lanes):
             self._wait(name)
 
     def abandon(self) -> None:
-        self._works.clear()  # gloo's works hold their own buffers; a missing peer must not be waited for
+        # gloo's works hold their own buffers, and a missing peer must not be waited for; copies end by
+        # themselves, and soon.
+        for task, work in self._works.values():
+            if task.lane is not Lane.COMMUNICATE:
+                work.wait()
+        self._works.clear()
 
     def _wait(self, name: str) -> None:
         if name in self._works:
@@ -74,24 +103,30 @@ class CpuLanes(Lanes):
                 work.wait()
 
 
+@functools.cache
+def _copier(lane: Lane) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"pmoe {lane.value}")
+
+
 class CudaLanes(Lanes):
-    """The compute lane is the current stream, the communication lane a stream of its own a device.
+    """The compute lane is the current stream, each other lane a stream of its own a device.
 
     Every buffer is allocated on the compute stream and lives until `finish`, where the compute stream has
-    waited for the last event of the other: so the allocator may hand it out again without record_stream.
+    waited for the last event of the others: so the allocator may hand it out again without record_stream.
     """
 
-    _streams: dict[torch.device, torch.cuda.Stream] = {}
+    _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}
 
     def __init__(self, schedule: Schedule, ranks: Ranks, device: torch.device) -> None:
         super().__init__(schedule, ranks)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
         compute = torch.cuda.current_stream(device)
-        communicate = self._streams[device]
-        self._stream = {Lane.COMPUTE: compute, Lane.COMMUNICATE: communicate}
-        # The pass begins after whatever the caller put on the current stream.
-        communicate.wait_stream(compute)
+        self._stream = {Lane.COMPUTE: compute}
+        for lane in {task.lane for task in schedule.tasks} - {Lane.COMPUTE}:
+            if (device, lane) not in self._streams:
+                self._streams[device, lane] = torch.cuda.Stream(device)
+            self._stream[lane] = self._streams[device, lane]
+            # The pass begins after whatever the caller put on the current stream.
+            self._stream[lane].wait_stream(compute)
         lane_of = {task.name: task.lane for task in schedule.tasks}
         self._awaited = {
             name for task in schedule.tasks for name in task.waits if lane_of[name] is not task.lane
@@ -104,7 +139,7 @@ class CudaLanes(Lanes):
             if name in self._events and self._events[name][0] is not task.lane:
                 stream.wait_event(self._events[name][1])
         with torch.cuda.stream(stream):
-            if task.lane is Lane.COMPUTE:
+            if task.lane is not Lane.COMMUNICATE:
                 action(task)
             else:
                 with at_stage(self.stage(task), self._ranks):
@@ -117,7 +152,9 @@ class CudaLanes(Lanes):
                 self._events[task.name] = (task.lane, event)
 
     def finish(self) -> None:
-        self._stream[Lane.COMPUTE].wait_stream(self._stream[Lane.COMMUNICATE])
+        for lane, stream in self._stream.items():
+            if lane is not Lane.COMPUTE:
+                self._stream[Lane.COMPUTE].wait_stream(stream)
 
     def abandon(self) -> None:
         self.finish()

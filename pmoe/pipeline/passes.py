@@ -1,268 +1,575 @@
 """Forward and backward of the experts' part of a layer: what each task of a schedule does.
 
 One autograd function holds both, so that backward's order is the schedule's and not autograd's. T_DO is
-not saved; the routing is never decided twice.
+not saved; the routing is never decided twice. T_DI and T_M go from forward to backward as the plan's
+restore pair says; whatever else a pass needs lies in ring slots, or in memory of its own where the plan does
+not rotate.
 
-Letters: T tokens, K choices, N rows, M = d_model, n chunks.
+Letters: T tokens, K choices, N rows, M = d_model, n chunks. "_L" marks buffers of rows that stay.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.experts.base import Hidden
-from pmoe.experts.products import GradientSum
+from pmoe.experts.base import Hidden, Runs, Space
+from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.pipeline import engine
-from pmoe.pipeline.plan import Plan
+from pmoe.pipeline.buffers import Arena, Extent, HostMemoryError, Sizes, copy, pool, warn_once
+from pmoe.pipeline.plan import Cut, Joined, Plan
+from pmoe.pipeline.rotation import rotating_backward, rotating_forward
 from pmoe.pipeline.schedule import Kind, Schedule, backward_schedule, forward_schedule, sequential
+
+Unit = tuple[int, str]
+"""What experts compute at a time: (chunk, "") the rows received in it, (piece, "_L") rows that stay."""
 
 
 @dataclass
-class Rows:
-    """What forward keeps of a group of rows: T_DI, the routing weights, T_M (or a module's graphs).
+class Kept:
+    """What forward leaves of a unit for backward: T_DI and T_M (or a module's saved tensors), each on the
+    device, on the host, or None where it is made again. recipe: how to make T_M again alike."""
 
-    hidden is None only where nothing is kept.
-    """
-
-    rows_NM: Tensor
-    weight_N: Tensor
+    rows_NM: Tensor | None = None
     hidden: Hidden | None = None
+    recipe: Any = None
 
 
-def plan_schedule(plan: Plan, direction: str) -> Schedule:
+def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     """The schedule that a pass of ``plan`` runs; every rank of the group builds the same."""
-    build = forward_schedule if direction == "forward" else backward_schedule
     # Whether there is a journey, not how many rows this rank sends: all ranks issue the same collectives.
-    schedule = build(len(plan.chunks), local=plan.bypass_local, remote=plan.weights is not None)
+    rows: dict[str, bool] = {"local": plan.bypass_local, "remote": plan.forward.weights is not None}
+    n = len((plan.forward if direction == "forward" else plan.backward).chunks)
+    if not plan.rotates:
+        schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, **rows)
+    elif direction == "forward":
+        schedule = rotating_forward(n, **rows, restore=plan.restore if keep else None)
+    else:
+        schedule = rotating_backward(n, **rows, restore=plan.restore, rearranged=plan.rearranged)
     return sequential(schedule) if plan.sequential else schedule
+
+
+def extent(cut: Cut, has_drops: bool) -> Extent:
+    """Rows of the buffers of a pass through ``cut``. Where pieces are not chunks nothing rotates, and what is
+    said of rows by chunk of home and of those that stay is not used."""
+    n = len(cut.chunks)
+    by_chunk = len(cut.pieces) in (0, n)
+    return Extent(
+        send=tuple(sum(chunk.send_rows) for chunk in cut.chunks),
+        received=tuple(chunk.received.num_rows for chunk in cut.chunks),
+        local=tuple(piece.groups.num_rows for piece in cut.pieces) or (0,) * n,
+        home=tuple(_length(cut.home(i)) + has_drops for i in range(n)) if by_chunk else (0,) * n,
+        regrouped=tuple(chunk.regroup is not None for chunk in cut.chunks),
+    )
+
+
+def _length(at: slice) -> int:
+    return int(at.stop - at.start)
 
 
 class _Pass:
     """What both directions share: rows leave by `gather` and `dispatch`, and come home by `combine` and
-    `output`. ``source`` is T_I or dT_O, ``result`` T_O or dT_I; both (T, M)."""
+    `output`. ``source`` is T_I or dT_O, ``result`` T_O or dT_I; both (T, M).
 
-    def __init__(self, plan: Plan, source_TM: Tensor, result_TM: Tensor) -> None:
-        self.plan, self.source_TM, self.result_TM = plan, source_TM, result_TM
-        # All buffers that a collective touches are made here, on the compute lane, and live until the end
-        # of the pass: the communication lane of a GPU is another stream, to which the allocator is blind.
-        self.send = [self._rows(sum(chunk.send_rows)) for chunk in plan.chunks]
-        self.arrived = [self._rows(chunk.received.num_rows) for chunk in plan.chunks]
-        self.leaving: list[Tensor | None] = [None for _ in plan.chunks]
-        self.home = self._rows(plan.num_kept + plan.has_drops)
-        if plan.has_drops:
-            self.home[-1].zero_()  # what a dropped slot adds to its token
+    received, sent_back: names of what arrives at the experts and of what leaves them again.
+    """
 
-    def _rows(self, count: int) -> Tensor:
-        return self.source_TM.new_empty(count, self.source_TM.shape[1])
+    direction: str
+    received: str
+    sent_back: str
+    home_name: str
+
+    def __init__(self, plan: Plan, cut: Cut, source_TM: Tensor, keep: bool) -> None:
+        self.plan, self.cut, self.source_TM = plan, cut, source_TM
+        self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
+        self.schedule = plan_schedule(plan, self.direction, keep)
+        self.sizes = Sizes(
+            direction=self.direction,
+            extent=extent(cut, plan.has_drops),
+            d_model=source_TM.shape[1],
+            columns=plan.experts.columns(source_TM.device.type),
+            restore=plan.restore if keep else None,
+            rearranged=plan.rearranged,
+        )
+        # All buffers that a collective or a copy touches are made here, on the compute lane, and live until
+        # the end of the pass: the other lanes of a GPU are other streams, to which the allocator is blind.
+        self.arena = Arena(pool(source_TM.device).device, self.schedule.slots, self.sizes, source_TM)
+        self.own: dict[str, Tensor] = {}
+        self.home: Tensor | None = None
+        for i, chunk in enumerate(cut.chunks):
+            if not plan.rotates:
+                self.own[f"send.{i}"] = self.new(sum(chunk.send_rows), source_TM.shape[1])
+            if not plan.rotates or (chunk.regroup is None and self.keeps_received()):
+                self.own[f"{self.received}.{i}"] = self.new(chunk.received.num_rows, source_TM.shape[1])
+        if not plan.rotates:
+            self.home = self.new(plan.num_kept + plan.has_drops, source_TM.shape[1])
+            if plan.has_drops:
+                self.home[-1].zero_()  # what a dropped slot adds to its token
+
+    def keeps_received(self) -> bool:
+        """Whether rows stay where they arrived after the pass, if they need no sorting."""
+        return False
+
+    def new(self, rows: int, columns: int) -> Tensor:
+        return self.source_TM.new_empty(rows, columns)
+
+    def buffer(self, name: str, i: int) -> Tensor:
+        """The slot that the schedule gives it, or memory of its own until the pass ends."""
+        key = f"{name}.{i}"
+        if key not in self.own:
+            if key in self.arena:
+                return self.arena.view(key)
+            self.own[key] = self.new(*self.sizes.shape(key))
+        return self.own[key]
+
+    def temporary(self, name: str, i: int) -> Tensor:
+        """The slot, or memory that lasts as long as its user holds it."""
+        key = f"{name}.{i}"
+        return self.arena.view(key) if key in self.arena else self.new(*self.sizes.shape(key))
+
+    def space(self, unit: Unit) -> Space:
+        i, at = unit
+
+        def place(name: str, rows: int, columns: int) -> Tensor:
+            key = f"{name}{at}.{i}"
+            if key not in self.arena:
+                return self.new(rows, columns)
+            found = self.arena.view(key)
+            assert found.shape == (rows, columns), (key, found.shape, rows, columns)
+            return found
+
+        return place
+
+    def groups(self, unit: Unit) -> RowGroups:
+        i, at = unit
+        return self.cut.pieces[i].groups if at else self.cut.chunks[i].received
+
+    def gather_rows(self, source_TM: Tensor, name: str, i: int) -> None:
+        token = self.cut.row_token[self.cut.chunks[i].sent]
+        torch.index_select(source_TM, 0, token, out=self.buffer(name, i))
 
     def gather(self, i: int) -> None:
-        torch.index_select(self.source_TM, 0, self.plan.row_token[self.plan.chunks[i].sent], out=self.send[i])
+        self.gather_rows(self.source_TM, "send", i)
 
-    def gather_local(self, j: int) -> Tensor:
-        return self.source_TM.index_select(0, self.plan.row_token[self.plan.pieces[j].rows])
+    def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
+        return torch.index_select(source_TM, 0, self.cut.row_token[self.cut.pieces[j].rows], out=out)
+
+    def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
+        chunk = self.cut.chunks[i]
+        return self.plan.collective.exchange(
+            self.buffer(name, i), chunk.send_rows, self.buffer(received, i), chunk.recv_rows
+        )
 
     def dispatch(self, i: int) -> dist.Work | None:
-        chunk = self.plan.chunks[i]
-        return self.plan.collective.exchange(self.send[i], chunk.send_rows, self.arrived[i], chunk.recv_rows)
+        return self.send_rows("send", self.received, i)
 
-    def in_expert_order(self, i: int) -> Tensor:
-        regroup = self.plan.chunks[i].regroup
-        return self.arrived[i] if regroup is None else self.arrived[i].index_select(0, regroup)
+    def in_expert_order(self, name: str, i: int) -> Tensor:
+        regroup, arrived = self.cut.chunks[i].regroup, self.buffer(name, i)
+        if regroup is None:
+            return arrived
+        return torch.index_select(arrived, 0, regroup, out=self.temporary(f"{name}_sorted", i))
 
-    def in_source_order(self, i: int, rows_NM: Tensor) -> Tensor:
-        regroup = self.plan.chunks[i].regroup
-        return rows_NM if regroup is None else torch.empty_like(rows_NM).index_copy_(0, regroup, rows_NM)
+    def result_of(self, i: int) -> Tensor:
+        """Where the experts' result of chunk i goes; `in_source_order` makes it ready to leave."""
+        if self.cut.chunks[i].regroup is None:
+            return self.buffer(self.sent_back, i)
+        return self.temporary(f"{self.sent_back}_sorted", i)
+
+    def in_source_order(self, i: int, rows_NM: Tensor) -> None:
+        regroup = self.cut.chunks[i].regroup
+        if regroup is not None:
+            self.buffer(self.sent_back, i).index_copy_(0, regroup, rows_NM)
+
+    def home_rows(self, i: int, at: slice) -> Tensor:
+        """The part of home for rows ``at`` of the sorted order, which are chunk i's."""
+        if self.home is not None:
+            return self.home[at]
+        start = self.cut.home(i).start
+        return self.temporary(self.home_name, i)[at.start - start : at.stop - start]
 
     def combine(self, i: int) -> dist.Work | None:
-        chunk, leaving = self.plan.chunks[i], self.leaving[i]
-        assert leaving is not None
-        home = self.home[chunk.sent]
+        chunk = self.cut.chunks[i]
+        leaving, home = self.buffer(self.sent_back, i), self.home_rows(i, chunk.sent)
         return self.plan.collective.exchange(leaving, chunk.recv_rows, home, chunk.send_rows)
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
-        tokens, top_k = self.plan.chunks[i].tokens, self.plan.top_k
-        row = self.plan.position[tokens.start * top_k : tokens.stop * top_k]
+        tokens, top_k = self.cut.chunks[i].tokens, self.plan.top_k
+        row = self.cut.position[tokens.start * top_k : tokens.stop * top_k]
+        home = self.home
+        if home is None:
+            home, at = self.temporary(self.home_name, i), self.cut.home(i)
+            row = row - at.start
+            if self.plan.has_drops:
+                home[-1].zero_()
         if self.plan.has_drops:
-            row = row.clamp(max=self.plan.num_kept)
+            row = row.clamp(max=home.shape[0] - 1)
         out_TM = self.result_TM[tokens]
         if top_k == 1:
-            torch.index_select(self.home, 0, row, out=out_TM)
-        else:
-            chosen = self.home.index_select(0, row).view(-1, top_k, self.home.shape[1])
-            torch.sum(chosen, dim=1, out=out_TM)
+            torch.index_select(home, 0, row, out=out_TM)
+            return
+        chosen = home.index_select(0, row).view(-1, top_k, home.shape[1])
+        torch.sum(chosen, dim=1, out=out_TM)
+
+    def run_schedule(self, actions: dict[Kind, Callable[[int], dist.Work | None]]) -> None:
+        try:
+            engine.run(self.schedule, actions, self.source_TM, self.plan.collective.ranks)
+        finally:
+            self.arena.close()
 
 
 class _Forward(_Pass):
+    direction, received, sent_back, home_name = "forward", "T_DI", "T_DO", "home"
+
     def __init__(
         self, plan: Plan, x_TM: Tensor, weight_TK: Tensor, parameters: Sequence[Tensor], keep: bool
     ) -> None:
-        super().__init__(plan, x_TM, torch.empty_like(x_TM, memory_format=torch.contiguous_format))
-        self.parameters, self.keep = parameters, keep
+        self.keep = keep
+        super().__init__(plan, plan.forward, x_TM, keep)
+        self.parameters = parameters
         self.weight = weight_TK.reshape(-1)
-        self.local: list[Rows | None] = [None for _ in plan.pieces]
-        self.received: list[Rows | None] = [None for _ in plan.chunks]
-        if plan.weights is not None:
-            self.weight_sent = self.weight.index_select(0, plan.weights.slot)
-            self.weight_arrived = self.weight.new_empty(plan.num_received)
-        self.weight_of_chunk: tuple[Tensor, ...] = ()
+        self.kept: dict[Unit, Kept] = {}
+        self.leaving_device: dict[tuple[Kind, int], list[tuple[Tensor, Tensor]]] = {}
+        self.weight_received: Tensor | None = None
+        if self.cut.weights is not None:
+            self.weight_sent = self.weight.index_select(0, self.cut.weights.slot)
+            self.weight_arrived = self.weight.new_empty(self.cut.num_received)
+
+    def keeps_received(self) -> bool:
+        return self.keep and self.plan.restore.dispatched == "keep"
 
     def run(self) -> Tensor:
-        actions = {
-            Kind.GATHER: self.gather,
-            Kind.WEIGHTS: self.send_weights,
-            Kind.DISPATCH: self.dispatch,
-            Kind.LOCAL: self.compute_local,
-            Kind.COMPUTE: self.compute,
-            Kind.COMBINE: self.combine,
-            Kind.OUTPUT: self.output,
-        }
-        schedule = plan_schedule(self.plan, "forward")
-        engine.run(schedule, actions, self.source_TM, self.plan.collective.ranks)
+        self.run_schedule(
+            {
+                Kind.GATHER: self.gather,
+                Kind.WEIGHTS: self.send_weights,
+                Kind.DISPATCH: self.dispatch,
+                Kind.LOCAL: self.compute_local,
+                Kind.COMPUTE: self.compute,
+                Kind.COMBINE: self.combine,
+                Kind.OUTPUT: self.output,
+                **{kind: self._copy_out(kind) for kind in _COPIES_OUT.values()},
+            }
+        )
         return self.result_TM
 
     def send_weights(self, _: int) -> dist.Work | None:
-        journey = self.plan.weights
+        journey = self.cut.weights
         assert journey is not None
         return self.plan.collective.exchange(
             self.weight_sent, journey.send, self.weight_arrived, journey.recv
         )
 
     def compute_local(self, j: int) -> None:
-        piece = self.plan.pieces[j]
-        weight_N = self.weight.index_select(0, self.plan.slot[piece.rows])
-        rows = Rows(self.gather_local(j), weight_N)
-        _, rows.hidden = self.plan.experts.compute(
-            rows.rows_NM, weight_N, piece.groups, self.parameters, out=self.home[piece.rows], keep=self.keep
-        )
-        self.local[j] = rows if self.keep else None
+        piece = self.cut.pieces[j]
+        weight_N = self.weight.index_select(0, self.cut.slot[piece.rows])
+        rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
+        self._compute((j, "_L"), rows_NM, weight_N, self.home_rows(j, piece.rows))
 
     def compute(self, i: int) -> None:
-        if not self.weight_of_chunk:
-            self.weight_of_chunk = self.split_weights()
-        rows = Rows(self.in_expert_order(i), self.weight_of_chunk[i])
-        out_NM, rows.hidden = self.plan.experts.compute(
-            rows.rows_NM, rows.weight_N, self.plan.chunks[i].received, self.parameters, keep=self.keep
-        )
-        self.leaving[i] = self.in_source_order(i, out_NM)
-        self.received[i] = rows if self.keep else None
+        if self.weight_received is None:
+            self.weight_received = self._sorted_weights()
+            self.weight_of_chunk = split_by_chunk(self.weight_received, self.cut)
+        out_NM = self.result_of(i)
+        self._compute((i, ""), self.in_expert_order("T_DI", i), self.weight_of_chunk[i], out_NM)
+        self.in_source_order(i, out_NM)
 
-    def split_weights(self) -> tuple[Tensor, ...]:
-        """The routing weights of the received rows, in expert order, by chunk."""
-        assert self.plan.weights is not None
-        regroup = self.plan.weights.regroup
-        weight = self.weight_arrived if regroup is None else self.weight_arrived.index_select(0, regroup)
-        return torch.split(weight, [chunk.received.num_rows for chunk in self.plan.chunks])
+    def _sorted_weights(self) -> Tensor:
+        """The routing weights of the received rows, by chunk and in expert order."""
+        assert self.cut.weights is not None
+        regroup = self.cut.weights.regroup
+        return self.weight_arrived if regroup is None else self.weight_arrived.index_select(0, regroup)
+
+    def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:
+        experts, restore = self.plan.experts, self.plan.restore
+        remakes = self.keep and restore.hidden != "keep"
+        recipe = experts.recipe(rows_NM.device) if remakes else None
+        version = rows_NM._version if recipe is not None else 0
+        keeps_hidden = self.keep and restore.hidden != "recompute"
+        _, hidden = experts.compute(
+            rows_NM,
+            weight_N,
+            self.groups(unit),
+            self.parameters,
+            space=self.space(unit),
+            out=out_NM,
+            keep=keeps_hidden,
+        )
+        if not self.keep:
+            return
+        if recipe is not None and restore.hidden == "recompute":
+            self._check_recipe(recipe, rows_NM, version)
+        kept = self.kept[unit] = Kept(hidden=hidden, recipe=recipe)
+        if restore.dispatched == "keep":
+            kept.rows_NM = rows_NM
+        elif restore.dispatched == "offload":
+            try:
+                kept.rows_NM = self._to_host(unit, "T_DI", [rows_NM])[0]
+            except HostMemoryError:  # there is enough in all, but in pieces
+                kept.rows_NM = rows_NM.clone()
+        if hidden is not None and restore.hidden == "offload":
+            try:
+                kept.hidden = replace(hidden, tensors=self._to_host(unit, "T_M", hidden.tensors))
+            except HostMemoryError as error:
+                warn_once(f"{error}; T_M is recomputed where it does not fit")
+                kept.hidden = None
+
+    def _check_recipe(self, recipe: Any, rows_NM: Tensor, version: int) -> None:
+        if rows_NM._version != version:
+            raise RuntimeError(
+                "an expert changes its input in place: its hidden cannot be recomputed from that input, so "
+                'memory_reuse must keep or offload it (hidden="keep" or "offload")'
+            )
+        if self.plan.rearranged and not self.plan.experts.is_repeatable(recipe):
+            raise RuntimeError(
+                "an expert draws random numbers: it can be recomputed only where backward has forward's "
+                f"chunks ({len(self.plan.forward.chunks)}), not {len(self.plan.backward.chunks)}"
+            )
+
+    def _to_host(self, unit: Unit, tensor: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host memory for tensors; the copy itself is a task that follows."""
+        host = pool(self.source_TM.device).host
+        targets = [host.take(each.shape, each.dtype) for each in tensors]
+        pairs = list(zip(targets, tensors, strict=True))
+        self.leaving_device[_COPIES_OUT[tensor + unit[1]], unit[0]] = pairs
+        return targets
+
+    def _copy_out(self, kind: Kind) -> Callable[[int], None]:
+        def act(i: int) -> None:
+            for target, tensor in self.leaving_device.pop((kind, i), ()):
+                if tensor.is_cuda and tensor.untyped_storage().nbytes() == tensor.nbytes:
+                    # Not a slot: a module's own, which the compute stream made and may free any time.
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                copy(target, tensor)
+
+        return act
+
+
+_COPIES_OUT = {
+    "T_DI": Kind.COPY_ROWS_OUT,
+    "T_M": Kind.COPY_HIDDEN_OUT,
+    "T_DI_L": Kind.LOCAL_COPY_ROWS_OUT,
+    "T_M_L": Kind.LOCAL_COPY_HIDDEN_OUT,
+}
+
+
+@dataclass(kw_only=True)
+class _Given:
+    """What a backward pass starts from, beside the gradient."""
+
+    x_TM: Tensor | None
+    weight_TK: Tensor
+    weight_received: Tensor | None
+    kept: dict[Unit, Kept]
+    parameters: Sequence[Tensor]
+    wanted: Sequence[bool] = field(default_factory=list)
 
 
 class _Backward(_Pass):
-    def __init__(
-        self,
-        plan: Plan,
-        grad_TM: Tensor,
-        weight_like: Tensor,
-        local: Sequence[Rows],
-        received: Sequence[Rows],
-        parameters: Sequence[Tensor],
-        wanted: Sequence[bool],
-    ) -> None:
-        super().__init__(plan, grad_TM, torch.empty_like(grad_TM, memory_format=torch.contiguous_format))
-        self.local, self.received, self.parameters = local, received, parameters
-        self.schedule = plan_schedule(plan, "backward")
+    direction, received, sent_back, home_name = "backward", "dT_DO", "dT_DI", "dhome"
+
+    def __init__(self, plan: Plan, grad_TM: Tensor, given: _Given) -> None:
+        super().__init__(plan, plan.backward, grad_TM, keep=True)
+        self.given, self.kept, self.parameters = given, given.kept, given.parameters
         additions = sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.schedule.tasks)
         self.sums = [
             GradientSum(parameter, additions) if want else None
-            for parameter, want in zip(parameters, wanted, strict=True)
+            for parameter, want in zip(given.parameters, given.wanted, strict=True)
         ]
-        self.pending: dict[tuple[Kind, int], Any] = {}
+        self.compute_stream = torch.cuda.current_stream(grad_TM.device) if grad_TM.is_cuda else None
+        self.rows: dict[Unit, Tensor] = {}
+        self.hidden: dict[Unit, Hidden] = {}
+        self.pending: dict[Unit, Any] = {}
+        weight = given.weight_TK
+        self.weight = weight.reshape(-1)
         # Dropped slots have no row; nothing is ever added to their weight's gradient.
-        self.grad_weight = weight_like.new_zeros(plan.num_tokens * plan.top_k)
-        self.grad_weight_rows = weight_like.new_empty(plan.num_received)
-        if plan.weights is not None:
+        self.grad_weight = weight.new_zeros(plan.num_tokens * plan.top_k)
+        self.grad_weight_rows = weight.new_empty(self.cut.num_received)
+        journey = self.cut.weights
+        if journey is not None:
+            received = given.weight_received
+            assert received is not None
+            if plan.weight_map is not None:
+                received = received.index_select(0, plan.weight_map)
+            self.weight_of_chunk = split_by_chunk(received, self.cut)
             self.grad_weight_leaving = torch.empty_like(self.grad_weight_rows)
-            self.grad_weight_home = weight_like.new_empty(plan.weights.slot.shape[0])
-        self.first_row = [0]
-        for chunk in plan.chunks:
-            self.first_row.append(self.first_row[-1] + chunk.received.num_rows)
+            self.grad_weight_home = weight.new_empty(journey.slot.shape[0])
+        self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.cut)
+        self.chunks_done = 0
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        actions = {
-            Kind.GATHER: self.gather,
-            Kind.DISPATCH: self.dispatch,
-            Kind.LOCAL: self.input_gradient_local,
-            Kind.LOCAL_WGRAD: self.weight_gradient_local,
-            Kind.COMPUTE: self.input_gradient,
-            Kind.WGRAD: self.weight_gradient,
-            Kind.COMBINE: self.combine,
-            Kind.WEIGHTS: self.return_weights,
-            Kind.OUTPUT: self.output,
-        }
-        engine.run(self.schedule, actions, self.source_TM, self.plan.collective.ranks)
-        if self.plan.weights is not None:
-            self.grad_weight[self.plan.weights.slot] = self.grad_weight_home
+        self.run_schedule(
+            {
+                Kind.GATHER: self.gather,
+                Kind.DISPATCH: self.dispatch,
+                Kind.GATHER_AGAIN: self.gather_again,
+                Kind.DISPATCH_AGAIN: lambda i: self.send_rows("send_again", "T_DI", i),
+                Kind.COPY_ROWS_IN: lambda i: self.fetch_rows((i, "")),
+                Kind.COPY_HIDDEN_IN: lambda i: self.fetch_hidden((i, "")),
+                Kind.LOCAL_COPY_ROWS_IN: lambda i: self.fetch_rows((i, "_L")),
+                Kind.LOCAL_COPY_HIDDEN_IN: lambda i: self.fetch_hidden((i, "_L")),
+                Kind.RECOMPUTE: lambda i: self.recompute((i, "")),
+                Kind.LOCAL_RECOMPUTE: lambda i: self.recompute((i, "_L")),
+                Kind.LOCAL: self.input_gradient_local,
+                Kind.LOCAL_WGRAD: lambda i: self.weight_gradient((i, "_L")),
+                Kind.COMPUTE: self.input_gradient,
+                Kind.WGRAD: lambda i: self.weight_gradient((i, "")),
+                Kind.COMBINE: self.combine,
+                Kind.WEIGHTS: self.return_weights,
+                Kind.OUTPUT: self.output,
+            }
+        )
+        journey = self.cut.weights
+        if journey is not None:
+            self.grad_weight[journey.slot] = self.grad_weight_home
         return self.result_TM, self.grad_weight, [s if s is None else s.result() for s in self.sums]
 
-    def input_gradient_local(self, j: int) -> None:
-        piece, kept = self.plan.pieces[j], self.local[j]
-        assert kept.hidden is not None
-        _, grad_weight_N, self.pending[Kind.LOCAL, j] = self.plan.experts.input_gradient(
-            self.gather_local(j),
-            kept.rows_NM,
-            kept.weight_N,
-            kept.hidden,
-            piece.groups,
-            self.parameters,
-            out=self.home[piece.rows],
+    # ---- T_DI and T_M, restored
+
+    def gather_again(self, i: int) -> None:
+        assert self.given.x_TM is not None
+        self.gather_rows(self.given.x_TM, "send_again", i)
+
+    def parts(self, unit: Unit) -> list[tuple[Kept, Runs]]:
+        """What forward kept, by chunk of forward, with where its rows stand here."""
+        i, at = unit
+        joined: Joined | None = self.plan.joined_local if at else self.plan.joined_received
+        if joined is None:
+            whole = slice(0, self.groups(unit).num_rows)
+            return [(self.kept[unit], ((whole, whole),))]
+        return [(self.kept[there, at], runs) for there, runs in joined[i]]
+
+    def fetch_rows(self, unit: Unit) -> None:
+        """Into the slot of T_DI, from the host or from what other chunks of forward kept."""
+        i, at = unit
+        rows_NM = self.temporary(f"T_DI{at}", i)
+        for kept, runs in self.parts(unit):
+            assert kept.rows_NM is not None
+            for there, here in runs:
+                copy(rows_NM[here], kept.rows_NM[there])
+        self.rows[unit] = rows_NM
+
+    def fetch_hidden(self, unit: Unit) -> None:
+        """Into the slot of T_M, or into memory of its own where modules saved what they liked."""
+        parts = self.parts(unit)
+        if any(kept.hidden is None for kept, _ in parts):
+            return  # it did not fit on the host, and is made again when its turn comes
+        experts, num_rows = self.plan.experts, self.groups(unit).num_rows
+        given = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
+        if not given:
+            return
+        hidden = experts.join(given, num_rows, space=self.space(unit))
+        if experts.columns(self.source_TM.device.type).hidden == 0 and self.plan.restore.hidden == "offload":
+            hidden = replace(hidden, tensors=[self._fetched(tensor) for tensor in hidden.tensors])
+        self.hidden[unit] = hidden
+
+    def _fetched(self, tensor: Tensor) -> Tensor:
+        here = torch.empty_like(tensor, device=self.source_TM.device)
+        copy(here, tensor)
+        if self.compute_stream is not None:
+            here.record_stream(self.compute_stream)  # the copy lane made it, the compute lane frees it
+        return here
+
+    def rows_of(self, unit: Unit) -> Tensor:
+        """T_DI of a unit in expert order, arranged by whichever task needs it first."""
+        if unit in self.rows:
+            return self.rows[unit]
+        (i, at), dispatched = unit, self.plan.restore.dispatched
+        if dispatched == "communicate":
+            if at:
+                assert self.given.x_TM is not None
+                self.rows[unit] = self.gather_local(self.given.x_TM, self.temporary("T_DI_L", i), i)
+            else:
+                self.rows[unit] = self.in_expert_order("T_DI", i)
+        elif self.plan.rearranged:
+            self.fetch_rows(unit)
+        else:
+            rows_NM = self.kept[unit].rows_NM
+            assert rows_NM is not None
+            self.rows[unit] = rows_NM
+        return self.rows[unit]
+
+    def recompute(self, unit: Unit) -> None:
+        recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
+        self.hidden[unit] = self.plan.experts.recompute(
+            self.rows_of(unit), self.groups(unit), self.parameters, recipe, space=self.space(unit)
         )
-        self.grad_weight[self.plan.slot[piece.rows]] = grad_weight_N.to(self.grad_weight.dtype)
+
+    def hidden_of(self, unit: Unit) -> Hidden:
+        if unit not in self.hidden:
+            kept = self.kept.get(unit)
+            if self.plan.restore.hidden == "keep" and not self.plan.rearranged:
+                assert kept is not None and kept.hidden is not None
+                return kept.hidden
+            if self.plan.restore.hidden == "keep":
+                self.fetch_hidden(unit)
+            if unit not in self.hidden:
+                self.recompute(unit)
+        return self.hidden.pop(unit)
+
+    # ---- gradients
+
+    def input_gradient_local(self, j: int) -> None:
+        piece, unit = self.cut.pieces[j], (j, "_L")
+        slot = self.cut.slot[piece.rows]
+        grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
+        weight_N = self.weight.index_select(0, slot)
+        grad_weight_N = self._input_gradient(unit, grad_NM, weight_N, self.home_rows(j, piece.rows))
+        self.grad_weight[slot] = grad_weight_N.to(self.grad_weight.dtype)
 
     def input_gradient(self, i: int) -> None:
-        kept = self.received[i]
-        assert kept.hidden is not None
-        grad_rows_NM, grad_weight_N, self.pending[Kind.COMPUTE, i] = self.plan.experts.input_gradient(
-            self.in_expert_order(i),
-            kept.rows_NM,
-            kept.weight_N,
-            kept.hidden,
-            self.plan.chunks[i].received,
-            self.parameters,
-        )
-        self.leaving[i] = self.in_source_order(i, grad_rows_NM)
-        self.grad_weight_rows[self.first_row[i] : self.first_row[i + 1]] = grad_weight_N
-        if i == len(self.plan.chunks) - 1:
+        out_NM = self.result_of(i)
+        grad_NM = self.in_expert_order("dT_DO", i)
+        grad_weight_N = self._input_gradient((i, ""), grad_NM, self.weight_of_chunk[i], out_NM)
+        self.in_source_order(i, out_NM)
+        self.grad_weight_of_chunk[i].copy_(grad_weight_N)
+        self.chunks_done += 1
+        if self.chunks_done == len(self.cut.chunks):
             self._weights_in_source_order()
+
+    def _input_gradient(self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> Tensor:
+        rows_NM = self.rows_of(unit)
+        _, grad_weight_N, self.pending[unit] = self.plan.experts.input_gradient(
+            grad_NM,
+            rows_NM,
+            weight_N,
+            self.hidden_of(unit),
+            self.groups(unit),
+            self.parameters,
+            space=self.space(unit),
+            out=out_NM,
+        )
+        return grad_weight_N
 
     def _weights_in_source_order(self) -> None:
         """After the last chunk, still on the compute lane: the message of weights' gradients."""
-        assert self.plan.weights is not None
-        regroup = self.plan.weights.regroup
+        assert self.cut.weights is not None
+        regroup = self.cut.weights.regroup
         if regroup is None:
             self.grad_weight_leaving.copy_(self.grad_weight_rows)
         else:
             self.grad_weight_leaving.index_copy_(0, regroup, self.grad_weight_rows)
 
     def return_weights(self, _: int) -> dist.Work | None:
-        journey = self.plan.weights
+        journey = self.cut.weights
         assert journey is not None
         return self.plan.collective.exchange(
             self.grad_weight_leaving, journey.recv, self.grad_weight_home, journey.send
         )
 
-    def weight_gradient_local(self, j: int) -> None:
-        self._weight_gradient(Kind.LOCAL, j, self.plan.pieces[j].groups)
+    def weight_gradient(self, unit: Unit) -> None:
+        self.plan.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
+        self.rows.pop(unit, None)
 
-    def weight_gradient(self, i: int) -> None:
-        self._weight_gradient(Kind.COMPUTE, i, self.plan.chunks[i].received)
 
-    def _weight_gradient(self, source: Kind, i: int, groups: Any) -> None:
-        self.plan.experts.weight_gradient(self.pending.pop((source, i)), groups, self.sums)
+def split_by_chunk(per_row: Tensor, cut: Cut) -> tuple[Tensor, ...]:
+    return torch.split(per_row, [chunk.received.num_rows for chunk in cut.chunks])
 
 
 class _Experts(torch.autograd.Function):
@@ -272,16 +579,17 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         done = _Forward(plan, x_TM, weight_TK, parameters, keep=True)
         y_TM = done.run()
-        kept = [rows for rows in (*done.local, *done.received) if rows is not None]
-        hidden = [rows.hidden for rows in kept if rows.hidden is not None]
-        ctx.save_for_backward(
-            weight_TK,
-            *parameters,
-            *(rows.rows_NM for rows in kept),
-            *(rows.weight_N for rows in kept),
-            *(tensor for each in hidden for tensor in each.tensors),
-        )
-        ctx.graphs = [(each.graph, len(each.tensors)) for each in hidden]
+        sent_again = plan.restore.dispatched == "communicate"
+        optional = [x_TM if sent_again else None, done.weight_received]
+        tensors: list[Tensor | None] = [weight_TK, *parameters, *optional]
+        ctx.units = []
+        for unit, kept in done.kept.items():
+            hidden = kept.hidden
+            ctx.units.append((unit, kept.recipe, None if hidden is None else replace(hidden, tensors=())))
+            count = 0 if hidden is None else len(hidden.tensors)
+            tensors += [kept.rows_NM, *(hidden.tensors if hidden is not None else ())]
+            ctx.units[-1] += (count,)
+        ctx.save_for_backward(*tensors)
         ctx.plan, ctx.num_parameters = plan, len(parameters)
         return y_TM
 
@@ -290,28 +598,23 @@ class _Experts(torch.autograd.Function):
         # once_differentiable lets this pass where grad_TM needs no gradient, and what follows is wrong.
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
-        plan: Plan = ctx.plan
-        weight_TK, *saved = ctx.saved_tensors
-        parameters, saved = saved[: ctx.num_parameters], saved[ctx.num_parameters :]
-        count = len(ctx.graphs)
-        rest = iter(saved[2 * count :])
-        kept = [
-            Rows(rows, weight, Hidden(tensors=list(itertools.islice(rest, num_tensors)), graph=graph))
-            for rows, weight, (graph, num_tensors) in zip(
-                saved[:count], saved[count : 2 * count], ctx.graphs, strict=True
-            )
-        ]
-        num_local = len(plan.pieces)
+        saved = iter(ctx.saved_tensors)
+        weight_TK = next(saved)
+        given = _Given(
+            weight_TK=weight_TK,
+            parameters=list(itertools.islice(saved, ctx.num_parameters)),
+            x_TM=next(saved),
+            weight_received=next(saved),
+            kept={},
+            wanted=ctx.needs_input_grad[4:],
+        )
+        for unit, recipe, hidden, count in ctx.units:
+            rows_NM = next(saved)
+            tensors = list(itertools.islice(saved, count))
+            restored = None if hidden is None else replace(hidden, tensors=tensors)
+            given.kept[unit] = Kept(rows_NM, restored, recipe)
         with torch.autocast(grad_TM.device.type, enabled=False):
-            grad_x, grad_weight, grads = _Backward(
-                plan,
-                grad_TM,
-                weight_TK,
-                kept[:num_local],
-                kept[num_local:],
-                parameters,
-                ctx.needs_input_grad[4:],
-            ).run()
+            grad_x, grad_weight, grads = _Backward(ctx.plan, grad_TM, given).run()
         return None, None, grad_x, grad_weight.view_as(weight_TK), *grads
 
 

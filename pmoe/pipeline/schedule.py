@@ -16,8 +16,8 @@ Letters: n chunks, m pieces of the rows that stay; T_I, T_DI, T_M, T_DO, T_O as 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from pmoe.ordering.sorted import piece_of
 
@@ -27,6 +27,8 @@ class Lane(str, enum.Enum):
 
     COMPUTE = "compute"
     COMMUNICATE = "communicate"
+    COPY_OUT = "copy out"
+    COPY_IN = "copy in"
 
 
 class Kind(str, enum.Enum):
@@ -41,6 +43,18 @@ class Kind(str, enum.Enum):
     WGRAD = "W"  # weight gradients from received rows
     COMBINE = "R"  # all-to-all back to the owners of the tokens
     OUTPUT = "O"  # each token sums its returned rows: T_O (or dT_I)
+    COPY_ROWS_OUT = "DI"  # D of T_DI, device to host
+    COPY_HIDDEN_OUT = "DM"  # D of T_M
+    LOCAL_COPY_ROWS_OUT = "LDI"
+    LOCAL_COPY_HIDDEN_OUT = "LDM"
+    COPY_ROWS_IN = "HI"  # H of T_DI, host to device
+    COPY_HIDDEN_IN = "HM"  # H of T_M
+    LOCAL_COPY_ROWS_IN = "LHI"
+    LOCAL_COPY_HIDDEN_IN = "LHM"
+    GATHER_AGAIN = "GI"  # backward: T_I into the send buffer, for
+    DISPATCH_AGAIN = "SI"  # the dispatch that restores T_DI
+    RECOMPUTE = "M"  # backward: T_M made again from T_DI
+    LOCAL_RECOMPUTE = "LM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +78,14 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The tasks of one pass ("forward" or "backward"), in the order they are issued."""
+    """The tasks of one pass ("forward" or "backward"), in the order they are issued.
+
+    slots: buffer -> the ring slot that it lies in; the others have memory of their own.
+    """
 
     direction: str
     tasks: tuple[Task, ...]
+    slots: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("task", "lane", "waits for", "reads", "writes")]
@@ -91,24 +109,24 @@ def forward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = N
     smaller than they must be; the last chunk's are left for the end, where they cover the drain of the
     last R.
     """
-    _check(n, local, remote, ahead)
+    check_degree(n, local, remote, ahead)
     m = local_pieces(n, local=local, remote=remote)
     early = m - 1 if remote and m > 1 else m
     tasks: list[Task] = []
     if remote:
         tasks += _communication_first(n, ahead, source="T_I", received="T_DI")
-        tasks.insert(1, _task(Kind.WEIGHTS, -1, ["weight"], ["weight_DI"]))
+        tasks.insert(1, make_task(Kind.WEIGHTS, -1, ["weight"], ["weight_DI"]))
     if local:
         tasks += [_local_forward(j) for j in range(early)]
     if remote:
         for i in range(n):
-            tasks.append(_task(Kind.COMPUTE, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"]))
+            tasks.append(make_task(Kind.COMPUTE, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"]))
             tasks += _after_compute(i, n, ahead, source="T_I", received="T_DI", result="T_DO", home="home")
     if local:
         tasks += [_local_forward(j) for j in range(early, m)]
     for i in range(n):
         home = [f"home_L.{piece_of(i, n, m)}"] * local + [f"home.{i}"] * remote
-        tasks.append(_task(Kind.OUTPUT, i, home, [f"T_O.{i}"]))
+        tasks.append(make_task(Kind.OUTPUT, i, home, [f"T_O.{i}"]))
     return Schedule(direction="forward", tasks=link(tasks))
 
 
@@ -119,29 +137,29 @@ def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = 
     arrive. Those of received rows come one chunk late: the last two fill the drain of the last R, and what
     they need is held for two chunks at most. All of them add to one sum, in list order.
     """
-    _check(n, local, remote, ahead)
+    check_degree(n, local, remote, ahead)
     m = local_pieces(n, local=local, remote=remote)
     tasks: list[Task] = []
     if remote:
         tasks += _communication_first(n, ahead, source="dT_O", received="dT_DO")
     for j in range(m):
         reads = [f"dT_O_L.{j}", f"T_DI_L.{j}", f"T_M_L.{j}"]
-        tasks.append(_task(Kind.LOCAL, j, reads, [f"dhome_L.{j}", f"pending_L.{j}"]))
-        tasks.append(_task(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"]))
+        tasks.append(make_task(Kind.LOCAL, j, reads, [f"dhome_L.{j}", f"pending_L.{j}"]))
+        tasks.append(make_task(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"]))
     if remote:
         for i in range(n):
             reads = [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}"]
-            tasks.append(_task(Kind.COMPUTE, i, reads, [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]))
+            tasks.append(make_task(Kind.COMPUTE, i, reads, [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]))
             tasks += _after_compute(
                 i, n, ahead, source="dT_O", received="dT_DO", result="dT_DI", home="dhome"
             )
             if i > 0:
                 tasks.append(_weight_gradient(i - 1))
-        tasks.append(_task(Kind.WEIGHTS, -1, [f"dweight_DI.{i}" for i in range(n)], ["dweight"]))
+        tasks.append(make_task(Kind.WEIGHTS, -1, [f"dweight_DI.{i}" for i in range(n)], ["dweight"]))
         tasks.append(_weight_gradient(n - 1))
     for i in range(n):
         home = [f"dhome_L.{piece_of(i, n, m)}"] * local + [f"dhome.{i}"] * remote
-        tasks.append(_task(Kind.OUTPUT, i, home, [f"dT_I.{i}"]))
+        tasks.append(make_task(Kind.OUTPUT, i, home, [f"dT_I.{i}"]))
     return Schedule(direction="backward", tasks=link(tasks))
 
 
@@ -162,27 +180,51 @@ def sequential(schedule: Schedule) -> Schedule:
     return replace(schedule, tasks=tuple(chained))
 
 
-def link(tasks: Iterable[Task]) -> tuple[Task, ...]:
+def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple[Task, ...]:
     """Fills in ``waits``: the last writer of whatever a task reads or writes, and the readers since then of
-    whatever it writes."""
+    whatever it writes. Buffers of one slot are one memory: who writes one awaits the readers of the other.
+
+    Raises ValueError where a task reads a buffer whose slot has been written for another.
+    """
+    slots = slots or {}
     writer: dict[str, str] = {}
+    holds: dict[str, str] = {}
     readers: dict[str, list[str]] = {}
     linked = []
     for task in tasks:
-        waits = [writer[b] for b in (*task.reads, *task.writes) if b in writer]
-        waits += [reader for b in task.writes for reader in readers.get(b, ())]
-        linked.append(replace(task, waits=tuple(dict.fromkeys(waits))))
         for b in task.reads:
+            if holds.get(slots.get(b, b), b) != b:
+                raise ValueError(f"task {task.name} reads {b}, but {slots[b]} holds {holds[slots[b]]}")
+        reads = [slots.get(b, b) for b in task.reads]
+        writes = [slots.get(b, b) for b in task.writes]
+        waits = [writer[b] for b in (*reads, *writes) if b in writer]
+        waits += [reader for b in writes for reader in readers.get(b, ())]
+        linked.append(replace(task, waits=tuple(dict.fromkeys(waits))))
+        for b in reads:
             readers.setdefault(b, []).append(task.name)
-        for b in task.writes:
+        for b in writes:
             writer[b], readers[b] = task.name, []
+        holds |= {slots.get(b, b): b for b in task.writes}
     return tuple(linked)
 
 
-_LANES = {Kind.WEIGHTS: Lane.COMMUNICATE, Kind.DISPATCH: Lane.COMMUNICATE, Kind.COMBINE: Lane.COMMUNICATE}
+_COMMUNICATED = {Kind.WEIGHTS, Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE}
+_COPIED_OUT = {
+    Kind.COPY_ROWS_OUT,
+    Kind.COPY_HIDDEN_OUT,
+    Kind.LOCAL_COPY_ROWS_OUT,
+    Kind.LOCAL_COPY_HIDDEN_OUT,
+}
+_COPIED_IN = {Kind.COPY_ROWS_IN, Kind.COPY_HIDDEN_IN, Kind.LOCAL_COPY_ROWS_IN, Kind.LOCAL_COPY_HIDDEN_IN}
+_LANES = {
+    **dict.fromkeys(_COMMUNICATED, Lane.COMMUNICATE),
+    **dict.fromkeys(_COPIED_OUT, Lane.COPY_OUT),
+    **dict.fromkeys(_COPIED_IN, Lane.COPY_IN),
+}
 
 
-def _check(n: int, local: bool, remote: bool, ahead: int | None) -> None:
+def check_degree(n: int, local: bool, remote: bool, ahead: int | None = None) -> None:
+    """Raises ValueError for what no schedule can be built of."""
     if n < 1:
         raise ValueError(f"n ({n}) must be at least 1")
     if ahead is not None and ahead < 0:
@@ -191,23 +233,24 @@ def _check(n: int, local: bool, remote: bool, ahead: int | None) -> None:
         raise ValueError("local (False) or remote (False) must be True: a layer's rows stay or travel")
 
 
-def _task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
+def make_task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
+    """A task on its kind's lane, not yet linked."""
     lane = _LANES.get(kind, Lane.COMPUTE)
     return Task(kind=kind, chunk=chunk, lane=lane, reads=tuple(reads), writes=tuple(writes))
 
 
 def _local_forward(j: int) -> Task:
-    return _task(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"])
+    return make_task(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"])
 
 
 def _weight_gradient(i: int) -> Task:
-    return _task(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
+    return make_task(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
 
 
 def _dispatch(i: int, source: str, received: str) -> list[Task]:
     return [
-        _task(Kind.GATHER, i, [f"{source}.{i}"], [f"send.{i}"]),
-        _task(Kind.DISPATCH, i, [f"send.{i}"], [f"{received}.{i}"]),
+        make_task(Kind.GATHER, i, [f"{source}.{i}"], [f"send.{i}"]),
+        make_task(Kind.DISPATCH, i, [f"send.{i}"], [f"{received}.{i}"]),
     ]
 
 
@@ -221,7 +264,7 @@ def _after_compute(
     i: int, n: int, ahead: int | None, *, source: str, received: str, result: str, home: str
 ) -> list[Task]:
     """R of chunk i, and behind it the next S that ``ahead`` allows."""
-    tasks = [_task(Kind.COMBINE, i, [f"{result}.{i}"], [f"{home}.{i}"])]
+    tasks = [make_task(Kind.COMBINE, i, [f"{result}.{i}"], [f"{home}.{i}"])]
     if ahead is not None and i + ahead + 1 < n:
         tasks += _dispatch(i + ahead + 1, source, received)
     return tasks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-FINEST = 8
-"""Row counts travel in this many bins while n is still open; n divides it."""
+DEGREES = (1, 2, 4, 8)
+"""What pipeline=True chooses from; each divides the next."""
 
 LEAST_ROWS = 1024
 """Below this many rows a chunk, smaller products cost more than finer overlap hides
@@ -16,6 +16,23 @@ def check_pipeline(pipeline: bool | int) -> None:
         raise TypeError(f"pipeline ({pipeline!r}) must be False, True or an int")
     if not isinstance(pipeline, bool) and pipeline < 1:
         raise ValueError(f"pipeline ({pipeline}) must be False, True or an int of at least 1")
+
+
+def check_backward(pipeline: bool | int, pipeline_backward: int | None) -> None:
+    """Raises TypeError unless None or an int, ValueError where neither n divides the other."""
+    if pipeline_backward is None:
+        return
+    if not isinstance(pipeline_backward, int) or isinstance(pipeline_backward, bool):
+        raise TypeError(f"pipeline_backward ({pipeline_backward!r}) must be None or an int")
+    if pipeline is True:
+        raise ValueError(
+            f"pipeline_backward ({pipeline_backward}) must be None where pipeline is True, which chooses both"
+        )
+    n = int(pipeline) or 1
+    if pipeline_backward < 1 or (n % pipeline_backward and pipeline_backward % n):
+        raise ValueError(
+            f"pipeline_backward ({pipeline_backward}) must divide pipeline ({n}) or be a multiple of it"
+        )
 
 
 def fixed_degree(pipeline: bool | int) -> int | None:
@@ -32,4 +49,4 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     """
     if num_ranks == 1:
         return 1
-    return max(n for n in (1, 2, 4, FINEST) if n == 1 or max_rows >= n * LEAST_ROWS)
+    return max(n for n in DEGREES if n == 1 or max_rows >= n * LEAST_ROWS)

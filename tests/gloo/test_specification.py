@@ -29,6 +29,8 @@ class Case:
     gate: str = "topk"
     bypass_local: bool = True
     sequential: bool = False
+    memory_reuse: bool | str | pmoe.Restore = False
+    n_backward: int | None = None
 
 
 def build(case: Case, world: int) -> pmoe.MoELayer:
@@ -48,6 +50,8 @@ def build(case: Case, world: int) -> pmoe.MoELayer:
         dtype=torch.float64,
         bypass_local=case.bypass_local,
         sequential=case.sequential,
+        memory_reuse=case.memory_reuse,
+        pipeline_backward=case.n_backward,
     )
     with torch.no_grad():
         layer.gate.weight *= 3
@@ -153,3 +157,55 @@ def test_rows_sent_to_oneself_and_sequential_runs_change_nothing(
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_adaptive_degree_equals_the_definition(world: int) -> None:
     check(world, Case(True, 2, 2))
+
+
+# ---- memory reuse ---------------------------------------------------------------------------------
+
+PAIRS = [
+    pmoe.Restore(d, h) for d in ("keep", "offload", "communicate") for h in ("keep", "offload", "recompute")
+]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_every_restore_pair_equals_the_definition(pair: pmoe.Restore, world: int, n: int) -> None:
+    check(world, Case(n, 2, 2, memory_reuse=pair))
+    check(world, Case(n, 1, 4, 0.6, memory_reuse=pair, expert="swiglu"))
+
+
+@pytest.mark.parametrize("n, n_backward", [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_backward_may_have_other_chunks_than_forward(
+    pair: pmoe.Restore, world: int, n: int, n_backward: int
+) -> None:
+    check(world, Case(n, 2, 2, memory_reuse=pair, n_backward=n_backward))
+
+
+@pytest.mark.parametrize("load", ["one expert", "some experts get none"])
+@pytest.mark.parametrize("n, n_backward", [(2, 2), (4, 2), (3, 1), (1, 3)])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_skew_cuts_finer_and_changes_no_result(
+    pair: pmoe.Restore, world: int, n: int, n_backward: int, load: str
+) -> None:
+    check(world, Case(n, 2, 2, load=load, memory_reuse=pair, n_backward=n_backward))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("bypass_local, sequential", [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_reuse_with_rows_sent_to_oneself_and_in_sequence_changes_nothing(
+    pair: pmoe.Restore, world: int, bypass_local: bool, sequential: bool
+) -> None:
+    case = Case(2, 2, 2, 0.8, bypass_local=bypass_local, sequential=sequential, memory_reuse=pair)
+    check(world, case)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_every_activation_is_restored(pair: pmoe.Restore, world: int, activation: str) -> None:
+    check(world, Case(2, 2, 2, activation=activation, memory_reuse=pair))
+    check(world, Case(True, 2, 2, activation=activation, memory_reuse=pair))

@@ -54,19 +54,19 @@ EXPERTS = torch.tensor([[2, 0], [1, 3], [0, 2]])
         (LocalExperts(0, 2), 1, 1, [0, 5, 3, 1, 4, 2]),
         (LocalExperts(1, 2), 1, 1, [1, 4, 0, 5, 3, 2]),
         (LocalExperts(0, 4), 1, 1, [1, 4, 2, 0, 5, 3]),
-        # Two chunks: token 0, then tokens 1 and 2; two pieces likewise.
+        # Two chunks: token 0, then tokens 1 and 2. Two pieces: each follows what its chunk sends.
         (NONE_LOCAL, 2, 0, [1, 0, 4, 2, 5, 3]),
-        (LocalExperts(2, 4), 2, 2, [1, 4, 2, 0, 5, 3]),
-        (LocalExperts(0, 2), 2, 2, [0, 5, 3, 1, 4, 2]),
+        (LocalExperts(2, 4), 2, 2, [1, 0, 4, 2, 5, 3]),
+        (LocalExperts(0, 2), 2, 2, [0, 1, 5, 3, 4, 2]),
         (LocalExperts(0, 4), 2, 2, [1, 0, 4, 2, 5, 3]),
-        # A token a chunk; the pieces are all tokens, tokens 0 and 1 before 2, or a token each.
+        # A token a chunk. Fewer pieces come last: all tokens, or tokens 0 and 1 before 2.
         (LocalExperts(0, 2), 3, 1, [0, 3, 5, 1, 4, 2]),
         (LocalExperts(0, 2), 3, 2, [0, 3, 5, 1, 2, 4]),
         (LocalExperts(0, 3), 3, 2, [3, 1, 2, 0, 4, 5]),
-        (LocalExperts(0, 3), 3, 3, [3, 1, 0, 2, 4, 5]),
+        (LocalExperts(0, 3), 3, 3, [1, 0, 3, 2, 4, 5]),
     ],
 )
-def test_rows_that_travel_are_sorted_by_chunk_then_those_that_stay_by_piece(
+def test_rows_are_sorted_by_chunk_those_that_stay_by_piece(
     local: LocalExperts, n: int, m: int, expected: list[int]
 ) -> None:
     order = sort_rows(EXPERTS, None, n, 4, local, m)

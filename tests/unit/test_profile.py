@@ -1,0 +1,387 @@
+"""Profiles: their files, what is refused, the arithmetic of speeds by hand, and one real measurement.
+
+No time is asserted: a busy machine may take any.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pmoe.comm.ranks import Ranks
+from pmoe.planner import profile as module
+from pmoe.planner.cost_model import Interference
+from pmoe.planner.costs import LineCost
+from pmoe.planner.profile import (
+    FACTORS,
+    CorruptProfileError,
+    Identity,
+    Profile,
+    Versions,
+    identity,
+    load,
+    load_or_measure,
+    measure,
+    profile_path,
+    save,
+    speeds,
+)
+
+MADE = Profile(
+    device="Abacus (R) 3000, 2 threads",
+    device_type="cpu",
+    num_ranks=4,
+    backend="gloo",
+    dtype="float32",
+    versions=Versions(torch="2.13.0+cpu", cuda=None, file=1),
+    compute=LineCost(1e-5, 1 / 3e10),
+    message=LineCost(1e-4, 2e-9),
+    copy_out=LineCost(0.0, 1e-10),
+    copy_in=LineCost(1e-6, 5e-10),
+    interference=Interference(mu_comp=0.7, sigma_comm=0.9, eta_all=0.1 + 0.2),
+    seconds=1.5,
+    when="2026-11-21T12:00:00+00:00",
+)
+
+
+def assert_sound(profile: Profile) -> None:
+    """Costs that rise with size from nothing or more, and factors over 0 and at most 1."""
+    lines = [profile.compute, profile.copy_out, profile.copy_in]
+    if profile.num_ranks > 1:
+        lines.append(profile.message)
+    for line in lines:
+        assert line.alpha_seconds >= 0
+        assert line.beta_seconds > 0
+    for name in FACTORS:
+        assert 0 < getattr(profile.interference, name) <= 1, name
+    assert profile.seconds > 0
+
+
+# ---- the file
+
+
+def test_a_profile_survives_json_to_the_last_bit() -> None:
+    assert Profile.from_json(MADE.to_json()) == MADE
+    with_cuda = replace(MADE, versions=Versions(torch="2.13.0", cuda="12.8", file=1))
+    assert Profile.from_json(with_cuda.to_json().encode()) == with_cuda
+
+
+def test_a_saved_profile_loads_for_the_identity_that_it_has(tmp_path: Path) -> None:
+    path = profile_path(MADE, tmp_path / "not" / "yet")
+    save(MADE, path)
+    assert load(path) == load(path, expected=MADE.identity) == MADE
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_file_is_named_after_device_ranks_backend_dtype_and_versions(tmp_path: Path) -> None:
+    expected = "abacus-r-3000-2-threads_4-ranks_gloo_float32_torch-2-13-0-cpu_no-cuda_v1.json"
+    assert profile_path(MADE, tmp_path) == profile_path(MADE.identity, tmp_path) == tmp_path / expected
+    with_cuda = replace(MADE, versions=Versions(torch="2.13.0", cuda="12.8", file=1))
+    assert profile_path(with_cuda, tmp_path).name.endswith("_torch-2-13-0_cuda-12-8_v1.json")
+
+
+def test_files_lie_in_pmoe_cache_or_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
+    assert profile_path(MADE).parent == tmp_path
+    monkeypatch.setenv("PMOE_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_path(MADE).parent == tmp_path / ".cache" / "pmoe"
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = profile_path(MADE, tmp_path)
+    save(MADE, path)
+
+    def full(source: str, target: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(module.os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        save(replace(MADE, seconds=9.0), path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert load(path) == MADE
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"device": "Loom 2"}, "device 'Abacus (R) 3000, 2 threads', here 'Loom 2'"),
+        ({"num_ranks": 8}, "num_ranks 4, here 8"),
+        ({"backend": "nccl"}, "backend 'gloo', here 'nccl'"),
+        ({"dtype": "float64"}, "dtype 'float32', here 'float64'"),
+        (
+            {"versions": Versions(torch="2.14.0", cuda="13.0", file=1)},
+            "versions.torch '2.13.0+cpu', here '2.14.0'; versions.cuda None, here '13.0'",
+        ),
+    ],
+)
+def test_a_profile_of_something_else_is_refused_naming_file_content_and_place(
+    change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    save(MADE, path)
+    with pytest.raises(ValueError) as caught:
+        load(path, expected=replace(MADE.identity, **change))
+    assert str(caught.value) == f"{path}: holds the profile of {told}"
+    assert not isinstance(caught.value, CorruptProfileError)
+
+
+def test_another_format_version_is_refused_but_not_called_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text('{"versions": {"file": 7}, "all": "else is different"}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"profile.json: format version \(7\) must be 1") as caught:
+        load(path)
+    assert not isinstance(caught.value, CorruptProfileError)
+
+
+def broken(**changes: Any) -> str:
+    """MADE as JSON, with fields replaced; None takes one away."""
+    fields = json.loads(MADE.to_json()) | changes
+    return json.dumps({name: value for name, value in fields.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no JSON"),
+        (MADE.to_json()[:200].encode(), "no JSON"),
+        (b"\xff\xfe\xfd", "no JSON"),
+        (b"[1, 2]", "must be an object"),
+        (broken(compute=None, when=None), "profile has no compute, when"),
+        (broken(message={"alpha_seconds": 1.0}), "profile.message has no beta_seconds"),
+        (broken(copy_in=3), r"profile.copy_in \(3\) must be an object"),
+        (broken(seconds="1.5"), r"profile.seconds \('1.5'\) must be a finite number"),
+        (broken(seconds=float("nan")), r"profile.seconds \(nan\) must be a finite number"),
+        (broken(num_ranks=2.5), r"profile.num_ranks \(2.5\) is of the wrong type"),
+        (broken(interference=dict.fromkeys(FACTORS, 1.5)), r"mu_comp \(1.5\)"),
+    ],
+)
+def test_what_is_no_profile_is_called_corrupt_with_the_file_and_the_field(
+    content: bytes | str, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CorruptProfileError, match=f"{path}.*{told}"):
+        load(path)
+
+
+# ---- the numbers
+
+
+def test_rates_are_the_inverse_of_what_one_more_unit_costs() -> None:
+    rates = MADE.rates(element_size=2)
+    assert rates.compute == pytest.approx(3e10)
+    assert rates.communicate == pytest.approx(1 / 4e-9)
+    assert rates.copy == pytest.approx(1 / 1e-9)  # of the slower direction
+
+
+def test_on_one_rank_messages_take_no_time_worth_counting() -> None:
+    rates = replace(MADE, num_ranks=1, message=LineCost(0.0, 0.0)).rates(4)
+    assert 1e12 / rates.communicate < 1e-200
+
+
+def test_speeds_are_those_of_the_time_in_which_all_lanes_are_busy() -> None:
+    assert speeds({"a": [0, 2, 4, 6], "b": [1, 5]}) == {"a": 0.5, "b": 0.25}
+    assert speeds({"a": [0, 1, 2]}) == {"a": 1.0}
+
+
+def test_lanes_that_never_ran_together_share_the_whole_time() -> None:
+    assert speeds({"a": [0, 1], "b": [3, 4]}) == {"a": 0.25, "b": 0.25}
+
+
+class Slowed:
+    """Lanes whose pieces take a second alone, longer beside others, as a table says."""
+
+    def __init__(self, relative: dict[tuple[str, ...], float]) -> None:
+        self.group = module._Group(Ranks(), torch.device("cpu"))
+        self.relative = relative
+
+    def run(self, work: Mapping[str, tuple[module.Piece, int]]) -> dict[str, list[float]]:
+        return {
+            lane: [i / self.relative.get((lane, *sorted({*work} - {lane})), 1.0) for i in range(count + 1)]
+            for lane, (_, count) in work.items()
+        }
+
+
+def nothing() -> None:
+    pass
+
+
+class Priced:
+    """Pieces take the seconds that they return; each lane's first piece takes a minute more."""
+
+    group = module._Group(Ranks(), torch.device("cpu"))
+
+    def run(self, work: Mapping[str, tuple[module.Piece, int]]) -> dict[str, list[float]]:
+        return {
+            lane: [0.0, *(60 + (i + 1) * piece() for i in range(count))]
+            for lane, (piece, count) in work.items()
+        }
+
+
+def priced(seconds: Callable[[int], float]) -> module._Kind:
+    """Work in units of 10 bytes; so many units take seconds(units)."""
+    return module._Kind(
+        lane="copy", size=10, first_units=16, most_units=4096, make=lambda units: lambda: seconds(units)
+    )
+
+
+def test_a_line_goes_through_three_sizes_and_forgets_the_first_piece() -> None:
+    line = module._line(Priced(), priced(lambda units: 1e-3 + 1e-5 * units), 160, module.QUICK)
+    assert (line.alpha_seconds, line.beta_seconds) == pytest.approx((1e-3, 1e-6))
+
+
+@pytest.mark.parametrize("seconds", [lambda units: 1e-6 * units**2, lambda units: 1e-2 / units])
+def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: Callable) -> None:
+    line = module._line(Priced(), priced(seconds), 160, module.QUICK)
+    assert line.alpha_seconds == 0
+    assert line(1600) == pytest.approx(seconds(160))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "units"),
+    [
+        (lambda units: 2e-5 * units, 100),  # as long as wanted
+        (lambda units: 1e-9 * units, 4096),  # never: the largest
+        (lambda units: 0.1 * units, 64),  # far longer: the least that shows what size costs
+        (lambda units: 0.02 + 1e-4 * units, 1024),  # 256 costs 0.046 s, only twice what 16 does
+    ],
+)
+def test_pieces_grow_until_they_are_long_and_size_shows(seconds: Callable, units: int) -> None:
+    assert module._units(Priced(), priced(seconds), module.QUICK) == pytest.approx(units, abs=1)
+
+
+def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() -> None:
+    bench = Slowed(
+        {
+            ("communicate", "compute"): 0.1,
+            ("communicate", "copy"): 0.2,
+            ("communicate", "compute", "copy"): 0.3,
+            ("compute", "communicate"): 0.4,
+            ("compute", "copy"): 0.5,
+            ("compute", "communicate", "copy"): 0.6,
+            ("copy", "communicate"): 0.7,
+            ("copy", "compute"): 0.8,
+            ("copy", "communicate", "compute"): 1.9,  # noise
+        }
+    )
+    found = module._interference(
+        bench, dict.fromkeys(("compute", "communicate", "copy"), nothing), module.QUICK
+    )
+    expected = Interference(
+        mu_comp=0.1,
+        mu_mem=0.2,
+        mu_all=0.3,
+        sigma_comm=0.4,
+        sigma_mem=0.5,
+        sigma_all=0.6,
+        eta_comm=0.7,
+        eta_comp=0.8,
+        eta_all=1.0,
+    )
+    for name in FACTORS:
+        assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
+
+
+def test_without_messages_all_lanes_are_computation_and_copies() -> None:
+    bench = Slowed({("compute", "copy"): 0.5, ("copy", "compute"): 0.8})
+    found = module._interference(bench, dict.fromkeys(("compute", "copy"), nothing), module.QUICK)
+    assert (found.sigma_mem, found.sigma_all) == pytest.approx((0.5, 0.5))
+    assert (found.eta_comp, found.eta_all) == pytest.approx((0.8, 0.8))
+    assert (found.mu_comp, found.mu_mem, found.mu_all, found.sigma_comm, found.eta_comm) == (1, 1, 1, 1, 1)
+
+
+# ---- measuring
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measured_costs_are_positive_and_factors_at_most_one(dtype: torch.dtype) -> None:
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        profile = measure(Ranks(), "cpu", dtype, quick=True)
+    assert_sound(profile)
+    assert profile.identity == identity(Ranks(), "cpu", dtype)
+    assert (profile.num_ranks, profile.backend, profile.message) == (1, "none", LineCost(0.0, 0.0))
+    assert profile.rates(dtype.itemsize).compute > 0
+    assert Profile.from_json(profile.to_json()) == profile
+    assert torch.equal(torch.get_rng_state(), before), "measuring drew from the caller's random numbers"
+
+
+def test_devices_and_dtypes_that_nobody_can_measure_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"device \(meta\) must be one of the types cpu, cuda"):
+        measure(Ranks(), "meta")
+    with pytest.raises(ValueError, match=r"dtype \(torch.int64\) must be floating point"):
+        load_or_measure(Ranks(), "cpu", torch.int64)
+
+
+class Counted:
+    """Stands for measure: counts its calls and returns a made profile of what is here."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, ranks: Ranks, device: str, dtype: torch.dtype, *, quick: bool) -> Profile:
+        self.calls += 1
+        here: Identity = identity(ranks, device, dtype)
+        fields = {name: getattr(here, name) for name in Identity.__dataclass_fields__}
+        return replace(MADE, **fields, seconds=float(self.calls))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    stand_in = Counted()
+    monkeypatch.setattr(module, "measure", stand_in)
+    return stand_in
+
+
+def test_the_second_time_nothing_is_measured(tmp_path: Path, counted: Counted) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+        assert load_or_measure(Ranks(), "cpu", folder=tmp_path) == first
+        assert counted.calls == 1
+        load_or_measure(Ranks(), "cpu", torch.float64, folder=tmp_path)
+    assert counted.calls == 2, "another dtype has a profile of its own"
+
+
+def test_a_corrupt_file_is_measured_again_with_one_warning(tmp_path: Path, counted: Counted) -> None:
+    path = profile_path(identity(Ranks(), "cpu"), tmp_path)
+    path.write_text("{", encoding="utf-8")
+    with pytest.warns(UserWarning) as caught:
+        profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith(f"{path}: no JSON")
+    assert str(caught[0].message).endswith("; measured again")
+    assert counted.calls == 1
+    assert load(path) == profile
+
+
+def test_a_file_of_another_device_under_our_name_is_measured_again_with_a_warning(
+    tmp_path: Path, counted: Counted
+) -> None:
+    here = identity(Ranks(), "cpu")
+    save(MADE, profile_path(here, tmp_path))
+    with pytest.warns(UserWarning, match=r"holds the profile of .*num_ranks 4, here 1"):
+        profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+    assert profile.identity == here
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_profile(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(profile: Profile, path: Path) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(module, "save", refuse)
+    with pytest.warns(UserWarning, match="could not be saved.*read-only"):
+        profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+    assert profile.seconds == 1.0

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins, slot_rows
 from pmoe.comm.flat import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, ModuleExperts, SwiGLUExperts
@@ -26,7 +26,8 @@ from pmoe.experts.modules import build_modules
 from pmoe.gates import GATES, Routing
 from pmoe.ordering.capacity import expert_capacity, within_capacity
 from pmoe.ordering.sorted import LocalExperts, SortedRows, count_rows, sort_rows
-from pmoe.pipeline.buffers import pool, warn_once
+from pmoe.pipeline.buffers import ALIGNMENT, pool, warn_once
+from pmoe.pipeline.footprint import Memory, Shape, counted_rows, predict, worst_rows
 from pmoe.pipeline.passes import run_experts
 from pmoe.pipeline.plan import Degrees, make_plan
 from pmoe.pipeline.schedule import local_pieces
@@ -73,6 +74,7 @@ class MoELayer(nn.Module):
         l_aux: scalar, the auxiliary loss of the last forward, attached to its graph: the load-balance loss
             of this rank's tokens (1 where even), plus the z-loss.
         tokens_per_expert: (E,) int64 on the CPU, kept rows of this rank for each expert in the last forward.
+        row_counts: of the last forward, rows by bin, rank and expert on the host, for `predict_memory`.
         traffic: bytes this rank has sent to others since the layer was built.
 
     Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), or (E / W, 2H, M) for "swiglu", gate
@@ -146,6 +148,7 @@ class MoELayer(nn.Module):
         self.check_finite, self.bypass_local, self.sequential = check_finite, bypass_local, sequential
         self.l_aux = None
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        self.row_counts: Shared | None = None
         self.traffic = Traffic()
         self.trusts_gate = isinstance(gate, str)  # a gate of ours returns what it should
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -166,6 +169,8 @@ class MoELayer(nn.Module):
         self.gate = gate
         self.experts = self._make_experts(expert, activation, bias, options)
         self.experts.mark_parameters()
+        if isinstance(self.restore, Restore) and self.restore.offloads:
+            _check_host_memory(self.restore, _experts_parameter(self), device)
         if pipeline_backward is not None and self.keeps_graphs and pipeline_backward > int(pipeline):
             raise ValueError(
                 f"pipeline_backward ({pipeline_backward}) must be at most pipeline ({pipeline}) where "
@@ -196,6 +201,66 @@ class MoELayer(nn.Module):
         """Whether experts' graphs, which cannot be split, go from forward to backward."""
         recomputed = isinstance(self.restore, Restore) and self.restore.hidden == "recompute"
         return isinstance(self.experts, ModuleExperts) and not recomputed
+
+    def predict_memory(
+        self,
+        num_tokens: int,
+        row_counts: Shared | None = None,
+        *,
+        pipeline: int | None = None,
+        pipeline_backward: int | None = None,
+        memory_reuse: str | Restore | None = None,
+    ) -> Memory:
+        """The bytes that one forward and backward take on this rank (`pmoe.pipeline.footprint.Memory`).
+
+        num_tokens: the largest number of tokens of a rank. row_counts: of a batch, as ``layer.row_counts``
+        holds those of the last one; without them the bytes are upper bounds for any routing. The other
+        arguments stand for the layer's own; where the layer chooses by itself, they must say what is chosen.
+
+        Raises ValueError where n or the pair is neither the layer's nor given.
+        """
+        n = pipeline or fixed_degree(self.pipeline)
+        restore = self.restore if memory_reuse is None else parse_restore(memory_reuse)
+        if n is None or restore is True:
+            raise ValueError(
+                f"pipeline ({pipeline}) and memory_reuse ({memory_reuse}) must be given where the layer "
+                f"chooses them (pipeline={self.pipeline}, memory_reuse={self.restore})"
+            )
+        backward = pipeline_backward or self.pipeline_backward or n
+        return self._predict(num_tokens, row_counts, n, backward, restore or KEEP)
+
+    def _predict(
+        self, num_tokens: int, row_counts: Shared | None, n: int, backward: int, restore: Restore
+    ) -> Memory:
+        like = _experts_parameter(self)
+        device_type = "cpu" if like is None else like.device.type
+        experts, gate = list(self.experts.parameters()), list(self.gate.parameters())
+        shape = Shape(
+            d_model=self.d_model,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_ranks=self.ranks.size,
+            columns=self.experts.columns(device_type),
+            element_size=4 if like is None else like.element_size(),
+            weight_size=max(4, 4 if like is None else like.element_size()),
+            expert_parameters=sum(parameter.numel() for parameter in experts),
+            gate_parameters=sum(parameter.numel() for parameter in gate),
+            bypass_local=self.bypass_local,
+            has_drops=self.capacity_factor is not None,
+        )
+        if row_counts is not None:
+            depth = row_counts.depth
+            n, backward = n << depth.get(n, 0), backward << depth.get(backward, 0)
+            forward_rows, backward_rows = (
+                counted_rows(shape, row_counts, self.ranks.rank, each) for each in (n, backward)
+            )
+        else:
+            bins = num_bins((n, backward), self.ranks.size)
+            forward_rows, backward_rows = (
+                worst_rows(shape, num_tokens, each, bins, slot_rows(self.slack, self.top_k, num_tokens, each))
+                for each in (n, backward)
+            )
+        return predict(shape, num_tokens, forward_rows, backward_rows, restore, rearranged=n != backward)
 
     def _make_experts(
         self,
@@ -306,7 +371,8 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
             top_k=layer.top_k,
             degrees=candidates,
             own_rank=own,
-            host_rows=None if free is None else free // row_bytes,
+            # Every unit of a chunk, travelling or not, starts on a boundary of its own.
+            host_rows=None if free is None else max(free - 2 * bins * ALIGNMENT, 0) // row_bytes,
         )
     exchange = CountsExchange(
         layer.ranks,
@@ -346,6 +412,7 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
     )
     layer.l_aux = routed.routing.l_aux
     layer.tokens_per_expert = shared.send.sum(0).flatten()
+    layer.row_counts = replace(shared, recv_device=shared.recv)
 
     autocast_dtype = _autocast_dtype(x)
     rows_TM, operands = routed.x_TM, list[Tensor](parameters)
@@ -377,7 +444,7 @@ def _choose(layer: MoELayer, shared: Shared) -> _Choice:
     restore = layer.restore
     if isinstance(restore, bool):
         restore = STRATEGIES["S4"] if restore else KEEP
-    if shared.host_shortage and restore.dispatched == "offload":
+    if shared.needs_grad and shared.host_shortage and restore.dispatched == "offload":
         restore = Restore("communicate", restore.hidden)
         warn_once("too little host memory is left on some rank to offload T_DI: it is sent again instead")
     return _Choice(forward=forward, backward=backward, restore=restore)
@@ -496,6 +563,18 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(x.device.type)
+
+
+def _check_host_memory(restore: Restore, like: Tensor | None, device: torch.device | str | None) -> None:
+    where = torch.empty(0, device=device).device if like is None else like.device
+    if where.type == "meta":
+        return  # it is not known yet where the layer will run
+    host = pool(where).host
+    if not host.free_bytes:
+        raise ValueError(
+            f"memory_reuse ({restore}) must not offload with no host memory left: {host.free_bytes} of "
+            f"{host.limit_bytes} bytes are left"
+        )
 
 
 def _check_sizes(**sizes: int) -> None:

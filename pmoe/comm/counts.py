@@ -61,7 +61,7 @@ class Shared:
     each rank has for this one's; both on the host. recv_device: recv where the rows are.
     The rest is the same on every rank, and so are decisions taken from it.
     depth: for each n asked for, how often it must be doubled until no chunk brings any rank more rows than
-    `Slots.limit`, or as often as the bins allow. host_shortage: whether any rank lacks host memory.
+    `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory.
     """
 
     send: Tensor
@@ -97,23 +97,28 @@ class Slots:
     own_rank: int | None
     host_rows: int | None = None
 
-    def limit(self, max_tokens: int, n: int) -> int:
-        """Rows of a slot. Example: slack 1.25, K = 2, 1000 tokens in 4 chunks -> 625."""
-        return math.ceil(self.slack * self.top_k * max_tokens / n)
-
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
         """The depth that this rank needs for each degree, as scalars on the device."""
         by_source = recv_FWE.sum(2)
         rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
         depths = []
         for n in self.degrees:
-            limit = (max_tokens * (self.slack * self.top_k / n)).ceil()
+            # In float64, as on the host: float32 would round large numbers of tokens.
+            limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
             depth = torch.zeros_like(max_tokens)
             while rows_F.shape[0] % (2 * n) == 0:
                 depth = depth + (rows_F.view(n, -1).sum(1).max() > limit)
                 n *= 2
             depths.append(depth)
         return depths
+
+
+def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
+    """Rows that a slot holds at most, as `Slots.depths` has it on the device.
+
+    Example: slack 1.25, K = 2, 1000 tokens in 4 chunks -> 625.
+    """
+    return math.ceil(max_tokens * (slack * top_k / n))
 
 
 def num_bins(degrees: Sequence[int], num_ranks: int) -> int:

@@ -1,0 +1,217 @@
+"""Which n and which restore pair: from predicted bytes, predicted seconds, and a budget.
+
+Nothing runs here: sizes, the schedules and a profile are enough (`pmoe plan`). A layer asks the same
+functions, with numbers that all its ranks share, so that all decide alike.
+
+Letters: B the largest number of tokens of a rank, K choices, W ranks, M = d_model, H = d_hidden, n chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pmoe.comm.counts import num_bins, slot_rows
+from pmoe.pipeline.footprint import Memory, Shape, predict, worst_rows
+from pmoe.pipeline.rotation import rotating_backward, rotating_forward
+from pmoe.pipeline.schedule import Kind, Lane, Task
+from pmoe.planner.cost_model import closed_form_seconds
+from pmoe.planner.profile import Profile
+from pmoe.planner.restore import Restore
+from pmoe.planner.simulator import Simulated, makespan, simulate
+
+log = logging.getLogger("pmoe")
+
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40} | {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Bytes of 2000, "2GiB" or "1.5 GB".
+
+    Raises TypeError or ValueError naming the argument, its value and the rule.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB'")
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    if found is None or found[2].upper() not in UNITS:
+        raise ValueError(
+            f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB' or '500 MB'"
+        )
+    number = int(float(found[1]) * UNITS[found[2].upper()])
+    if number < 1:
+        raise ValueError(f"{name} ({value!r}) must be at least one byte")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run a layer, with what it is predicted to take: seconds of a step, and bytes for the worst
+    routing."""
+
+    forward: int
+    backward: int
+    restore: Restore
+    seconds: float
+    memory: Memory
+
+    def __str__(self) -> str:
+        degrees = f"n={self.forward}" + f"/{self.backward}" * (self.backward != self.forward)
+        return (
+            f"{degrees} {self.restore}: {self.seconds * 1e3:.3g} ms, "
+            f"{self.memory.promised / 2**20:.1f} MiB at most"
+        )
+
+
+def task_seconds(
+    shape: Shape, profile: Profile, num_tokens: int, n: int, direction: str, task: Task
+) -> float:
+    """How long a task takes alone, for evenly routed rows: products by their multiply-adds, messages and
+    copies by their bytes. What only moves rows inside the device costs nothing here."""
+    rows = num_tokens * shape.top_k / n
+    ranks, size = shape.num_ranks, shape.element_size
+    travelling = (ranks - 1) / ranks if shape.bypass_local else 1.0
+    stays = task.kind.name.startswith("LOCAL")
+    share = rows * ((1 - travelling) if stays else travelling)
+    hidden, active = shape.columns.hidden, shape.columns.scratch
+    kind = Kind[task.kind.name.removeprefix("LOCAL_")] if stays and task.kind is not Kind.LOCAL else task.kind
+    if kind in (Kind.LOCAL, Kind.COMPUTE, Kind.WGRAD):
+        return profile.compute(share * shape.d_model * (hidden + active))
+    if kind is Kind.RECOMPUTE:
+        return profile.compute(share * shape.d_model * hidden)
+    if kind in (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE):
+        crossing = (ranks - 1) / ranks  # what a rank sends to itself crosses no link
+        return profile.message(rows * crossing * shape.d_model * size)
+    if kind is Kind.WEIGHTS:
+        return profile.message(n * share * shape.weight_size)
+    if task.lane in (Lane.COPY_OUT, Lane.COPY_IN):
+        columns = shape.d_model if "ROWS" in kind.name else hidden
+        copies = profile.copy_out if task.lane is Lane.COPY_OUT else profile.copy_in
+        return copies(share * columns * size)
+    return 0.0
+
+
+def simulated_pass(
+    shape: Shape,
+    profile: Profile,
+    num_tokens: int,
+    n: int,
+    direction: str,
+    restore: Restore,
+    rearranged: bool,
+) -> list[Simulated[Task]]:
+    """The schedule of a pass on the lanes of ``profile``, slowed by what they do to each other (Fig. 3)."""
+    where = {"local": shape.bypass_local, "remote": shape.travels}
+    if direction == "forward":
+        schedule = rotating_forward(n, **where, restore=restore)
+    else:
+        schedule = rotating_backward(n, **where, restore=restore, rearranged=rearranged)
+    speed = _speeds(profile, {task.lane for task in schedule.tasks})
+    return simulate(
+        schedule.tasks,
+        lambda task: task_seconds(shape, profile, num_tokens, n, direction, task) / speed[task.lane],
+    )
+
+
+def _speeds(profile: Profile, lanes: set[Lane]) -> dict[Lane, float]:
+    copies = bool(lanes & {Lane.COPY_OUT, Lane.COPY_IN})
+    sigma, mu, eta = profile.interference.speeds(
+        compute=True, communicate=Lane.COMMUNICATE in lanes, copy=copies
+    )
+    return {Lane.COMPUTE: sigma, Lane.COMMUNICATE: mu, Lane.COPY_OUT: eta, Lane.COPY_IN: eta}
+
+
+def step_seconds(
+    shape: Shape, profile: Profile, num_tokens: int, forward: int, backward: int, restore: Restore
+) -> float:
+    """Forward and backward of one layer, by the simulator."""
+    return sum(
+        makespan(simulated_pass(shape, profile, num_tokens, n, direction, restore, forward != backward))
+        for direction, n in (("forward", forward), ("backward", backward))
+    )
+
+
+def eq10_seconds(shape: Shape, profile: Profile, num_tokens: int, restore: Restore) -> float:
+    """Forward and backward by MPipeMoE's Eq. 10."""
+    travelling = (shape.num_ranks - 1) / shape.num_ranks if shape.bypass_local else float(shape.travels)
+    return sum(
+        closed_form_seconds(
+            restore,
+            direction,
+            b=num_tokens * shape.top_k,
+            M=shape.d_model,
+            H=shape.columns.scratch,
+            rates=profile.rates(shape.element_size),
+            interference=profile.interference,
+            swiglu=shape.columns.hidden > shape.columns.scratch,
+            travelling=travelling,
+        )
+        for direction in ("forward", "backward")
+    )
+
+
+def cheapest_pair(
+    shape: Shape, profile: Profile, num_tokens: int, pairs: Iterable[Restore]
+) -> tuple[Restore, dict[Restore, float]]:
+    """The pair of least time by Eq. 10, the first of equals, and the seconds of all."""
+    seconds = {pair: eq10_seconds(shape, profile, num_tokens, pair) for pair in pairs}
+    return min(seconds, key=lambda pair: seconds[pair]), seconds
+
+
+def bound(
+    shape: Shape, num_tokens: int, forward: int, backward: int, restore: Restore, slack: float
+) -> Memory:
+    """Bytes for the worst routing."""
+    bins = num_bins((forward, backward), shape.num_ranks)
+    rows = {
+        n: worst_rows(shape, num_tokens, n, bins, slot_rows(slack, shape.top_k, num_tokens, n))
+        for n in (forward, backward)
+    }
+    return predict(shape, num_tokens, rows[forward], rows[backward], restore, rearranged=forward != backward)
+
+
+def evaluate(
+    shape: Shape,
+    num_tokens: int,
+    *,
+    degrees: Iterable[tuple[int, int]],
+    pairs: Sequence[Restore],
+    profile: Profile | None,
+    slack: float,
+) -> list[Candidate]:
+    """Every combination of degrees (forward, backward) and pairs. Without a profile
+    all seconds are 0."""
+    return [
+        Candidate(
+            forward=forward,
+            backward=backward,
+            restore=pair,
+            seconds=0.0
+            if profile is None
+            else step_seconds(shape, profile, num_tokens, forward, backward, pair),
+            memory=bound(shape, num_tokens, forward, backward, pair, slack),
+        )
+        for forward, backward in degrees
+        for pair in pairs
+    ]
+
+
+def within_budget(candidates: Sequence[Candidate], budget: int) -> Candidate:
+    """The fastest that holds ``budget`` bytes for any routing; of equals the one of fewest bytes.
+
+    Raises ValueError that says what the least budget would be.
+    """
+    fitting = [each for each in candidates if each.memory.promised <= budget]
+    if not fitting:
+        least = min(candidates, key=lambda each: each.memory.promised)
+        raise ValueError(
+            f"memory_budget ({budget} bytes) must be at least {least.memory.promised} for these tokens, "
+            f"whatever their routing (n={least.forward}, {least.restore})"
+        )
+    return min(fitting, key=lambda each: (each.seconds, each.memory.promised))

@@ -1,0 +1,250 @@
+"""How many bytes a layer's forward and backward take, predicted from its schedules and row counts.
+
+What a pass holds at once: the ring slots of its schedule (`pmoe.pipeline.buffers`, the sizes that the engine
+itself allocates), what goes from forward to backward, the result, and small things by the row. Nothing is
+measured or fitted.
+
+Letters: T tokens, K choices, B the largest T of a rank, W ranks, E experts, N rows, M = d_model, n chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from pmoe.comm.counts import Shared
+from pmoe.experts.base import Columns
+from pmoe.pipeline.buffers import Extent, Sizes, arena_elements, slot_elements
+from pmoe.pipeline.rotation import rotating_backward, rotating_forward
+from pmoe.planner.restore import Restore
+
+INDEX = 8
+"""Bytes of an index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What of a layer its memory depends on. element_size: of the rows; weight_size: of routing weights.
+
+    expert_parameters, gate_parameters: elements. row_bytes_of_modules: bytes that users' modules save a row,
+    if the experts are such.
+    """
+
+    d_model: int
+    num_experts: int
+    top_k: int
+    num_ranks: int
+    columns: Columns
+    element_size: int
+    weight_size: int
+    expert_parameters: int
+    gate_parameters: int
+    bypass_local: bool = True
+    has_drops: bool = False
+    row_bytes_of_modules: int = 0
+
+    @property
+    def travels(self) -> bool:
+        return self.num_ranks > 1 or not self.bypass_local
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRows:
+    """Rows of one pass: by chunk, and in all. exact: the very rows, else what they are at most."""
+
+    extent: Extent
+    received: int
+    local: int
+    sent: int
+    exact: bool
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.extent.send)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Predicted bytes of one forward and backward of a layer, beyond its input, its parameters and the
+    gradient that comes in.
+
+    saved: held between the passes, the output with it. temporary: what a pass adds to that at most, the
+    result of backward (dx) and the parameters' gradients left out. gradients: of the parameters. host:
+    offloaded. peak: all that is held on the device at once, at most; forward_peak, backward_peak: of each
+    pass. promised: what a memory budget counts, the peak without the parameters' gradients. is_bound: whether
+    rows were not given, so that all these are upper bounds for any routing. tensors: bytes by name.
+    """
+
+    saved: int
+    temporary: int
+    gradients: int
+    host: int
+    peak: int
+    forward_peak: int
+    backward_peak: int
+    promised: int
+    is_bound: bool
+    tensors: dict[str, int] = field(default_factory=dict)
+
+
+def counted_rows(shape: Shape, counts: Shared, rank: int, n: int) -> PassRows:
+    """The rows of rank ``rank`` in n chunks, from the counts that ranks exchanged (`pmoe.comm.counts`)."""
+    counts = counts.joined(n)
+    send, recv = counts.send.clone(), counts.recv.clone()
+    home = [rows + shape.has_drops for rows in send.sum((1, 2)).tolist()]
+    local = [0] * n
+    if shape.bypass_local:
+        local = send[:, rank].sum(1).tolist()
+        send[:, rank] = 0
+        recv[:, rank] = 0
+    extent = Extent(
+        send=tuple(send.sum((1, 2)).tolist()),
+        received=tuple(recv.sum((1, 2)).tolist()),
+        local=tuple(local),
+        home=tuple(home),
+        regrouped=tuple((recv.sum(2) > 0).sum(1).gt(1).tolist()),
+    )
+    return PassRows(
+        extent=extent,
+        received=sum(extent.received),
+        local=sum(local),
+        sent=sum(extent.send),
+        exact=True,
+    )
+
+
+def worst_rows(shape: Shape, num_tokens: int, n: int, bins: int, slot_rows: int) -> PassRows:
+    """The most rows that any routing brings a rank, where no rank has more than ``num_tokens`` tokens.
+
+    slot_rows: the rows of a slot; chunks are cut finer until none brings more, down to the ``bins``.
+    """
+    sources = shape.num_ranks - 1 if shape.bypass_local else shape.num_ranks
+    own = math.ceil(num_tokens / n) * shape.top_k
+    finest = math.ceil(num_tokens / bins) * shape.top_k
+    received = min(sources * own, max(slot_rows, sources * finest))
+    local = own if shape.bypass_local else 0
+    extent = Extent(
+        send=(own * shape.travels,) * n,
+        received=(received,) * n,
+        local=(local,) * n,
+        home=(own + shape.has_drops,) * n,
+        regrouped=(sources > 1,) * n,
+    )
+    slots = num_tokens * shape.top_k
+    return PassRows(
+        extent=extent,
+        received=sources * slots,
+        local=slots if shape.bypass_local else 0,
+        sent=slots * shape.travels,
+        exact=False,
+    )
+
+
+def predict(
+    shape: Shape,
+    num_tokens: int,
+    forward: PassRows,
+    backward: PassRows,
+    restore: Restore,
+    *,
+    rearranged: bool = False,
+) -> Memory:
+    """The bytes of a forward and a backward through rings, with T_DI and T_M restored as ``restore`` says."""
+    size, slots = shape.element_size, num_tokens * shape.top_k
+    rows_T = num_tokens * shape.d_model * size
+    hidden_bytes = shape.columns.hidden * size or shape.row_bytes_of_modules
+    computed = forward.received + forward.local
+    t_di, t_m = computed * shape.d_model * size, computed * hidden_bytes
+    kept = {
+        "T_DI": t_di * (restore.dispatched == "keep"),
+        "T_M": t_m * (restore.hidden == "keep"),
+    }
+    host = t_di * (restore.dispatched == "offload") + t_m * (restore.hidden == "offload")
+    small = _saved_by_row(shape, num_tokens, forward) + rearranged * _plan_bytes(shape, slots, backward)
+    saved = rows_T + sum(kept.values()) + small
+
+    arenas = {
+        "forward": _arena(shape, forward, "forward", restore, rearranged),
+        "backward": _arena(shape, backward, "backward", restore, rearranged),
+    }
+    # A block of rows' products, before they are summed to the routing weights' gradients.
+    block = min(
+        shape.columns.scratch_rows, max((*backward.extent.received, *backward.extent.local), default=0)
+    )
+    chosen, chosen_backward = (
+        max(rows.extent.home, default=0) * shape.d_model * size * (shape.top_k > 1)
+        for rows in (forward, backward)
+    )
+    weights = 3 * (forward.received + forward.sent) * shape.weight_size
+    backward_weights = (3 * backward.received + 2 * slots) * shape.weight_size
+    forward_work = arenas["forward"] + chosen + weights
+    products = block * shape.columns.scratch * size
+    backward_work = arenas["backward"] + max(products, chosen_backward) + backward_weights
+    gradients = shape.expert_parameters * size + shape.gate_parameters * shape.weight_size
+    expert_gradients = shape.expert_parameters * size
+    if size < 4 and backward.num_chunks > 1:
+        expert_gradients = shape.expert_parameters * 4  # summed wide, and rounded at the end
+    forward_peak = saved + forward_work
+    backward_peak = saved + rows_T + backward_work + expert_gradients
+    routing_peak = _routing_peak(shape, num_tokens)
+    promised = max(forward_peak, saved + rows_T + backward_work, routing_peak)
+    return Memory(
+        saved=saved,
+        temporary=max(forward_work, backward_work),
+        gradients=gradients,
+        host=host,
+        peak=max(forward_peak, backward_peak, routing_peak),
+        forward_peak=forward_peak,
+        backward_peak=backward_peak,
+        promised=promised,
+        is_bound=not (forward.exact and backward.exact),
+        tensors={
+            "T_O": rows_T,
+            "dT_I": rows_T,
+            **kept,
+            "routing": small,
+            "forward slots": arenas["forward"],
+            "backward slots": arenas["backward"],
+            "parameters' gradients": expert_gradients,
+        },
+    )
+
+
+def _arena(shape: Shape, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> int:
+    n, where = rows.num_chunks, {"local": shape.bypass_local, "remote": shape.travels}
+    if direction == "forward":
+        schedule = rotating_forward(n, **where, restore=restore)
+    else:
+        schedule = rotating_backward(n, **where, restore=restore, rearranged=rearranged)
+    sizes = Sizes(
+        direction=direction,
+        extent=rows.extent,
+        d_model=shape.d_model,
+        columns=shape.columns,
+        restore=restore,
+        rearranged=rearranged,
+    )
+    elements = slot_elements(schedule.slots, sizes)
+    return arena_elements(elements, shape.element_size)[1] * shape.element_size
+
+
+def _saved_by_row(shape: Shape, num_tokens: int, rows: PassRows) -> int:
+    """The gate's probabilities, choices and weights, the order of rows, and routing weights that arrived."""
+    slots = num_tokens * shape.top_k
+    gate = num_tokens * shape.num_experts * shape.weight_size * 2
+    choices = slots * (INDEX + 2 * shape.weight_size)
+    received = rows.received * shape.weight_size
+    return gate + choices + received + _plan_bytes(shape, slots, rows)
+
+
+def _plan_bytes(shape: Shape, slots: int, rows: PassRows) -> int:
+    """Where each row stands, its token, and how received rows are regrouped."""
+    order = slots * INDEX * (2 + (shape.top_k > 1))
+    regrouped = any(rows.extent.regrouped)
+    return order + rows.sent * INDEX + rows.received * INDEX * 2 * regrouped
+
+
+def _routing_peak(shape: Shape, num_tokens: int) -> int:
+    """While the gate decides and rows are sorted, before any row moves."""
+    slots = num_tokens * shape.top_k
+    return num_tokens * shape.num_experts * shape.weight_size * 5 + slots * INDEX * 12

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version, saved_tensors_hooks
 
 from pmoe.experts.base import Experts, Hidden, Runs, Space, row_dot
 from pmoe.experts.products import GradientSum, RowGroups
@@ -45,11 +45,23 @@ class Shelf:
     rows: Tensor | None = None
     tensors: list[Tensor] = field(default_factory=list)
     constants: list[Tensor] = field(default_factory=list)
+    rows_changed: bool = False
     _known: dict[Any, int] = field(default_factory=dict)
+    _versions: list[int] = field(default_factory=list)
     _rows_version: int = 0
+    _changed: frozenset[int] = frozenset()
 
     def open(self, rows_NM: Tensor) -> None:
         self.rows, self._rows_version = rows_NM, rows_NM._version
+
+    def seal(self) -> None:
+        """After forward: what the expert wrote over after it was saved is not what a gradient needs."""
+        assert self.rows is not None
+        now = [tensor._version for tensor in self.tensors]
+        self._changed = frozenset(
+            i for i, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new
+        )
+        self.rows_changed = self.rows._version != self._rows_version
 
     def close(self) -> list[Tensor]:
         """The shelf without its tensors, which are the caller's from now on."""
@@ -77,11 +89,17 @@ class Shelf:
 
     def _keep(self, tensor: Tensor) -> int:
         self.tensors.append(tensor)
+        self._versions.append(tensor._version)
         return len(self.tensors) - 1
 
     def get(self, key: int | _InRows | Tensor) -> Tensor:
         if isinstance(key, Tensor):
             return key
+        if self.rows_changed if isinstance(key, _InRows) else key in self._changed:
+            # Autograd's own check does not see through saved-tensor hooks.
+            raise RuntimeError(
+                "a tensor that an expert's gradient needs has been modified by an inplace operation"
+            )
         if isinstance(key, _InRows):
             assert self.rows is not None
             return self.rows.as_strided(key.size, key.stride, self.rows.storage_offset() + key.offset)
@@ -141,7 +159,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, rows: Tensor) -> Tensor:
-        return rows.view_as(rows)
+        # No view for autograd, which lets nothing be changed in place that a function returned as a view.
+        return rows.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
@@ -190,16 +209,20 @@ class ModuleExperts(Experts):
         anchor = torch.empty(0, device=rows_NM.device, requires_grad=True)
         for expert, at in groups.slices():
             shelf = Shelf(own)
-            shelf.open(rows_NM[at])
             with torch.enable_grad(), saved_tensors_hooks(shelf.put, shelf.get):
                 rows = _Enter.apply(anchor, rows_NM[at])  # type: ignore[no-untyped-call]
+                entered = get_gradient_edge(rows)  # an operation in place gives rows another
+                shelf.open(rows.detach())
                 output = self._run(expert, rows)
             saved_output = shelf.put(output)
+            shelf.seal()
+            if shelf.rows_changed:
+                increment_version(rows_NM)
             graph = Graph(
                 at=at,
                 shelf=shelf,
                 num_tensors=len(shelf.tensors),
-                rows=get_gradient_edge(rows),
+                rows=entered,
                 output=get_gradient_edge(output) if output.requires_grad else None,
                 saved_output=saved_output,
             )
@@ -224,11 +247,29 @@ class ModuleExperts(Experts):
         space: Space | None = None,
     ) -> Hidden:
         graphs, tensors = list[Graph](), list[Tensor]()
-        with contextlib.nullcontext() if recipe is None else recipe.followed():
+        with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
             for graph, _ in self._graphs(rows_NM, groups):
                 tensors += graph.shelf.close()
                 graphs.append(graph)
         return Hidden(tensors=tensors, graph=graphs, expendable=True)
+
+    @contextlib.contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        """Leaves buffers, running statistics say, as they were: forward has counted these rows already."""
+        held = [
+            (module._buffers, name, buffer, buffer._version, buffer.clone())
+            for module in self.local.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            yield
+        finally:
+            for buffers, name, buffer, version, value in held:
+                if buffer._version != version:
+                    with torch.no_grad():
+                        buffer.copy_(value)
+                buffers[name] = buffer
 
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None

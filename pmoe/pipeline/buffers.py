@@ -100,6 +100,10 @@ class Sizes:
         return self.columns.active if in_place else self.columns.scratch
 
 
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def slot_elements(slots: Mapping[str, str], sizes: Sizes) -> dict[str, int]:
     """Elements of each ring slot: as many as the largest of its buffers."""
     largest: dict[str, int] = collections.defaultdict(int)
@@ -135,6 +139,13 @@ class Arena:
         start = self._starts[self._slots[buffer]]
         # .data: other slots' writes are no changes of this tensor.
         return self._memory[start : start + rows * columns].view(rows, columns).data
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in one of the slots."""
+        return (
+            self._memory is not None
+            and tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+        )
 
     def close(self) -> None:
         """Gives the memory back: after all lanes have ended, on the compute lane."""
@@ -173,7 +184,7 @@ class HostPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self._device, self._pinned = device, device.type == "cuda"
         self._segments: list[numpy.ndarray] = []
         self._free: list[list[tuple[int, int]]] = []  # by segment: (start, bytes), by start
         # Finalizers run whenever garbage is collected, even inside take: they only note what is free again.
@@ -196,7 +207,7 @@ class HostPool:
         wanted = math.prod(shape) * dtype.itemsize
         if wanted == 0:
             return torch.empty(tuple(shape), dtype=dtype)
-        size = -(-wanted // ALIGNMENT) * ALIGNMENT
+        size = aligned(wanted)
         if size > self.free_bytes:
             raise HostMemoryError(
                 f"host memory for offloading: {wanted} bytes wanted, {self.free_bytes} of "
@@ -228,19 +239,29 @@ class HostPool:
         return None
 
     def _grow(self, size: int) -> None:
-        held = sum(segment.nbytes for segment in self._segments)
-        if self._pinned:
-            size = max(size, min(256 << 20, self.limit_bytes - held))
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        elif not self._segments:
-            # One arena of addresses; pages come when they are first written.
-            size = max(self.limit_bytes // ALIGNMENT * ALIGNMENT, size)
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-            memory = numpy.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=numpy.uint8)
-        else:
+        if self._room() < size:  # segments that nobody uses, but each too small
+            if self._pinned:
+                torch.cuda.synchronize(self._device)  # copies that read what has been given back
+            for i, segment in enumerate(self._segments):
+                if self._free[i] == [(0, segment.nbytes)]:
+                    self._segments[i], self._free[i] = numpy.empty(0, dtype=numpy.uint8), []
+        room = self._room()
+        if room < size:
             return
+        if self._pinned:
+            size = max(size, min(256 << 20, room))
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        else:
+            # Addresses for all there may be; pages come when they are first written.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+            memory = numpy.frombuffer(mmap.mmap(-1, room, flags=flags), dtype=numpy.uint8)
         self._segments.append(memory)
         self._free.append([(0, memory.nbytes)])
+
+    def _room(self) -> int:
+        """Bytes by which the segments may grow."""
+        held = sum(segment.nbytes for segment in self._segments)
+        return self.limit_bytes // ALIGNMENT * ALIGNMENT - held
 
     def _collect(self) -> None:
         while self._returned:

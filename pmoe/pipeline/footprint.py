@@ -123,12 +123,14 @@ def worst_rows(shape: Shape, num_tokens: int, n: int, bins: int, slot_rows: int)
     finest = math.ceil(num_tokens / bins) * shape.top_k
     received = min(sources * own, max(slot_rows, sources * finest))
     local = own if shape.bypass_local else 0
+    # A skewed batch of one or two chunks is cut into more, which use every slot of a ring.
+    chunks = max(n, 3) if sources else n
     extent = Extent(
-        send=(own * shape.travels,) * n,
-        received=(received,) * n,
-        local=(local,) * n,
-        home=(own + shape.has_drops,) * n,
-        regrouped=(sources > 1,) * n,
+        send=(own * shape.travels,) * chunks,
+        received=(received,) * chunks,
+        local=(local,) * chunks,
+        home=(own + shape.has_drops,) * chunks,
+        regrouped=(sources > 1,) * chunks,
     )
     slots = num_tokens * shape.top_k
     return PassRows(

@@ -113,6 +113,7 @@ class CudaLanes(Lanes):
 
     Every buffer is allocated on the compute stream and lives until `finish`, where the compute stream has
     waited for the last event of the others: so the allocator may hand it out again without record_stream.
+    Tensors that modules made are no such buffers: see `hold_for`.
     """
 
     _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}
@@ -127,6 +128,7 @@ class CudaLanes(Lanes):
             self._stream[lane] = self._streams[device, lane]
             # The pass begins after whatever the caller put on the current stream.
             self._stream[lane].wait_stream(compute)
+        self._await_readers_of_the_host(device)
         lane_of = {task.name: task.lane for task in schedule.tasks}
         self._awaited = {
             name for task in schedule.tasks for name in task.waits if lane_of[name] is not task.lane
@@ -151,6 +153,13 @@ class CudaLanes(Lanes):
                 event.record(stream)
                 self._events[task.name] = (task.lane, event)
 
+    def _await_readers_of_the_host(self, device: torch.device) -> None:
+        """Host memory that a backward pass copied in is handed out again as soon as the host is done with
+        it: to passes of the caller's other streams too, which have waited for no copy of that one."""
+        copies_in = self._streams.get((device, Lane.COPY_IN))
+        if Lane.COPY_OUT in self._stream and copies_in is not None:
+            self._stream[Lane.COPY_OUT].wait_stream(copies_in)
+
     def finish(self) -> None:
         for lane, stream in self._stream.items():
             if lane is not Lane.COMPUTE:
@@ -158,6 +167,18 @@ class CudaLanes(Lanes):
 
     def abandon(self) -> None:
         self.finish()
+
+
+def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
+    """The stream that operators on ``tensor`` are issued to; None on the CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def hold_for(stream: torch.cuda.Stream | None, tensor: Tensor) -> None:
+    """``tensor``, made on another stream, is used on ``stream``: once freed, its memory is not handed out
+    again before that use has ended."""
+    if stream is not None:
+        tensor.record_stream(stream)
 
 
 def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks) -> Lanes:

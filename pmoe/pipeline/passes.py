@@ -22,7 +22,8 @@ from torch import Tensor
 from pmoe.experts.base import Hidden, Runs, Space
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.pipeline import engine
-from pmoe.pipeline.buffers import Arena, Extent, HostMemoryError, Sizes, copy, pool, warn_once
+from pmoe.pipeline.buffers import Arena, Extent, HostMemoryError, Sizes, aligned, copy, pool, warn_once
+from pmoe.pipeline.lanes import current_stream, hold_for
 from pmoe.pipeline.plan import Cut, Joined, Plan
 from pmoe.pipeline.rotation import rotating_backward, rotating_forward
 from pmoe.pipeline.schedule import Kind, Schedule, backward_schedule, forward_schedule, sequential
@@ -237,6 +238,11 @@ class _Forward(_Pass):
         self.kept: dict[Unit, Kept] = {}
         self.leaving_device: dict[tuple[Kind, int], list[tuple[Tensor, Tensor]]] = {}
         self.weight_received: Tensor | None = None
+        self.host_bytes_due = 0
+        if keep and plan.restore.dispatched == "offload":
+            units = (*(piece.groups for piece in self.cut.pieces), *(c.received for c in self.cut.chunks))
+            row_bytes = x_TM.shape[1] * x_TM.element_size()
+            self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
         if self.cut.weights is not None:
             self.weight_sent = self.weight.index_select(0, self.cut.weights.slot)
             self.weight_arrived = self.weight.new_empty(self.cut.num_received)
@@ -309,16 +315,23 @@ class _Forward(_Pass):
         if restore.dispatched == "keep":
             kept.rows_NM = rows_NM
         elif restore.dispatched == "offload":
+            self.host_bytes_due -= aligned(rows_NM.nbytes)
             try:
                 kept.rows_NM = self._to_host(unit, "T_DI", [rows_NM])[0]
             except HostMemoryError:  # there is enough in all, but in pieces
                 kept.rows_NM = rows_NM.clone()
         if hidden is not None and restore.hidden == "offload":
             try:
-                kept.hidden = replace(hidden, tensors=self._to_host(unit, "T_M", hidden.tensors))
+                # T_DI of the chunks to come has been promised its place.
+                tensors = self._to_host(unit, "T_M", hidden.tensors, leave=self.host_bytes_due)
+                kept.hidden = replace(hidden, tensors=tensors)
             except HostMemoryError as error:
-                warn_once(f"{error}; T_M is recomputed where it does not fit")
-                kept.hidden = None
+                # Modules may draw random numbers, which other chunks would not repeat, or spoil their input.
+                if recipe is None or not (self.plan.rearranged or rows_NM._version != version):
+                    warn_once(f"{error}; T_M is recomputed where it does not fit")
+                    kept.hidden = None
+                else:
+                    warn_once(f"{error}; T_M stays on the device where it does not fit")
 
     def _check_recipe(self, recipe: Any, rows_NM: Tensor, version: int) -> None:
         if rows_NM._version != version:
@@ -332,9 +345,15 @@ class _Forward(_Pass):
                 f"chunks ({len(self.plan.forward.chunks)}), not {len(self.plan.backward.chunks)}"
             )
 
-    def _to_host(self, unit: Unit, tensor: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Host memory for tensors; the copy itself is a task that follows."""
+    def _to_host(self, unit: Unit, tensor: str, tensors: Sequence[Tensor], leave: int = 0) -> list[Tensor]:
+        """Host memory for tensors; the copy itself is a task that follows. leave: bytes for others."""
         host = pool(self.source_TM.device).host
+        wanted = sum(aligned(each.nbytes) for each in tensors)
+        if leave and wanted + leave > host.free_bytes:
+            raise HostMemoryError(
+                f"host memory for offloading: {wanted} bytes wanted, {host.free_bytes} of {host.limit_bytes} "
+                f"left, {leave} of them for T_DI"
+            )
         targets = [host.take(each.shape, each.dtype) for each in tensors]
         pairs = list(zip(targets, tensors, strict=True))
         self.leaving_device[_COPIES_OUT[tensor + unit[1]], unit[0]] = pairs
@@ -343,9 +362,9 @@ class _Forward(_Pass):
     def _copy_out(self, kind: Kind) -> Callable[[int], None]:
         def act(i: int) -> None:
             for target, tensor in self.leaving_device.pop((kind, i), ()):
-                if tensor.is_cuda and tensor.untyped_storage().nbytes() == tensor.nbytes:
-                    # Not a slot: a module's own, which the compute stream made and may free any time.
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                if not self.arena.owns(tensor):
+                    # A module's own, or a part of it: made on the compute lane, and freed once this returns.
+                    hold_for(current_stream(tensor), tensor)
                 copy(target, tensor)
 
         return act
@@ -382,7 +401,7 @@ class _Backward(_Pass):
             GradientSum(parameter, additions) if want else None
             for parameter, want in zip(given.parameters, given.wanted, strict=True)
         ]
-        self.compute_stream = torch.cuda.current_stream(grad_TM.device) if grad_TM.is_cuda else None
+        self.compute_stream = current_stream(grad_TM)
         self.rows: dict[Unit, Tensor] = {}
         self.hidden: dict[Unit, Hidden] = {}
         self.pending: dict[Unit, Any] = {}
@@ -472,8 +491,7 @@ class _Backward(_Pass):
     def _fetched(self, tensor: Tensor) -> Tensor:
         here = torch.empty_like(tensor, device=self.source_TM.device)
         copy(here, tensor)
-        if self.compute_stream is not None:
-            here.record_stream(self.compute_stream)  # the copy lane made it, the compute lane frees it
+        hold_for(self.compute_stream, here)  # the copy lane made it, the compute lane reads and frees it
         return here
 
     def rows_of(self, unit: Unit) -> Tensor:

@@ -7,10 +7,13 @@ has surely ended by then. Streams learn of each other only by waiting, as on a G
 - a race: two accesses to the same bytes, at least one a write, where the later one's stream has not waited
   for the earlier one;
 - a free that comes early: memory is released while the stream that allocated it, which may fill it anew at
-  once, has not waited for an access of another stream. CudaLanes says that it needs no record_stream; this
-  is why that holds.
+  once, has not waited for an access of another stream. CudaLanes says that its buffers need no
+  record_stream; this is why that holds. (`hold_for` stands for it where there is one.)
 
-As with NCCL, a message runs on a third stream, which starts after the one that issued it.
+Memory is told apart by its bytes: ring slots are parts of one buffer, and the blocks of the host pool are
+known by their addresses. Whoever is handed a block that another had must wait for that other's copies.
+
+As with NCCL, a message runs on a stream of its own, which starts after the one that issued it.
 """
 
 from __future__ import annotations
@@ -28,15 +31,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pmoe import MoELayer
+from pmoe import MoELayer, Restore
 from pmoe.comm.flat import FlatAllToAll
 from pmoe.comm.ranks import Ranks
-from pmoe.pipeline import Lane, Schedule, engine, lanes, passes
+from pmoe.pipeline import Lane, Schedule, engine, lanes, passes, rotation
+from pmoe.pipeline.buffers import HostPool, pool
 from pmoe.pipeline.lanes import Action, CudaLanes
-from pmoe.pipeline.schedule import Task
+from pmoe.pipeline.schedule import Task, link
+from pmoe.planner.restore import ALL_PAIRS
 from tests.pool import ranks
 
 D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K = 8, 12, 4, 2
@@ -109,17 +115,26 @@ class Access:
     def is_over_for(self, stream: Stream) -> bool:
         return stream.clock[self.stream] >= self.time
 
+    def stands_for(self, before: Access) -> bool:
+        """Whether who waits for this access has waited for ``before``, and must wait for this one too."""
+        covers = self.start <= before.start and before.end <= self.end
+        return covers and (self.writes or not before.writes) and before.is_over_for(self.stream)
+
 
 @dataclass
 class Buffer:
-    """The memory of some tensors. home: the stream that allocated it."""
+    """The memory of some tensors. home: the stream that allocated it; None for a block of the host pool,
+    which any may be handed next: then accesses are those of the pool, and start is its address."""
 
     memory: StorageWeakRef
-    home: Stream
+    home: Stream | None
+    start: int = 0
     accesses: list[Access] = field(default_factory=list)
+    held_for: list[Stream] = field(default_factory=list)
 
 
 FREE = "free"
+COPY_LANES = (Lane.COPY_OUT, Lane.COPY_IN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +159,11 @@ class Watch(TorchDispatchMode):
         self.wire = Stream(self.look_for_frees)
         self.task = OUTSIDE
         self.buffers: dict[int, Buffer] = {}
+        self.host_accesses: list[Access] = []
         self.findings: set[Finding] = set()
         self.num_messages = 0
+        self.copied_rows = 0
+        self.copy_tasks: Counter[Lane] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -158,7 +176,9 @@ class Watch(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         if func.overloadpacket is torch.ops.aten.index_select and given["dim"] == 0:
             # It reads the rows that it picks: others of the same tensor may still be on their way.
-            given["self"] = [given["self"][row] for row in given["index"].unique().tolist()]
+            given["self"] = [given["self"][at] for at in runs(given["index"])]
+        if func.overloadpacket is torch.ops.aten.copy_:
+            self.copied_rows += given["self"].shape[0] if given["self"].dim() else 1
         for argument in func._schema.arguments:
             alias = argument.alias_info
             self.touch(given.get(argument.name), func.__name__, alias is not None and alias.is_write)
@@ -177,7 +197,8 @@ class Watch(TorchDispatchMode):
         # The weak reference keeps the key from being used again.
         if storage._cdata not in self.buffers:
             self.buffers[storage._cdata] = Buffer(StorageWeakRef(storage), self.current)
-        start = tensor.storage_offset() * size
+        buffer = self.buffers[storage._cdata]
+        start = buffer.start + tensor.storage_offset() * size
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         now = Access(
             stream=self.current,
@@ -188,11 +209,11 @@ class Watch(TorchDispatchMode):
             start=start,
             end=start + (last + 1) * size,
         )
-        accesses = self.buffers[storage._cdata].accesses
-        for before in accesses:
+        for before in buffer.accesses:
             if now.meets(before) and not before.is_over_for(self.current):
                 self.find(before, now.task, now.operator)
-        accesses.append(now)
+        buffer.accesses[:] = [before for before in buffer.accesses if not now.stands_for(before)]
+        buffer.accesses.append(now)
 
     def find(self, first: Access, then: str, what: str) -> None:
         self.findings.add(Finding(first=first.task, then=then, example=f"{first.operator}, {what}"))
@@ -201,9 +222,20 @@ class Watch(TorchDispatchMode):
         """Called before any stream waits, and at the end: until then a free counts as it did when it came."""
         for key in [key for key, buffer in self.buffers.items() if buffer.memory.expired()]:
             buffer = self.buffers.pop(key)
+            if buffer.home is None:
+                continue  # whoever is handed it next must wait
             for access in buffer.accesses:
-                if not access.is_over_for(buffer.home):
+                if access.stream not in buffer.held_for and not access.is_over_for(buffer.home):
                     self.find(access, FREE, FREE)
+
+    def hold_for(self, stream: Stream, tensor: Tensor) -> None:
+        self.buffers[tensor.untyped_storage()._cdata].held_for.append(stream)
+
+    def host_block(self, block: Tensor) -> None:
+        storage = block.untyped_storage()
+        self.buffers[storage._cdata] = Buffer(
+            StorageWeakRef(storage), None, storage.data_ptr(), self.host_accesses
+        )
 
     def message(self, rows: Tensor, out: Tensor, work: dist.Work) -> Message:
         self.num_messages += 1
@@ -223,8 +255,18 @@ class Watch(TorchDispatchMode):
             self.current = outer
 
 
+def runs(index: Tensor) -> list[slice]:
+    """The rows that ``index`` names, as ranges."""
+    rows = index.unique()
+    if not rows.numel():
+        return []
+    gap = (rows.diff() > 1).nonzero().flatten()
+    first, last = torch.cat([rows[:1], rows[gap + 1]]), torch.cat([rows[gap], rows[-1:]])
+    return [slice(start, stop + 1) for start, stop in zip(first.tolist(), last.tolist(), strict=True)]
+
+
 class WatchedLanes(CudaLanes):
-    """CudaLanes that tell the watch which task they run."""
+    """CudaLanes that tell the watch which task they run, and count those of the copy lanes that copied."""
 
     def __init__(self, schedule: Schedule, group: Ranks, device: torch.device, watch: Watch) -> None:
         super().__init__(schedule, group, device)
@@ -232,8 +274,11 @@ class WatchedLanes(CudaLanes):
 
     def run(self, task: Task, action: Action) -> None:
         self._watch.task = f"{task.name} {self._schedule.direction}"
+        before = self._watch.copied_rows
         try:
             super().run(task, action)
+            if task.lane in COPY_LANES and self._watch.copied_rows > before:
+                self._watch.copy_tasks[task.lane] += 1
         finally:
             self._watch.task = OUTSIDE
 
@@ -248,7 +293,12 @@ def watching() -> Iterator[Watch]:
         current_stream=lambda device: watch.current,
         stream=watch.on,
     )
-    exchange = FlatAllToAll.exchange
+    exchange, take = FlatAllToAll.exchange, HostPool.take
+
+    def watched_take(self: HostPool, *args: Any) -> Tensor:
+        block = take(self, *args)
+        watch.host_block(block)
+        return block
 
     def watched_lanes(rows: Tensor, schedule: Schedule, group: Ranks) -> WatchedLanes:
         return WatchedLanes(schedule, group, rows.device, watch)
@@ -261,6 +311,9 @@ def watching() -> Iterator[Watch]:
         mock.patch.object(CudaLanes, "_streams", {}),
         mock.patch.object(engine, "lanes_for", watched_lanes),
         mock.patch.object(FlatAllToAll, "exchange", watched_exchange),
+        mock.patch.object(HostPool, "take", watched_take),
+        mock.patch.object(passes, "current_stream", lambda tensor: watch.current),
+        mock.patch.object(passes, "hold_for", watch.hold_for),
         watch,
     ):
         yield watch
@@ -270,20 +323,52 @@ def watching() -> Iterator[Watch]:
 
 
 @contextlib.contextmanager
-def without_waits(lane: Lane) -> Iterator[None]:
-    """Schedules where no task of ``lane`` waits for anything."""
+def without_waits(lane: Lane, *others: Lane) -> Iterator[None]:
+    """Schedules where no task of ``lane`` waits for one of ``others``, by default for anything."""
     plan_schedule = passes.plan_schedule
 
     def careless(*args: Any) -> Schedule:
         schedule = plan_schedule(*args)
-        tasks = [replace(task, waits=()) if task.lane is lane else task for task in schedule.tasks]
+        unseen = {task.name for task in schedule.tasks if not others or task.lane in others}
+        tasks = [
+            replace(task, waits=tuple(name for name in task.waits if name not in unseen))
+            if task.lane is lane
+            else task
+            for task in schedule.tasks
+        ]
         return replace(schedule, tasks=tuple(tasks))
 
     with mock.patch.object(passes, "plan_schedule", careless):
         yield
 
 
-def nothing(self: CudaLanes) -> None:
+def finish_without(*unseen: Lane) -> contextlib.AbstractContextManager[Any]:
+    """At the end of a pass the compute lane waits for the other lanes but for those."""
+
+    def finish(self: CudaLanes) -> None:
+        for lane, stream in self._stream.items():
+            if lane is not Lane.COMPUTE and lane not in unseen:
+                self._stream[Lane.COMPUTE].wait_stream(stream)
+
+    return mock.patch.object(CudaLanes, "finish", finish)
+
+
+def link_without_slots(tasks: list[Task], slots: dict[str, str]) -> tuple[Task, ...]:
+    return link(tasks)
+
+
+def hold_whole_tensors() -> contextlib.AbstractContextManager[Any]:
+    """What a module saves is held for the copy where it is a tensor of its own, not where it is a part."""
+    hold_for = passes.hold_for
+
+    def hold(stream: Any, tensor: Tensor) -> None:
+        if tensor.nbytes == tensor.untyped_storage().nbytes():
+            hold_for(stream, tensor)
+
+    return mock.patch.object(passes, "hold_for", hold)
+
+
+def nothing(*args: Any) -> None:
     pass
 
 
@@ -293,6 +378,15 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "messages wait for no compute": lambda: without_waits(Lane.COMMUNICATE),
     "finish does nothing": lambda: mock.patch.object(CudaLanes, "finish", nothing),
     "abandon does nothing": lambda: mock.patch.object(CudaLanes, "abandon", nothing),
+    "copies out wait for nothing": lambda: without_waits(Lane.COPY_OUT),
+    "compute waits for no copy in": lambda: without_waits(Lane.COMPUTE, Lane.COPY_IN),
+    "rings are reused too early": lambda: mock.patch.object(rotation, "link", link_without_slots),
+    "finish waits for no copy": lambda: finish_without(*COPY_LANES),
+    "host memory is handed out too early": lambda: mock.patch.object(
+        CudaLanes, "_await_readers_of_the_host", nothing
+    ),
+    "modules' tensors are not held": lambda: mock.patch.object(passes, "hold_for", nothing),
+    "parts of modules' tensors are not held": hold_whole_tensors,
     "messages end unseen": lambda: mock.patch.object(Message, "wait", lambda self: self.work.wait()),
 }
 
@@ -302,14 +396,33 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a job found; num_messages shows that it looked at something."""
+    """What a job found; the other numbers show that it looked at something. copy_tasks: tasks of the copy
+    lanes that copied."""
 
     findings: set[Finding]
     num_messages: int
+    copy_tasks: Counter[Lane]
+
+    @staticmethod
+    def of(watch: Watch) -> Report:
+        watch.look_for_frees()
+        return Report(watch.findings, watch.num_messages, watch.copy_tasks)
 
 
 def linear() -> nn.Module:
     return nn.Linear(D_MODEL, D_MODEL)
+
+
+class Gated(nn.Module):
+    """An expert whose graph saves halves of a tensor, and a whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D_MODEL, 2 * D_HIDDEN), nn.Linear(D_HIDDEN, D_MODEL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 def build(options: dict[str, Any]) -> MoELayer:
@@ -322,29 +435,51 @@ def step(layer: MoELayer, rank: int) -> None:
     (layer(x).sum() + layer.l_aux).backward()
 
 
-def steps_job(rank: int, world: int, options: dict[str, Any], mistake: str = "none") -> Report:
-    with watching() as watch, MISTAKES[mistake]():
+def steps_job(
+    rank: int, world: int, options: dict[str, Any], mistake: str = "none", host_bytes: int | None = None
+) -> Report:
+    """host_bytes: the limit of the host pool."""
+    host = pool().host
+    limit = host.limit_bytes if host_bytes is None else host_bytes
+    with watching() as watch, MISTAKES[mistake](), mock.patch.object(host, "limit_bytes", limit):
         layer = build(options)
         for _ in range(STEPS):
             step(layer, rank)
-        watch.look_for_frees()
-    return Report(watch.findings, watch.num_messages)
+        return Report.of(watch)
 
 
-def failing_job(rank: int, world: int, method: str, mistake: str = "none") -> Report:
-    """The experts' ``method`` fails on every rank; a step that does not fail comes after."""
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise RuntimeError("this expert fails")
-
+def two_streams_job(rank: int, world: int, options: dict[str, Any], mistake: str = "none") -> Report:
+    """Two layers, each on a stream of the caller's own, share the lanes and the host memory."""
     with watching() as watch, MISTAKES[mistake]():
-        layer = build({"pipeline": 3, "bypass_local": False})
+        layers = [(build(options), Stream(watch.look_for_frees)) for _ in range(2)]
+        for _, stream in layers:
+            stream.wait_stream(watch.current)
+        for _ in range(STEPS):
+            for layer, stream in layers:
+                with watch.on(stream):
+                    step(layer, rank)
+        return Report.of(watch)
+
+
+def failing_job(
+    rank: int, world: int, method: str, mistake: str = "none", pair: str | bool = False, call: int = 1
+) -> Report:
+    """The experts' ``method`` fails on every rank, when it is called that often; a step that does not fail
+    comes after."""
+    with watching() as watch, MISTAKES[mistake]():
+        layer = build({"pipeline": 3, "bypass_local": False, "memory_reuse": pair})
+        works = [getattr(layer.experts, method)] * (call - 1)
+
+        def fail(*args: Any, **options: Any) -> Any:
+            if works:
+                return works.pop()(*args, **options)
+            raise RuntimeError("this expert fails")
+
         with mock.patch.object(layer.experts, method, fail), pytest.raises(RuntimeError, match="this expert"):
             step(layer, rank)
         watch.look_for_frees()
         step(layer, rank)
-        watch.look_for_frees()
-    return Report(watch.findings, watch.num_messages)
+        return Report.of(watch)
 
 
 # ---- tests ----------------------------------------------------------------------------------------
@@ -374,6 +509,61 @@ def test_streams_never_race_and_no_buffer_is_freed_early(
     for report in ranks(world).run(steps_job, {**options, "bypass_local": bypass_local}):
         assert report.findings == set()
         assert report.num_messages == STEPS * 2 * messages_a_pass
+
+
+# Each two of these together at least once: chunks, the kind of expert, whether rows stay.
+ROTATING = [
+    (1, None, "ffn", True),
+    (1, 1, Gated, False),
+    (3, None, "ffn", False),
+    (3, None, Gated, True),
+    (3, 1, "ffn", True),
+    (3, 1, Gated, False),
+    (3, 1, "swiglu", False),
+]
+
+
+@pytest.mark.parametrize("n, pipeline_backward, expert, bypass_local", ROTATING)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+def test_rings_and_copies_never_race_and_no_buffer_is_freed_early(
+    pair: Restore, world: int, n: int, pipeline_backward: int | None, expert: Any, bypass_local: bool
+) -> None:
+    options = {"memory_reuse": pair, "pipeline": n, "pipeline_backward": pipeline_backward}
+    n_backward = pipeline_backward or n
+    travels = world > 1 or not bypass_local
+    sent_again = pair.dispatched == "communicate"
+    messages = (2 * n + 1 + (2 + sent_again) * n_backward + 1) * travels
+    # Of each chunk T_DI and T_M, as far as they are offloaded, of rows that travel and of rows that stay.
+    copies_a_chunk = (pair.dispatched, pair.hidden).count("offload") * (travels + bypass_local)
+    for report in ranks(world).run(steps_job, {**options, "expert": expert, "bypass_local": bypass_local}):
+        assert report.findings == set()
+        assert report.num_messages == STEPS * messages
+        assert report.copy_tasks[Lane.COPY_OUT] == STEPS * n * copies_a_chunk
+        assert report.copy_tasks[Lane.COPY_IN] == STEPS * n_backward * copies_a_chunk
+
+
+@pytest.mark.parametrize("dispatched", ["keep", "communicate"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_does_not_fit_on_the_host_is_made_again_without_a_race(world: int, dispatched: str) -> None:
+    """T_M of 2048 rows is 96 KiB on one rank."""
+    pair = Restore(dispatched, "offload")
+    options = {"memory_reuse": pair, "pipeline": 4, "bypass_local": False}
+    for report in ranks(world).run(steps_job, options, "none", 60 * 1024):
+        assert report.findings == set()
+        assert 0 < report.copy_tasks[Lane.COPY_OUT] < STEPS * 4
+
+
+@pytest.mark.parametrize("bypass_local", [True, False], ids=["bypass", "all rows travel"])
+@pytest.mark.parametrize("pair", ["S1", "S2", "S3", "S4"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_on_two_streams_share_lanes_and_host_memory_without_a_race(
+    world: int, pair: str, bypass_local: bool
+) -> None:
+    options = {"pipeline": 3, "bypass_local": bypass_local, "memory_reuse": pair}
+    for report in ranks(world).run(two_streams_job, options):
+        assert report.findings == set()
+        assert (report.copy_tasks.total() > 0) == (pair != "S4")
 
 
 @pytest.mark.parametrize("method", ["compute", "input_gradient", "weight_gradient"])
@@ -411,3 +601,76 @@ def test_a_planted_race_is_found(world: int, mistake: str, first: str, then: str
 def test_an_error_that_abandons_nothing_is_found_to_free_early(world: int, method: str, first: str) -> None:
     for report in ranks(world).run(failing_job, method, "abandon does nothing"):
         assert Finding(first=first, then=FREE) in report.findings
+
+
+@pytest.mark.parametrize("method", ["compute", "input_gradient", "weight_gradient"])
+@pytest.mark.parametrize("pair", ["S1", "S2", "S3", "S4"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_in_an_expert_leaves_no_copy_in_freed_buffers(world: int, pair: str, method: str) -> None:
+    """It comes at the second call, when the first chunk's copies are under way."""
+    for report in ranks(world).run(failing_job, method, "none", pair, 2):
+        assert report.findings == set()
+        assert (report.copy_tasks.total() > 0) == (pair != "S4")
+
+
+@pytest.mark.parametrize(
+    "method, pair, first",
+    [
+        ("compute", "S1", "DM0 forward"),
+        ("input_gradient", "S1", "HI0 backward"),
+        ("weight_gradient", "S2", "HM0 backward"),
+        ("input_gradient", "S4", "SI0 backward"),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_that_abandons_nothing_is_found_to_free_rings_early(
+    world: int, method: str, pair: str, first: str
+) -> None:
+    for report in ranks(world).run(failing_job, method, "abandon does nothing", pair, 2):
+        assert Finding(first=first, then=FREE) in report.findings
+
+
+@pytest.mark.parametrize(
+    "mistake, pair, first, then",
+    [
+        ("copies out wait for nothing", "S1", "C0 forward", "DM0 forward"),
+        ("compute waits for no copy in", "S1", "HI0 backward", "W0 backward"),
+        ("compute waits for no copy in", "S2", "HM0 backward", "C0 backward"),
+        ("rings are reused too early", "S1", "DM0 forward", "C2 forward"),
+        ("rings are reused too early", "S1", "W2 backward", "HM0 backward"),
+        ("finish waits for no copy", "S1", "DM2 forward", FREE),
+        ("finish waits for no copy", "S1", "DM2 forward", "HM2 backward"),  # on the host
+    ],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_planted_race_of_rings_and_copies_is_found(
+    world: int, mistake: str, pair: str, first: str, then: str
+) -> None:
+    options = {"pipeline": 3, "bypass_local": False, "memory_reuse": pair}
+    for report in ranks(world).run(steps_job, options, mistake):
+        assert Finding(first=first, then=then) in report.findings
+
+
+@pytest.mark.parametrize("first", ["DM0 forward", "C0 backward"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_modules_save_is_found_to_be_freed_early(world: int, first: str) -> None:
+    """Forward's is made on the compute lane and copied by another; backward's the other way round."""
+    options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": Gated}
+    for report in ranks(world).run(steps_job, options, "modules' tensors are not held"):
+        assert Finding(first=first, then=FREE) in report.findings
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_part_of_what_a_module_saves_is_found_to_be_freed_early(world: int) -> None:
+    """The halves of a tensor, where only whole tensors are held for the copy."""
+    options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": Gated}
+    for report in ranks(world).run(steps_job, options, "parts of modules' tensors are not held"):
+        assert report.findings == {Finding(first=f"DM{i} forward", then=FREE) for i in range(3)}
+
+
+def test_host_memory_handed_out_while_it_is_read_is_found() -> None:
+    """By a layer on another stream: on the same one every pass waits for the last. Rows that travel would
+    share the communication lane, which orders the two as well."""
+    options = {"pipeline": 3, "memory_reuse": "S1"}
+    for report in ranks(1).run(two_streams_job, options, "host memory is handed out too early"):
+        assert Finding(first="LHM0 backward", then="LDM0 forward") in report.findings

@@ -17,6 +17,10 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.comm.flat import FlatAllToAll
+from pmoe.pipeline import Lane
+from pmoe.pipeline.buffers import DevicePool
+from pmoe.pipeline.lanes import Action, CudaLanes
+from pmoe.pipeline.schedule import Task
 from tests.reference import ACTIVATIONS
 
 DEVICE = torch.device("cuda", 0)
@@ -214,6 +218,38 @@ def slow_experts(
     monkeypatch.setattr(layer.experts, "input_gradient", slow_input_gradient)
 
 
+def slow_copies(
+    monkeypatch: pytest.MonkeyPatch,
+    cycles: int,
+    *copy_lanes: Lane,
+    behind: Callable[[], object] = lambda: None,
+) -> None:
+    """Every copy of those lanes sleeps that many cycles on its lane's stream before it starts. The host calls
+    ``behind`` when a copy is issued, on the compute stream."""
+    run = CudaLanes.run
+
+    def slow(self: CudaLanes, task: Task, action: Action) -> None:
+        def late(task: Task) -> Any:
+            torch.cuda._sleep(cycles)
+            return action(task)
+
+        run(self, task, late if task.lane in copy_lanes else action)
+        if task.lane in copy_lanes:
+            behind()
+
+    monkeypatch.setattr(CudaLanes, "run", slow)
+
+
+def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring slots of every pass hold NaN until a task writes them."""
+    take = DevicePool.take
+
+    def poisoned(self: DevicePool, elements: int, like: Tensor) -> Tensor:
+        return take(self, elements, like).fill_(float("nan"))
+
+    monkeypatch.setattr(DevicePool, "take", poisoned)
+
+
 # ---- host synchronisations ---------------------------------------------------------------------------
 
 
@@ -249,6 +285,18 @@ def own_expert() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
 
 
+class GatedExpert(nn.Module):
+    """A user's expert whose graph saves halves of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 192), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
 LAYERS: dict[str, Callable[[], dict[str, Any]]] = {
     "n=1": lambda: {},
     "n=3": lambda: {"pipeline": 3},
@@ -263,6 +311,12 @@ LAYERS: dict[str, Callable[[], dict[str, Any]]] = {
     "user's gate": lambda: {"gate": OwnGate(64, 4)},
     "user's gate, check_finite": lambda: {"gate": OwnGate(64, 4), "check_finite": True},
     "user's experts": lambda: {"expert": own_expert},
+    "S1": lambda: {"pipeline": 3, "memory_reuse": "S1"},
+    "S4": lambda: {"pipeline": 3, "memory_reuse": "S4"},
+    "S1, capacity": lambda: {"pipeline": 3, "memory_reuse": "S1", "capacity_factor": 0.6},
+    "S1, other chunks in backward": lambda: {"pipeline": 4, "pipeline_backward": 2, "memory_reuse": "S1"},
+    "S1, user's experts": lambda: {"pipeline": 3, "memory_reuse": "S1", "expert": GatedExpert},
+    "S4, user's experts": lambda: {"pipeline": 3, "memory_reuse": "S4", "expert": GatedExpert},
 }
 """Options of layers that must all keep the promise of at most one host synchronisation."""
 

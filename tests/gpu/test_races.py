@@ -13,11 +13,22 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.pipeline import Lane, Schedule, backward_schedule, engine, forward_schedule, recording
+from pmoe.pipeline import (
+    Lane,
+    Schedule,
+    backward_schedule,
+    engine,
+    forward_schedule,
+    passes,
+    recording,
+    rotation,
+)
 from pmoe.pipeline.lanes import CudaLanes
+from pmoe.pipeline.schedule import link
 from tests.gpu.support import (
     AUX,
     DEVICE,
+    LAYERS,
     LONG,
     NEEDS_GPU,
     SHORT,
@@ -25,6 +36,8 @@ from tests.gpu.support import (
     make_batch,
     make_layer,
     poison_memory,
+    poison_slots,
+    slow_copies,
     slow_experts,
     slow_link,
     step,
@@ -84,7 +97,7 @@ def test_values_hold_where_local_and_travelling_rows_meet(monkeypatch: pytest.Mo
 
 
 def without_waits(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> None:
-    """The tasks of ``lane`` no longer wait for those of the other."""
+    """The tasks of ``lane`` no longer wait for those of others."""
     run = engine.run
 
     def careless(schedule: Schedule, *args: Any) -> None:
@@ -226,6 +239,133 @@ def test_an_error_in_an_expert_leaves_the_lanes_usable(monkeypatch: pytest.Monke
     torch.cuda.synchronize()
     assert not any(tensor.any() for tensor in held), "a message arrived in memory that was given away"
     assert largest_error(got, expected) < 1e-12
+
+
+# ---- rings and copies --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bypass_local", [True, False])
+@pytest.mark.parametrize("name", ["S1", "S4", "S1, other chunks in backward", "S1, user's experts"])
+@pytest.mark.parametrize("slow", ["copies out", "copies in", "link", "experts", "all"])
+def test_values_hold_when_a_lane_of_rings_lags(
+    monkeypatch: pytest.MonkeyPatch, slow: str, name: str, bypass_local: bool
+) -> None:
+    options = LAYERS[name]()
+    layer = make_layer(bypass_local=bypass_local, **options)
+    # Everything kept, in one chunk.
+    plain = make_layer(bypass_local=bypass_local, **{k: v for k, v in options.items() if k == "expert"})
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    expected = [step(plain, *batch) for batch in batches]
+    torch.cuda.synchronize()
+    if slow in ("copies out", "all"):
+        slow_copies(monkeypatch, SHORT, Lane.COPY_OUT)
+    if slow in ("copies in", "all"):
+        slow_copies(monkeypatch, SHORT, Lane.COPY_IN)
+    if slow in ("link", "all"):
+        slow_link(monkeypatch, before=SHORT, after=SHORT)
+    if slow in ("experts", "all"):
+        slow_experts(monkeypatch, layer, SHORT)
+    poison_slots(monkeypatch)
+    poison_memory()
+    got = [step(layer, *batch, between=poison_memory) for batch in batches]
+    for g, e in zip(got, expected, strict=True):
+        assert largest_error(g, e) < 1e-12
+
+
+def check_planted(layer: pmoe.MoELayer, planted: bool, **options: Any) -> None:
+    """The gradients are right exactly where no mistake was planted. NaN is not right."""
+    (x, grad), plain = make_batch(), make_layer(**options)
+    expected = step(plain, x, grad)
+    got = step(layer, x, grad, between=poison_memory)
+    torch.cuda.synchronize()
+    assert (largest_error(got, expected) < 1e-12) == (not planted)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_copies_out_that_do_not_wait_for_the_experts_are_found_out(
+    monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    layer = make_layer(**LAYERS["S1"]())
+    slow_experts(monkeypatch, layer, LONG)
+    poison_slots(monkeypatch)
+    if planted:
+        without_waits(monkeypatch, Lane.COPY_OUT)
+    check_planted(layer, planted)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_experts_that_do_not_wait_for_copies_in_are_found_out(
+    monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    """Rows stay, so copies in are all that the compute lane waits for."""
+    layer = make_layer(**LAYERS["S1"]())
+    slow_copies(monkeypatch, LONG, Lane.COPY_IN)
+    poison_slots(monkeypatch)
+    if planted:
+        without_waits(monkeypatch, Lane.COMPUTE)
+    check_planted(layer, planted)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_slots_that_are_written_again_before_they_are_copied_are_found_out(
+    monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    layer = make_layer(**LAYERS["S1"]())
+    slow_copies(monkeypatch, LONG, Lane.COPY_OUT)
+    if planted:
+        monkeypatch.setattr(rotation, "link", lambda tasks, slots: link(tasks))
+    check_planted(layer, planted)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_pass_that_does_not_wait_for_its_last_copy_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    """Nothing of forward reads what was copied out; backward would read it before it is there."""
+    layer = make_layer(**LAYERS["S1"]())
+    for _ in range(2):
+        step(layer, *make_batch(seed=9))  # another batch's rows are on the host
+    slow_copies(monkeypatch, LONG, Lane.COPY_OUT)
+    if planted:
+        monkeypatch.setattr(CudaLanes, "finish", lambda self: None)
+    check_planted(layer, planted)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_what_modules_save_is_held_until_it_is_copied(monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
+    """When a copy out is issued nobody holds the module's tensors, and all free memory turns to NaN."""
+    options = LAYERS["S1, user's experts"]()
+    layer = make_layer(**options)
+    slow_copies(monkeypatch, LONG, Lane.COPY_OUT, behind=poison_memory)
+    if planted:
+        monkeypatch.setattr(passes, "hold_for", lambda stream, tensor: None)
+    check_planted(layer, planted, expert=options["expert"])
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_host_memory_is_not_handed_out_while_another_stream_reads_it(
+    monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    """The second layer's forward gets the blocks that the first one's backward still copies in."""
+    first, second = (make_layer(seed=seed, **LAYERS["S1"]()) for seed in (7, 8))
+    (x, grad), (other, _) = make_batch(seed=3), make_batch(seed=4)
+    expected = step(make_layer(seed=7), x, grad)
+    for layer in (first, second):
+        step(layer, x, grad)
+    slow_copies(monkeypatch, LONG, Lane.COPY_IN)
+    if planted:
+        monkeypatch.setattr(CudaLanes, "_await_readers_of_the_host", lambda self, device: None)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    leaf, other_leaf = x.clone(), other.clone().requires_grad_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        got = step(first, leaf, grad)
+    with torch.cuda.stream(streams[1]):
+        held = second(other_leaf)
+    torch.cuda.synchronize()
+    assert held.isfinite().all()
+    assert (largest_error(got, expected) < 1e-12) == (not planted)
 
 
 def milliseconds(model: nn.Module, x: Tensor) -> float:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import pmoe
 from tests.gloo import test_specification as specification
 from tests.gpu.support import AUX, DEVICE, NEEDS_GPU, ROUNDED, plain_step, relative_norm
 from tests.reference import Definition, relative_error
@@ -188,6 +189,38 @@ def test_fewer_tokens_than_chunks_and_none_at_all(
     monkeypatch.setitem(specification.TOKENS, 1, (num_tokens,))
     check(specification.Case(n, 2, 4, bypass_local=bypass_local), dtype)
     check(specification.Case(n, 2, 4, 0.6, bypass_local=bypass_local), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("bypass_local", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("pair", specification.PAIRS, ids=str)
+def test_every_restore_pair_with_rows_that_stay_and_rows_that_travel(
+    pair: pmoe.Restore, n: int, bypass_local: bool, dtype: torch.dtype
+) -> None:
+    reuse = {"bypass_local": bypass_local, "memory_reuse": pair}
+    check(specification.Case(n, 2, 4, **reuse), dtype)
+    check(specification.Case(n, 2, 4, 0.6, expert="swiglu", **reuse), dtype)
+    check(specification.Case(n, 1, 4, load="one expert", **reuse), dtype)
+    check(specification.Case(n, 2, 4, n_backward=4 // n, **reuse), dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+@pytest.mark.parametrize("bypass_local", [True, False])
+@pytest.mark.parametrize("pair", specification.PAIRS, ids=str)
+def test_every_restore_pair_with_chunks_without_rows(
+    monkeypatch: pytest.MonkeyPatch, pair: pmoe.Restore, bypass_local: bool, num_tokens: int
+) -> None:
+    monkeypatch.setitem(specification.TOKENS, 1, (num_tokens,))
+    case = specification.Case(4, 2, 4, bypass_local=bypass_local, memory_reuse=pair)
+    check(case, torch.float64)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pair", ["S1", "S4"])
+def test_small_layer_that_reuses_memory(pair: str, dtype: torch.dtype) -> None:
+    check(specification.Case(3, 2, 4, bypass_local=False, memory_reuse=pair), dtype)
 
 
 @pytest.mark.sanitize

@@ -8,15 +8,16 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins, slot_rows
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins
 from pmoe.comm.flat import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, ModuleExperts, SwiGLUExperts
@@ -27,12 +28,25 @@ from pmoe.gates import GATES, Routing
 from pmoe.ordering.capacity import expert_capacity, within_capacity
 from pmoe.ordering.sorted import LocalExperts, SortedRows, count_rows, sort_rows
 from pmoe.pipeline.buffers import ALIGNMENT, pool, warn_once
-from pmoe.pipeline.footprint import Memory, Shape, counted_rows, predict, worst_rows
+from pmoe.pipeline.decide import Choice, Chooser, bound, parse_bytes, profile_of
+from pmoe.pipeline.footprint import Memory, Shape, counted_rows, predict
 from pmoe.pipeline.passes import run_experts
-from pmoe.pipeline.plan import Degrees, make_plan
+from pmoe.pipeline.plan import Degrees, Plan, make_plan
 from pmoe.pipeline.schedule import local_pieces
-from pmoe.planner.degree import DEGREES, adaptive_degree, check_backward, check_pipeline, fixed_degree
-from pmoe.planner.restore import KEEP, STRATEGIES, Restore, parse_restore
+from pmoe.pipeline.search import load_table, search
+from pmoe.pipeline.search import table as search_table
+from pmoe.planner.degree import (
+    DEGREES,
+    LEAST_ROWS,
+    adaptive_degree,
+    check_backward,
+    check_pipeline,
+    fixed_degree,
+)
+from pmoe.planner.granularity import Degrees as PassDegrees
+from pmoe.planner.granularity import GranularitySearch
+from pmoe.planner.profile import Profile
+from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
 
 
 class MoELayer(nn.Module):
@@ -104,6 +118,7 @@ class MoELayer(nn.Module):
         memory_reuse: bool | str | Restore = False,
         pipeline_backward: int | None = None,
         slack: float = 1.25,
+        memory_budget: int | str | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -121,6 +136,7 @@ class MoELayer(nn.Module):
         if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None or a positive number")
         self.restore = parse_restore(memory_reuse)
+        self.memory_budget = None if memory_budget is None else parse_bytes("memory_budget", memory_budget)
         _check_number(slack=slack)
         if not 1 <= slack < float("inf"):
             raise ValueError(f"slack ({slack}) must be a number of at least 1")
@@ -150,6 +166,7 @@ class MoELayer(nn.Module):
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.row_counts: Shared | None = None
         self.traffic = Traffic()
+        self._chooser: tuple[object, Chooser] | None = None
         self.trusts_gate = isinstance(gate, str)  # a gate of ours returns what it should
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(gate, str):
@@ -171,7 +188,9 @@ class MoELayer(nn.Module):
         self.experts.mark_parameters()
         if isinstance(self.restore, Restore) and self.restore.offloads:
             _check_host_memory(self.restore, _experts_parameter(self), device)
-        if pipeline_backward is not None and self.keeps_graphs and pipeline_backward > int(pipeline):
+        splits = pipeline_backward is not None and pipeline_backward > (fixed_degree(pipeline) or 1)
+        recomputes = self.restore is True or (self.restore and self.restore.hidden == "recompute")
+        if splits and not recomputes and isinstance(self.experts, ModuleExperts):
             raise ValueError(
                 f"pipeline_backward ({pipeline_backward}) must be at most pipeline ({pipeline}) where "
                 "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
@@ -180,7 +199,8 @@ class MoELayer(nn.Module):
     @property
     def rotates(self) -> bool:
         """Whether buffers rotate through ring slots."""
-        return self.restore is not False or self.pipeline_backward not in (None, fixed_degree(self.pipeline))
+        apart = self.pipeline_backward not in (None, fixed_degree(self.pipeline))
+        return self.restore is not False or apart or self.memory_budget is not None
 
     @property
     def degree_candidates(self) -> tuple[int, ...]:
@@ -191,16 +211,73 @@ class MoELayer(nn.Module):
         return tuple(dict.fromkeys((*forward, *backward)))
 
     @property
-    def may_offload_rows(self) -> bool:
-        return self.restore is True or (
-            isinstance(self.restore, Restore) and self.restore.dispatched == "offload"
-        )
+    def num_bins(self) -> int:
+        """Bins in which row counts travel."""
+        if self.rotates:
+            return num_bins(self.degree_candidates, self.ranks.size)
+        return math.lcm(*self.degree_candidates)
+
+    def num_pieces(self, n: int) -> int:
+        """Into how many pieces the rows that stay are cut."""
+        if self.rotates:
+            return n * self.bypass_local
+        travels = self.ranks.size > 1 or not self.bypass_local
+        return local_pieces(n, local=self.bypass_local, remote=travels)
 
     @property
-    def keeps_graphs(self) -> bool:
-        """Whether experts' graphs, which cannot be split, go from forward to backward."""
-        recomputed = isinstance(self.restore, Restore) and self.restore.hidden == "recompute"
-        return isinstance(self.experts, ModuleExperts) and not recomputed
+    def may_offload_rows(self) -> bool:
+        return any(pair.dispatched == "offload" for pair in self.chooser.pairs)
+
+    @property
+    def chooser(self) -> Chooser:
+        """Chooses among the restore pairs that the arguments allow."""
+        key = (self.restore, self.memory_budget, self.pipeline, self.pipeline_backward, self.slack)
+        if self._chooser is None or self._chooser[0] != key:
+            self._chooser = (key, self._make_chooser())
+        return self._chooser[1]
+
+    def _make_chooser(self) -> Chooser:
+        pairs: Sequence[Restore]
+        if isinstance(self.restore, Restore):
+            pairs = (self.restore,)
+        elif not self.restore:
+            pairs = (KEEP,)
+        else:
+            pairs = tuple(STRATEGIES.values()) if self.memory_budget is None else ALL_PAIRS
+            splits = (self.pipeline_backward or 1) > (fixed_degree(self.pipeline) or 1)
+            if splits and isinstance(self.experts, ModuleExperts):
+                pairs = tuple(pair for pair in pairs if pair.hidden == "recompute")
+        return Chooser(pairs=pairs, budget=self.memory_budget, slack=self.slack, bins=self.num_bins)
+
+    def granularity(self, rows_TM: Tensor, restore: Restore) -> GranularitySearch:
+        """What pipeline=True has learnt, shared by all layers of these sizes on this group."""
+        return search_table(self.ranks, self._granularity_key(rows_TM, restore))
+
+    def save_degrees(self, path: str | Path) -> None:
+        """Writes what pipeline=True has learnt for layers of these sizes to a JSON file."""
+        rows, restore = self._rows_like(), self.chooser.pairs[0]
+        self.granularity(rows, restore).save(path, self._granularity_key(rows, restore))
+
+    def load_degrees(self, path: str | Path) -> None:
+        """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
+
+        Every rank must call it. Raises ValueError on every rank where rank 0's file is corrupt or of another
+        layer, OSError where it cannot be read.
+        """
+        rows, restore = self._rows_like(), self.chooser.pairs[0]
+        load_table(self.ranks, self._granularity_key(rows, restore), path)
+
+    def _rows_like(self) -> Tensor:
+        like = _experts_parameter(self)
+        return torch.empty(0) if like is None else like
+
+    def _granularity_key(self, rows_TM: Tensor, restore: Restore) -> dict[str, Any]:
+        return {
+            "sizes": [self.d_model, self.d_hidden, self.num_experts, self.top_k, self.ranks.size],
+            "experts": repr(type(self.experts).__name__),
+            "rows": f"{rows_TM.dtype} on {rows_TM.device.type}",
+            "strategy": f"{restore}, rotates={self.rotates}, bypass_local={self.bypass_local}",
+        }
 
     def predict_memory(
         self,
@@ -229,25 +306,30 @@ class MoELayer(nn.Module):
         backward = pipeline_backward or self.pipeline_backward or n
         return self._predict(num_tokens, row_counts, n, backward, restore or KEEP)
 
-    def _predict(
-        self, num_tokens: int, row_counts: Shared | None, n: int, backward: int, restore: Restore
-    ) -> Memory:
-        like = _experts_parameter(self)
+    def memory_shape(self, rows_TM: Tensor | None = None) -> Shape:
+        """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
+        of their parameters."""
+        like = _experts_parameter(self) if rows_TM is None else rows_TM
         device_type = "cpu" if like is None else like.device.type
-        experts, gate = list(self.experts.parameters()), list(self.gate.parameters())
-        shape = Shape(
+        size = 4 if like is None else like.element_size()
+        return Shape(
             d_model=self.d_model,
             num_experts=self.num_experts,
             top_k=self.top_k,
             num_ranks=self.ranks.size,
             columns=self.experts.columns(device_type),
-            element_size=4 if like is None else like.element_size(),
-            weight_size=max(4, 4 if like is None else like.element_size()),
-            expert_parameters=sum(parameter.numel() for parameter in experts),
-            gate_parameters=sum(parameter.numel() for parameter in gate),
+            element_size=size,
+            weight_size=max(4, size),
+            expert_parameters=sum(parameter.numel() for parameter in self.experts.parameters()),
+            gate_parameters=sum(parameter.numel() for parameter in self.gate.parameters()),
             bypass_local=self.bypass_local,
             has_drops=self.capacity_factor is not None,
         )
+
+    def _predict(
+        self, num_tokens: int, row_counts: Shared | None, n: int, backward: int, restore: Restore
+    ) -> Memory:
+        shape = self.memory_shape()
         if row_counts is not None:
             depth = row_counts.depth
             n, backward = n << depth.get(n, 0), backward << depth.get(backward, 0)
@@ -255,11 +337,7 @@ class MoELayer(nn.Module):
                 counted_rows(shape, row_counts, self.ranks.rank, each) for each in (n, backward)
             )
         else:
-            bins = num_bins((n, backward), self.ranks.size)
-            forward_rows, backward_rows = (
-                worst_rows(shape, num_tokens, each, bins, slot_rows(self.slack, self.top_k, num_tokens, each))
-                for each in (n, backward)
-            )
+            return bound(shape, num_tokens, n, backward, restore, self.slack, self.num_bins)
         return predict(shape, num_tokens, forward_rows, backward_rows, restore, rearranged=n != backward)
 
     def _make_experts(
@@ -356,60 +434,47 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
         stay = LocalExperts(layer.first_expert, end)
         return sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, pieces)
 
-    candidates = layer.degree_candidates
-    travels = layer.ranks.size > 1 or not layer.bypass_local
+    candidates, rotates = layer.degree_candidates, layer.rotates
     # Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
-    slots = None
-    bins = math.lcm(*candidates)
-    if layer.rotates:
-        bins = num_bins(candidates, layer.ranks.size)
-        own = layer.ranks.rank if layer.bypass_local else None
-        row_bytes = layer.d_model * routed.x_TM.element_size()
-        free = pool(routed.x_TM.device).host.free_bytes if layer.may_offload_rows else None
-        slots = Slots(
-            slack=layer.slack,
-            top_k=layer.top_k,
-            degrees=candidates,
-            own_rank=own,
-            # Every unit of a chunk, travelling or not, starts on a boundary of its own.
-            host_rows=None if free is None else max(free - 2 * bins * ALIGNMENT, 0) // row_bytes,
-        )
+    slots = _slots(layer, routed.x_TM) if rotates else None
     exchange = CountsExchange(
         layer.ranks,
-        count_rows(expert_TK, keep_TK, bins, layer.num_experts),
+        count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts),
         num_tokens=expert_TK.shape[0],
         fault=routed.fault,
         needs_grad=_needs_grad(routed.x_TM, routed.routing.weight, *parameters),
         traffic=layer.traffic,
         slots=slots,
     )
-    guess = None  # while the counts travel: the order of rows, if no count can change it
-    if len(candidates) == 1 and slots is None:
-        guess = _degrees(layer, candidates[0], candidates[0], travels)
-    order = None if guess is None else sort(guess.forward, guess.pieces)
+    orders: dict[tuple[int, int], SortedRows] = {}
+    if len(candidates) == 1 and not rotates:  # while the counts travel: no count can change this order
+        n = candidates[0]
+        orders[n, layer.num_pieces(n)] = sort(n, layer.num_pieces(n))
     try:
         shared = exchange.finish()
     except FaultError as error:
         raise (routed.failure or error) from None
-    choice = _choose(layer, shared)
-    degrees = _degrees(layer, choice.forward, choice.backward, travels, shared.depth)
-    if order is None or degrees != guess:
-        order = sort(degrees.forward, degrees.pieces)
-    same = degrees.backward == degrees.forward
-    plan = make_plan(
-        experts=layer.experts,
-        collective=FlatAllToAll(ranks=layer.ranks, traffic=layer.traffic),
-        order=order,
-        backward_order=order if same else sort(degrees.backward, degrees.backward * layer.bypass_local),
-        expert_TK=expert_TK,
-        shared=shared,
-        degrees=degrees,
-        restore=choice.restore,
-        rotates=layer.rotates,
-        bypass_local=layer.bypass_local,
-        has_drops=keep_TK is not None,
-        sequential=layer.sequential,
-    )
+
+    def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
+        degrees = _degrees(layer, forward, backward, restore, shared.depth)
+        for n in (degrees.forward, degrees.backward):
+            if (n, layer.num_pieces(n)) not in orders:
+                orders[n, layer.num_pieces(n)] = sort(n, layer.num_pieces(n))
+        return make_plan(
+            experts=layer.experts,
+            collective=FlatAllToAll(ranks=layer.ranks, traffic=layer.traffic),
+            order=orders[degrees.forward, degrees.pieces],
+            backward_order=orders[degrees.backward, layer.num_pieces(degrees.backward)],
+            expert_TK=expert_TK,
+            shared=shared,
+            degrees=degrees,
+            restore=restore,
+            rotates=rotates,
+            bypass_local=layer.bypass_local,
+            has_drops=keep_TK is not None,
+            sequential=layer.sequential,
+        )
+
     layer.l_aux = routed.routing.l_aux
     layer.tokens_per_expert = shared.send.sum(0).flatten()
     layer.row_counts = replace(shared, recv_device=shared.recv)
@@ -421,48 +486,105 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
         if not layer.experts.runs_under_autocast:
             operands = [parameter.to(autocast_dtype) for parameter in parameters]
     inside = autocast_dtype is not None and layer.experts.runs_under_autocast
+    weight_TK = routed.routing.weight
     with torch.autocast(x.device.type, enabled=inside, dtype=autocast_dtype):
-        y_TM = run_experts(plan, rows_TM, routed.routing.weight, operands, needs_grad=shared.needs_grad)
+        choice = _choose(layer, shared, rows_TM, plan_for, (rows_TM, weight_TK, operands))
+        plan = plan_for(choice.forward, choice.backward, choice.restore)
+        y_TM = run_experts(plan, rows_TM, weight_TK, operands, needs_grad=shared.needs_grad)
     return y_TM.view(x.shape)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """What the layer does with a batch, the same on every rank: n of both passes, and the restore pair."""
+def _slots(layer: MoELayer, x_TM: Tensor) -> Slots:
+    """What to ask about chunks: how deep each n must be cut, and whether the host has room for T_DI."""
+    host_rows = None
+    if layer.may_offload_rows:
+        # Every unit of a chunk, travelling or not, starts on a boundary of its own.
+        free = pool(x_TM.device).host.free_bytes - 2 * layer.num_bins * ALIGNMENT
+        host_rows = max(free, 0) // (layer.d_model * x_TM.element_size())
+    return Slots(
+        slack=layer.slack,
+        top_k=layer.top_k,
+        degrees=layer.degree_candidates,
+        own_rank=layer.ranks.rank if layer.bypass_local else None,
+        host_rows=host_rows,
+    )
 
-    forward: int
-    backward: int
-    restore: Restore
 
+def _choose(
+    layer: MoELayer,
+    shared: Shared,
+    rows_TM: Tensor,
+    plan_for: Callable[[int, int, Restore], Plan],
+    operands: tuple[Tensor, Tensor, Sequence[Tensor]],
+) -> Choice:
+    """n of both passes and the restore pair, from numbers that all ranks share."""
+    shape = layer.memory_shape(rows_TM)
+    chooser, most = layer.chooser, shared.max_tokens
 
-def _choose(layer: MoELayer, shared: Shared) -> _Choice:
-    """From numbers that all ranks share."""
+    def profile() -> Profile:
+        return profile_of(layer.ranks, rows_TM.device, rows_TM.dtype)
+
     forward = fixed_degree(layer.pipeline)
-    if forward is None:
-        forward = adaptive_degree(shared.max_tokens * layer.top_k, layer.ranks.size)
-    backward = forward if layer.pipeline_backward is None else layer.pipeline_backward
-    restore = layer.restore
-    if isinstance(restore, bool):
-        restore = STRATEGIES["S4"] if restore else KEEP
-    if shared.needs_grad and shared.host_shortage and restore.dispatched == "offload":
+    if chooser.budget is not None:
+        degrees = [(n, layer.pipeline_backward or n) for n in (DEGREES if forward is None else (forward,))]
+        choice = chooser.fitting(shape, most, degrees, profile)
+        if shared.host_shortage and choice.restore.dispatched == "offload":
+            choice = chooser.fitting(shape, most, degrees, profile, host_is_full=True)
+        return choice
+    restore = chooser.pair(shape, most, profile) if shared.needs_grad else chooser.pairs[0]
+    if shared.host_shortage and restore.dispatched == "offload":
         restore = Restore("communicate", restore.hidden)
-        warn_once("too little host memory is left on some rank to offload T_DI: it is sent again instead")
-    return _Choice(forward=forward, backward=backward, restore=restore)
+        if shared.needs_grad:  # else nothing is offloaded at all
+            warn_once("too little host memory is left on some rank to offload T_DI: it is sent again instead")
+    if forward is None:
+        found = _searched(layer, shared, restore, plan_for, operands)
+        return Choice(forward=found.forward, backward=found.backward, restore=restore)
+    return Choice(forward=forward, backward=layer.pipeline_backward or forward, restore=restore)
+
+
+def _searched(
+    layer: MoELayer,
+    shared: Shared,
+    restore: Restore,
+    plan_for: Callable[[int, int, Restore], Plan],
+    operands: tuple[Tensor, Tensor, Sequence[Tensor]],
+) -> PassDegrees:
+    """What pipeline=True takes: n known for this many tokens, or found by trials where they are worth it.
+
+    Where nothing is differentiated, chunks would be small, nothing travels, or experts are modules, which a
+    trial might change, a rule decides instead.
+    """
+    most = shared.max_tokens
+    rows = most * layer.top_k
+    ruled = adaptive_degree(rows, 2 if layer.rotates else layer.ranks.size)
+    known = layer.granularity(operands[0], restore)
+    found = known.lookup(most)
+    if found is not None:
+        return found
+    worth = shared.needs_grad and layer.ranks.size > 1 and rows >= 2 * LEAST_ROWS
+    if not worth or isinstance(layer.experts, ModuleExperts) or layer.sequential:
+        return PassDegrees(ruled, ruled)
+
+    def plan_of(degrees: PassDegrees) -> Plan | None:
+        if degrees.forward != degrees.backward and not layer.rotates:
+            return None
+        return plan_for(degrees.forward, degrees.backward, restore)
+
+    traffic = replace(layer.traffic)
+    found = search(known, most, layer.degree_candidates, plan_of, operands, layer.ranks)
+    vars(layer.traffic).update(vars(traffic))  # trials are no traffic of the model
+    return found
 
 
 def _degrees(
-    layer: MoELayer, forward: int, backward: int, travels: bool, depth: dict[int, int] | None = None
+    layer: MoELayer, forward: int, backward: int, restore: Restore, depth: dict[int, int]
 ) -> Degrees:
     """Numbers of chunks, as deep as every rank's slots need them."""
     if depth:
         forward, backward = forward << depth[forward], backward << depth[backward]
-    if layer.rotates:
-        if layer.keeps_graphs and forward % backward:
-            backward = forward  # a saved graph cannot be split
-        pieces = forward if layer.bypass_local else 0
-    else:
-        pieces = local_pieces(forward, local=layer.bypass_local, remote=travels)
-    return Degrees(forward=forward, backward=backward, pieces=pieces)
+    if forward % backward and isinstance(layer.experts, ModuleExperts) and restore.hidden != "recompute":
+        backward = forward  # a saved graph cannot be split
+    return Degrees(forward=forward, backward=backward, pieces=layer.num_pieces(forward))
 
 
 def _route(layer: MoELayer, x: Tensor) -> _Routed:

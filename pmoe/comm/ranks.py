@@ -25,6 +25,13 @@ class Ranks:
                 )
             self.rank, self.size = rank, dist.get_world_size(group)
 
+    @property
+    def name(self) -> str:
+        """Tells groups of this process apart, alike on all their ranks."""
+        if self.group is None:
+            return ""
+        return f"{self.group.group_name} {dist.get_process_group_ranks(self.group)}"
+
     def reconnect(self) -> None:
         """Takes the default group after unpickling; ValueError where it is not of the size it was."""
         if self.group is not None or self.size == 1:

@@ -10,19 +10,33 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from pmoe.comm.counts import num_bins, slot_rows
+from pmoe.comm.ranks import Ranks
 from pmoe.pipeline.footprint import Memory, Shape, predict, worst_rows
 from pmoe.pipeline.rotation import rotating_backward, rotating_forward
 from pmoe.pipeline.schedule import Kind, Lane, Task
 from pmoe.planner.cost_model import closed_form_seconds
-from pmoe.planner.profile import Profile
+from pmoe.planner.profile import Profile, load_or_measure
 from pmoe.planner.restore import Restore
 from pmoe.planner.simulator import Simulated, makespan, simulate
 
 log = logging.getLogger("pmoe")
+
+_profiles: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
+
+
+def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
+    """The stored profile of this device and group, or a quick measurement; collective the first time."""
+    key = (ranks.name, device, dtype)
+    if key not in _profiles:
+        _profiles[key] = load_or_measure(ranks, device, dtype)
+    return _profiles[key]
+
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40} | {
     "KB": 10**3,
@@ -165,10 +179,16 @@ def cheapest_pair(
 
 
 def bound(
-    shape: Shape, num_tokens: int, forward: int, backward: int, restore: Restore, slack: float
+    shape: Shape,
+    num_tokens: int,
+    forward: int,
+    backward: int,
+    restore: Restore,
+    slack: float,
+    bins: int | None = None,
 ) -> Memory:
-    """Bytes for the worst routing."""
-    bins = num_bins((forward, backward), shape.num_ranks)
+    """Bytes for the worst routing. bins: into which rows are counted, by default as for these two degrees."""
+    bins = num_bins((forward, backward), shape.num_ranks) if bins is None else bins
     rows = {
         n: worst_rows(shape, num_tokens, n, bins, slot_rows(slack, shape.top_k, num_tokens, n))
         for n in (forward, backward)
@@ -184,6 +204,7 @@ def evaluate(
     pairs: Sequence[Restore],
     profile: Profile | None,
     slack: float,
+    bins: int | None = None,
 ) -> list[Candidate]:
     """Every combination of degrees (forward, backward) and pairs. Without a profile
     all seconds are 0."""
@@ -195,7 +216,7 @@ def evaluate(
             seconds=0.0
             if profile is None
             else step_seconds(shape, profile, num_tokens, forward, backward, pair),
-            memory=bound(shape, num_tokens, forward, backward, pair, slack),
+            memory=bound(shape, num_tokens, forward, backward, pair, slack, bins),
         )
         for forward, backward in degrees
         for pair in pairs
@@ -215,3 +236,100 @@ def within_budget(candidates: Sequence[Candidate], budget: int) -> Candidate:
             f"whatever their routing (n={least.forward}, {least.restore})"
         )
     return min(fitting, key=lambda each: (each.seconds, each.memory.promised))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a layer does with a batch: n of both passes, and the restore pair."""
+
+    forward: int
+    backward: int
+    restore: Restore
+
+
+class Chooser:
+    """Chooses for one layer, from numbers that all ranks share, and remembers by B.
+
+    pairs: to choose from. budget: bytes for any routing, or None. bins: into which rows are counted.
+    """
+
+    def __init__(
+        self, *, pairs: Sequence[Restore], budget: int | None, slack: float, bins: int | None = None
+    ) -> None:
+        self.pairs, self.budget, self.slack, self.bins = tuple(pairs), budget, slack, bins
+        self._known: dict[tuple[int, tuple[tuple[int, int], ...], tuple[Restore, ...]], Choice] = {}
+
+    def pair(self, shape: Shape, max_tokens: int, profile: Callable[[], Profile]) -> Restore:
+        """The cheapest by Eq. 10."""
+        if len(self.pairs) == 1 or max_tokens == 0:
+            return self.pairs[0]
+        key = (_rounded_up(max_tokens), (), self.pairs)
+        if key not in self._known:
+            found, seconds = cheapest_pair(shape, profile(), key[0], self.pairs)
+            told = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
+            if all(choice.restore != found for choice in self._known.values()):
+                log.info(
+                    "memory_reuse=True takes %s for %d tokens a rank (Eq. 10: %s)", found, max_tokens, told
+                )
+            self._known[key] = Choice(forward=0, backward=0, restore=found)
+        return self._known[key].restore
+
+    def fitting(
+        self,
+        shape: Shape,
+        max_tokens: int,
+        degrees: Sequence[tuple[int, int]],
+        profile: Callable[[], Profile],
+        *,
+        host_is_full: bool = False,
+    ) -> Choice:
+        """The fastest within the budget; none that offloads T_DI where the host is full.
+
+        Raises ValueError that says what the least budget would be.
+        """
+        pairs = self.pairs
+        if host_is_full:
+            pairs = tuple(pair for pair in pairs if pair.dispatched != "offload") or tuple(
+                Restore("communicate", pair.hidden) for pair in pairs
+            )
+        key = (_rounded_up(max_tokens), tuple(degrees), pairs)
+        if key not in self._known:
+            try:
+                self._known[key] = self._fit(shape, key[0], degrees, pairs, profile)
+            except ValueError:
+                if max_tokens == key[0]:
+                    raise
+                return self._fit(shape, max_tokens, degrees, pairs, profile)
+        return self._known[key]
+
+    def _fit(
+        self,
+        shape: Shape,
+        tokens: int,
+        degrees: Sequence[tuple[int, int]],
+        pairs: Sequence[Restore],
+        profile: Callable[[], Profile],
+    ) -> Choice:
+        assert self.budget is not None
+        several = len(pairs) * len(degrees) > 1
+        candidates = evaluate(
+            shape,
+            tokens,
+            degrees=degrees,
+            pairs=pairs,
+            profile=profile() if several else None,
+            slack=self.slack,
+            bins=self.bins,
+        )
+        best = within_budget(candidates, self.budget)
+        log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
+        return Choice(forward=best.forward, backward=best.backward, restore=best.restore)
+
+
+def _rounded_up(tokens: int) -> int:
+    """To three significant bits: what holds for more tokens holds for fewer, and few numbers are decided on.
+
+    Example: 1000 -> 1024, 1100 -> 1280.
+    """
+    step = 1 << max(tokens.bit_length() - 3, 0)
+    return -(-tokens // step) * step

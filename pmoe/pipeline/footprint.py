@@ -10,13 +10,18 @@ Letters: T tokens, K choices, B the largest T of a rank, W ranks, E experts, N r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from pmoe.comm.counts import Shared
+from pmoe.experts import FFNExperts, SwiGLUExperts
 from pmoe.experts.base import Columns
 from pmoe.pipeline.buffers import Extent, Sizes, arena_elements, slot_elements
 from pmoe.pipeline.rotation import rotating_backward, rotating_forward
 from pmoe.planner.restore import Restore
+from pmoe.planner.theory import check_sizes
 
 INDEX = 8
 """Bytes of an index."""
@@ -250,3 +255,51 @@ def _routing_peak(shape: Shape, num_tokens: int) -> int:
     """While the gate decides and rows are sorted, before any row moves."""
     slots = num_tokens * shape.top_k
     return num_tokens * shape.num_experts * shape.weight_size * 5 + slots * INDEX * 12
+
+
+def shape_of_sizes(
+    d_model: int,
+    d_hidden: int,
+    num_experts: int,
+    *,
+    top_k: int = 1,
+    num_ranks: int = 1,
+    expert: str = "ffn",
+    bias: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device_type: str = "cpu",
+) -> Shape:
+    """The shape of a layer that nobody has built: what `Shape` would be of MoELayer(d_model, d_hidden, ...).
+
+    Raises TypeError or ValueError naming argument, value and rule.
+    """
+    sizes = {
+        "d_model": d_model,
+        "d_hidden": d_hidden,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "num_ranks": num_ranks,
+    }
+    check_sizes(**sizes)
+    if top_k > num_experts:
+        raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
+    if num_experts % num_ranks:
+        raise ValueError(f"num_experts ({num_experts}) must be divisible by num_ranks ({num_ranks})")
+    if expert not in STACKED:
+        raise ValueError(f"expert ({expert!r}) must be one of {', '.join(STACKED)}")
+    local = num_experts // num_ranks
+    experts = STACKED[expert](d_model, d_hidden, local, bias=bias, device="meta", dtype=dtype)
+    return Shape(
+        d_model=d_model,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=num_ranks,
+        columns=experts.columns(device_type),
+        element_size=dtype.itemsize,
+        weight_size=max(4, dtype.itemsize),
+        expert_parameters=sum(parameter.numel() for parameter in experts.parameters()),
+        gate_parameters=num_experts * d_model,
+    )
+
+
+STACKED: dict[str, Callable[..., FFNExperts | SwiGLUExperts]] = {"ffn": FFNExperts, "swiglu": SwiGLUExperts}

@@ -658,3 +658,25 @@ def run_experts(
         return y_TM
     with torch.no_grad():
         return _Forward(plan, x_TM, weight_TK, parameters, keep=False).run()
+
+
+def run_both(
+    plan: Plan, x_TM: Tensor, weight_TK: Tensor, parameters: Sequence[Tensor], now: Callable[[], float]
+) -> tuple[float, float, float]:
+    """Both passes, with what comes out for a gradient, and all results thrown away: the times of ``now()``
+    before, between and after them."""
+    with torch.no_grad():
+        start = now()
+        done = _Forward(plan, x_TM, weight_TK, parameters, keep=True)
+        y_TM = done.run()
+        middle = now()
+        given = _Given(
+            x_TM=x_TM,
+            weight_TK=weight_TK,
+            weight_received=done.weight_received,
+            kept=done.kept,
+            parameters=parameters,
+            wanted=[parameter.requires_grad for parameter in parameters],
+        )
+        _Backward(plan, y_TM, given).run()
+        return start, middle, now()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DEGREES = (1, 2, 4, 8)
+DEGREES = (1, 2, 4, 8, 16)
 """What pipeline=True chooses from; each divides the next."""
 
 LEAST_ROWS = 1024
@@ -45,7 +45,7 @@ def fixed_degree(pipeline: bool | int) -> int | None:
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     """The n for pipeline=True, from numbers that all ranks share: max_rows is the largest T * K of a rank.
 
-    The largest of 8, 4, 2, 1 that leaves LEAST_ROWS a chunk; 1 where nothing travels.
+    The largest of DEGREES that leaves LEAST_ROWS a chunk; 1 where nothing travels.
     """
     if num_ranks == 1:
         return 1

@@ -515,27 +515,6 @@ def test_every_rank_issues_the_same_collectives_whatever_its_tokens(
         assert back == ["all_to_all_single"] * (1 + 2 * n)
 
 
-def adaptive_job(rank: int, world: int, counts: tuple[int, ...]) -> dict[str, Any]:
-    layer = build(pipeline=True, top_k=1)
-    with counted_collectives() as calls:
-        got = backward(layer, tokens(counts[rank], rank).requires_grad_(), tokens(counts[rank], 9 + rank))
-    one = backward(
-        build(top_k=1, pipeline=1),
-        tokens(counts[rank], rank).requires_grad_(),
-        tokens(counts[rank], 9 + rank),
-    )
-    return {"calls": len(calls), "errors": {name: relative_error(got[name], one[name]) for name in one}}
-
-
-@pytest.mark.parametrize("counts, n", [((3, 5), 1), ((2048, 3), 2), ((0, 4200), 4), ((9000, 0), 8)])
-def test_an_adaptive_degree_is_the_same_on_ranks_with_different_numbers_of_tokens(
-    counts: tuple[int, ...], n: int
-) -> None:
-    for got in ranks(2).run(adaptive_job, counts):
-        assert got["calls"] == 4 + 4 * n
-        assert max(got["errors"].values()) < 1e-12, got["errors"]
-
-
 # ---- users' modules, checkpoints, autocast --------------------------------------------------------
 
 

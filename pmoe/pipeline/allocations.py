@@ -1,0 +1,213 @@
+"""What a step really allocates, from the allocator's own events: exact, whoever allocated it and why.
+
+    with watched() as seen:
+        y = layer(x)
+        mark(y, "T_O")
+    seen.peak_bytes(), seen.live_bytes()
+
+Counted are all tensors of one kind of device that are made while watching; what was there before is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MARK = "pmoe allocation"
+OTHER = "other"
+
+
+@dataclass
+class Allocation:
+    """One piece of memory. begin, end: seconds since watching began; end is None where it was still held."""
+
+    num_bytes: int
+    begin: float
+    end: float | None = None
+    name: str = OTHER
+
+
+@dataclass
+class Allocations:
+    """Filled in when `watched` ends. moments: when `moment` was called, by name."""
+
+    found: list[Allocation] = field(default_factory=list)
+    moments: dict[str, float] = field(default_factory=dict)
+
+    def live_bytes(self, names: Collection[str] | None = None) -> list[tuple[float, int]]:
+        """(seconds, bytes held from then on), of the allocations so named, or of all."""
+        changes = []
+        for each in self.found:
+            if names is None or each.name in names:
+                changes.append((each.begin, each.num_bytes))
+                changes += [] if each.end is None else [(each.end, -each.num_bytes)]
+        held, steps = 0, [(0.0, 0)]
+        for moment, change in sorted(changes, key=lambda each: each[0]):
+            held += change
+            steps.append((moment, held))
+        return steps
+
+    def peak_bytes(self, without: Collection[str] = ()) -> int:
+        """The most that was held at once, allocations of some names left out."""
+        names = {each.name for each in self.found} - set(without)
+        return max(held for _, held in self.live_bytes(names))
+
+    def bytes_named(self, name: str) -> int:
+        """Of all allocations of a name together."""
+        return sum(each.num_bytes for each in self.found if each.name == name)
+
+
+def mark(tensor: Tensor, name: str) -> None:
+    """Names the memory behind a tensor, unless it has a name. Costs next to nothing where nobody watches."""
+    with torch.profiler.record_function(f"{MARK}|{tensor.untyped_storage().data_ptr()}|{name}"):
+        pass
+
+
+def moment(name: str) -> None:
+    """Notes the time, under ``name``."""
+    with torch.profiler.record_function(f"{MARK}|moment|{name}"):
+        pass
+
+
+@contextmanager
+def watched(device_type: str = "cpu") -> Iterator[Allocations]:
+    """Everything that is allocated on such devices in the block."""
+    seen = Allocations()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        begin = time.time_ns()
+        yield seen
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = list(_flat(profile.profiler.kineto_results.experimental_event_tree()))
+    events.sort(key=lambda event: event.start_time_ns)
+    _fill(seen, events, device_type, min([begin, *(event.start_time_ns for event in events[:1])]))
+
+
+def _flat(events: Iterable[Any]) -> Iterator[Any]:
+    stack = list(events)
+    while stack:
+        event = stack.pop()
+        yield event
+        stack.extend(event.children)
+
+
+def _fill(seen: Allocations, events: Iterable[Any], device_type: str, origin: int) -> None:
+    live: dict[int, Allocation] = {}
+    for event in events:
+        seconds = (event.start_time_ns - origin) / 1e9
+        if event.name.startswith(MARK):
+            _, where, name = event.name.split("|", 2)
+            if where == "moment":
+                seen.moments[name] = seconds
+            elif int(where) in live and live[int(where)].name == OTHER:
+                live[int(where)].name = name
+        elif event.name == "[memory]":
+            fields = event.extra_fields if hasattr(event, "extra_fields") else event.typed[1]
+            if torch.device(fields.device).type != device_type:
+                continue
+            if fields.alloc_size > 0:
+                live[fields.ptr] = Allocation(fields.alloc_size, seconds)
+                seen.found.append(live[fields.ptr])
+            elif fields.ptr in live:
+                live.pop(fields.ptr).end = seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one forward and backward, beyond what was held before it.
+
+    peak: at most, at once. without_gradients: the same, but for those of the parameters. forward: while the
+    forward pass ran. gradients: of the parameters. seconds: of the step as measured, with the measuring.
+    """
+
+    peak: int
+    without_gradients: int
+    forward: int
+    gradients: int
+    seconds: float
+
+
+GRADIENTS = "parameters' gradients"
+
+
+def step_memory(
+    module: nn.Module,
+    make_inputs: Callable[[], tuple[Tensor, Tensor]],
+    tell: Callable[[Allocations], None] | None = None,
+) -> StepMemory:
+    """Runs module(x) and its backward, with (x, dy) = make_inputs(), and counts.
+
+    x, y, dy and the gradients are held until the end. Inputs that make_inputs allocates are counted, those
+    that it only returns are not. tell: is given the allocations (not on CUDA, whose allocator keeps its own
+    count).
+    """
+    device = next(module.parameters()).device
+    module.zero_grad(set_to_none=True)
+    counted = _step_on_cuda if device.type == "cuda" else _step_on_cpu
+    begin = time.perf_counter()
+    found = counted(module, make_inputs, device, tell)
+    module.zero_grad(set_to_none=True)
+    peak, without_gradients, forward, gradients = found
+    return StepMemory(
+        peak=peak,
+        without_gradients=without_gradients,
+        forward=forward,
+        gradients=gradients,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _step_on_cpu(
+    module: nn.Module,
+    make_inputs: Callable[[], tuple[Tensor, Tensor]],
+    device: torch.device,
+    tell: Callable[[Allocations], None] | None,
+) -> tuple[int, int, int, int]:
+    with watched(device.type) as seen:
+        x, dy = make_inputs()
+        mark(x, "x")
+        mark(dy, "dy")
+        moment("forward")
+        y = module(x)
+        mark(y, "T_O")
+        moment("backward")
+        y.backward(dy)
+        moment("end")
+        if x.grad is not None:
+            mark(x.grad, "dT_I")
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                mark(parameter.grad, GRADIENTS)
+    if tell is not None:
+        tell(seen)
+    forward = max(held for when, held in seen.live_bytes() if when <= seen.moments["backward"])
+    return seen.peak_bytes(), seen.peak_bytes(without=(GRADIENTS,)), forward, seen.bytes_named(GRADIENTS)
+
+
+def _step_on_cuda(
+    module: nn.Module,
+    make_inputs: Callable[[], tuple[Tensor, Tensor]],
+    device: torch.device,
+    _: Callable[[Allocations], None] | None,
+) -> tuple[int, int, int, int]:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    x, dy = make_inputs()
+    y = module(x)
+    torch.cuda.synchronize(device)
+    forward = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.reset_peak_memory_stats(device)
+    y.backward(dy)
+    torch.cuda.synchronize(device)
+    backward = torch.cuda.max_memory_allocated(device) - before
+    # Backward makes them when it begins, and holds them to its end.
+    gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+    return max(forward, backward), max(forward, backward - gradients), forward, gradients

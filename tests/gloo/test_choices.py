@@ -1,0 +1,237 @@
+"""What a layer chooses by itself: n by trials, the restore pair by the cost model, both under a budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pmoe
+from pmoe.pipeline import decide, passes
+from pmoe.planner.degree import DEGREES
+from pmoe.planner.restore import STRATEGIES
+from tests.gloo.test_behaviour import build, counted_collectives, error_of
+from tests.pool import ranks
+from tests.reference import relative_error
+
+D_MODEL = 6
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
+    yield
+
+
+def batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = torch.randn(2, count, D_MODEL, generator=generator, dtype=torch.float64)
+    return x.requires_grad_(), dy
+
+
+def step(layer: pmoe.MoELayer, count: int, seed: int) -> dict[str, Tensor]:
+    x, dy = batch(count, seed)
+    layer.zero_grad(set_to_none=True)
+    y = layer(x)
+    (y * dy).sum().backward()
+    return {
+        "y": y.detach(),
+        "x": x.grad,
+        **{name: parameter.grad for name, parameter in layer.named_parameters()},
+    }
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def listen() -> Told:
+    told = Told()
+    log = logging.getLogger("pmoe")
+    log.handlers = [told]
+    log.setLevel(logging.INFO)
+    return told
+
+
+# ---- n ---------------------------------------------------------------------------------------------
+
+
+def search_job(rank: int, world: int, counts: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
+    told = listen()
+    layer = build(pipeline=True, top_k=1, **options)
+    got = step(layer, counts[rank], rank)
+    first = layer.traffic.rows
+    one = step(build(top_k=1, pipeline=1, **options), counts[rank], rank)
+    with counted_collectives() as again:
+        step(layer, counts[rank], rank)
+    with counted_collectives() as other_layer:
+        step(build(pipeline=True, top_k=1, **options), counts[rank], rank)
+    degrees = layer.granularity(torch.empty(0, dtype=torch.float64), layer.chooser.pairs[0]).lookup(
+        max(counts)
+    )
+    return {
+        "degrees": degrees,
+        "calls": [len(again), len(other_layer)],
+        "told": sum("pipeline=True" in line for line in told.lines),
+        "traffic": (first, layer.traffic.rows),
+        "errors": {name: relative_error(got[name], one[name]) for name in one},
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_reuse": "S4"}], ids=["no reuse", "S4"])
+@pytest.mark.parametrize("counts", [(2048, 3), (0, 4200)])
+def test_a_batch_size_is_tried_once_and_every_rank_takes_the_same_n(
+    counts: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    found = ranks(2).run(search_job, counts, options)
+    for got in found:
+        assert got["degrees"] == found[0]["degrees"]
+        assert got["degrees"].forward in DEGREES and got["degrees"].backward in DEGREES
+        assert got["told"] == 1
+        assert got["calls"] == found[0]["calls"] and got["calls"][0] == got["calls"][1] < 150
+        assert max(got["errors"].values()) < 1e-12, got["errors"]
+        assert got["traffic"][1] == 2 * got["traffic"][0]  # no trial is counted
+
+
+def small_job(rank: int, world: int) -> list[int]:
+    layer = build(pipeline=True, top_k=1)
+    calls = []
+    for count in (3, 5):
+        with counted_collectives() as seen:
+            step(layer, count, rank)
+        calls.append(len(seen))
+    with counted_collectives() as seen, torch.no_grad():
+        layer(batch(9000, 0)[0])
+    return [*calls, len(seen)]
+
+
+def test_small_batches_and_inference_are_not_tried() -> None:
+    """n = 1 for few rows: counts, what is agreed, weights, S and R, and the same back. 9000 tokens without
+    gradients: n = 8, by the rule."""
+    assert ranks(2).run(small_job) == [[8, 8, 19]] * 2
+
+
+def saved_job(rank: int, world: int, folder: str) -> list[Any]:
+    layer = build(pipeline=True, top_k=1)
+    step(layer, 3000, rank)
+    path = f"{folder}/{rank}.json"
+    layer.save_degrees(path)
+    keys = set(layer.state_dict())
+    other = build(pipeline=True, top_k=1)
+    with counted_collectives() as loading:
+        other.load_degrees(path)
+    wrong = error_of(lambda: build(pipeline=True, top_k=2).load_degrees(path))
+    return [keys == set(build().state_dict()), len(loading), wrong.partition(" ")[0]]
+
+
+def test_what_was_learnt_is_saved_and_loaded_and_no_part_of_the_state_dict(tmp_path: Path) -> None:
+    for is_plain, collectives, wrong in ranks(2).run(saved_job, str(tmp_path)):
+        assert is_plain and collectives > 0 and wrong == "ValueError:"
+
+
+# ---- the pair --------------------------------------------------------------------------------------
+
+
+def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    import os
+
+    os.environ["PMOE_CACHE"] = folder
+    decide._profiles.clear()
+    told = listen()
+    used: list[str] = []
+    original = passes.plan_schedule
+
+    def watched(plan: Any, *args: Any) -> Any:
+        used.append(str(plan.restore))
+        return original(plan, *args)
+
+    passes.plan_schedule = watched
+    try:
+        layer = build(pipeline=2, memory_reuse=True, **options)
+        got = step(layer, 40 + rank, rank)
+        step(layer, 41 - rank, rank)
+    finally:
+        passes.plan_schedule = original
+    plain = step(build(pipeline=2, **options), 40 + rank, rank)
+    return {
+        "used": set(used),
+        "told": [line for line in told.lines if "memory_reuse=True" in line],
+        "errors": {name: relative_error(got[name], plain[name]) for name in plain},
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_true_takes_the_cheapest_of_the_four_strategies_on_every_rank_alike(
+    world: int, tmp_path: Path
+) -> None:
+    found = ranks(world).run(pair_job, str(tmp_path), {})
+    for got in found:
+        assert got["used"] == found[0]["used"] and len(got["used"]) == 1
+        assert got["used"] <= {str(pair) for pair in STRATEGIES.values()}
+        assert len(got["told"]) == 1 and all(str(pair) in got["told"][0] for pair in STRATEGIES.values())
+        assert max(got["errors"].values()) < 1e-12, got["errors"]
+
+
+# ---- the budget ------------------------------------------------------------------------------------
+
+
+def budget_job(rank: int, world: int, folder: str, budget: Any, options: dict[str, Any], skew: bool) -> Any:
+    import os
+
+    os.environ["PMOE_CACHE"] = folder
+    told = listen()
+    layer = build(memory_budget=budget, **options)
+    plain = build(pipeline=1)
+    if skew:
+        with torch.no_grad():
+            for each in (layer, plain):
+                each.gate.weight[-1] = 0
+                each.gate.weight[-1, 0] = 1e3
+    x, dy = batch(64, rank)
+    with torch.no_grad():
+        x[:, 0] = x[:, 0].abs() + 1
+
+    def run(each: pmoe.MoELayer) -> dict[str, Tensor]:
+        x.grad = None
+        y = each(x)
+        (y * dy).sum().backward()
+        return {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in each.named_parameters()}}
+
+    message = error_of(lambda: layer(x))
+    if message:
+        return message
+    layer.zero_grad(set_to_none=True)
+    got, expected = run(layer), run(plain)
+    return {
+        "told": told.lines,
+        "errors": {name: relative_error(got[name], expected[name]) for name in expected},
+    }
+
+
+@pytest.mark.parametrize("skew", [False, True], ids=["even", "all to one expert"])
+@pytest.mark.parametrize("options", [{}, {"pipeline": 4}, {"pipeline": True, "memory_reuse": True}], ids=str)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_budget_is_kept_or_refused_on_every_rank_with_the_least_that_would_do(
+    world: int, options: dict[str, Any], skew: bool, tmp_path: Path
+) -> None:
+    messages = ranks(world).run(budget_job, str(tmp_path), 1, options, skew)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("ValueError: memory_budget (1 bytes) must be at least ")
+    least = int(messages[0].split("at least ")[1].split()[0])
+    found = ranks(world).run(budget_job, str(tmp_path), least, options, skew)
+    for got in found:
+        assert got["told"] == found[0]["told"] and "memory_budget" in got["told"][0]
+        assert max(got["errors"].values()) < 1e-12, got["errors"]
+    assert all(
+        isinstance(m, str) for m in ranks(world).run(budget_job, str(tmp_path), least - 1, options, skew)
+    )

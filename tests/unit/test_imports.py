@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # From the top of the house to its ground. A module may import its own part and those further down.
 FLOORS: list[set[str]] = [
+    {"pmoe.__main__"},
     {"pmoe.integrations", "pmoe.cli"},
     {"pmoe.graph"},
     {"pmoe"},  # __init__.py, which names what users import

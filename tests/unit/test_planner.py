@@ -98,7 +98,7 @@ def test_a_cost_is_never_negative() -> None:
 
 def test_the_adaptive_degree_leaves_enough_rows_in_a_chunk() -> None:
     rows = (0, 1023, 2047, 2048, 4096, 8191, 8192, 10**6)
-    assert [adaptive_degree(r, 2) for r in rows] == [1, 1, 1, 2, 4, 4, 8, 8]
+    assert [adaptive_degree(r, 2) for r in rows] == [1, 1, 1, 2, 4, 4, 8, 16]
     assert adaptive_degree(10**6, 1) == 1
 
 

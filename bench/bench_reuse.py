@@ -1,0 +1,358 @@
+"""What does memory reuse save, and what does it cost in time?
+
+2 ranks, one thread each, on a slow link whose rate makes the forward's communication cost what its
+computation costs (`--rate auto`), or the step's (`--rate auto-step`). For plain autograd over one all-to-all
+each way, the same under `torch.utils.checkpoint`, the layer without reuse, and all nine restore pairs: bytes
+held between forward and backward, the peak of a step (both counted by the allocator; inputs and parameters not
+counted, gradients counted), and the time of a step. Beside each pair's time relative to keep/keep stands the
+one that the simulator predicts from its schedule; the costs of tasks come from other runs, in sequence and at
+two sizes, on a link without limit.
+
+    python bench/bench_reuse.py --link modelled --rate auto
+    sudo python bench/bench_reuse.py --link real --rate auto
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+import pmoe
+from bench.bench_overlap import Run, Setting, choose_rate, make_layer, measure, products_alone
+from bench.links import INFINITE, launch, measure_rate
+from bench.timing import Timing, machine, table, write_json
+from pmoe.pipeline import Kind, recording
+from pmoe.pipeline.rotation import rotating_backward, rotating_forward
+from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
+from pmoe.planner.simulator import makespan, simulate
+
+DIRECTIONS = ("forward", "backward")
+
+
+# ---- the plain layer
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all whose gradient is the all-to-all back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
+        ctx.send, ctx.recv = send, recv
+        out = rows.new_empty(sum(recv), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), recv, send)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Exchange.apply(grad, ctx.recv, ctx.send), None, None
+
+
+def plain_forward(layer: pmoe.MoELayer, x: Tensor) -> Tensor:
+    """The layer's own gate and parameters, under autograd, one message each way. Rows of this rank's experts
+    are in the message too; what a rank sends to itself crosses no link."""
+    world, local = layer.ranks.size, layer.num_local_experts
+    routing = layer.gate(x)
+    expert = routing.expert[:, 0]
+    order = expert.argsort(stable=True)
+    counts = torch.bincount(expert, minlength=layer.num_experts)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts)
+    send, by_source = counts.view(world, local).sum(1).tolist(), received.view(world, local)
+    arrived = Exchange.apply(x[order], send, by_source.sum(1).tolist())
+    blocks = arrived.split(by_source.flatten().tolist())
+    w1, w2 = layer.experts.w1, layer.experts.w2
+    b1, b2 = layer.experts.b1, layer.experts.b2
+    outs = []
+    for e in range(local):
+        rows = torch.cat(blocks[e::local])
+        out = F.linear(F.gelu(F.linear(rows, w1[e], b1[e])), w2[e], b2[e])
+        outs.append(out.split([len(block) for block in blocks[e::local]]))
+    back = torch.cat([outs[e][source] for source in range(world) for e in range(local)])
+    home = Exchange.apply(back, by_source.sum(1).tolist(), send)
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order))
+    return home[position] * routing.weight
+
+
+class Step:
+    """A step of one variant on this rank: "plain", "checkpointed", "no reuse", or a pair."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.layer, self.x, self.dy = make_layer(setting)
+
+    def forward(self, variant: str | Restore, n: int, is_sequential: bool = False) -> Tensor:
+        if variant == "plain":
+            return plain_forward(self.layer, self.x)
+        if variant == "checkpointed":
+            return checkpoint(plain_forward, self.layer, self.x, use_reentrant=False)
+        layer = self.layer
+        layer.pipeline, layer.sequential = n, is_sequential
+        layer.restore = False if variant == "no reuse" else variant
+        return layer(self.x)
+
+    def clear(self) -> None:
+        self.x.grad = None
+        self.layer.zero_grad(set_to_none=True)
+
+    def __call__(self, variant: str | Restore, n: int, is_sequential: bool = False) -> dict[str, float]:
+        self.clear()
+        dist.barrier()
+        start = time.perf_counter()
+        y = self.forward(variant, n, is_sequential)
+        middle = time.perf_counter()
+        y.backward(self.dy)
+        end = time.perf_counter()
+        return {"forward": middle - start, "backward": end - middle, "step": end - start}
+
+    def gradients(self, variant: str | Restore, n: int) -> list[Tensor]:
+        self(variant, n)
+        return [self.x.grad, *(parameter.grad for parameter in self.layer.parameters())]
+
+    def bytes(self, variant: str | Restore, n: int) -> dict[str, int]:
+        """Held between forward and backward, and the peak of the step, by the allocator's events."""
+        self.clear()
+        mark = 0
+
+        def step() -> None:
+            nonlocal mark
+            y = self.forward(variant, n)
+            mark = time.time_ns()
+            time.sleep(1e-3)
+            y.backward(self.dy)
+
+        host = pmoe.pool().host
+        host.peak_bytes = 0
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            step()
+        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        now = peak = held = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+            if event.start_ns() <= mark:
+                held = now
+        return {"held": held, "peak": peak, "host": host.peak_bytes}
+
+
+# ---- the prediction
+
+
+def rows_of(setting: Setting, kind: Kind, n: int) -> float:
+    """Rows that a task in n chunks works on; half of the rows stay with 2 ranks."""
+    if kind is Kind.OUTPUT:
+        return setting.rows / n
+    stays = kind.name.startswith("LOCAL")
+    share = 1 / setting.world if stays else (setting.world - 1) / setting.world
+    return share * setting.rows / n
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each kind of task by rows, in each direction, measured with three pairs; of a message by
+    bytes; and what a pass does outside its schedule."""
+
+    tasks: dict[str, dict[str, dict[str, LineCost]]]
+    message: LineCost
+    outside: dict[str, float]
+
+    def seconds(self, direction: str, pair: Restore, kind: Kind) -> LineCost:
+        """Kinds that several pairs have differ with T_M's fate: where it is kept it is not overwritten."""
+        own = "keep/keep" if pair.hidden == "keep" else "communicate/recompute"
+        for source in (own, "offload/offload", "communicate/recompute", "keep/keep"):
+            if kind.value in self.tasks[source][direction]:
+                return self.tasks[source][direction][kind.value]
+        raise KeyError(kind)
+
+
+def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: int) -> Costs:
+    """From runs in sequence, at n = 1 and n = 16, of three pairs that together have every kind of task."""
+    link.set_rate(INFINITE)
+    samples: dict[tuple[str, str, Kind], list[tuple[float, float]]] = defaultdict(list)
+    outside: dict[str, list[float]] = {"forward": [], "backward": []}
+    pairs = (KEEP, STRATEGIES["S1"], STRATEGIES["S4"])
+    for turn in range(rounds + 1):
+        for pair in pairs:
+            for n in (1, 16):
+                with recording() as journal:
+                    times = step(pair, n, True)
+                if turn == 0:
+                    continue
+                for direction in DIRECTIONS:
+                    spans = [span for span in journal.spans if span.direction == direction]
+                    covered = max(s.end for s in spans) - min(s.start for s in spans)
+                    if n == 1:
+                        outside[direction].append(times[direction] - covered)
+                    for span in spans:
+                        point = (rows_of(setting, span.kind, n), span.end - span.start)
+                        samples[str(pair), direction, span.kind].append(point)
+    link.set_rate(rate)
+    size = setting.remote_rows * setting.row_bytes
+    alpha, bytes_per_second = measure_rate((size // 16, size), rounds=rounds)
+    tasks: dict[str, dict[str, dict[str, LineCost]]] = {
+        str(pair): {direction: {} for direction in DIRECTIONS} for pair in pairs
+    }
+    messages = (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE, Kind.WEIGHTS)
+    for (pair_name, direction, kind), points in samples.items():
+        if kind not in messages:
+            tasks[pair_name][direction][kind.value] = fit_line(points)
+    return Costs(
+        tasks=tasks,
+        message=LineCost(max(alpha, 0.0), 1 / bytes_per_second),
+        outside={direction: statistics.median(values) for direction, values in outside.items()},
+    )
+
+
+def predict(costs: Costs, setting: Setting, pair: Restore, n: int) -> float:
+    """Seconds of a step, by the simulator."""
+    total = 0.0
+    for direction, build in (("forward", rotating_forward), ("backward", rotating_backward)):
+
+        def seconds(task: Any, direction: str = direction) -> float:
+            if task.kind is Kind.WEIGHTS:
+                return costs.message(4 * setting.remote_rows)
+            if task.kind in (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE):
+                return costs.message(setting.remote_rows * setting.row_bytes / n)
+            return costs.seconds(direction, pair, task.kind)(rows_of(setting, task.kind, n))
+
+        schedule = build(n, local=True, remote=True, restore=pair)
+        total += makespan(simulate(schedule.tasks, seconds)) + costs.outside[direction]
+    return total
+
+
+# ---- one rank
+
+
+@dataclass(frozen=True)
+class Result:
+    times: dict[str, dict[str, Timing]]
+    bytes: dict[str, dict[str, int]]
+    worst_error: float
+    bytes_per_second: float
+    predicted: dict[str, float]
+    costs: Costs
+
+
+def name_of(variant: str | Restore, n: int) -> str:
+    if variant in ("plain", "checkpointed"):
+        return str(variant)
+    strategy = variant.strategy if isinstance(variant, Restore) else None
+    return f"{variant} n={n}" + (f" {strategy}" if strategy else "")
+
+
+def run_rank(link: Any, setting: Setting, rate: str, degrees: list[int], rounds: int) -> Result:
+    link.set_rate(INFINITE)
+    step = Step(setting)
+    alone = measure({"computation": products_alone(setting)}, rounds)["computation"]
+    variants: list[tuple[str | Restore, int]] = [("plain", 1), ("checkpointed", 1)]
+    variants += [(each, n) for n in degrees for each in ("no reuse", *ALL_PAIRS)]
+    expected = step.gradients("plain", 1)
+    worst = 0.0
+    counted = {}
+    for variant, n in variants:
+        for got, want in zip(step.gradients(variant, n), expected, strict=True):
+            worst = max(worst, float((got - want).abs().max() / want.abs().max()))
+        counted[name_of(variant, n)] = step.bytes(variant, n)
+    bytes_per_second = choose_rate(setting, rate, alone)
+    costs = measure_costs(step, setting, link, bytes_per_second, rounds)
+    runs: dict[str, Run] = {name_of(v, n): functools.partial(step, v, n) for v, n in variants}
+    times = measure(runs, rounds)
+    predicted = {name_of(p, n): predict(costs, setting, p, n) for n in degrees for p in ALL_PAIRS}
+    return Result(times, counted, worst, bytes_per_second, predicted, costs)
+
+
+# ---- the report
+
+
+def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
+    """One row a variant: megabytes, milliseconds, ratios to plain and to keep/keep of the same n."""
+    rows = []
+    plain, plain_peak = result.times["plain"]["step"], result.bytes["plain"]["peak"]
+    for name, times in result.times.items():
+        counted = result.bytes[name]
+        row: dict[str, Any] = {
+            "variant": name,
+            "held MB": counted["held"] / 1e6,
+            "peak MB": counted["peak"] / 1e6,
+            "host MB": counted["host"] / 1e6,
+            "peak/plain": counted["peak"] / plain_peak,
+            "step ms": times["step"].median * 1e3,
+            "step/plain": 1 / times["step"].speedup_over(plain),
+        }
+        if name in result.predicted:
+            n = int(name.split("n=")[1].split()[0])
+            keep = name_of(KEEP, n)
+            row["step/keep"] = 1 / times["step"].speedup_over(result.times[keep]["step"])
+            row["predicted step/keep"] = result.predicted[name] / result.predicted[keep]
+            row["predicted/measured"] = row["predicted step/keep"] / row["step/keep"]
+        rows.append(row)
+    keys = list(rows[-1])
+    return [{key: row.get(key) for key in keys} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
+    parser.add_argument("--rate", default="auto", help="auto, auto-step, or bytes per second of each rank")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[2, 4, 8], help="n to run")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", type=int, default=4096, help="tokens a rank")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for the JSON file")
+    args = parser.parse_args()
+    if args.rate not in ("auto", "auto-step") and not float(args.rate) > 0:
+        parser.error(f"--rate ({args.rate}) must be auto, auto-step or a positive number")
+    setting, started = Setting(rows=args.rows), machine()
+    result: Result = launch(
+        setting.world,
+        run_rank,
+        args.link,
+        INFINITE,
+        (setting, args.rate, args.degrees, args.rounds),
+        timeout_seconds=1800,
+    )[0]
+    rows = report_rows(result, args.degrees)
+    print(f"{setting.world} ranks, one thread each, {setting}")
+    print(
+        f"{args.link} link at {result.bytes_per_second / 1e6:.2f} MB/s a rank; "
+        f"medians of {args.rounds} rounds; largest relative error of a gradient {result.worst_error:.1e}"
+    )
+    print(table(rows))
+    path = args.out / f"reuse_{args.link}_{args.rate}.json"
+    write_json(
+        path,
+        setting=asdict(setting),
+        link=args.link,
+        bytes_per_second=result.bytes_per_second,
+        machine_before=started,
+        rounds=args.rounds,
+        rows=rows,
+        worst_error=result.worst_error,
+        bytes=result.bytes,
+        times=result.times,
+        predicted_s=result.predicted,
+        costs=asdict(result.costs),
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,10 +3,10 @@
 2 ranks, one thread each, on a slow link whose rate makes the forward's communication cost what its
 computation costs (`--rate auto`), or the step's (`--rate auto-step`). For plain autograd over one all-to-all
 each way, the same under `torch.utils.checkpoint`, the layer without reuse, and all nine restore pairs: bytes
-held between forward and backward, the peak of a step (both counted by the allocator; inputs and parameters not
-counted, gradients counted), and the time of a step. Beside each pair's time relative to keep/keep stands the
-one that the simulator predicts from its schedule; the costs of tasks come from other runs, in sequence and at
-two sizes, on a link without limit.
+held between forward and backward, the peak of a step (both counted by the allocator; inputs and parameters
+are not counted, gradients are), and the time of a step. Beside each pair's time relative to keep/keep stands
+the one that the simulator predicts from its schedule; the costs of tasks come from other runs, in sequence
+and at two sizes, on a link without limit.
 
     python bench/bench_reuse.py --link modelled --rate auto
     sudo python bench/bench_reuse.py --link real --rate auto
@@ -269,7 +269,9 @@ def run_rank(link: Any, setting: Setting, rate: str, degrees: list[int], rounds:
     for variant, n in variants:
         for got, want in zip(step.gradients(variant, n), expected, strict=True):
             worst = max(worst, float((got - want).abs().max() / want.abs().max()))
-        counted[name_of(variant, n)] = step.bytes(variant, n)
+        # gloo's thread may be the last to hold a message's buffers, and what is freed there is not counted.
+        tries = [step.bytes(variant, n) for _ in range(3)]
+        counted[name_of(variant, n)] = min(tries, key=lambda counted: counted["peak"])
     bytes_per_second = choose_rate(setting, rate, alone)
     costs = measure_costs(step, setting, link, bytes_per_second, rounds)
     runs: dict[str, Run] = {name_of(v, n): functools.partial(step, v, n) for v, n in variants}

@@ -9,9 +9,9 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.base import Gate, Routing
+from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import load_balance_loss, router_z_loss
 
 
@@ -48,7 +48,7 @@ class TopKGate(Gate):
 
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):
-            logits_TE = F.linear(at_least_float32(x_TM), self.weight.to(at_least_float32(x_TM).dtype))
+            logits_TE = router_logits(x_TM, self.weight)
             probability_TE = logits_TE.softmax(-1)
             expert_TK = _largest(probability_TE, self.top_k)
             weight_TK = probability_TE.gather(-1, expert_TK)

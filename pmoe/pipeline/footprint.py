@@ -26,6 +26,9 @@ from pmoe.planner.theory import check_sizes
 INDEX = 8
 """Bytes of an index."""
 
+SMALL = 4096
+"""Bytes: scalars, counts, and what allocators add to them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -184,9 +187,12 @@ def predict(
     )
     weights = 3 * (forward.received + forward.sent) * shape.weight_size
     backward_weights = (3 * backward.received + 2 * slots) * shape.weight_size
-    forward_work = arenas["forward"] + chosen + weights
+    # Each unit's own routing weights, their gradients and rows, and what is too small to name.
+    units = [max((*rows.extent.received, *rows.extent.local), default=0) for rows in (forward, backward)]
+    unit_bytes = [rows * (4 * shape.weight_size + INDEX) + SMALL for rows in units]
+    forward_work = arenas["forward"] + chosen + weights + unit_bytes[0]
     products = block * shape.columns.scratch * size
-    backward_work = arenas["backward"] + max(products, chosen_backward) + backward_weights
+    backward_work = arenas["backward"] + max(products, chosen_backward) + backward_weights + unit_bytes[1]
     gradients = shape.expert_parameters * size + shape.gate_parameters * shape.weight_size
     expert_gradients = shape.expert_parameters * size
     if size < 4 and backward.num_chunks > 1:
@@ -238,8 +244,9 @@ def _arena(shape: Shape, rows: PassRows, direction: str, restore: Restore, rearr
 def _saved_by_row(shape: Shape, num_tokens: int, rows: PassRows) -> int:
     """The gate's probabilities, choices and weights, the order of rows, and routing weights that arrived."""
     slots = num_tokens * shape.top_k
-    gate = num_tokens * shape.num_experts * shape.weight_size * 2
-    choices = slots * (INDEX + 2 * shape.weight_size)
+    gate = num_tokens * shape.num_experts * shape.weight_size
+    # Weights that are scaled to sum 1 are saved before and after.
+    choices = slots * (INDEX + shape.weight_size * (1 + (shape.top_k > 1)))
     received = rows.received * shape.weight_size
     return gate + choices + received + _plan_bytes(shape, slots, rows)
 

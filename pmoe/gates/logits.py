@@ -1,0 +1,57 @@
+"""The scores of a router, in float32 or wider, of tokens that may be narrower.
+
+Letters: T tokens, E experts, M = d_model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from pmoe.gates.base import at_least_float32
+
+BLOCK_ROWS = 4096
+"""Tokens that are widened at a time."""
+
+
+def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
+    """x weight^T (T, E), computed in float32, or in float64 where the tokens are.
+
+    Narrow tokens are saved as they are: a wide copy of them, which autograd would keep, is twice as large as
+    all else that the layer saves of them.
+    """
+    if at_least_float32(x_TM) is x_TM:
+        return F.linear(x_TM, weight_EM.to(x_TM.dtype))
+    logits_TE: Tensor = _Logits.apply(x_TM, weight_EM)  # type: ignore[no-untyped-call]
+    return logits_TE
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TM, weight_EM)
+        wide_EM = weight_EM.float()
+        logits_TE = x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
+        for start in range(0, x_TM.shape[0], BLOCK_ROWS):
+            at = slice(start, start + BLOCK_ROWS)
+            torch.mm(x_TM[at].float(), wide_EM.t(), out=logits_TE[at])
+        return logits_TE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TM, weight_EM = ctx.saved_tensors
+        wide_EM = weight_EM.float()
+        grad_x = torch.empty_like(x_TM) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(wide_EM) if ctx.needs_input_grad[1] else None
+        for start in range(0, x_TM.shape[0], BLOCK_ROWS):
+            at = slice(start, start + BLOCK_ROWS)
+            if grad_x is not None:
+                grad_x[at] = grad_TE[at] @ wide_EM
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_TE[at].t(), x_TM[at].float())
+        return grad_x, None if grad_weight is None else grad_weight.to(weight_EM.dtype)

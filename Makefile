@@ -155,7 +155,7 @@ gpu: gpu-build gpu-test gpu-sanitize gpu-bench
 gpu-env:
 	@command -v "$(PYTHON)" >/dev/null || { echo "make gpu: no PYTHON=$(PYTHON) here" >&2; exit 1; }
 	"$(PYTHON)" -W ignore -c "$$NEED_CUDA"
-	needs="numpy pytest pytest_timeout matplotlib"
+	needs="numpy sortedcontainers pytest pytest_timeout matplotlib"
 	if [ -z "$$("$(PYTHON)" -c "$$MISSING" $$needs)" ]; then
 		rm -rf .venv-gpu
 		exit 0
@@ -182,7 +182,7 @@ gpu-env:
 	done
 
 gpu-build: gpu-env
-	@missing=$$("$(GPU_PYTHON)" -c "$$MISSING" numpy pytest pytest_timeout)
+	@missing=$$("$(GPU_PYTHON)" -c "$$MISSING" numpy sortedcontainers pytest pytest_timeout)
 	if [ -n "$$missing" ]; then
 		echo "make gpu-build: missing $$missing; put their wheels into wheels/ and run this again" >&2
 		exit 1
@@ -210,3 +210,4 @@ gpu-sanitize: gpu-build
 
 gpu-bench: gpu-env
 	@$(GPU_RUN) bench/bench_gpu.py --out bench/results $(ARGS)
+	$(GPU_RUN) bench/bench_gpu_memory.py --out bench/results

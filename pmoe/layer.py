@@ -73,8 +73,21 @@ class MoELayer(nn.Module):
         capacity_factor: None keeps every row. A number keeps ceil(factor * T * K / E) rows from each rank
             for each expert, in token order; what is dropped adds nothing to its token, and the weights of
             the rest stay as they are. The number of micro-batches changes nothing about it.
-        pipeline: n, the number of micro-batches; False is 1; True chooses from the batch's size.
-        memory_reuse: only False until ring buffers exist.
+        pipeline: n, the number of micro-batches; False is 1. True finds n of both passes by trials: the first
+            time that ranks' largest number of tokens is outside what is known, real steps for n in 1 to 16 are
+            timed on that batch (MPipeMoE, Algorithm 1); small batches, inference, single ranks and experts
+            that are modules go by a rule instead. See `save_degrees`.
+        memory_reuse: False gives each chunk memory of its own. All else rotates buffers through the slots of
+            rings (MPipeMoE, section III.D) and says what becomes of T_DI and T_M between the passes: a
+            `pmoe.Restore`, "S1" to "S4", or True for the cheapest of these four by Eq. 10, on rates measured at
+            the first call and kept (`pmoe profile`); under a budget, of all nine pairs.
+        pipeline_backward: n of the backward pass, a divisor or a multiple of ``pipeline``; None is the same.
+        slack: rows of a ring slot over the balanced share. Where routing is skewed beyond it, all ranks alike
+            cut the batch into more chunks.
+        memory_budget: bytes, or such as "2GiB", that output, saved tensors, slots, temporaries and the input's
+            gradient hold to for any routing, parameters' gradients aside. n (if ``pipeline`` is True) and the
+            pair (if ``memory_reuse`` is) are chosen for it, by predicted time; a budget that nothing
+            holds is a ValueError at the call, on every rank, that says what the least would be.
         group: the process group; None is the default group, or one rank where none is initialised.
         device, dtype: of the parameters.
         normalize_gate: overrides whether "topk" scales a token's weights to sum 1.
@@ -190,6 +203,11 @@ class MoELayer(nn.Module):
             _check_host_memory(self.restore, _experts_parameter(self), device)
         splits = pipeline_backward is not None and pipeline_backward > (fixed_degree(pipeline) or 1)
         recomputes = self.restore is True or (self.restore and self.restore.hidden == "recompute")
+        if self.memory_budget is not None and isinstance(self.experts, ModuleExperts):
+            raise ValueError(
+                f"memory_budget ({memory_budget!r}) must be None where experts are modules: what they save "
+                "cannot be predicted"
+            )
         if splits and not recomputes and isinstance(self.experts, ModuleExperts):
             raise ValueError(
                 f"pipeline_backward ({pipeline_backward}) must be at most pipeline ({pipeline}) where "
@@ -294,8 +312,11 @@ class MoELayer(nn.Module):
         holds those of the last one; without them the bytes are upper bounds for any routing. The other
         arguments stand for the layer's own; where the layer chooses by itself, they must say what is chosen.
 
-        Raises ValueError where n or the pair is neither the layer's nor given.
+        Raises ValueError where n or the pair is neither the layer's nor given, and where experts are modules:
+        what they save is theirs to say.
         """
+        if isinstance(self.experts, ModuleExperts):
+            raise ValueError("expert (modules) must be ffn or swiglu: what modules save cannot be predicted")
         n = pipeline or fixed_degree(self.pipeline)
         restore = self.restore if memory_reuse is None else parse_restore(memory_reuse)
         if n is None or restore is True:

@@ -101,13 +101,16 @@ class Slots:
         """The depth that this rank needs for each degree, as scalars on the device."""
         by_source = recv_FWE.sum(2)
         rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
+        most: dict[int, Tensor] = {}  # rows of the largest of n chunks: degrees have cuttings in common
         depths = []
         for n in self.degrees:
             # In float64, as on the host: float32 would round large numbers of tokens.
             limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
             depth = torch.zeros_like(max_tokens)
             while rows_F.shape[0] % (2 * n) == 0:
-                depth = depth + (rows_F.view(n, -1).sum(1).max() > limit)
+                if n not in most:
+                    most[n] = rows_F.view(n, -1).sum(1).max()
+                depth = depth + (most[n] > limit)
                 n *= 2
             depths.append(depth)
         return depths

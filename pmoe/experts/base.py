@@ -50,12 +50,14 @@ class Hidden:
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """Columns of T_M (and its gradient), of the activated hidden where it has memory of its own in forward,
-    and of what is worked on a block of rows at a time. scratch_rows: the rows of a block."""
+    and of what is worked on a block of rows at a time. scratch_rows: the rows of a block. staged: of the
+    widest product that is made elsewhere and then copied to its place."""
 
     hidden: int = 0
     active: int = 0
     scratch: int = 0
     scratch_rows: int = 0
+    staged: int = 0
 
 
 class Experts(nn.Module, abc.ABC):

@@ -80,6 +80,8 @@ class StackedExperts(Experts):
             hidden=hidden,
             active=0 if self._activates_in_place(device_type) else width,
             scratch=width,
+            # Grouped products in one launch allocate what they return.
+            staged=max(hidden, self.w1.shape[2]) if device_type == "cuda" else 0,
             scratch_rows=max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16),
         )
 

@@ -33,9 +33,7 @@ SMALL = 4096
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What of a layer its memory depends on. element_size: of the rows; weight_size: of routing weights.
-
-    expert_parameters, gate_parameters: elements. row_bytes_of_modules: bytes that users' modules save a row,
-    if the experts are such.
+    expert_parameters, gate_parameters: elements.
     """
 
     d_model: int
@@ -49,7 +47,6 @@ class Shape:
     gate_parameters: int
     bypass_local: bool = True
     has_drops: bool = False
-    row_bytes_of_modules: int = 0
 
     @property
     def travels(self) -> bool:
@@ -162,9 +159,8 @@ def predict(
     """The bytes of a forward and a backward through rings, with T_DI and T_M restored as ``restore`` says."""
     size, slots = shape.element_size, num_tokens * shape.top_k
     rows_T = num_tokens * shape.d_model * size
-    hidden_bytes = shape.columns.hidden * size or shape.row_bytes_of_modules
     computed = forward.received + forward.local
-    t_di, t_m = computed * shape.d_model * size, computed * hidden_bytes
+    t_di, t_m = computed * shape.d_model * size, computed * shape.columns.hidden * size
     kept = {
         "T_DI": t_di * (restore.dispatched == "keep"),
         "T_M": t_m * (restore.hidden == "keep"),
@@ -189,7 +185,11 @@ def predict(
     backward_weights = (3 * backward.received + 2 * slots) * shape.weight_size
     # Each unit's own routing weights, their gradients and rows, and what is too small to name.
     units = [max((*rows.extent.received, *rows.extent.local), default=0) for rows in (forward, backward)]
-    unit_bytes = [rows * (4 * shape.weight_size + INDEX) + SMALL for rows in units]
+    unit_bytes = [
+        rows * (4 * shape.weight_size + INDEX + shape.columns.staged * size) + SMALL for rows in units
+    ]
+    if shape.columns.staged:
+        unit_bytes[1] = max(unit_bytes[1], shape.expert_parameters * size)  # a weight's gradient, likewise
     forward_work = arenas["forward"] + chosen + weights + unit_bytes[0]
     products = block * shape.columns.scratch * size
     backward_work = arenas["backward"] + max(products, chosen_backward) + backward_weights + unit_bytes[1]

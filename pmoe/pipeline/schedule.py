@@ -16,6 +16,7 @@ Letters: n chunks, m pieces of the rows that stay; T_I, T_DI, T_M, T_DO, T_O as 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -100,6 +101,7 @@ class Schedule:
         )
 
 
+@functools.lru_cache(maxsize=64)
 def forward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = None) -> Schedule:
     """The forward pass in n chunks, of rows that stay (``local``), that travel (``remote``), or both.
 
@@ -130,6 +132,7 @@ def forward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = N
     return Schedule(direction="forward", tasks=link(tasks))
 
 
+@functools.lru_cache(maxsize=64)
 def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = None) -> Schedule:
     """The backward pass, mirrored: gradients of T_O are dispatched, those of T_DI return.
 

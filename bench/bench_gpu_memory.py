@@ -1,0 +1,167 @@
+"""Do copies hide behind computation, and is the predicted memory the measured one, on one GPU?
+
+    python bench/bench_gpu_memory.py [--out bench/results] [--rounds 10]
+
+d_model 2048, d_hidden 8192, 16k tokens, bfloat16, one rank, n = 8. For each restore pair: the time of each
+pass; the time of its computation alone, which is the pass of the pair with "keep" in the place of "offload";
+that of its copies alone, their bytes at the copy rates measured here; and the pass over the larger of the two
+(1.15 is asked for). Beside them the peak that torch.cuda counts, and the predicted one. Last, what the cost
+model picks of S1 to S4 with the profile of this machine.
+
+Where copies take longer than computation they cannot hide: the ratio then says how well computation hides
+behind them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+import pmoe
+from bench.timing import table, write_json
+from pmoe.comm.ranks import Ranks
+from pmoe.pipeline.decide import cheapest_pair
+from pmoe.planner import profile
+from pmoe.planner.restore import ALL_PAIRS, STRATEGIES, Restore
+
+
+def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
+    """By events on the GPU, by the clock elsewhere."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def without_copies(pair: Restore) -> Restore:
+    return replace(
+        pair,
+        dispatched="keep" if pair.dispatched == "offload" else pair.dispatched,
+        hidden="keep" if pair.hidden == "offload" else pair.hidden,
+    )
+
+
+class Passes:
+    """Forward and backward of one layer under any pair."""
+
+    def __init__(self, sizes: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.layer = pmoe.MoELayer(
+            sizes.d_model,
+            sizes.d_hidden,
+            sizes.experts,
+            bias=False,
+            pipeline=sizes.n,
+            memory_reuse="S1",
+            device=device,
+            dtype=dtype,
+        )
+        self.x = torch.randn(sizes.tokens, sizes.d_model, device=device, dtype=dtype, requires_grad=True)
+        self.dy = torch.randn_like(self.x)
+
+    def step(self, pair: Restore) -> tuple[float, float]:
+        self.layer.restore = pair
+        self.x.grad = None
+        self.layer.zero_grad(set_to_none=True)
+        kept: list[torch.Tensor] = []
+        forward = seconds_of(self.device, lambda: kept.append(self.layer(self.x)))
+        return forward, seconds_of(self.device, lambda: kept[0].backward(self.dy))
+
+    def peak(self, pair: Restore) -> tuple[int, int]:
+        """(what torch.cuda counted in a step beyond what was there, what was predicted)."""
+        self.step(pair)
+        self.x.grad = None
+        self.layer.zero_grad(set_to_none=True)
+        predicted = self.layer.predict_memory(self.x.shape[0], self.layer.row_counts).peak
+        if self.device.type != "cuda":
+            return 0, predicted
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.step(pair)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before, predicted
+
+
+def copy_seconds(found: profile.Profile, pair: Restore, sizes: argparse.Namespace, size: int) -> list[float]:
+    """Of all copies of forward, which go out, and of backward, which come in."""
+    columns = sizes.d_model * (pair.dispatched == "offload") + sizes.d_hidden * (pair.hidden == "offload")
+    total = sizes.tokens * columns * size
+    return [line.beta_seconds * total for line in (found.copy_out, found.copy_in)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--d-model", type=int, default=2048)
+    parser.add_argument("--d-hidden", type=int, default=8192)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--n", type=int, default=8)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    sizes = parser.parse_args()
+    device, dtype = torch.device(sizes.device), getattr(torch, sizes.dtype)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("bench_gpu_memory: not run, torch sees no CUDA device")
+    found = profile.measure(Ranks(), device, dtype)
+    passes = Passes(sizes, device, dtype)
+    samples: dict[Restore, list[tuple[float, float]]] = {pair: [] for pair in ALL_PAIRS}
+    for round_ in range(-2, sizes.rounds):
+        for pair in ALL_PAIRS:
+            times = passes.step(pair)
+            if round_ >= 0:
+                samples[pair].append(times)
+    medians = {
+        pair: [statistics.median(times[i] for times in taken) for i in (0, 1)]
+        for pair, taken in samples.items()
+    }
+    rows = []
+    for pair in ALL_PAIRS:
+        copies = copy_seconds(found, pair, sizes, dtype.itemsize)
+        alone = medians[without_copies(pair)]
+        counted, predicted = passes.peak(pair)
+        row: dict[str, Any] = {"pair": f"{pair} {pair.strategy or ''}".strip()}
+        for i, name in enumerate(("forward", "backward")):
+            row[f"{name} ms"] = medians[pair][i] * 1e3
+            row[f"{name} computation ms"] = alone[i] * 1e3
+            row[f"{name} copies ms"] = copies[i] * 1e3
+            row[f"{name} / larger"] = medians[pair][i] / max(alone[i], copies[i])
+        row |= {"peak MiB": counted / 2**20, "predicted MiB": predicted / 2**20}
+        row["predicted / peak"] = predicted / counted if counted else None
+        rows.append(row)
+    print(table(rows))
+    shape = passes.layer.memory_shape(passes.x)
+    pick, seconds = cheapest_pair(shape, found, sizes.tokens, STRATEGIES.values())
+    told = ", ".join(f"{pair} {pair.strategy}: {time * 1e3:.2f} ms" for pair, time in seconds.items())
+    print(f"Eq. 10 picks {pick} ({told})")
+    name = torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu"
+    path = sizes.out / f"gpu_memory_{''.join(c if c.isalnum() else '_' for c in name.lower())}.json"
+    write_json(
+        path, device=name, torch_cuda=torch.version.cuda, profile=found.to_json(), rows=rows, picks=str(pick)
+    )
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -35,6 +35,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["pmoe", "pmoe.*"]),
     package_data={"pmoe": ["py.typed"]},
+    entry_points={"console_scripts": ["pmoe = pmoe.cli:main"]},
     # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
     install_requires=["torch>=2.11,<2.15", "numpy", "sortedcontainers>=2.4"],
     extras_require={

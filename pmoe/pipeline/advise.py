@@ -18,12 +18,11 @@ from pmoe.pipeline.decide import (
     within_budget,
 )
 from pmoe.pipeline.footprint import Shape
+from pmoe.planner.degree import DEGREES
 from pmoe.planner.profile import Profile
 from pmoe.planner.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import Bar
-
-DEGREES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +45,8 @@ def advise(
     slack: float = 1.25,
     degrees: Sequence[int] = DEGREES,
 ) -> Advice:
-    """With a budget of bytes: the fastest candidate, by the simulator, that holds it for any routing. Without:
-    the cheapest of S1 to S4 by Eq. 10, with the n of least simulated time.
+    """With a budget of bytes: the fastest candidate, by the simulator, that holds it for any routing. Without
+    one: the cheapest of S1 to S4 by Eq. 10, with the n of least simulated time.
 
     Raises ValueError with the least budget where nothing holds it.
     """

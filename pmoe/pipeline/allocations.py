@@ -5,13 +5,15 @@
         mark(y, "T_O")
     seen.peak_bytes(), seen.live_bytes()
 
-Counted are all tensors of one kind of device that are made while watching; what was there before is not.
+Counted are all tensors of one kind of device that this thread makes while watching; what was there before is
+not. What another thread frees (gloo's do, now and then, what they have sent) is seen to go when its place is
+taken again, so among several ranks on the CPU a count may be too high, never too low.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +27,7 @@ OTHER = "other"
 
 @dataclass
 class Allocation:
-    """One piece of memory. begin, end: seconds since watching began; end is None where it was still held."""
+    """One piece of memory. begin, end: seconds since the first event; end is None where it was still held."""
 
     num_bytes: int
     begin: float
@@ -82,12 +84,11 @@ def watched(device_type: str = "cpu") -> Iterator[Allocations]:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
-        begin = time.time_ns()
         yield seen
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = list(_flat(profile.profiler.kineto_results.experimental_event_tree()))
     events.sort(key=lambda event: event.start_time_ns)
-    _fill(seen, events, device_type, min([begin, *(event.start_time_ns for event in events[:1])]))
+    _fill(seen, events, device_type)
 
 
 def _flat(events: Iterable[Any]) -> Iterator[Any]:
@@ -98,8 +99,9 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
         stack.extend(event.children)
 
 
-def _fill(seen: Allocations, events: Iterable[Any], device_type: str, origin: int) -> None:
+def _fill(seen: Allocations, events: Sequence[Any], device_type: str) -> None:
     live: dict[int, Allocation] = {}
+    origin = events[0].start_time_ns if events else 0
     for event in events:
         seconds = (event.start_time_ns - origin) / 1e9
         if event.name.startswith(MARK):
@@ -109,10 +111,12 @@ def _fill(seen: Allocations, events: Iterable[Any], device_type: str, origin: in
             elif int(where) in live and live[int(where)].name == OTHER:
                 live[int(where)].name = name
         elif event.name == "[memory]":
-            fields = event.extra_fields if hasattr(event, "extra_fields") else event.typed[1]
+            fields = event.typed[1]
             if torch.device(fields.device).type != device_type:
                 continue
             if fields.alloc_size > 0:
+                if fields.ptr in live:
+                    live[fields.ptr].end = seconds
                 live[fields.ptr] = Allocation(fields.alloc_size, seconds)
                 seen.found.append(live[fields.ptr])
             elif fields.ptr in live:
@@ -140,19 +144,17 @@ GRADIENTS = "parameters' gradients"
 def step_memory(
     module: nn.Module,
     make_inputs: Callable[[], tuple[Tensor, Tensor]],
-    tell: Callable[[Allocations], None] | None = None,
 ) -> StepMemory:
     """Runs module(x) and its backward, with (x, dy) = make_inputs(), and counts.
 
     x, y, dy and the gradients are held until the end. Inputs that make_inputs allocates are counted, those
-    that it only returns are not. tell: is given the allocations (not on CUDA, whose allocator keeps its own
-    count).
+    that it only returns are not. On CUDA the allocator's own count is taken.
     """
     device = next(module.parameters()).device
     module.zero_grad(set_to_none=True)
     counted = _step_on_cuda if device.type == "cuda" else _step_on_cpu
     begin = time.perf_counter()
-    found = counted(module, make_inputs, device, tell)
+    found = counted(module, make_inputs, device)
     module.zero_grad(set_to_none=True)
     peak, without_gradients, forward, gradients = found
     return StepMemory(
@@ -168,7 +170,6 @@ def _step_on_cpu(
     module: nn.Module,
     make_inputs: Callable[[], tuple[Tensor, Tensor]],
     device: torch.device,
-    tell: Callable[[Allocations], None] | None,
 ) -> tuple[int, int, int, int]:
     with watched(device.type) as seen:
         x, dy = make_inputs()
@@ -185,8 +186,6 @@ def _step_on_cpu(
         for parameter in module.parameters():
             if parameter.grad is not None:
                 mark(parameter.grad, GRADIENTS)
-    if tell is not None:
-        tell(seen)
     forward = max(held for when, held in seen.live_bytes() if when <= seen.moments["backward"])
     return seen.peak_bytes(), seen.peak_bytes(without=(GRADIENTS,)), forward, seen.bytes_named(GRADIENTS)
 
@@ -195,7 +194,6 @@ def _step_on_cuda(
     module: nn.Module,
     make_inputs: Callable[[], tuple[Tensor, Tensor]],
     device: torch.device,
-    _: Callable[[Allocations], None] | None,
 ) -> tuple[int, int, int, int]:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)

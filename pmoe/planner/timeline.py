@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,8 +85,15 @@ COLOURS: Mapping[str, str] = {
     "W": "#eedd99",
     "G": "#aa3377",
     "O": "#ee6677",
+    "SI": "#88aacc",
+    "GI": "#cc88aa",
+    "M": "#ddaa33",
+    "LM": "#117733",
+    **dict.fromkeys(("DI", "LDI", "HI", "LHI"), "#994455"),
+    **dict.fromkeys(("DM", "LDM", "HM", "LHM"), "#ee99aa"),
 }
-"""One colour a kind of task, distinguishable without colour vision (Paul Tol's bright scheme)."""
+"""One colour a kind of task, distinguishable without colour vision (after Paul Tol's schemes). The lane says
+whether a copy goes out or in."""
 
 MEANING: Mapping[str, str] = {
     "S": "S dispatch",
@@ -98,10 +105,25 @@ MEANING: Mapping[str, str] = {
     "W": "W weight gradients, received rows",
     "G": "G gather",
     "O": "O output",
+    "SI": "SI dispatch again",
+    "GI": "GI gather again",
+    "M": "M hidden recomputed",
+    "LM": "LM hidden recomputed, rows that stay",
+    "DI": "DI, HI copies of T_DI",
+    "DM": "DM, HM copies of T_M",
 }
 
+SHARED: Mapping[str, str] = dict.fromkeys(("LDI", "HI", "LHI"), "DI") | dict.fromkeys(
+    ("LDM", "HM", "LHM"), "DM"
+)
+"""Kinds that share another's line in the legend."""
 
-def draw(path: str | Path, panels: Mapping[str, Sequence[Bar]], title: str) -> None:
+
+LANES = ("communicate", "compute", "copy out", "copy in")
+"""From the top. Copies are shown where there are any."""
+
+
+def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], title: str) -> None:
     """A PNG with one panel a key, lanes as rows, all on one time axis. Needs matplotlib."""
     import matplotlib
 
@@ -114,13 +136,14 @@ def draw(path: str | Path, panels: Mapping[str, Sequence[Bar]], title: str) -> N
         1,
         sharex=True,
         squeeze=False,
-        figsize=(13, 1.2 + 1.7 * len(panels)),
+        figsize=(13, 1.2 + sum(0.9 + 0.4 * len(_lanes(content)) for content in panels.values())),
         layout="constrained",
     )
     kinds: dict[str, None] = {}
     for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
         _draw_panel(axis, name, content)
-        kinds.update(dict.fromkeys(bar.kind for bar in content))
+        shown = [bar for bar in content if bar.end > bar.start]
+        kinds.update(dict.fromkeys(SHARED.get(bar.kind, bar.kind) for bar in shown))
     axes[-1, 0].set_xlabel("milliseconds")
     handles = [Patch(color=COLOURS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
@@ -129,8 +152,13 @@ def draw(path: str | Path, panels: Mapping[str, Sequence[Bar]], title: str) -> N
     plt.close(figure)
 
 
+def _lanes(content: Sequence[Bar]) -> list[str]:
+    used = {"communicate", "compute", *(bar.lane for bar in content)}
+    return [lane for lane in LANES if lane in used]
+
+
 def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
-    lanes = ["communicate", "compute"]
+    lanes = _lanes(content)
     total = max((bar.end for bar in content), default=1.0)
     for bar in content:
         row = len(lanes) - 1 - lanes.index(bar.lane)
@@ -144,15 +172,15 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
             edgecolor="white",
             lw=0.5,
         )
-        if width > 0.012 * total:
+        if width > (0.002 + 0.005 * len(bar.name)) * total:
             axis.text((bar.start + width / 2) * 1e3, row, bar.name, ha="center", va="center", fontsize=7)
     backward = [bar.start for bar in content if bar.direction == "backward"]
     if backward:
         axis.axvline(min(backward) * 1e3, color="black", lw=0.8, ls=":")
-        axis.text(min(backward) * 1e3, 1.45, " backward", fontsize=8, va="bottom")
+        axis.text(min(backward) * 1e3, len(lanes) - 0.55, " backward", fontsize=8, va="bottom")
     axis.set_yticks(range(len(lanes)), reversed(lanes))
-    axis.set_ylim(-0.5, 1.75)
-    axis.set_title(f"{name}: {total * 1e3:.0f} ms", loc="left", fontsize=9)
+    axis.set_ylim(-0.5, len(lanes) - 0.25)
+    axis.set_title(f"{name}: {total * 1e3:.{0 if total >= 0.1 else 2}f} ms", loc="left", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 
 

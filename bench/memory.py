@@ -1,0 +1,232 @@
+"""What the memory benchmarks share: the paper's models, one measured step, and the bytes of its tensors.
+
+The paper's setting on one rank: one expert, top-1, no bias, float32. Bytes are counted by the allocator's own
+events on the CPU and by `torch.cuda.max_memory_allocated` on CUDA (`pmoe.pipeline.allocations`).
+
+Letters: B tokens, M = d_model, H = d_hidden, n micro-batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import pmoe
+from pmoe import MoELayer, Restore
+from pmoe.comm.ranks import Ranks
+from pmoe.pipeline.allocations import OTHER, Allocations, StepMemory, mark, moment, step_memory, watched
+from pmoe.planner.restore import ALL_PAIRS, STRATEGIES
+from pmoe.planner.theory import activations, activations_pipelined, model_states, saved_each
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """num_experts: E over all ranks in the paper; on one rank here there is one."""
+
+    d_model: int
+    d_hidden: int
+    num_experts: int
+
+
+MODELS = {
+    "MoE-GPT3-S": Model(768, 3072, 64),
+    "MoE-BERT-L": Model(1024, 4096, 64),
+    "MoE-GPT3-XL": Model(2048, 8192, 64),
+}
+"""MPipeMoE, Table III, the smallest first."""
+
+
+def parse_model(text: str) -> tuple[str, Model]:
+    """A name of MODELS, or sizes as 768x3072."""
+    if text in MODELS:
+        return text, MODELS[text]
+    d_model, cross, d_hidden = text.partition("x")
+    if not (cross and d_model.isdigit() and d_hidden.isdigit() and int(d_model) and int(d_hidden)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(MODELS)}, or such as 768x3072")
+    return text, Model(int(d_model), int(d_hidden), 1)
+
+
+def parse_tokens(text: str) -> int:
+    """4k -> 4096."""
+    digits = text.removesuffix("k")
+    if not digits.isdigit() or not int(digits):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of tokens, such as 512 or 4k")
+    return int(digits) * (1024 if text.endswith("k") else 1)
+
+
+def parse_degree(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def parse_pair(text: str) -> Restore:
+    found = [pair for pair in ALL_PAIRS if text in (str(pair), pair.strategy)]
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be one of {', '.join(STRATEGIES)} or {', '.join(map(str, ALL_PAIRS))}"
+        )
+    return found[0]
+
+
+def arguments(description: str, *, models: Sequence[str], tokens: Sequence[str], n: Sequence[int]) -> Any:
+    """A parser with what all memory benchmarks take."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=parse_model, nargs="+", default=[parse_model(m) for m in models])
+    parser.add_argument("--tokens", type=parse_tokens, nargs="+", default=[parse_tokens(t) for t in tokens])
+    # torchrun takes --n for the beginning of an option of its own, wherever it stands.
+    parser.add_argument("--n", "--degrees", type=parse_degree, nargs="+", default=list(n))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON and PNG")
+    return parser
+
+
+def pair_name(reuse: Restore | bool) -> str:
+    if isinstance(reuse, bool):
+        return "no rings" if not reuse else "chosen"
+    return str(reuse) + (f" {reuse.strategy}" if reuse.strategy else "")
+
+
+def tokens_name(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def one_expert(model: Model, n: int, reuse: Restore | bool, device: str = "cpu") -> MoELayer:
+    """The paper's layer: one expert a rank, top-1, no bias, float32."""
+    torch.manual_seed(0)
+    experts = Ranks().size
+    return MoELayer(
+        model.d_model, model.d_hidden, experts, bias=False, pipeline=n, memory_reuse=reuse, device=device
+    )
+
+
+def one_step(layer: MoELayer, tokens: int) -> StepMemory:
+    """A forward and backward, with x, y, dy and dx held to the end and counted.
+
+    Before it, one with few tokens: whatever is only made once is there. Among several ranks, of a few steps
+    the one of least bytes: counts there may be too high (`pmoe.pipeline.allocations`).
+    """
+
+    def inputs(num_tokens: int) -> tuple[Tensor, Tensor]:
+        like = layer.gate.weight
+        torch.manual_seed(layer.ranks.rank)  # the same routing every time
+        x = torch.randn(num_tokens, layer.d_model, device=like.device, dtype=like.dtype, requires_grad=True)
+        return x, torch.randn_like(x)
+
+    step_memory(layer, lambda: inputs(16))
+    gc.collect()
+    steps = [step_memory(layer, lambda: inputs(tokens)) for _ in range(1 if layer.ranks.size == 1 else 5)]
+    return min(steps, key=lambda step: step.without_gradients)
+
+
+def yardstick_bytes(tokens: int, model: Model) -> int:
+    """A pipeline without reuse: Eq. 1 with one expert's gate, and the activations and buffers of Eq. 4."""
+    B, M, H = tokens, model.d_model, model.d_hidden
+    return FLOAT_BYTES * (model_states(M, H, 1) + activations(B, M, H) + activations_pipelined(B, M, H))
+
+
+def saving_bytes(tokens: int, model: Model, n: int) -> float:
+    """What Eq. 6 takes off: Eq. 5 for the activations and again for the buffers."""
+    return FLOAT_BYTES * 2 * saved_each(tokens, model.d_model, model.d_hidden, n)
+
+
+def measured_total(layer: MoELayer, step: StepMemory) -> int:
+    """Parameters, gradients and Adam's two moments, and the peak of all else."""
+    parameters = sum(parameter.nbytes for parameter in layer.parameters())
+    return 4 * parameters + step.without_gradients
+
+
+def predicted_total(layer: MoELayer, tokens: int) -> int:
+    """The same from the layer's own prediction, for the rows of its last batch."""
+    parameters = sum(parameter.nbytes for parameter in layer.parameters())
+    inputs = 2 * tokens * layer.d_model * layer.gate.weight.element_size()  # x and dy, which it leaves out
+    return 4 * parameters + inputs + layer.predict_memory(tokens, layer.row_counts).promised
+
+
+def available_bytes() -> int:
+    """Of the machine's memory."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+# ---- which tensor the bytes are of
+
+PARTS = (
+    "x and dy",
+    "kept T_DI",
+    "kept T_M",
+    "forward slots",
+    "backward slots",
+    "output",
+    "dx",
+    "parameters' gradients",
+    OTHER,
+)
+"""From the ground up, as they are stacked."""
+
+
+@contextlib.contextmanager
+def parts_named(layer: MoELayer) -> Iterator[dict[str, str]]:
+    """While it lasts, ring slots and what is kept are marked as they are allocated. The given dict says which
+    pass runs: {"pass": "forward"}."""
+    now = {"pass": "forward"}
+    slots = pmoe.pool(layer.gate.weight.device).device
+    take, compute = slots.take, layer.experts.compute
+
+    def marked_take(*args: Any, **options: Any) -> Tensor:
+        memory = take(*args, **options)
+        mark(memory, f"{now['pass']} slots")
+        return memory
+
+    def marked_compute(rows_NM: Tensor, *args: Any, **options: Any) -> Any:
+        found, hidden = compute(rows_NM, *args, **options)
+        mark(rows_NM, "kept T_DI")  # unless it lies in a slot, which has its name already
+        for tensor in () if hidden is None else hidden.tensors:
+            mark(tensor, "kept T_M")
+        return found, hidden
+
+    with (
+        mock.patch.object(slots, "take", marked_take),
+        mock.patch.object(layer.experts, "compute", marked_compute),
+    ):
+        yield now
+
+
+def named_step(layer: MoELayer, tokens: int) -> Allocations:
+    """The allocations of one step, each with its part's name (PARTS)."""
+    one_step(layer, min(tokens, 16))
+    layer.zero_grad(set_to_none=True)
+    with parts_named(layer) as now, watched(layer.gate.weight.device.type) as seen:
+        x = torch.randn(tokens, layer.d_model, device=layer.gate.weight.device, requires_grad=True)
+        dy = torch.randn_like(x)
+        mark(x, "x and dy")
+        mark(dy, "x and dy")
+        moment("forward")
+        y = layer(x)
+        mark(y, "output")
+        now["pass"] = "backward"
+        moment("backward")
+        y.backward(dy)
+        moment("end")
+        mark(x.grad, "dx")
+        for parameter in layer.parameters():
+            mark(parameter.grad, "parameters' gradients")
+    layer.zero_grad(set_to_none=True)
+    assert {each.name for each in seen.found} <= set(PARTS)
+    return seen

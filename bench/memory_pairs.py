@@ -1,0 +1,164 @@
+"""What does each restore pair cost, in memory and in time? (MPipeMoE, Fig. 11 and 13)
+
+One expert a rank, for each n: the layer without rings, and all nine pairs. Memory is parameters, gradients
+and Adam's moments, and the measured peak of everything else; times are interleaved round by round, medians.
+
+    python bench/memory_pairs.py --models MoE-GPT3-S --tokens 4k
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 bench/memory_pairs.py      what the worst rank takes
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.memory import (
+    Model,
+    arguments,
+    measured_total,
+    one_expert,
+    one_step,
+    pair_name,
+    predicted_total,
+    tokens_name,
+)
+from bench.timing import Timing, interleaved, table, write_json
+from pmoe import MoELayer, Restore
+from pmoe.comm.ranks import Ranks
+from pmoe.planner.drawing import Point, scatter
+from pmoe.planner.restore import ALL_PAIRS
+
+
+def timed_step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> None:
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    layer(x).backward(dy)
+    if x.device.type == "cuda":
+        torch.cuda.synchronize(x.device)
+
+
+def largest(number: int) -> int:
+    """Over the ranks."""
+    if not dist.is_initialized():
+        return number
+    agreed = torch.tensor(number, dtype=torch.int64)
+    agreed = agreed.cuda() if dist.get_backend() == "nccl" else agreed
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return int(agreed)
+
+
+def measure(
+    name: str, model: Model, tokens: int, degrees: Sequence[int], rounds: int, device: str
+) -> list[dict[str, Any]]:
+    """A row a way to run: memory one after another, then all times."""
+    reuses: list[Restore | bool] = [*ALL_PAIRS, False]
+    ways = [(reuse, n) for reuse in reuses for n in degrees]
+    x = torch.randn(tokens, model.d_model, device=device, requires_grad=True)
+    dy = torch.randn_like(x)
+    layers: dict[tuple[Restore | bool, int], MoELayer] = {}
+    for way in ways:
+        layer = layers[way] = one_expert(model, way[1], way[0], device)
+        first = layers[ways[0]]  # all hold the same parameters, once
+        layer.gate, layer.experts = first.gate, first.experts
+    memory = {}
+    for way, layer in layers.items():
+        total = largest(measured_total(layer, one_step(layer, tokens)))
+        memory[way] = total, largest(predicted_total(layer, tokens))
+    runs: dict[str, Callable[[], object]] = {
+        f"{pair_name(reuse)} n={n}": functools.partial(timed_step, layer, x, dy)
+        for (reuse, n), layer in layers.items()
+    }
+    times: dict[str, Timing] = interleaved(runs, rounds)
+    rows = []
+    for reuse, n in ways:
+        timing = times[f"{pair_name(reuse)} n={n}"]
+        total, predicted = memory[reuse, n]
+        rows.append(
+            {
+                "model": name,
+                "tokens": tokens,
+                "pair": pair_name(reuse),
+                "n": n,
+                "measured_bytes": total,
+                "predicted_bytes": predicted if reuse is not False else None,
+                "seconds": timing.median,
+                "spread": timing.spread,
+                "times": timing,
+            }
+        )
+    return rows
+
+
+def shown(row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """A line of the table; base: keep/keep in as many chunks."""
+    predicted = row["predicted_bytes"]
+    return {
+        "model": row["model"],
+        "B": tokens_name(row["tokens"]),
+        "pair": row["pair"],
+        "n": row["n"],
+        "memory MiB": row["measured_bytes"] / 2**20,
+        "predicted": None if predicted is None else predicted / 2**20,
+        "/ keep/keep": row["measured_bytes"] / base["measured_bytes"],
+        "step ms": row["seconds"] * 1e3,
+        "spread": row["spread"],
+        "x keep/keep": 1 / row["times"].speedup_over(base["times"]),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__, models=["256x1024"], tokens=["2k"], n=[1, 2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args(argv)
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several:
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    else:
+        torch.set_num_threads(args.threads)
+    ranks = Ranks()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    written = []
+    stem = args.out / f"memory_pairs_{ranks.size}_ranks"
+    for name, model in args.models:
+        for tokens in args.tokens:
+            found = measure(name, model, tokens, args.n, args.rounds, args.device)
+            rows += found
+            if ranks.rank:
+                continue
+            write_json(f"{stem}.json", device=args.device, ranks=ranks.size, rounds=args.rounds, rows=rows)
+            base = {row["n"]: row for row in found if row["pair"] == "keep/keep"}
+            print(table([shown(row, base[row["n"]]) for row in found]))
+            points = [
+                Point(
+                    group=row["pair"],
+                    label=str(row["n"]),
+                    num_bytes=row["measured_bytes"],
+                    seconds=row["seconds"],
+                )
+                for row in found
+            ]
+            path = f"{stem}_{name}_{tokens_name(tokens)}.png"
+            plural = "s" * (ranks.size > 1)
+            title = f"{name}, B = {tokens_name(tokens)}, {ranks.size} rank{plural}: measured; numbers are n"
+            scatter(path, points, title)
+            written.append(path)
+    if several:
+        dist.destroy_process_group()
+    if not ranks.rank:
+        print(f"wrote {stem}.json, {', '.join(written)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Which tensors hold the memory while a step runs? Live bytes over one step, beside keep/keep.
+
+From the allocator's events, on the CPU, one expert on one rank. The dashed line is what the layer predicts
+for these rows (with x and dy, which its prediction leaves out).
+
+    python bench/memory_timeline.py --pair S4 --n 8
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.memory import (
+    PARTS,
+    Model,
+    arguments,
+    named_step,
+    one_expert,
+    pair_name,
+    parse_pair,
+    tokens_name,
+)
+from bench.timing import table, write_json
+from pmoe import Restore
+from pmoe.planner.restore import KEEP, STRATEGIES
+
+COLOURS = ("#dddddd", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#999999", "#bbbbbb", "#ee6677", "#aa3377")
+"""By part."""
+
+
+def measure(model: Model, tokens: int, n: int, pair: Restore) -> dict[str, Any]:
+    """Seconds, and the bytes of each part from each of them on."""
+    layer = one_expert(model, n, pair)
+    seen = named_step(layer, tokens)
+    start, end = seen.moments["forward"], seen.moments["end"]
+    curves = {part: seen.live_bytes([part]) for part in PARTS}
+    moments = sorted({min(max(when, start), end) for curve in curves.values() for when, _ in curve})
+    series = {part: _sampled(curve, moments) for part, curve in curves.items()}
+    total = [sum(values) for values in zip(*series.values(), strict=True)]
+    inputs = 2 * tokens * model.d_model * 4
+    return {
+        "pair": pair_name(pair),
+        "tokens": tokens,
+        "n": n,
+        "peak_bytes": seen.peak_bytes(),
+        "predicted_peak_bytes": layer.predict_memory(tokens, layer.row_counts).peak + inputs,
+        "at_peak_bytes": {part: values[total.index(max(total))] for part, values in series.items()},
+        "seconds": [moment - start for moment in moments],
+        "backward_seconds": seen.moments["backward"] - start,
+        "bytes": series,
+    }
+
+
+def _sampled(curve: Sequence[tuple[float, int]], moments: Sequence[float]) -> list[int]:
+    """What the curve holds after each moment."""
+    values, held, steps = [], 0, list(curve)
+    for moment in moments:
+        while steps and steps[0][0] <= moment:
+            held = steps.pop(0)[1]
+        values.append(held)
+    return values
+
+
+def draw(path: Path, panels: Mapping[str, Mapping[str, Any]], title: str) -> None:
+    """Panels beside each other on one axis of bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(1 + 6 * len(panels), 5), sharey=True, squeeze=False, layout="constrained"
+    )
+    used = [part for part in PARTS if any(any(panel["bytes"][part]) for panel in panels.values())]
+    for axis, (name, panel) in zip(axes[0], panels.items(), strict=True):
+        x = [seconds * 1e3 for seconds in panel["seconds"]]
+        stack = [[value / 2**20 for value in panel["bytes"][part]] for part in used]
+        colours = [COLOURS[PARTS.index(part)] for part in used]
+        axis.stackplot(x, stack, labels=used, colors=colours, step="post", lw=0)
+        predicted, peak = panel["predicted_peak_bytes"] / 2**20, panel["peak_bytes"] / 2**20
+        axis.axhline(predicted, color="black", lw=1, ls="--")
+        axis.annotate(
+            f"predicted {predicted:.1f} MiB, measured {peak:.1f}",
+            (0.01, predicted),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )
+        axis.axvline(panel["backward_seconds"] * 1e3, color="black", lw=0.8, ls=":")
+        axis.text(panel["backward_seconds"] * 1e3, 0, " backward", rotation=90, va="bottom", fontsize=8)
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.set_xlabel("milliseconds, with the profiler on")
+        axis.set_xlim(0, x[-1])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("live bytes, MiB")
+    axes[0, 0].set_ylim(0, 1.06 * max(panel["predicted_peak_bytes"] for panel in panels.values()) / 2**20)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="outside right center",
+        frameon=False,
+        fontsize=8,
+        title="from the top",
+    )
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__, models=["MoE-GPT3-S"], tokens=["4k"], n=[8])
+    parser.add_argument("--pair", type=parse_pair, default=STRATEGIES["S4"])
+    args = parser.parse_args(argv)
+    if args.device != "cpu":
+        parser.error(f"--device ({args.device}) must be cpu: tensors are told by the allocator's events")
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, model in args.models:
+        for tokens in args.tokens:
+            for n in args.n:
+                pairs = list(dict.fromkeys((args.pair, KEEP)))
+                panels = {pair_name(pair): measure(model, tokens, n, pair) for pair in pairs}
+                title = f"{name}, B = {tokens_name(tokens)}, n = {n}, one expert on one rank"
+                print(title + ": MiB at the peak")
+                print(
+                    table(
+                        [
+                            {
+                                "pair": pair,
+                                **{part: held / 2**20 for part, held in panel["at_peak_bytes"].items()},
+                                "peak": panel["peak_bytes"] / 2**20,
+                                "predicted": panel["predicted_peak_bytes"] / 2**20,
+                            }
+                            for pair, panel in panels.items()
+                        ]
+                    )
+                )
+                chosen = str(args.pair).replace("/", "-")
+                stem = f"{args.out}/memory_timeline_{name}_{tokens_name(tokens)}_n{n}_{chosen}"
+                write_json(f"{stem}.json", model=name, threads=args.threads, panels=panels)
+                draw(Path(f"{stem}.png"), panels, title)
+                print(f"wrote {stem}.json, {stem}.png")
+
+
+if __name__ == "__main__":
+    main()

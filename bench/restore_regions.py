@@ -1,0 +1,226 @@
+"""Which of the strategies S1-S4 is the fastest where: regions of the model, nothing is measured.
+
+One layer, M = 1024, H = 4096, B = 16384 tokens of a rank, top-1, even routing, bfloat16. A regime is a number
+of ranks W, the seconds of an all-to-all of B x M elements and of a copy of as many, both over those of one
+product of B x M x H multiply-adds, and whether lanes slow each other. The simulator times the schedules that
+the layer runs; Eq. 10 picks without them.
+
+    python bench/restore_regions.py              prints the tables, draws bench/results/restore_regions.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from pmoe.pipeline.decide import cheapest_pair, step_seconds
+from pmoe.pipeline.footprint import Shape, shape_of_sizes
+from pmoe.planner.cost_model import NO_INTERFERENCE, Interference
+from pmoe.planner.costs import LineCost
+from pmoe.planner.profile import Profile, Versions
+from pmoe.planner.restore import KEEP, STRATEGIES
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+M, H, B, ELEMENT_SIZE = 1024, 4096, 16384, 2
+RANKS = (2, 8, 64)
+DEGREES = (4, 8, 16)
+LINK = tuple(2.0**k for k in range(-4, 5))
+COPY = tuple(2.0**k for k in range(-5, 4))
+SLOWED = Interference(
+    mu_comp=0.8,
+    mu_mem=0.7,
+    mu_all=0.6,
+    sigma_comm=0.98,
+    sigma_mem=0.98,
+    sigma_all=0.95,
+    eta_comm=0.7,
+    eta_comp=0.9,
+    eta_all=0.65,
+)
+"""In the way of Fig. 3: computation hardly slowed, communication and copies much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regime:
+    """link, copy: seconds of B x M elements over those of one product."""
+
+    ranks: int
+    link: float
+    copy: float
+    slowed: bool
+
+
+REGIMES = [
+    Regime(ranks=W, link=link, copy=copy, slowed=slowed)
+    for W, link, copy, slowed in itertools.product(RANKS, LINK, COPY, (False, True))
+]
+
+
+@functools.cache
+def shape_of(ranks: int) -> Shape:
+    return shape_of_sizes(M, H, 64, num_ranks=ranks, dtype=torch.bfloat16, device_type="cuda")
+
+
+def profile_of_rates(
+    ranks: int, multiply_adds: float, link_bytes: float, copy_bytes: float, interference: Interference
+) -> Profile:
+    """From rates a second; no task costs anything beyond its size."""
+    return Profile(
+        device="by hand",
+        device_type="cuda",
+        num_ranks=ranks,
+        backend="nccl",
+        dtype="bfloat16",
+        versions=Versions(torch="none", cuda=None, file=1),
+        compute=LineCost(0.0, 1 / multiply_adds),
+        message=LineCost(0.0, 1 / link_bytes),
+        copy_out=LineCost(0.0, 1 / copy_bytes),
+        copy_in=LineCost(0.0, 1 / copy_bytes),
+        interference=interference,
+        seconds=0.0,
+        when="",
+    )
+
+
+def profile_of(regime: Regime) -> Profile:
+    """A product takes one second."""
+    of_bytes = B * M * ELEMENT_SIZE
+    return profile_of_rates(
+        regime.ranks,
+        float(B * M * H),
+        of_bytes / regime.link,
+        of_bytes / regime.copy,
+        SLOWED if regime.slowed else NO_INTERFERENCE,
+    )
+
+
+@functools.cache
+def simulated(regime: Regime, n: int) -> dict[str, float]:
+    """Seconds of a step with each strategy."""
+    shape, profile = shape_of(regime.ranks), profile_of(regime)
+    return {name: step_seconds(shape, profile, B, n, n, pair) for name, pair in STRATEGIES.items()}
+
+
+@functools.cache
+def picked(regime: Regime) -> str:
+    pair, _ = cheapest_pair(shape_of(regime.ranks), profile_of(regime), B, STRATEGIES.values())
+    return pair.strategy or ""
+
+
+H200_PRODUCTS, H200_LINK_BYTES, H200_COPY_BYTES = 300e12, 400e9, 50e9
+"""600 TFLOP/s in bfloat16 (two FLOP a multiply-add), 400 GB/s between ranks, 50 GB/s to the host and back:
+round numbers of the kind of an H200's, not measured."""
+
+H200_LINK = (ELEMENT_SIZE / H200_LINK_BYTES) / (H / H200_PRODUCTS)
+H200_COPY = (ELEMENT_SIZE / H200_COPY_BYTES) / (H / H200_PRODUCTS)
+
+
+def h200(ranks: int, interference: Interference) -> Profile:
+    return profile_of_rates(ranks, H200_PRODUCTS, H200_LINK_BYTES, H200_COPY_BYTES, interference)
+
+
+LANES = {False: "lanes as fast as alone", True: "lanes slow each other"}
+
+EQUAL = 0.01
+"""Strategies whose simulated steps differ by less count as equally fast."""
+
+
+def winner(regime: Regime, n: int) -> str:
+    """The fastest by the simulator; Eq. 10's pick where that is as fast."""
+    seconds = simulated(regime, n)
+    best = min(seconds, key=seconds.__getitem__)
+    pick = picked(regime)
+    return pick if seconds[pick] <= seconds[best] * (1 + EQUAL) else best
+
+
+def table(ranks: int, slowed: bool, n: int) -> str:
+    """Winners in Markdown: rows by copies, columns by the link. A star: Eq. 10 picks another."""
+    lines = [
+        "| copy \\ link | " + " | ".join(f"{link:g}" for link in LINK) + " |",
+        "|---" * (len(LINK) + 1) + "|",
+    ]
+    for copy in COPY:
+        regimes = [Regime(ranks=ranks, link=link, copy=copy, slowed=slowed) for link in LINK]
+        cells = [winner(each, n) + "*" * (winner(each, n) != picked(each)) for each in regimes]
+        lines.append(f"| {copy:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+COLOURS = {"S1": "#4477aa", "S2": "#88ccee", "S3": "#ddcc77", "S4": "#ee7733"}
+
+
+def draw(path: Path, n: int) -> None:
+    """One square a regime, by W and by whether lanes slow each other. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch, Rectangle
+
+    figure, axes = pyplot.subplots(2, len(RANKS), figsize=(12, 8.6), sharex=True, sharey=True)
+    for (row, slowed), (column, ranks) in itertools.product(enumerate((False, True)), enumerate(RANKS)):
+        ax = axes[row][column]
+        for link, copy in itertools.product(LINK, COPY):
+            regime = Regime(ranks=ranks, link=link, copy=copy, slowed=slowed)
+            found, x, y = winner(regime, n), math.log2(link), math.log2(copy)
+            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=COLOURS[found], lw=0))
+            ax.text(x, y, found, ha="center", va="center", fontsize=7)
+            if found != picked(regime):
+                ax.plot([x + 0.33], [y + 0.33], "k.", markersize=5)
+        ax.plot([math.log2(H200_LINK)], [math.log2(H200_COPY)], "k*", markersize=12)
+        ax.set_xlim(math.log2(LINK[0]) - 0.5, math.log2(LINK[-1]) + 0.5)
+        ax.set_ylim(math.log2(COPY[0]) - 0.5, math.log2(COPY[-1]) + 0.5)
+        ax.set_xticks([math.log2(each) for each in LINK], [f"{each:g}" for each in LINK], rotation=45)
+        ax.set_yticks([math.log2(each) for each in COPY], [f"{each:g}" for each in COPY])
+        ax.set_title(f"W = {ranks}, {LANES[slowed]}", fontsize=10)
+        if column == 0:
+            ax.set_ylabel("copy of B x M / one product")
+        if row == 1:
+            ax.set_xlabel("all-to-all of B x M / one product")
+    entries = [Patch(color=COLOURS[name], label=f"{name} {pair}") for name, pair in STRATEGIES.items()]
+    entries.append(pyplot.Line2D([], [], color="k", marker=".", lw=0, label="Eq. 10 picks another"))
+    entries.append(
+        pyplot.Line2D([], [], color="k", marker="*", markersize=10, lw=0, label="ratios of an H200")
+    )
+    figure.legend(handles=entries, loc="lower center", ncol=6, frameon=False, fontsize=9)
+    figure.suptitle(
+        f"Fastest of S1-S4 by the simulator, n = {n}, M = {M}, H = {H}, B = {B} (model, not measured)"
+    )
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Which of S1-S4 is fastest where: a model, not a measurement."
+    )
+    parser.add_argument("--n", type=int, default=8, help="micro-batches (8)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "restore_regions.png", help="the picture")
+    args = parser.parse_args()
+    for ranks, slowed in itertools.product(RANKS, (False, True)):
+        print(f"W = {ranks}, {LANES[slowed]}, n = {args.n}\n")
+        print(table(ranks, slowed, args.n) + "\n")
+    print(f"H200 (link {H200_LINK:.2g}, copy {H200_COPY:.2g}), milliseconds of a step, n = {args.n}\n")
+    pairs = {"keep": KEEP, **STRATEGIES}
+    print("| W | lanes | " + " | ".join(pairs) + " |\n" + "|---" * (len(pairs) + 2) + "|")
+    for ranks, slowed in itertools.product(RANKS, (False, True)):
+        shape, profile = shape_of(ranks), h200(ranks, SLOWED if slowed else NO_INTERFERENCE)
+        seconds = [step_seconds(shape, profile, B, args.n, args.n, pair) for pair in pairs.values()]
+        print(f"| {ranks} | {LANES[slowed]} | " + " | ".join(f"{each * 1e3:.2f}" for each in seconds) + " |")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(args.out, args.n)
+
+
+if __name__ == "__main__":
+    main()

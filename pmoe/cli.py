@@ -1,0 +1,602 @@
+"""The command ``pmoe``: what a layer's memory is, how it should run, and what a machine can do.
+
+    pmoe memory --theory --d-model 2048 --d-hidden 8192 --num-experts 64 --tokens 16384 --n 8
+    pmoe plan --d-model 1024 --d-hidden 4096 --num-experts 64 --tokens 8192 --ranks 8 --budget 2GiB
+    torchrun --nproc-per-node 8 -m pmoe profile
+
+Each subcommand parses, calls the library, and prints; with --json one object and nothing else. Bad arguments
+end with exit code 2 and one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pmoe import __version__
+from pmoe.comm.ranks import Ranks
+from pmoe.layer import MoELayer
+from pmoe.pipeline.advise import Advice, advise, step_bars
+from pmoe.pipeline.allocations import StepMemory, step_memory
+from pmoe.pipeline.buffers import pool
+from pmoe.pipeline.decide import Candidate, bound, parse_bytes
+from pmoe.pipeline.footprint import STACKED, Shape, shape_of_sizes
+from pmoe.planner.cost_model import Interference
+from pmoe.planner.degree import check_backward
+from pmoe.planner.profile import WIDTH, Profile, identity, load, measure, profile_path, save
+from pmoe.planner.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.planner.stored import NoProfileError, find_profile
+from pmoe.planner.theory import theory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16} | {
+    "float64": torch.float64
+}
+
+EQUATIONS = {
+    "model_states": ("Eq. 1", "4 (E M + 2 H M)"),
+    "activations": ("Eq. 2", "4 B M + B H"),
+    "buffers": ("Eq. 3", "B M + B H"),
+    "activations_pipelined": ("Eq. 4", "4 B M + B H"),
+    "buffers_pipelined": ("Eq. 4", "4 B M + B H"),
+    "saved": ("Eq. 5", "2 B (2 M (n - 2) / n + H (n - 1) / n)"),
+    "saving_ratio": ("Eq. 6", "saved / (model states + activations + buffers, pipelined)"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Raises SystemExit(2), after a message, for bad arguments."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
+    except (_BadInputError, NoProfileError, ValueError) as error:
+        command: argparse.ArgumentParser = args.parser
+        command.error(str(error))
+
+
+class _BadInputError(Exception):
+    """Told as argparse tells its own."""
+
+
+# ---- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"pmoe {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="memory | plan | profile")
+    for name, add, run, about in (
+        (
+            "memory",
+            _add_memory,
+            run_memory,
+            "bytes of a layer: by the paper's equations, predicted, measured",
+        ),
+        ("plan", _add_plan, run_plan, "n and the restore pair for a layer, from a stored profile"),
+        ("profile", _add_profile, run_profile, "measure what this machine, or this group of ranks, can do"),
+    ):
+        command = commands.add_parser(name, help=about, description=about)
+        add(command)
+        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.set_defaults(run=run, parser=command)
+    return parser
+
+
+def _whole(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return number
+
+
+def _slack(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
+    return number
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes("value", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pair(text: str) -> Restore:
+    if text in STRATEGIES:
+        return STRATEGIES[text]
+    found = [pair for pair in ALL_PAIRS if str(pair) == text]
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be one of {', '.join(STRATEGIES)}, or a pair: {', '.join(map(str, ALL_PAIRS))}"
+        )
+    return found[0]
+
+
+def _add_sizes(command: argparse.ArgumentParser) -> None:
+    sizes = command.add_argument_group("the layer")
+    sizes.add_argument("--d-model", type=_whole, required=True, metavar="M")
+    sizes.add_argument("--d-hidden", type=_whole, required=True, metavar="H")
+    sizes.add_argument("--num-experts", type=_whole, required=True, metavar="E", help="on all ranks together")
+    sizes.add_argument("--tokens", type=_whole, required=True, metavar="B", help="of one rank, the most")
+    sizes.add_argument("--ranks", type=_whole, default=1, metavar="W", help="that share the experts")
+    sizes.add_argument("--top-k", type=_whole, default=1, metavar="K", help="experts a token")
+    sizes.add_argument("--expert", choices=list(STACKED), default="ffn")
+    sizes.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True)
+    sizes.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    sizes.add_argument("--slack", type=_slack, default=1.25, help="rows of a slot over the balanced share")
+
+
+def _add_memory(command: argparse.ArgumentParser) -> None:
+    _add_sizes(command)
+    command.add_argument("--n", type=_whole, default=4, help="micro-batches (default 4)")
+    command.add_argument("--n-backward", type=_whole, help="micro-batches of the backward pass (default n)")
+    command.add_argument(
+        "--memory-reuse", type=_pair, metavar="PAIR", help="S1 to S4 or such as keep/recompute; default: all"
+    )
+    command.add_argument("--theory", action="store_true", help="MPipeMoE's Eq. 1-6, in elements")
+    command.add_argument(
+        "--measure", action="store_true", help="also run a forward and backward here, on one rank"
+    )
+    command.add_argument("--device", default="cpu", help="cpu or cuda: whose buffers (default cpu)")
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    _add_sizes(command)
+    command.add_argument("--budget", type=_bytes, help="most bytes on the device, such as 2GiB or '500 MB'")
+    command.add_argument("--profile", type=Path, metavar="FILE", help="default: the stored one that fits")
+    command.add_argument(
+        "--folder", type=Path, help="of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)"
+    )
+    command.add_argument("--html", type=Path, metavar="FILE", help="also write one page with pictures")
+
+
+def _add_profile(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--quick", action="store_true", help="one or two seconds in place of ten")
+    command.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    command.add_argument("--folder", type=Path, help="where to store it (default $PMOE_CACHE, ~/.cache/pmoe)")
+    command.add_argument("--out", type=Path, metavar="FILE", help="store it in this file instead")
+
+
+def _shape(args: argparse.Namespace, device_type: str) -> Shape:
+    return shape_of_sizes(
+        args.d_model,
+        args.d_hidden,
+        args.num_experts,
+        top_k=args.top_k,
+        num_ranks=args.ranks,
+        expert=args.expert,
+        bias=args.bias,
+        dtype=DTYPES[args.dtype],
+        device_type=device_type,
+    )
+
+
+def _device(text: str, *, must_exist: bool) -> torch.device:
+    rule = f"--device ({text!r}) must be {' or '.join(WIDTH)}"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise _BadInputError(rule) from None
+    if device.type not in WIDTH:
+        raise _BadInputError(rule)
+    if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise _BadInputError(f"--device ({text!r}) must be here: torch sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+# ---- pmoe memory
+
+
+def run_memory(args: argparse.Namespace) -> int:
+    if args.theory:
+        return _print_theory(args)
+    backward = args.n if args.n_backward is None else args.n_backward
+    try:
+        check_backward(args.n, args.n_backward)
+    except ValueError:
+        raise _BadInputError(
+            f"--n-backward ({args.n_backward}) must divide --n ({args.n}) or be a multiple of it"
+        ) from None
+    if args.measure and args.ranks > 1:
+        raise _BadInputError(f"--ranks ({args.ranks}) must be 1 with --measure")
+    device = _device(args.device, must_exist=args.measure)
+    shape = _shape(args, device.type)
+    rows = []
+    for pair in ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,):
+        memory = bound(shape, args.tokens, args.n, backward, pair, args.slack)
+        row: dict[str, Any] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory)}
+        if args.measure:
+            row |= _measured(args, backward, pair, device)
+        rows.append(row)
+    if args.json:
+        sizes = {**_sizes(args), "n": args.n, "n_backward": backward, "device": device.type}
+        print(json.dumps({**sizes, "slack": args.slack, "pairs": rows}))
+        return 0
+    degrees = f"n = {args.n}" + f" and {backward} backward" * (backward != args.n)
+    print(f"{_told_sizes(args)}, {degrees}\n")
+    print("predicted MiB for any routing, beyond x, dy and the parameters")
+    totals = ("saved", "temporary", "gradients", "host", "peak", "promised")
+    print(_table(["pair", *totals], [[_name(row), *(_mib(row[name]) for name in totals)] for row in rows]))
+    print("\nMiB by tensor")
+    names = list(dict.fromkeys(name for row in rows for name in row["tensors"]))
+    print(
+        _table(
+            ["pair", *names], [[_name(row), *(_mib(row["tensors"][each]) for each in names)] for row in rows]
+        )
+    )
+    if args.measure:
+        print(f"\nMiB measured on {device}, beside what is predicted for the rows that came")
+        print(
+            _table(
+                ["pair", "measured peak", "predicted", "predicted / measured", "host", "predicted"],
+                [
+                    [
+                        _name(row),
+                        _mib(row["measured"]["peak"]),
+                        _mib(row["predicted"]["peak"]),
+                        f"{row['predicted']['peak'] / row['measured']['peak']:.4f}",
+                        _mib(row["measured"]["host"]),
+                        _mib(row["predicted"]["host"]),
+                    ]
+                    for row in rows
+                ],
+            )
+        )
+    return 0
+
+
+def _print_theory(args: argparse.Namespace) -> int:
+    numbers = theory(B=args.tokens, M=args.d_model, H=args.d_hidden, E=args.num_experts, n=args.n)
+    if args.json:
+        print(json.dumps(numbers))
+        return 0
+    print(
+        f"MPipeMoE's memory of a rank, in elements: B = {args.tokens}, M = {args.d_model}, "
+        f"H = {args.d_hidden}, E = {args.num_experts}, n = {args.n}"
+    )
+    rows = []
+    for name, number in numbers.items():
+        told = f"{number:.4f}" if name == "saving_ratio" else f"{number:,}"
+        rows.append([EQUATIONS[name][0], name, EQUATIONS[name][1], told])
+    print(_table(["", "", "formula", "elements"], rows, words=3))
+    return 0
+
+
+def _measured(
+    args: argparse.Namespace, backward: int, pair: Restore, device: torch.device
+) -> dict[str, dict[str, int | float]]:
+    """One step of a real layer, after one with few tokens, whose inputs are there before and do not count."""
+    layer = MoELayer(
+        args.d_model,
+        args.d_hidden,
+        args.num_experts,
+        args.top_k,
+        expert=args.expert,
+        bias=args.bias,
+        pipeline=args.n,
+        pipeline_backward=None if backward == args.n else backward,
+        memory_reuse=pair,
+        slack=args.slack,
+        device=device,
+        dtype=DTYPES[args.dtype],
+    )
+    host = pool(device).host
+
+    def step(num_tokens: int) -> StepMemory:
+        shape = (num_tokens, args.d_model)
+        x = torch.randn(shape, device=device, dtype=DTYPES[args.dtype], requires_grad=True)
+        dy = torch.randn(shape, device=device, dtype=DTYPES[args.dtype])
+        return step_memory(layer, lambda: (x, dy))
+
+    step(min(args.tokens, 64))
+    host.peak_bytes = before = host.bytes_in_use
+    found = step(args.tokens)
+    predicted = layer.predict_memory(args.tokens, layer.row_counts)
+    return {
+        "measured": {"peak": found.peak, "host": host.peak_bytes - before, "seconds": found.seconds},
+        "predicted": {"peak": predicted.peak, "host": predicted.host},
+    }
+
+
+# ---- pmoe plan
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    _shape(args, "cpu")  # bad sizes first
+    path, profile = _profile_for(args)
+    shape = _shape(args, profile.device_type)
+    try:
+        advice = advise(shape, profile, args.tokens, budget=args.budget, slack=args.slack)
+    except ValueError as error:
+        if args.budget is None:
+            raise
+        raise _BadInputError(str(error).replace("memory_budget", "--budget", 1)) from None
+    if args.html is not None:
+        _write_page(args, shape, profile, advice)
+    if args.json:
+        print(json.dumps(_plan_as_json(args, path, profile, advice)))
+        return 0
+    print(_told_sizes(args))
+    print(f"profile: {path}\n  {_told_profile(profile)}\n")
+    header, rows, marked = _candidate_table(advice, args.budget)
+    print(_table(header, [[*row, "<-" if i in marked else ""] for i, row in enumerate(rows)], words=1))
+    for line in _conclusions(advice):
+        print(line)
+    if args.html is not None:
+        print(f"wrote {args.html}")
+    return 0
+
+
+def _profile_for(args: argparse.Namespace) -> tuple[Path, Profile]:
+    if args.profile is None:
+        return find_profile(args.folder, num_ranks=args.ranks, dtype=args.dtype)
+    try:
+        profile = load(args.profile)
+    except OSError as error:
+        raise _BadInputError(f"--profile ({args.profile}) must be a file to read: {error.strerror}") from None
+    except ValueError as error:
+        raise _BadInputError(f"--profile ({args.profile}) must hold a profile: {error}") from None
+    for name, asked, held in (
+        ("--ranks", args.ranks, profile.num_ranks),
+        ("--dtype", args.dtype, profile.dtype),
+    ):
+        if asked != held:
+            raise _BadInputError(f"{name} ({asked}) must be that of --profile {args.profile} ({held})")
+    return args.profile, profile
+
+
+def _conclusions(advice: Advice) -> list[str]:
+    lines = [f"decision: {_told_candidate(advice.decision)}", f"  {advice.why}"]
+    if advice.fastest is not advice.decision:
+        lines.append(f"fastest of all: {_told_candidate(advice.fastest)}")
+    return lines
+
+
+def _told_candidate(candidate: Candidate) -> str:
+    memory = f"at most {_mib(candidate.memory.promised)} MiB on the device"
+    if candidate.memory.host:
+        memory += f" and {_mib(candidate.memory.host)} on the host"
+    pair = candidate.restore
+    name = str(pair) if pair.strategy is None else f"{pair.strategy} ({pair})"
+    return f"n={candidate.forward}, {name}: {_ms(candidate.seconds)} ms a step, {memory}"
+
+
+def _candidate_table(advice: Advice, budget: int | None) -> tuple[list[str], list[list[str]], list[int]]:
+    """Header, rows, and the number of the row that is the decision."""
+    header = ["pair", "n", "simulated ms", "Eq. 10 ms", "promised MiB", "host MiB"]
+    header += ["fits"] * (budget is not None)
+    rows = []
+    for each in advice.candidates:
+        row = [
+            _pair_name(each.restore),
+            str(each.forward),
+            _ms(each.seconds),
+            _ms(advice.eq10[each.restore]),
+            _mib(each.memory.promised),
+            _mib(each.memory.host),
+        ]
+        if budget is not None:
+            row.append("yes" if each.memory.promised <= budget else "no")
+        rows.append(row)
+    return header, rows, [i for i, each in enumerate(advice.candidates) if each is advice.decision]
+
+
+def _plan_as_json(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> dict[str, Any]:
+    def told(each: Candidate) -> dict[str, Any]:
+        return {
+            "n": each.forward,
+            "restore": str(each.restore),
+            "strategy": each.restore.strategy,
+            "seconds": each.seconds,
+            "eq10_seconds": advice.eq10[each.restore],
+            "promised_bytes": each.memory.promised,
+            "peak_bytes": each.memory.peak,
+            "host_bytes": each.memory.host,
+            "fits": args.budget is None or each.memory.promised <= args.budget,
+        }
+
+    return {
+        **_sizes(args),
+        "slack": args.slack,
+        "budget_bytes": args.budget,
+        "profile": {"path": str(path), **asdict(profile.identity), "when": profile.when},
+        "decision": {**told(advice.decision), "why": advice.why},
+        "fastest": told(advice.fastest),
+        "candidates": [told(each) for each in advice.candidates],
+    }
+
+
+def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice: Advice) -> None:
+    from pmoe.planner.drawing import Picture, Point, Table, page, scatter
+    from pmoe.planner.timeline import draw
+
+    decision = advice.decision
+    points = [
+        Point(
+            group=_pair_name(each.restore),
+            label=str(each.forward),
+            num_bytes=each.memory.promised,
+            seconds=each.seconds,
+            chosen=each is decision,
+        )
+        for each in advice.candidates
+    ]
+    name = f"n={decision.forward}, {_pair_name(decision.restore)}"
+    time_over_memory, schedule = io.BytesIO(), io.BytesIO()
+    bars = step_bars(shape, profile, args.tokens, decision)
+    try:
+        scatter(time_over_memory, points, "numbers: n; ringed in black: the decision", budget=args.budget)
+        draw(schedule, {name: bars}, "one step, simulated")
+    except ImportError as error:
+        raise _BadInputError(f"--html ({args.html}) must be left out without matplotlib: {error}") from None
+    header, rows, marked = _candidate_table(advice, args.budget)
+    text = page(
+        "pmoe plan",
+        [
+            _told_sizes(args) + ("" if args.budget is None else f", budget {_mib(args.budget)} MiB"),
+            f"Profile: {_told_profile(profile)}.",
+            *(line.strip()[:1].upper() + line.strip()[1:] + "." for line in _conclusions(advice)),
+            Picture(
+                png=time_over_memory.getvalue(),
+                caption="Predicted time of a step over the bytes that no routing exceeds",
+            ),
+            Picture(png=schedule.getvalue(), caption=f"The schedule of the decision, {name}, as simulated"),
+            Table(header=header, rows=rows, marked=marked, words=1),
+        ],
+    )
+    try:
+        args.html.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _BadInputError(f"--html ({args.html}) must be a file to write: {error.strerror}") from None
+
+
+# ---- pmoe profile
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    """Under torchrun every rank takes part, and rank 0 stores and prints."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    text = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if text == "cuda":
+        text = f"cuda:{local_rank}"
+    device = _device(text, must_exist=True)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if several:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        ranks, dtype = Ranks(), DTYPES[args.dtype]
+        path = args.out or profile_path(identity(ranks, device, dtype), args.folder)
+        profile = measure(ranks, device, dtype, quick=args.quick)
+        if ranks.rank:
+            return 0
+        try:
+            save(profile, path)
+        except OSError as error:
+            raise _BadInputError(
+                f"{'--out' if args.out else '--folder'} ({path}) must be a file to write: {error.strerror}"
+            ) from None
+    finally:
+        if several:
+            dist.destroy_process_group()
+    if args.json:
+        print(json.dumps({"path": str(path), **asdict(profile)}))
+        return 0
+    print(_told_profile(profile))
+    print(f"measured in {profile.seconds:.1f} s\n")
+    print(_rates_table(profile))
+    print("\nspeed beside other lanes, relative to running alone (MPipeMoE, Fig. 3)")
+    print(_interference_table(profile.interference, profile.num_ranks > 1))
+    print(f"\nwrote {path}")
+    return 0
+
+
+def _rates_table(profile: Profile) -> str:
+    rows = []
+    for name, line, unit, scale in (
+        ("compute", profile.compute, "G multiply-adds / s", 1e9),
+        ("communicate", profile.message, "GB sent to others / s", 1e9),
+        ("copy out", profile.copy_out, "GB / s", 1e9),
+        ("copy in", profile.copy_in, "GB / s", 1e9),
+    ):
+        if name == "communicate" and profile.num_ranks == 1:
+            rows.append([name, "nothing travels on one rank", "", ""])
+            continue
+        rate = f"{1 / line.beta_seconds / scale:.4g}" if line.beta_seconds else "-"
+        rows.append([name, unit, rate, f"{line.alpha_seconds * 1e6:.3g}"])
+    return _table(["work", "unit", "rate", "and a task, us"], rows, words=2)
+
+
+def _interference_table(found: Interference, travels: bool) -> str:
+    """Rows: whose speed. Columns: what runs beside it."""
+    rows: dict[str, list[float | None]] = {
+        "compute": [None, found.sigma_comm, found.sigma_mem, found.sigma_all],
+        "communicate": [found.mu_comp, None, found.mu_mem, found.mu_all],
+        "copy": [found.eta_comp, found.eta_comm, None, found.eta_all],
+    }
+    if not travels:
+        del rows["communicate"]
+    written = []
+    for name, speeds in rows.items():
+        cells = ["" if speed is None else f"{speed:.2f}" for speed in speeds]
+        if not travels:
+            cells[1] = "-"
+        written.append([name, *cells])
+    return _table(
+        ["speed of", "beside compute", "beside communicate", "beside copies", "beside all"], written
+    )
+
+
+# ---- telling
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
+    return {name: getattr(args, name) for name in names}
+
+
+def _told_sizes(args: argparse.Namespace) -> str:
+    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    return (
+        f"MoELayer({args.d_model}, {args.d_hidden}, {args.num_experts}, top_k={args.top_k}, "
+        f"expert={args.expert!r}, bias={args.bias}), {args.dtype}, {ranks}, {args.tokens} tokens a rank"
+    )
+
+
+def _told_profile(profile: Profile) -> str:
+    ranks = f"{profile.num_ranks} rank{'s' * (profile.num_ranks > 1)}"
+    backend = f" over {profile.backend}" * (profile.num_ranks > 1)
+    return f"{profile.device}, {ranks}{backend}, {profile.dtype}, measured {profile.when}"
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return _pair_name(Restore(*row["restore"].split("/")))
+
+
+def _pair_name(pair: Restore) -> str:
+    return str(pair) + (f" {pair.strategy}" if pair.strategy else "")
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.{3 if seconds < 0.1 else 1}f}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """Aligned text: the first ``words`` columns to the left, numbers to the right."""
+    columns = max(map(len, [header, *rows]))
+    lines = [[*line, *[""] * (columns - len(line))] for line in (header, *rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(columns)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

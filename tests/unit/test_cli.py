@@ -1,0 +1,328 @@
+"""The command pmoe: what it prints, what it refuses, and that it says what the library says."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pmoe import MoELayer, Restore, cli
+from pmoe.pipeline.decide import bound
+from pmoe.pipeline.footprint import shape_of_sizes
+from pmoe.planner.profile import Profile, load, profile_path, save
+from pmoe.planner.restore import ALL_PAIRS, STRATEGIES
+from pmoe.planner.theory import theory
+from tests.unit.test_profile import MADE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAYER = ["--d-model", "16", "--d-hidden", "64", "--num-experts", "8", "--tokens", "512"]
+
+
+def run(*argv: str) -> None:
+    assert cli.main(argv) == 0
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    """The one JSON object that --json leaves on stdout."""
+    run(*argv, "--json")
+    out = capsys.readouterr().out
+    assert out.endswith("}\n")
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds one profile, of 4 ranks in float32, and somebody else's file."""
+    folder = tmp_path / "cache"
+    save(MADE, profile_path(MADE, folder))
+    (folder / "trials.json").write_text('{"something": "else"}')
+    return folder
+
+
+# ---- memory ---------------------------------------------------------------------------------------
+
+
+def test_the_paper_example_prints_eq_1_to_6(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--d-model", "2048", "--d-hidden", "8192", "--num-experts", "64", "--tokens", "16384"]
+    sizes += ["--n", "8"]
+    numbers = printed(capsys, "memory", "--theory", *sizes)
+    assert numbers == theory(B=16384, M=2048, H=8192, E=64, n=8)
+    assert list(numbers) == [
+        "model_states",
+        "activations",
+        "buffers",
+        "activations_pipelined",
+        "buffers_pipelined",
+        "saved",
+        "saving_ratio",
+    ]
+    assert numbers["saved"] == 335_544_320
+    run("memory", "--theory", *sizes)
+    lines = capsys.readouterr().out.splitlines()
+    assert re.search(r"Eq\. 5 +saved .* 335,544,320$", "\n".join(lines), re.MULTILINE)
+    assert [line[:5] for line in lines[2:]] == ["Eq. 1", "Eq. 2", "Eq. 3", "Eq. 4", "Eq. 4", "Eq. 5", "Eq. 6"]
+
+
+@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shape_from_sizes_is_that_of_the_layer(expert: str, bias: bool, dtype: torch.dtype) -> None:
+    layer = MoELayer(16, 64, 8, 2, expert=expert, bias=bias, dtype=dtype)
+    assert shape_of_sizes(16, 64, 8, top_k=2, expert=expert, bias=bias, dtype=dtype) == layer.memory_shape()
+
+
+def test_memory_prints_what_the_layer_predicts_for_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "memory", *LAYER, "--n", "4", "--n-backward", "2", "--top-k", "2")
+    assert [row["restore"] for row in found["pairs"]] == [str(pair) for pair in ALL_PAIRS]
+    layer = MoELayer(16, 64, 8, 2, pipeline=4, pipeline_backward=2, memory_reuse="S4")
+    for row in found["pairs"]:
+        memory = layer.predict_memory(512, memory_reuse=Restore(*row["restore"].split("/")))
+        for name in ("saved", "temporary", "gradients", "host", "peak", "promised", "tensors"):
+            assert row[name] == getattr(memory, name), name
+
+
+def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "memory", *LAYER, "--ranks", "4", "--n", "8", "--memory-reuse", "S3")
+    (row,) = found["pairs"]
+    memory = bound(shape_of_sizes(16, 64, 8, num_ranks=4), 512, 8, 8, STRATEGIES["S3"], 1.25)
+    assert (row["restore"], row["strategy"]) == ("offload/recompute", "S3")
+    assert (row["peak"], row["promised"], row["host"]) == (memory.peak, memory.promised, memory.host)
+    run("memory", *LAYER, "--memory-reuse", "keep/recompute")
+    out = capsys.readouterr().out
+    assert "keep/recompute" in out
+    assert "offload" not in out
+    assert "forward slots" in out
+
+
+def test_memory_measures_beside_what_it_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--d-model", "64", "--d-hidden", "256", "--num-experts", "4", "--tokens", "512", "--n", "2"]
+    found = printed(capsys, "memory", *sizes, "--measure", "--memory-reuse", "S1")
+    (row,) = found["pairs"]
+    assert row["measured"]["peak"] <= row["peak"]
+    assert row["measured"]["peak"] == pytest.approx(row["predicted"]["peak"], rel=0.02)
+    assert row["measured"]["host"] == pytest.approx(row["predicted"]["host"], abs=16 * 256)
+    run("memory", *sizes, "--measure", "--memory-reuse", "S4")
+    assert "measured peak" in capsys.readouterr().out
+
+
+# ---- plan -----------------------------------------------------------------------------------------
+
+
+def test_plan_without_a_budget_takes_a_strategy_by_eq_10(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = printed(capsys, "plan", *LAYER, "--ranks", "4", "--folder", str(folder))
+    assert len(found["candidates"]) == 5 * 9
+    named = [each for each in found["candidates"] if each["strategy"]]
+    decision = found["decision"]
+    assert decision["eq10_seconds"] == min(each["eq10_seconds"] for each in named)
+    same = [each["seconds"] for each in named if each["strategy"] == decision["strategy"]]
+    assert decision["seconds"] == min(same)
+    assert found["fastest"]["seconds"] == min(each["seconds"] for each in found["candidates"])
+    assert found["profile"]["path"] == str(profile_path(MADE, folder))
+    run("plan", *LAYER, "--ranks", "4", "--folder", str(folder))
+    out = capsys.readouterr().out
+    assert out.count("<-") == 1
+    assert f"decision: n={decision['n']}, {decision['strategy']} ({decision['restore']})" in out
+
+
+def test_plan_within_a_budget_takes_the_fastest_that_holds_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["plan", *LAYER, "--ranks", "4", "--profile", str(profile_path(MADE, folder))]
+    everything = printed(capsys, *common)["candidates"]
+    sizes = sorted(each["promised_bytes"] for each in everything)
+    for budget in (sizes[0], sizes[len(sizes) // 2], sizes[-1]):
+        found = printed(capsys, *common, "--budget", str(budget))
+        fitting = [each for each in everything if each["promised_bytes"] <= budget]
+        assert found["decision"]["promised_bytes"] <= budget
+        assert found["decision"]["seconds"] == min(each["seconds"] for each in fitting)
+        assert sum(each["fits"] for each in found["candidates"]) == len(fitting)
+    message = refused(capsys, *common, "--budget", str(sizes[0] - 1), "--json")
+    assert f"--budget ({sizes[0] - 1} bytes) must be at least {sizes[0]}" in message
+
+
+def test_plan_without_a_fitting_profile_says_what_there_is_and_how_to_measure(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, "plan", *LAYER, "--ranks", "2", "--folder", str(folder))
+    assert "no profile fits 2 ranks and float32" in message
+    assert f"{MADE.device}, 4 ranks, gloo, float32" in message
+    assert "trials" not in message
+    assert "torchrun --nproc-per-node 2 -m pmoe profile --dtype float32" in message
+    other = replace(MADE, device="Abacus 4000")
+    save(other, profile_path(other, folder))
+    message = refused(capsys, "plan", *LAYER, "--ranks", "4", "--folder", str(folder))
+    assert "2 profiles fit" in message
+    assert "--profile FILE" in message
+    assert "python -m pmoe profile" in refused(capsys, "plan", *LAYER, "--folder", str(folder / "none"))
+
+
+def test_the_page_is_one_file_with_pictures_and_every_candidate(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "plan.html"
+    run("plan", *LAYER, "--ranks", "4", "--folder", str(folder), "--budget", "1GiB", "--html", str(page))
+    assert f"wrote {page}" in capsys.readouterr().out
+    text = page.read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert len(sources) == 2
+    for source in sources:
+        prefix = "data:image/png;base64,"
+        assert source.startswith(prefix)
+        assert base64.b64decode(source.removeprefix(prefix)).startswith(b"\x89PNG")
+    assert not re.search(r"https?:|<script|@import|<link", text)
+    assert text.count("<tr") == 1 + 5 * 9
+    assert text.count("<tr class=marked>") == 1
+
+
+# ---- profile --------------------------------------------------------------------------------------
+
+
+def test_profile_stores_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def measured(ranks: Any, device: torch.device, dtype: torch.dtype, *, quick: bool) -> Profile:
+        asked.append((ranks.size, device.type, dtype, quick))
+        return replace(MADE, num_ranks=ranks.size, backend="none", dtype="bfloat16")
+
+    monkeypatch.setattr(cli, "measure", measured)
+    file = tmp_path / "new" / "profile.json"
+    options = ["--quick", "--dtype", "bfloat16", "--device", "cpu"]
+    found = printed(capsys, "profile", *options, "--out", str(file))
+    assert asked == [(1, "cpu", torch.bfloat16, True)]
+    assert found["path"] == str(file)
+    assert found["interference"]["eta_all"] == load(file).interference.eta_all == 0.1 + 0.2
+    run("profile", *options, "--folder", str(tmp_path / "cache"))
+    out = capsys.readouterr().out
+    assert re.search(r"compute +G multiply-adds / s +30", out)
+    assert re.search(r"speed of .*beside compute", out)
+    (stored,) = (tmp_path / "cache").iterdir()
+    assert f"wrote {stored}" in out
+    sizes = ["--d-model", "16", "--d-hidden", "64", "--num-experts", "8", "--tokens", "512"]
+    run("plan", *sizes, "--dtype", "bfloat16", "--folder", str(tmp_path / "cache"))
+
+
+# ---- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [
+        (["memory", *LAYER, "--n", "0"], "argument --n: '0' must be a whole number of at least 1"),
+        (["memory", *LAYER[:-1], "many"], "argument --tokens: 'many' must be a whole number"),
+        (["memory", *LAYER, "--slack", "0.5"], "argument --slack: '0.5' must be a number of at least 1"),
+        (["memory", *LAYER, "--top-k", "9"], "top_k (9) must be at most num_experts (8)"),
+        (["memory", *LAYER, "--ranks", "3"], "num_experts (8) must be divisible by num_ranks (3)"),
+        (["memory", *LAYER, "--n", "4", "--n-backward", "3"], "--n-backward (3) must divide --n (4)"),
+        (["memory", *LAYER, "--memory-reuse", "S5"], "argument --memory-reuse: 'S5' must be one of S1,"),
+        (["memory", *LAYER, "--ranks", "2", "--measure"], "--ranks (2) must be 1 with --measure"),
+        (["memory", *LAYER, "--device", "meta"], "--device ('meta') must be cpu or cuda"),
+        (["memory", *LAYER, "--device", "abacus"], "--device ('abacus') must be cpu or cuda"),
+        (["memory", *LAYER, "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["memory", "--d-model", "4"], "the following arguments are required: --d-hidden"),
+        (["plan", *LAYER, "--budget", "much"], "argument --budget: value ('much') must be a number of bytes"),
+        (["plan", *LAYER, "--profile", "/no/such"], "--profile (/no/such) must be a file to read"),
+        (["plan", *LAYER, "--profile", __file__], "must hold a profile"),
+        (["profile", "--device", "cuda:99"], "--device ('cuda:99') must be here: torch sees"),
+        (["plans"], "invalid choice: 'plans'"),
+        ([], "required: memory | plan | profile"),
+    ],
+)
+def test_bad_arguments_are_named_with_value_and_rule(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, *argv)
+
+
+def test_plan_refuses_a_given_profile_of_other_ranks_or_dtype(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--profile", str(profile_path(MADE, folder))]
+    assert "--ranks (2) must be that of --profile" in refused(capsys, "plan", *LAYER, "--ranks", "2", *given)
+    wrong = ["--ranks", "4", "--dtype", "float64", *given]
+    assert "--dtype (float64) must be that of --profile" in refused(capsys, "plan", *LAYER, *wrong)
+    page = ["--ranks", "4", *given, "--html", str(folder / "no" / "page.html")]
+    assert "must be a file to write" in refused(capsys, "plan", *LAYER, *page)
+
+
+# ---- the command ----------------------------------------------------------------------------------
+
+
+def test_python_m_pmoe_is_the_command_and_needs_no_optional_package() -> None:
+    program = (
+        "import sys, runpy\n"
+        "sys.argv = ['pmoe', 'memory', '--theory', '--d-model', '3', '--d-hidden', '5', '--num-experts', '7',"
+        " '--tokens', '2', '--n', '2', '--json']\n"
+        "try:\n    runpy.run_module('pmoe', run_name='__main__')\n"
+        "except SystemExit as stopped:\n    assert stopped.code == 0\n"
+        "assert 'matplotlib' not in sys.modules"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(found.stdout)["saved"] == 10
+
+
+def test_setup_installs_the_command() -> None:
+    assert '"pmoe = pmoe.cli:main"' in (ROOT / "setup.py").read_text()
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--help"], ["memory", "--help"], ["plan", "--help"], ["profile", "--help"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(argv)
+        assert stopped.value.code == 0
+        assert "--json" in capsys.readouterr().out or argv == ["--help"]
+
+
+def test_copies_are_drawn_on_lanes_of_their_own() -> None:
+    from pmoe.pipeline.advise import advise, step_bars
+    from pmoe.planner.timeline import COLOURS, MEANING, SHARED, draw
+
+    shape = shape_of_sizes(16, 64, 8, num_ranks=4)
+    kinds = set()
+    for pair in ALL_PAIRS:
+        candidates = advise(shape, MADE, 512).candidates
+        chosen = next(each for each in candidates if each.restore == pair and each.forward == 2)
+        bars = step_bars(shape, MADE, 512, chosen)
+        assert max(bar.end for bar in bars) == pytest.approx(chosen.seconds)
+        copied = any(bar.lane.startswith("copy") for bar in bars)
+        assert copied == pair.offloads
+        kinds |= {bar.kind for bar in bars}
+    assert kinds <= set(COLOURS)
+    assert {SHARED.get(kind, kind) for kind in kinds} <= set(MEANING)
+    to = io.BytesIO()
+    draw(to, {"S1": step_bars(shape, MADE, 512, advise(shape, MADE, 512).candidates[4])}, "a step")
+    assert to.getvalue().startswith(b"\x89PNG")

@@ -74,19 +74,19 @@ class MoELayer(nn.Module):
             for each expert, in token order; what is dropped adds nothing to its token, and the weights of
             the rest stay as they are. The number of micro-batches changes nothing about it.
         pipeline: n, the number of micro-batches; False is 1. True finds n of both passes by trials: the first
-            time that ranks' largest number of tokens is outside what is known, real steps for n in 1 to 16 are
-            timed on that batch (MPipeMoE, Algorithm 1); small batches, inference, single ranks and experts
-            that are modules go by a rule instead. See `save_degrees`.
+            time that the ranks' largest number of tokens is outside what is known, real steps for n from 1 to
+            16 are timed on that batch (MPipeMoE, Algorithm 1); small batches, inference, single ranks and
+            experts that are modules go by a rule instead. See `save_degrees`.
         memory_reuse: False gives each chunk memory of its own. All else rotates buffers through the slots of
             rings (MPipeMoE, section III.D) and says what becomes of T_DI and T_M between the passes: a
-            `pmoe.Restore`, "S1" to "S4", or True for the cheapest of these four by Eq. 10, on rates measured at
-            the first call and kept (`pmoe profile`); under a budget, of all nine pairs.
+            `pmoe.Restore`, "S1" to "S4", or True for the cheapest of these four by Eq. 10, on rates that are
+            measured at the first call and kept (`pmoe profile`); under a budget, of all nine pairs.
         pipeline_backward: n of the backward pass, a divisor or a multiple of ``pipeline``; None is the same.
         slack: rows of a ring slot over the balanced share. Where routing is skewed beyond it, all ranks alike
             cut the batch into more chunks.
-        memory_budget: bytes, or such as "2GiB", that output, saved tensors, slots, temporaries and the input's
-            gradient hold to for any routing, parameters' gradients aside. n (if ``pipeline`` is True) and the
-            pair (if ``memory_reuse`` is) are chosen for it, by predicted time; a budget that nothing
+        memory_budget: bytes, or such as "2GiB", that output, saved tensors, slots, temporaries and the
+            input's gradient hold to for any routing, parameters' gradients aside. n (if ``pipeline`` is True)
+            and the pair (if ``memory_reuse`` is) are chosen for it, by predicted time; a budget that nothing
             holds is a ValueError at the call, on every rank, that says what the least would be.
         group: the process group; None is the default group, or one rank where none is initialised.
         device, dtype: of the parameters.
@@ -267,14 +267,14 @@ class MoELayer(nn.Module):
                 pairs = tuple(pair for pair in pairs if pair.hidden == "recompute")
         return Chooser(pairs=pairs, budget=self.memory_budget, slack=self.slack, bins=self.num_bins)
 
-    def granularity(self, rows_TM: Tensor, restore: Restore) -> GranularitySearch:
-        """What pipeline=True has learnt, shared by all layers of these sizes on this group."""
-        return search_table(self.ranks, self._granularity_key(rows_TM, restore))
+    @property
+    def granularity(self) -> GranularitySearch:
+        """What pipeline=True has learnt, shared by all layers like this one on this group."""
+        return search_table(self.ranks, self._granularity_key)
 
     def save_degrees(self, path: str | Path) -> None:
-        """Writes what pipeline=True has learnt for layers of these sizes to a JSON file."""
-        rows, restore = self._rows_like(), self.chooser.pairs[0]
-        self.granularity(rows, restore).save(path, self._granularity_key(rows, restore))
+        """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
+        self.granularity.save(path, self._granularity_key)
 
     def load_degrees(self, path: str | Path) -> None:
         """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
@@ -282,19 +282,16 @@ class MoELayer(nn.Module):
         Every rank must call it. Raises ValueError on every rank where rank 0's file is corrupt or of another
         layer, OSError where it cannot be read.
         """
-        rows, restore = self._rows_like(), self.chooser.pairs[0]
-        load_table(self.ranks, self._granularity_key(rows, restore), path)
+        load_table(self.ranks, self._granularity_key, path)
 
-    def _rows_like(self) -> Tensor:
+    @property
+    def _granularity_key(self) -> dict[str, Any]:
         like = _experts_parameter(self)
-        return torch.empty(0) if like is None else like
-
-    def _granularity_key(self, rows_TM: Tensor, restore: Restore) -> dict[str, Any]:
         return {
             "sizes": [self.d_model, self.d_hidden, self.num_experts, self.top_k, self.ranks.size],
-            "experts": repr(type(self.experts).__name__),
-            "rows": f"{rows_TM.dtype} on {rows_TM.device.type}",
-            "strategy": f"{restore}, rotates={self.rotates}, bypass_local={self.bypass_local}",
+            "experts": type(self.experts).__name__,
+            "parameters": "none" if like is None else f"{like.dtype} on {like.device.type}",
+            "strategy": f"{self.restore}, rotates={self.rotates}, bypass_local={self.bypass_local}",
         }
 
     def predict_memory(
@@ -578,7 +575,7 @@ def _searched(
     most = shared.max_tokens
     rows = most * layer.top_k
     ruled = adaptive_degree(rows, 2 if layer.rotates else layer.ranks.size)
-    known = layer.granularity(operands[0], restore)
+    known = layer.granularity
     found = known.lookup(most)
     if found is not None:
         return found

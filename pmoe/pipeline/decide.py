@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -20,7 +21,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.pipeline.footprint import Memory, Shape, predict, worst_rows
 from pmoe.pipeline.rotation import rotating_backward, rotating_forward
 from pmoe.pipeline.schedule import Kind, Lane, Task
-from pmoe.planner.cost_model import closed_form_seconds
+from pmoe.planner.cost_model import Direction, lane_seconds
 from pmoe.planner.profile import Profile, load_or_measure
 from pmoe.planner.restore import Restore
 from pmoe.planner.simulator import Simulated, makespan, simulate
@@ -153,9 +154,16 @@ def step_seconds(
 
 def eq10_seconds(shape: Shape, profile: Profile, num_tokens: int, restore: Restore) -> float:
     """Forward and backward by MPipeMoE's Eq. 10."""
+    return sum(max(lanes) for lanes in _eq10_lanes(shape, profile, num_tokens, restore))
+
+
+def _eq10_lanes(
+    shape: Shape, profile: Profile, num_tokens: int, restore: Restore
+) -> list[tuple[float, float, float]]:
+    """Eq. 10's three terms, of forward and of backward."""
     travelling = (shape.num_ranks - 1) / shape.num_ranks if shape.bypass_local else float(shape.travels)
-    return sum(
-        closed_form_seconds(
+    return [
+        lane_seconds(
             restore,
             direction,
             b=num_tokens * shape.top_k,
@@ -166,16 +174,22 @@ def eq10_seconds(shape: Shape, profile: Profile, num_tokens: int, restore: Resto
             swiglu=shape.columns.hidden > shape.columns.scratch,
             travelling=travelling,
         )
-        for direction in ("forward", "backward")
-    )
+        for direction in get_args(Direction)
+    ]
 
 
 def cheapest_pair(
     shape: Shape, profile: Profile, num_tokens: int, pairs: Iterable[Restore]
 ) -> tuple[Restore, dict[Restore, float]]:
-    """The pair of least time by Eq. 10, the first of equals, and the seconds of all."""
-    seconds = {pair: eq10_seconds(shape, profile, num_tokens, pair) for pair in pairs}
-    return min(seconds, key=lambda pair: seconds[pair]), seconds
+    """The pair of least time by Eq. 10, and the seconds of all.
+
+    Pairs often are equal, for the slowest lane alone counts. Of equals the one with the least work on all
+    lanes together is taken: what fills and empties the pipeline is a part of that. Then the first.
+    """
+    lanes = {pair: _eq10_lanes(shape, profile, num_tokens, pair) for pair in pairs}
+    seconds = {pair: sum(max(each) for each in terms) for pair, terms in lanes.items()}
+    work = {pair: sum(sum(each) for each in terms) for pair, terms in lanes.items()}
+    return min(seconds, key=lambda pair: (seconds[pair], work[pair])), seconds
 
 
 def bound(

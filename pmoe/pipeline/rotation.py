@@ -5,6 +5,10 @@ staging of what travels likewise. A slot is written again only after its last re
 it looks at slots where buffers have them. Rows that stay are cut like those that travel, so that a chunk's
 rows are together.
 
+Where T_M is offloaded, rows that stay have a slot of their own for it. They take turns with rows that travel,
+so of two slots for both the rows that travel would always get the same one, and none of their copies could
+run beside their own computing.
+
 Forward with S3 (offload/recompute), n = 3, rows that travel and rows that stay (a column is no clock tick):
 
     communicate  . S0 P . S1 . . . R0 . S2 . . R1 . . R2
@@ -19,6 +23,7 @@ Letters: n chunks; T_DI, T_M, T_DO as in MPipeMoE.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -38,6 +43,7 @@ class _Rings:
         self._used[ring] += 1
 
 
+@functools.lru_cache(maxsize=256)
 def rotating_forward(n: int, *, local: bool, remote: bool, restore: Restore | None) -> Schedule:
     """The forward pass through rings. restore=None keeps nothing (no backward will come).
 
@@ -53,10 +59,11 @@ def rotating_forward(n: int, *, local: bool, remote: bool, restore: Restore | No
             **dict.fromkeys(("send", "T_DI", "T_DO"), 2),
             **dict.fromkeys(("T_DI_sorted", "T_DI_L"), 2 if offloads_rows else 1),
             "T_M": 2 if offloads_hidden else 1,
-            **dict.fromkeys(("active", "T_DO_sorted"), 1),
+            **dict.fromkeys(("T_M_L", "active", "T_DO_sorted"), 1),
             **dict.fromkeys(("home", "home_L"), 2 if remote else 1),
         }
     )
+    hidden_L = "T_M_L" if offloads_hidden and remote else "T_M"
     tasks: list[Task] = []
 
     def dispatch(i: int) -> None:
@@ -73,7 +80,7 @@ def rotating_forward(n: int, *, local: bool, remote: bool, restore: Restore | No
         if not keeps_rows:
             rings.put("T_DI_L" if at else "T_DI_sorted", rows[-1])
         if not keeps_hidden:
-            rings.put("T_M", hidden)
+            rings.put(hidden_L if at else "T_M", hidden)
         rings.put("active", active)
         if at:
             reads, writes = [f"T_I_L.{i}", "weight"], [*rows, hidden, active, f"home_L.{i}"]
@@ -111,6 +118,7 @@ def rotating_forward(n: int, *, local: bool, remote: bool, restore: Restore | No
     return Schedule(direction="forward", tasks=link(tasks, rings.slots), slots=rings.slots)
 
 
+@functools.lru_cache(maxsize=256)
 def rotating_backward(
     n: int, *, local: bool, remote: bool, restore: Restore, rearranged: bool = False
 ) -> Schedule:
@@ -127,10 +135,11 @@ def rotating_backward(
             **dict.fromkeys(("dT_DO_sorted", "T_DI_sorted", "dT_DI_sorted", "dT_DO_L"), 1),
             "T_DI_L": 2 if dispatched == "offload" else 1,
             "T_M": 2 if hidden_fate == "offload" else 1,
-            **dict.fromkeys(("dT_M", "active", "scratch"), 1),
+            **dict.fromkeys(("T_M_L", "dT_M", "active", "scratch"), 1),
             **dict.fromkeys(("dhome", "dhome_L"), 2 if remote else 1),
         }
     )
+    hidden_L = "T_M_L" if hidden_fate == "offload" and remote else "T_M"
     chunks = range(n - 1, -1, -1)
     units = _units(chunks, local, remote)
     tasks: list[Task] = []
@@ -157,7 +166,7 @@ def rotating_backward(
             kind = Kind.LOCAL_COPY_ROWS_IN if at else Kind.COPY_ROWS_IN
             tasks.append(make_task(kind, i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"]))
         if hidden_fate == "offload":
-            rings.put("T_M", f"T_M{at}.{i}")
+            rings.put(hidden_L if at else "T_M", f"T_M{at}.{i}")
             kind = Kind.LOCAL_COPY_HIDDEN_IN if at else Kind.COPY_HIDDEN_IN
             tasks.append(make_task(kind, i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"]))
 

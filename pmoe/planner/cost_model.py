@@ -135,7 +135,7 @@ def volumes(b: float, M: int, H: int) -> tuple[float, float, float]:
     return b * H * M, b * M, b * M
 
 
-def closed_form_seconds(
+def lane_seconds(
     restore: Restore,
     direction: Direction,
     *,
@@ -146,9 +146,9 @@ def closed_form_seconds(
     interference: Interference = NO_INTERFERENCE,
     swiglu: bool = False,
     travelling: float = 1.0,
-) -> float:
-    """Eq. 10: seconds of b rows, max of q1 v_comp / (sigma W_comp), q2 v_comm / (mu W_comm) and
-    q3 v_mem / (eta W_mem).
+) -> tuple[float, float, float]:
+    """The terms of Eq. 10, seconds of b rows on each lane: q1 v_comp / (sigma W_comp),
+    q2 v_comm / (mu W_comm) and q3 v_mem / (eta W_mem).
 
     The paper prints mu for eta in the third term, and its short form (alpha, beta) drops the volumes,
     although computation has H times those of the other lanes; both are put right here. sigma, mu and eta are
@@ -163,10 +163,38 @@ def closed_form_seconds(
         raise ValueError(f"travelling ({travelling}) must be between 0 and 1")
     q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
     sigma, mu, eta = interference.speeds(compute=True, communicate=travelling > 0, copy=q3 > 0)
-    return max(
+    return (
         q1 * v_comp / (sigma * rates.compute),
         q2 * v_comm * travelling / (mu * rates.communicate),
         q3 * v_mem / (eta * rates.copy),
+    )
+
+
+def closed_form_seconds(
+    restore: Restore,
+    direction: Direction,
+    *,
+    b: float,
+    M: int,
+    H: int,
+    rates: Rates,
+    interference: Interference = NO_INTERFERENCE,
+    swiglu: bool = False,
+    travelling: float = 1.0,
+) -> float:
+    """Eq. 10: seconds of b rows, the largest of `lane_seconds`, which has the same arguments."""
+    return max(
+        lane_seconds(
+            restore,
+            direction,
+            b=b,
+            M=M,
+            H=H,
+            rates=rates,
+            interference=interference,
+            swiglu=swiglu,
+            travelling=travelling,
+        )
     )
 
 

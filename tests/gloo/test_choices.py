@@ -76,9 +76,7 @@ def search_job(rank: int, world: int, counts: tuple[int, ...], options: dict[str
         step(layer, counts[rank], rank)
     with counted_collectives() as other_layer:
         step(build(pipeline=True, top_k=1, **options), counts[rank], rank)
-    degrees = layer.granularity(torch.empty(0, dtype=torch.float64), layer.chooser.pairs[0]).lookup(
-        max(counts)
-    )
+    degrees = layer.granularity.lookup(max(counts))
     return {
         "degrees": degrees,
         "calls": [len(again), len(other_layer)],

@@ -778,9 +778,11 @@ def test_received_rows_and_results_rotate_through_two_slots_and_hidden_through_o
         if pair.dispatched != "keep":
             assert slots_of(backward, "T_DI") == [f"T_DI[{i}]" for i in alternating]
         units = n * (2 if rows == "both" else 1)
-        used = {"keep": [], "recompute": [0] * units, "offload": [i % 2 for i in range(units)]}[pair.hidden]
+        used = {"keep": [], "recompute": [0] * units, "offload": alternating}[pair.hidden]
+        stay = n if rows == "both" and pair.hidden == "offload" else 0
         for schedule in (forward, backward):
             assert slots_of(schedule, "T_M") == [f"T_M[{i}]" for i in used]
+            assert slots_of(schedule, "T_M_L") == ["T_M_L[0]"] * stay
         for ring, count in Counter(slot.partition("[")[0] for slot in set(backward.slots.values())).items():
             assert count <= 2, ring
 
@@ -804,17 +806,17 @@ TABLES = {
         L1   | compute     | L0 C0 LDM0
         LDI1 | copy out    | L1
         LDM1 | copy out    | L1
-        C1   | compute     | S1 P C0 L1 DM0
+        C1   | compute     | S1 P L1 C0
         DI1  | copy out    | S1 C1
         DM1  | copy out    | C1
         R1   | communicate | C1
         O0   | compute     | L0 R0
-        C2   | compute     | S2 P C0 L1 C1 DI0 LDM1 R0
+        C2   | compute     | S2 P C0 C1 DI0 DM0 R0
         DI2  | copy out    | S2 C2
         DM2  | copy out    | C2
         R2   | communicate | C2 R0 O0
         O1   | compute     | L1 R1
-        L2   | compute     | L0 C1 C2 LDI0 DM1 O0
+        L2   | compute     | L0 L1 C2 LDI0 LDM1 O0
         LDI2 | copy out    | L2
         LDM2 | copy out    | L2
         O2   | compute     | L2 R2
@@ -852,17 +854,17 @@ TABLES = {
         G0   | compute     | G2 S2
         S0   | communicate | G0 S2 C2 W2
         HI1  | copy in     |
-        HM1  | copy in     | C2 W2
+        HM1  | copy in     |
         L1   | compute     | LHI1 LHM1 C2 L2 W2 LW2
         LW1  | compute     | LHI1 L1 W2
         HI0  | copy in     | HI2 C2 W2
-        HM0  | copy in     | L1 LW1
+        HM0  | copy in     | C2 W2
         C1   | compute     | S1 HI1 HM1 L1 C2 LW1 W2
         R1   | communicate | C1
         W1   | compute     | HI1 C1 S1 LW1
         O2   | compute     | L2 R2
         LHI0 | copy in     | LHI2 L2 LW2
-        LHM0 | copy in     | C1 W1
+        LHM0 | copy in     | L1 LW1
         C0   | compute     | S0 HI0 HM0 C1 C2 W1 R2
         R0   | communicate | C0 R2 O2
         W0   | compute     | HI0 C0 S0 W1

@@ -22,6 +22,7 @@ from pmoe.comm.flat import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, ModuleExperts, SwiGLUExperts
 from pmoe.experts.activations import find_activation
+from pmoe.experts.base import Columns
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
 from pmoe.gates import GATES, Routing
@@ -330,12 +331,15 @@ class MoELayer(nn.Module):
         like = _experts_parameter(self) if rows_TM is None else rows_TM
         device_type = "cpu" if like is None else like.device.type
         size = 4 if like is None else like.element_size()
+        columns = self.experts.columns(device_type)
+        if not columns.hidden:  # modules do not say; only the cost model asks, to compare pairs
+            columns = Columns(hidden=self.d_hidden, scratch=self.d_hidden)
         return Shape(
             d_model=self.d_model,
             num_experts=self.num_experts,
             top_k=self.top_k,
             num_ranks=self.ranks.size,
-            columns=self.experts.columns(device_type),
+            columns=columns,
             element_size=size,
             weight_size=max(4, size),
             expert_parameters=sum(parameter.numel() for parameter in self.experts.parameters()),
@@ -419,9 +423,10 @@ class MoELayer(nn.Module):
         return {**self.__dict__, "l_aux": None}
 
     def extra_repr(self) -> str:
+        reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "
         return (
             f"d_model={self.d_model}, d_hidden={self.d_hidden}, num_experts={self.num_experts}, "
-            f"top_k={self.top_k}, pipeline={self.pipeline}, {self.ranks}"
+            f"top_k={self.top_k}, pipeline={self.pipeline}, {reuse}{self.ranks}"
         )
 
 

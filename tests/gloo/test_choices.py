@@ -15,7 +15,7 @@ import pmoe
 from pmoe.pipeline import decide, passes
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.restore import STRATEGIES
-from tests.gloo.test_behaviour import build, counted_collectives, error_of
+from tests.gloo.test_behaviour import build, counted_collectives, error_of, mlp
 from tests.pool import ranks
 from tests.reference import relative_error
 
@@ -168,11 +168,14 @@ def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dic
     }
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"expert": mlp}, {"expert": "swiglu"}], ids=["ffn", "module", "swiglu"]
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_true_takes_the_cheapest_of_the_four_strategies_on_every_rank_alike(
-    world: int, tmp_path: Path
+    world: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = ranks(world).run(pair_job, str(tmp_path), {})
+    found = ranks(world).run(pair_job, str(tmp_path), options)
     for got in found:
         assert got["used"] == found[0]["used"] and len(got["used"]) == 1
         assert got["used"] <= {str(pair) for pair in STRATEGIES.values()}

@@ -181,6 +181,7 @@ class MoELayer(nn.Module):
         self.row_counts: Shared | None = None
         self.traffic = Traffic()
         self._chooser: tuple[object, Chooser] | None = None
+        self._table: tuple[object, GranularitySearch] | None = None
         self.trusts_gate = isinstance(gate, str)  # a gate of ours returns what it should
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(gate, str):
@@ -271,7 +272,10 @@ class MoELayer(nn.Module):
     @property
     def granularity(self) -> GranularitySearch:
         """What pipeline=True has learnt, shared by all layers like this one on this group."""
-        return search_table(self.ranks, self._granularity_key)
+        settings = (self.restore, self.rotates, self.bypass_local)
+        if self._table is None or self._table[0] != settings:
+            self._table = (settings, search_table(self.ranks, self._granularity_key))
+        return self._table[1]
 
     def save_degrees(self, path: str | Path) -> None:
         """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
@@ -419,8 +423,8 @@ class MoELayer(nn.Module):
         return _forward(self, x)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The last loss is attached to a graph, which neither copies nor pickles.
-        return {**self.__dict__, "l_aux": None}
+        # The last loss is attached to a graph, which neither copies nor pickles; the table is the process's.
+        return {**self.__dict__, "l_aux": None, "_table": None}
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "

@@ -49,7 +49,7 @@ def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path) -> None:
     if isinstance(loaded, Exception):
         raise loaded
     assert loaded is not None
-    _tables[_name(ranks, key)] = loaded
+    table(ranks, key).take(loaded)  # layers hold the table itself
 
 
 def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:

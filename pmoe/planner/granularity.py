@@ -201,6 +201,10 @@ class GranularitySearch:
             raise ValueError(f"agree returned {len(agreed)} seconds for {len(tried)} candidates")
         return self.record(B, dict(zip(tried, agreed, strict=True)))
 
+    def take(self, other: GranularitySearch) -> None:
+        """Knows from now on what ``other`` knows, and nothing else."""
+        self.ranges, self.cache_table = other.ranges, other.cache_table
+
     def save(self, path: str | Path, key: Mapping[str, Any]) -> None:
         """Writes what was measured as JSON, all of the file or nothing.
 

@@ -1,8 +1,8 @@
 """The one exchange before any payload: row counts, and what all ranks must know of each other.
 
 Row counts travel in bins, finer than chunks where chunks may have to be cut finer: the cuttings that join
-neighbouring bins form chains, each cutting refining the last. One max-reduction of a few numbers then carries
-everything that ranks must share; no rank holds a table of all ranks.
+neighbouring bins form chains, each cutting refining the last. Where chunks may be cut so, one max-reduction
+of a few numbers then carries everything that ranks must share; no rank holds a table of all ranks.
 
 Letters: W ranks, F bins, n chunks, K choices, E_local experts a rank.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from pmoe.comm.flat import Traffic
 from pmoe.comm.ranks import Ranks
@@ -139,8 +140,8 @@ def num_bins(degrees: Sequence[int], num_ranks: int) -> int:
 
 MOST_BINS = 256
 
-HEADER = 1
-"""Integers before the counts in each message: the sender's tokens."""
+HEADER = 3
+"""Integers before the counts in each message: the sender's tokens, fault, needs_grad."""
 
 
 class CountsExchange:
@@ -161,11 +162,13 @@ class CountsExchange:
         """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there."""
         bins, num_experts = counts_FE.shape
         self._ranks, self._shape = ranks, (bins, ranks.size, num_experts // ranks.size)
-        self._fault, self._needs_grad, self._slots, self._traffic = fault, needs_grad, slots, traffic
-        # Filled by a kernel: a tensor built from Python numbers would be a synchronising copy on CUDA.
-        header = counts_FE.new_full((ranks.size, HEADER), num_tokens)
+        self._slots, self._traffic = slots, traffic
+        header = counts_FE.new_empty(HEADER)
+        # Filled by kernels: a tensor built from Python numbers would be a synchronising copy on CUDA.
+        for i, value in enumerate((num_tokens, fault, needs_grad)):
+            header[i] = value if isinstance(value, Tensor) else int(value)
         by_rank = counts_FE.view(self._shape).transpose(0, 1).reshape(ranks.size, -1)
-        self._sent = torch.cat([header, by_rank], dim=1)
+        self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1)
         self._received = self._sent
         self._work: dist.Work | None = None
         if ranks.size > 1:
@@ -193,8 +196,9 @@ class CountsExchange:
         sent, received, numbers = counts.split([self._sent.numel()] * 2 + [agreed.numel()])
         max_tokens, fault, needs_grad, host_shortage, *depths = numbers.tolist()
         if fault:
-            code, rank = Fault(fault // size), size - 1 - fault % size
-            raise FaultError(code, f"rank {rank}: {FAULTS[code]}")
+            codes = received.view_as(self._sent)[:, 1].tolist()
+            told = [f"rank {rank}: {FAULTS[Fault(code)]}" for rank, code in enumerate(codes) if code]
+            raise FaultError(Fault(fault), "; ".join(told))
         return Shared(
             send=by_bin(sent.view_as(self._sent)),
             recv=by_bin(received.view_as(self._sent)),
@@ -206,24 +210,21 @@ class CountsExchange:
         )
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
-        """The largest over all ranks of: tokens, fault, needs_grad, host shortage, and the depths."""
-        ranks, slots = self._ranks, self._slots
-        max_tokens = self._received[:, 0].max()
-        depths = [] if slots is None else slots.depths(recv_FWE, max_tokens)
-        mine = recv_FWE.new_zeros(4 + len(depths))
-        mine[0] = max_tokens
-        # Of several ranks with the worst fault the first is named. 0 stays 0.
-        fault = self._fault if isinstance(self._fault, Tensor) else int(self._fault)
-        mine[1] = fault * ranks.size + (fault > 0) * (ranks.size - 1 - ranks.rank)
-        mine[2] = int(self._needs_grad)
-        if slots is not None and slots.host_rows is not None:
-            mine[3] = recv_FWE.sum() > slots.host_rows
-        for i, depth in enumerate(depths):
-            mine[4 + i] = depth
-        if ranks.size > 1:
-            self._traffic.counts += mine.numel() * mine.element_size()
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=ranks.group)
-        return mine
+        """The largest over all ranks of: tokens, fault, needs_grad, host shortage, and the depths. The first
+        three came with the counts; only what follows from the counts must be asked for after them."""
+        told = self._received[:, :HEADER].amax(0)
+        if self._slots is None:
+            return F.pad(told, (0, 1))
+        agreed = recv_FWE.new_zeros(HEADER + 1 + len(self._slots.degrees))
+        agreed[:HEADER] = told
+        if self._slots.host_rows is not None:
+            agreed[HEADER] = recv_FWE.sum() > self._slots.host_rows
+        for i, depth in enumerate(self._slots.depths(recv_FWE, told[0])):
+            agreed[HEADER + 1 + i] = depth
+        if self._ranks.size > 1:
+            self._traffic.counts += agreed.numel() * agreed.element_size()
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._ranks.group)
+        return agreed
 
 
 @contextlib.contextmanager

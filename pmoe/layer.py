@@ -205,11 +205,13 @@ class MoELayer(nn.Module):
             _check_host_memory(self.restore, _experts_parameter(self), device)
         splits = pipeline_backward is not None and pipeline_backward > (fixed_degree(pipeline) or 1)
         recomputes = self.restore is True or (self.restore and self.restore.hidden == "recompute")
-        if self.memory_budget is not None and isinstance(self.experts, ModuleExperts):
-            raise ValueError(
-                f"memory_budget ({memory_budget!r}) must be None where experts are modules: what they save "
-                "cannot be predicted"
-            )
+        if self.memory_budget is not None:
+            self._check_predictable("memory_budget", memory_budget)
+            if not self.trusts_gate:
+                raise ValueError(
+                    f"memory_budget ({memory_budget!r}) must be left out where gate is a module: what it "
+                    "saves cannot be predicted"
+                )
         if splits and not recomputes and isinstance(self.experts, ModuleExperts):
             raise ValueError(
                 f"pipeline_backward ({pipeline_backward}) must be at most pipeline ({pipeline}) where "
@@ -251,7 +253,7 @@ class MoELayer(nn.Module):
     @property
     def chooser(self) -> Chooser:
         """Chooses among the restore pairs that the arguments allow."""
-        key = (self.restore, self.memory_budget, self.pipeline, self.pipeline_backward, self.slack)
+        key = (self.restore, self.memory_budget, self.num_bins, self.pipeline_backward, self.slack)
         if self._chooser is None or self._chooser[0] != key:
             self._chooser = (key, self._make_chooser())
         return self._chooser[1]
@@ -272,7 +274,13 @@ class MoELayer(nn.Module):
     @property
     def granularity(self) -> GranularitySearch:
         """What pipeline=True has learnt, shared by all layers like this one on this group."""
-        settings = (self.restore, self.rotates, self.bypass_local)
+        like = _experts_parameter(self)
+        settings = (
+            self.restore,
+            self.rotates,
+            self.bypass_local,
+            like is not None and (like.dtype, like.device),
+        )
         if self._table is None or self._table[0] != settings:
             self._table = (settings, search_table(self.ranks, self._granularity_key))
         return self._table[1]
@@ -287,7 +295,7 @@ class MoELayer(nn.Module):
         Every rank must call it. Raises ValueError on every rank where rank 0's file is corrupt or of another
         layer, OSError where it cannot be read.
         """
-        load_table(self.ranks, self._granularity_key, path)
+        load_table(self.ranks, self._granularity_key, path, self.degree_candidates)
 
     @property
     def _granularity_key(self) -> dict[str, Any]:
@@ -310,15 +318,25 @@ class MoELayer(nn.Module):
     ) -> Memory:
         """The bytes that one forward and backward take on this rank (`pmoe.pipeline.footprint.Memory`).
 
-        num_tokens: the largest number of tokens of a rank. row_counts: of a batch, as ``layer.row_counts``
-        holds those of the last one; without them the bytes are upper bounds for any routing. The other
-        arguments stand for the layer's own; where the layer chooses by itself, they must say what is chosen.
+        num_tokens: of this rank; without row_counts the largest of any rank. row_counts: of a batch, as
+        ``layer.row_counts`` holds those of the last one; without them the bytes are upper bounds for any
+        routing. The other arguments stand for the layer's own; where the layer chooses by itself, they must
+        say what is chosen. Rows are taken to be of the parameters' type: autocast is not looked at.
 
-        Raises ValueError where n or the pair is neither the layer's nor given, and where experts are modules:
-        what they save is theirs to say.
+        Raises ValueError where n or the pair is neither the layer's nor given, where the layer's buffers do
+        not rotate (memory_reuse=False), and where experts are modules: what they save is theirs to say.
         """
-        if isinstance(self.experts, ModuleExperts):
-            raise ValueError("expert (modules) must be ffn or swiglu: what modules save cannot be predicted")
+        self._check_predictable("row_counts", row_counts)
+        for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} ({value!r}) must be None or an int of at least 1")
+        if not isinstance(num_tokens, int) or num_tokens < 0:
+            raise ValueError(f"num_tokens ({num_tokens!r}) must be an int of at least 0")
+        if not self.rotates and memory_reuse is None:
+            raise ValueError(
+                "memory_reuse (None) must be given for a layer built with memory_reuse=False: only buffers "
+                "that rotate are predicted"
+            )
         n = pipeline or fixed_degree(self.pipeline)
         restore = self.restore if memory_reuse is None else parse_restore(memory_reuse)
         if n is None or restore is True:
@@ -327,14 +345,28 @@ class MoELayer(nn.Module):
                 f"chooses them (pipeline={self.pipeline}, memory_reuse={self.restore})"
             )
         backward = pipeline_backward or self.pipeline_backward or n
+        bins = None if row_counts is None else row_counts.send.shape[0]
+        if bins is not None and (bins % n or bins % backward):
+            raise ValueError(f"pipeline ({n}, {backward}) must divide the {bins} bins of row_counts")
         return self._predict(num_tokens, row_counts, n, backward, restore or KEEP)
+
+    def _check_predictable(self, name: str, value: object) -> None:
+        """Raises ValueError where not all of the memory is this layer's to know."""
+        like = _experts_parameter(self)
+        if not self.experts.columns("cpu" if like is None else like.device.type).hidden:
+            raise ValueError(
+                f"{name} ({value!r}) must be left out where experts are modules of one's own: what they save "
+                "cannot be predicted"
+            )
 
     def memory_shape(self, rows_TM: Tensor | None = None) -> Shape:
         """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
         of their parameters."""
-        like = _experts_parameter(self) if rows_TM is None else rows_TM
+        parameter = _experts_parameter(self)
+        like = parameter if rows_TM is None else rows_TM
         device_type = "cpu" if like is None else like.device.type
         size = 4 if like is None else like.element_size()
+        wide = size if parameter is None else parameter.element_size()
         columns = self.experts.columns(device_type)
         if not columns.hidden:  # modules do not say; only the cost model asks, to compare pairs
             columns = Columns(hidden=self.d_hidden, scratch=self.d_hidden)
@@ -350,6 +382,8 @@ class MoELayer(nn.Module):
             gate_parameters=sum(parameter.numel() for parameter in self.gate.parameters()),
             bypass_local=self.bypass_local,
             has_drops=self.capacity_factor is not None,
+            gate_scores=1 + bool(getattr(self.gate, "z_loss_weight", 0)),
+            cast_from=wide if wide != size else 0,
         )
 
     def _predict(
@@ -423,8 +457,8 @@ class MoELayer(nn.Module):
         return _forward(self, x)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The last loss is attached to a graph, which neither copies nor pickles; the table is the process's.
-        return {**self.__dict__, "l_aux": None, "_table": None}
+        # The last loss is attached to a graph, which neither copies nor pickles; the rest is found again.
+        return {**self.__dict__, "l_aux": None, "_table": None, "_chooser": None}
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "
@@ -470,6 +504,7 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
         num_tokens=expert_TK.shape[0],
         fault=routed.fault,
         needs_grad=_needs_grad(routed.x_TM, routed.routing.weight, *parameters),
+        dtype=_autocast_dtype(routed.x_TM) or routed.x_TM.dtype,
         traffic=layer.traffic,
         slots=slots,
     )

@@ -140,8 +140,10 @@ def num_bins(degrees: Sequence[int], num_ranks: int) -> int:
 
 MOST_BINS = 256
 
-HEADER = 3
-"""Integers before the counts in each message: the sender's tokens, fault, needs_grad."""
+HEADER = 4
+"""Integers before the counts in each message: the sender's tokens, fault, needs_grad, type of rows."""
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CountsExchange:
@@ -156,16 +158,19 @@ class CountsExchange:
         num_tokens: int,
         fault: Tensor | Fault,
         needs_grad: bool,
+        dtype: torch.dtype,
         traffic: Traffic,
         slots: Slots | None = None,
     ) -> None:
-        """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there."""
+        """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there.
+        dtype: of the rows that will travel."""
         bins, num_experts = counts_FE.shape
         self._ranks, self._shape = ranks, (bins, ranks.size, num_experts // ranks.size)
         self._slots, self._traffic = slots, traffic
         header = counts_FE.new_empty(HEADER)
         # Filled by kernels: a tensor built from Python numbers would be a synchronising copy on CUDA.
-        for i, value in enumerate((num_tokens, fault, needs_grad)):
+        kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
+        for i, value in enumerate((num_tokens, fault, needs_grad, kind)):
             header[i] = value if isinstance(value, Tensor) else int(value)
         by_rank = counts_FE.view(self._shape).transpose(0, 1).reshape(ranks.size, -1)
         self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1)
@@ -194,11 +199,19 @@ class CountsExchange:
             agreed = self._agree(recv_device)
             counts = torch.cat([self._sent.view(-1), self._received.view(-1), agreed]).cpu()
         sent, received, numbers = counts.split([self._sent.numel()] * 2 + [agreed.numel()])
-        max_tokens, fault, needs_grad, host_shortage, *depths = numbers.tolist()
+        max_tokens, fault, needs_grad, _, host_shortage, *depths = numbers.tolist()
         if fault:
             codes = received.view_as(self._sent)[:, 1].tolist()
             told = [f"rank {rank}: {FAULTS[Fault(code)]}" for rank, code in enumerate(codes) if code]
             raise FaultError(Fault(fault), "; ".join(told))
+        kinds = received.view_as(self._sent)[:, 3].tolist()
+        if len(set(kinds)) > 1:
+            names = [*(str(dtype) for dtype in TYPES), "another type"]
+            told = [f"rank {rank}: {names[kind]}" for rank, kind in enumerate(kinds)]
+            raise FaultError(
+                Fault.DTYPE,
+                f"rows must be of one type on all ranks (autocast on all or none): {'; '.join(told)}",
+            )
         return Shared(
             send=by_bin(sent.view_as(self._sent)),
             recv=by_bin(received.view_as(self._sent)),
@@ -210,8 +223,8 @@ class CountsExchange:
         )
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
-        """The largest over all ranks of: tokens, fault, needs_grad, host shortage, and the depths. The first
-        three came with the counts; only what follows from the counts must be asked for after them."""
+        """The largest over all ranks of: the header's numbers, host shortage, and the depths. The former came
+        with the counts; only what follows from the counts must be asked for after them."""
         told = self._received[:, :HEADER].amax(0)
         if self._slots is None:
             return F.pad(told, (0, 1))

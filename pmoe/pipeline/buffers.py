@@ -250,7 +250,10 @@ class HostPool:
             return
         if self._pinned:
             size = max(size, min(256 << 20, room))
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            try:
+                memory = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            except RuntimeError:  # the machine has less to pin than the limit allows: as if it were full
+                return
         else:
             # Addresses for all there may be; pages come when they are first written.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)

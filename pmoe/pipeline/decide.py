@@ -84,9 +84,7 @@ class Candidate:
         )
 
 
-def task_seconds(
-    shape: Shape, profile: Profile, num_tokens: int, n: int, direction: str, task: Task
-) -> float:
+def task_seconds(shape: Shape, profile: Profile, num_tokens: int, n: int, task: Task) -> float:
     """How long a task takes alone, for evenly routed rows: products by their multiply-adds, messages and
     copies by their bytes. What only moves rows inside the device costs nothing here."""
     rows = num_tokens * shape.top_k / n
@@ -130,7 +128,7 @@ def simulated_pass(
     speed = _speeds(profile, {task.lane for task in schedule.tasks})
     return simulate(
         schedule.tasks,
-        lambda task: task_seconds(shape, profile, num_tokens, n, direction, task) / speed[task.lane],
+        lambda task: task_seconds(shape, profile, num_tokens, n, task) / speed[task.lane],
     )
 
 
@@ -271,22 +269,24 @@ class Chooser:
         self, *, pairs: Sequence[Restore], budget: int | None, slack: float, bins: int | None = None
     ) -> None:
         self.pairs, self.budget, self.slack, self.bins = tuple(pairs), budget, slack, bins
-        self._known: dict[tuple[int, tuple[tuple[int, int], ...], tuple[Restore, ...]], Choice] = {}
+        self._known: dict[tuple[object, ...], Choice | None] = {}
 
     def pair(self, shape: Shape, max_tokens: int, profile: Callable[[], Profile]) -> Restore:
         """The cheapest by Eq. 10."""
         if len(self.pairs) == 1 or max_tokens == 0:
             return self.pairs[0]
-        key = (_rounded_up(max_tokens), (), self.pairs)
-        if key not in self._known:
-            found, seconds = cheapest_pair(shape, profile(), key[0], self.pairs)
+        tokens = _rounded_up(max_tokens)
+        key = (shape, tokens, self.pairs)
+        known = self._known.get(key)
+        if known is None:
+            found, seconds = cheapest_pair(shape, profile(), tokens, self.pairs)
             told = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
-            if all(choice.restore != found for choice in self._known.values()):
+            if all(choice is None or choice.restore != found for choice in self._known.values()):
                 log.info(
                     "memory_reuse=True takes %s for %d tokens a rank (Eq. 10: %s)", found, max_tokens, told
                 )
-            self._known[key] = Choice(forward=0, backward=0, restore=found)
-        return self._known[key].restore
+            known = self._known[key] = Choice(forward=0, backward=0, restore=found)
+        return known.restore
 
     def fitting(
         self,
@@ -306,15 +306,20 @@ class Chooser:
             pairs = tuple(pair for pair in pairs if pair.dispatched != "offload") or tuple(
                 Restore("communicate", pair.hidden) for pair in pairs
             )
-        key = (_rounded_up(max_tokens), tuple(degrees), pairs)
-        if key not in self._known:
-            try:
-                self._known[key] = self._fit(shape, key[0], degrees, pairs, profile)
-            except ValueError:
-                if max_tokens == key[0]:
-                    raise
-                return self._fit(shape, max_tokens, degrees, pairs, profile)
-        return self._known[key]
+        # What holds for more tokens holds for fewer: few numbers are decided on. None where nothing holds.
+        for tokens in (_rounded_up(max_tokens), max_tokens):
+            key = (shape, tokens, tuple(degrees), pairs)
+            if key not in self._known:
+                try:
+                    self._known[key] = self._fit(shape, tokens, degrees, pairs, profile)
+                except ValueError:
+                    if tokens == max_tokens:
+                        raise
+                    self._known[key] = None
+            found = self._known[key]
+            if found is not None:
+                return found
+        raise AssertionError("unreachable: the last number of tokens fits or raises")
 
     def _fit(
         self,
@@ -341,7 +346,7 @@ class Chooser:
 
 
 def _rounded_up(tokens: int) -> int:
-    """To three significant bits: what holds for more tokens holds for fewer, and few numbers are decided on.
+    """To three significant bits.
 
     Example: 1000 -> 1024, 1100 -> 1280.
     """

@@ -18,6 +18,7 @@ import torch
 from pmoe.comm.counts import Shared
 from pmoe.experts import FFNExperts, SwiGLUExperts
 from pmoe.experts.base import Columns
+from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.pipeline.buffers import Extent, Sizes, arena_elements, slot_elements
 from pmoe.pipeline.rotation import rotating_backward, rotating_forward
 from pmoe.planner.restore import Restore
@@ -33,7 +34,8 @@ SMALL = 4096
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What of a layer its memory depends on. element_size: of the rows; weight_size: of routing weights.
-    expert_parameters, gate_parameters: elements.
+    expert_parameters, gate_parameters: elements. gate_scores: tensors of a score for each token and expert
+    that the gate saves. cast_from: under autocast the element size of tokens and parameters, else 0.
     """
 
     d_model: int
@@ -47,6 +49,8 @@ class Shape:
     gate_parameters: int
     bypass_local: bool = True
     has_drops: bool = False
+    gate_scores: int = 1
+    cast_from: int = 0
 
     @property
     def travels(self) -> bool:
@@ -125,7 +129,10 @@ def worst_rows(shape: Shape, num_tokens: int, n: int, bins: int, slot_rows: int)
     """
     sources = shape.num_ranks - 1 if shape.bypass_local else shape.num_ranks
     own = math.ceil(num_tokens / n) * shape.top_k
-    finest = math.ceil(num_tokens / bins) * shape.top_k
+    cuts = n
+    while bins % (2 * cuts) == 0:
+        cuts *= 2
+    finest = math.ceil(num_tokens / cuts) * shape.top_k
     received = min(sources * own, max(slot_rows, sources * finest))
     local = own if shape.bypass_local else 0
     # A skewed batch of one or two chunks is cut into more, which use every slot of a ring.
@@ -167,7 +174,10 @@ def predict(
     }
     host = t_di * (restore.dispatched == "offload") + t_m * (restore.hidden == "offload")
     small = _saved_by_row(shape, num_tokens, forward) + rearranged * _plan_bytes(shape, slots, backward)
-    saved = rows_T + sum(kept.values()) + small
+    # Under autocast: narrow copies of the parameters and of the tokens, and a wide gradient of the latter.
+    cast = (shape.expert_parameters * size + rows_T) * bool(shape.cast_from)
+    wide_dx = num_tokens * shape.d_model * shape.cast_from
+    saved = rows_T + sum(kept.values()) + small + cast
 
     arenas = {
         "forward": _arena(shape, forward, "forward", restore, rearranged),
@@ -188,25 +198,34 @@ def predict(
     unit_bytes = [
         rows * (4 * shape.weight_size + INDEX + shape.columns.staged * size) + SMALL for rows in units
     ]
+    num_local = shape.num_experts // shape.num_ranks
     if shape.columns.staged:
         unit_bytes[1] = max(unit_bytes[1], shape.expert_parameters * size)  # a weight's gradient, likewise
+    elif size < 4:
+        # Narrow rows times wide weights: both sides are made wide first. An expert's gradient is made before
+        # it is added.
+        unit_bytes = [found + rows * shape.d_model * 8 for found, rows in zip(unit_bytes, units, strict=True)]
+        unit_bytes[1] = max(unit_bytes[1], shape.expert_parameters // num_local * size)
     forward_work = arenas["forward"] + chosen + weights + unit_bytes[0]
-    products = block * shape.columns.scratch * size
+    products = block * shape.columns.scratch * (size if size >= 4 else 8)
     backward_work = arenas["backward"] + max(products, chosen_backward) + backward_weights + unit_bytes[1]
-    gradients = shape.expert_parameters * size + shape.gate_parameters * shape.weight_size
+    gradients = (shape.expert_parameters + shape.gate_parameters) * (shape.cast_from or size)
     expert_gradients = shape.expert_parameters * size
-    if size < 4 and backward.num_chunks > 1:
-        expert_gradients = shape.expert_parameters * 4  # summed wide, and rounded at the end
+    additions = backward.num_chunks * (shape.bypass_local + shape.travels)
+    if size < 4 and additions > 1:
+        # Summed wide and rounded one by one at the end, the largest of them two thirds of all.
+        expert_gradients = shape.expert_parameters * 4 + shape.expert_parameters * size * 2 // 3
     forward_peak = saved + forward_work
-    backward_peak = saved + rows_T + backward_work + expert_gradients
+    backward_peak = saved + rows_T + wide_dx + backward_work + expert_gradients
     routing_peak = _routing_peak(shape, num_tokens)
-    promised = max(forward_peak, saved + rows_T + backward_work, routing_peak)
+    gate_backward = 3 * rows_T + wide_dx + small + _routing_peak(shape, num_tokens)
+    promised = max(forward_peak, saved + rows_T + wide_dx + backward_work, routing_peak, gate_backward)
     return Memory(
         saved=saved,
         temporary=max(forward_work, backward_work),
         gradients=gradients,
         host=host,
-        peak=max(forward_peak, backward_peak, routing_peak),
+        peak=max(forward_peak, backward_peak, routing_peak, gate_backward + shape.expert_parameters * size),
         forward_peak=forward_peak,
         backward_peak=backward_peak,
         promised=promised,
@@ -244,7 +263,7 @@ def _arena(shape: Shape, rows: PassRows, direction: str, restore: Restore, rearr
 def _saved_by_row(shape: Shape, num_tokens: int, rows: PassRows) -> int:
     """The gate's probabilities, choices and weights, the order of rows, and routing weights that arrived."""
     slots = num_tokens * shape.top_k
-    gate = num_tokens * shape.num_experts * shape.weight_size
+    gate = num_tokens * shape.num_experts * shape.weight_size * shape.gate_scores
     # Weights that are scaled to sum 1 are saved before and after.
     choices = slots * (INDEX + shape.weight_size * (1 + (shape.top_k > 1)))
     received = rows.received * shape.weight_size
@@ -259,9 +278,10 @@ def _plan_bytes(shape: Shape, slots: int, rows: PassRows) -> int:
 
 
 def _routing_peak(shape: Shape, num_tokens: int) -> int:
-    """While the gate decides and rows are sorted, before any row moves."""
+    """While the gate decides and rows are sorted, before any row moves; likewise after they came back."""
     slots = num_tokens * shape.top_k
-    return num_tokens * shape.num_experts * shape.weight_size * 5 + slots * INDEX * 12
+    widened = min(num_tokens, BLOCK_ROWS) * shape.d_model * 4 * (shape.element_size < 4)
+    return num_tokens * shape.num_experts * shape.weight_size * 5 + slots * INDEX * 12 + widened
 
 
 def shape_of_sizes(

@@ -447,7 +447,11 @@ class _Backward(_Pass):
         journey = self.cut.weights
         if journey is not None:
             self.grad_weight[journey.slot] = self.grad_weight_home
-        return self.result_TM, self.grad_weight, [s if s is None else s.result() for s in self.sums]
+        grads: list[Tensor | None] = []
+        while self.sums:  # each sum goes as soon as it is rounded
+            total = self.sums.pop(0)
+            grads.append(None if total is None else total.result())
+        return self.result_TM, self.grad_weight, grads
 
     # ---- T_DI and T_M, restored
 

@@ -35,21 +35,29 @@ def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularitySearch:
     return _tables.setdefault(_name(ranks, key), GranularitySearch())
 
 
-def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path) -> None:
+def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> None:
     """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `GranularitySearch.load`."""
     found: list[GranularitySearch | Exception | None] = [None]
     if ranks.rank == 0:
         try:
-            found = [GranularitySearch.load(path, key)]
+            loaded = GranularitySearch.load(path, key)
+            unknown = [
+                degrees
+                for degrees in loaded.ranges.points.values()
+                if not {degrees.forward, degrees.backward} <= set(candidates)
+            ]
+            if unknown:
+                raise ValueError(f"{path}: found {unknown[0]}, expected degrees among {tuple(candidates)}")
+            found = [loaded]
         except (OSError, ValueError) as error:
             found = [error]
     if ranks.size > 1:
         dist.broadcast_object_list(found, group_src=0, group=ranks.group)
-    (loaded,) = found
-    if isinstance(loaded, Exception):
-        raise loaded
-    assert loaded is not None
-    table(ranks, key).take(loaded)  # layers hold the table itself
+    (told,) = found
+    if isinstance(told, Exception):
+        raise told
+    assert told is not None
+    table(ranks, key).take(told)  # layers hold the table itself
 
 
 def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:

@@ -236,3 +236,20 @@ def test_a_budget_is_kept_or_refused_on_every_rank_with_the_least_that_would_do(
     assert all(
         isinstance(m, str) for m in ranks(world).run(budget_job, str(tmp_path), least - 1, options, skew)
     )
+
+
+def one_sided_job(rank: int, world: int) -> list[str]:
+    layer = build(dtype=torch.float32, pipeline=2)
+    x = torch.randn(9, D_MODEL)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=rank == 0):
+        message = error_of(lambda: layer(x))
+    layer(x)  # and the layer stays usable
+    return [message]
+
+
+def test_autocast_on_one_rank_alone_is_an_error_on_all() -> None:
+    for (message,) in ranks(2).run(one_sided_job):
+        assert message == (
+            "FaultError: rows must be of one type on all ranks (autocast on all or none): rank 0: "
+            "torch.bfloat16; rank 1: torch.float32"
+        )

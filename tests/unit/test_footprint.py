@@ -132,3 +132,94 @@ def test_reuse_only_rises_with_tokens_and_falls_with_n() -> None:
     assert by_tokens == sorted(by_tokens)
     by_n = [layer.predict_memory(4096, pipeline=n).promised for n in (1, 2, 4, 8)]
     assert by_n == sorted(by_n, reverse=True)
+
+
+UNUSUAL = [
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "pipeline": 1},
+    {"dtype": torch.bfloat16, "expert": "swiglu", "top_k": 2},
+    {"dtype": torch.float16, "num_experts": 8},
+    {"d_hidden": 32, "pipeline": 16},
+    {"num_experts": 256, "d_hidden": 64, "pipeline": 8},
+    {"num_experts": 128, "z_loss_weight": 0.1},
+    {"top_k": 4, "pipeline": 8},
+]
+
+
+@pytest.mark.parametrize("options", UNUSUAL, ids=str)
+@pytest.mark.parametrize("pair", [KEEP, *STRATEGIES.values()], ids=str)
+def test_no_layer_takes_more_than_its_bound_or_its_budget(
+    pair: pmoe.Restore, options: dict[str, Any]
+) -> None:
+    layer = build(**{"pipeline": 4, "memory_reuse": pair, "bias": False, **options})
+    found = measured(layer)
+    bound = layer.predict_memory(TOKENS)
+    assert found.peak <= bound.peak
+    wide = 4 if layer.gate.weight.element_size() < 4 else layer.gate.weight.element_size()
+    gradients = sum(parameter.numel() for parameter in layer.parameters()) * wide
+    assert found.peak - gradients <= bound.promised
+
+
+def test_a_budget_counts_what_autocast_copies_and_is_decided_anew_for_another_type() -> None:
+    x, dy = torch.randn(2, 512, D_MODEL)
+    x.requires_grad_()
+
+    def step(layer: pmoe.MoELayer) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+        y.backward(dy.to(y.dtype))
+        return y
+
+    def least(layer: pmoe.MoELayer, autocast: bool) -> int:
+        layer.memory_budget = 1
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+            pytest.raises(ValueError) as error,
+        ):
+            layer(x)
+        return int(str(error.value).split("at least ")[1].split()[0])
+
+    layer = build(pipeline=4, memory_reuse="S4", memory_budget=1)
+    wide, narrow = least(layer, False), least(layer, True)
+    layer.memory_budget = narrow
+    step(layer)
+    x.grad = None
+    layer.zero_grad(set_to_none=True)
+    found = Allocated(lambda mark: step(layer))
+    # Gradients come in the narrow type and are then widened.
+    gradients = sum(parameter.numel() for parameter in layer.parameters()) * (4 + 2 + 4)
+    assert found.peak - gradients <= narrow
+    layer.memory_budget = min(wide, narrow)
+    for autocast in (True, False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            if (narrow if autocast else wide) <= layer.memory_budget:
+                layer(x)
+            else:
+                with pytest.raises(ValueError, match="must be at least"):
+                    layer(x)
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda layer: layer.predict_memory(-1), r"num_tokens \(-1\) must be an int of at least 0"),
+        (lambda layer: layer.predict_memory(8, pipeline=0), r"pipeline \(0\) must be None or an int"),
+        (
+            lambda layer: layer.predict_memory(8, memory_reuse="S9"),
+            r"memory_reuse \('S9'\) must be False, True",
+        ),
+        (
+            lambda layer: layer.predict_memory(8, layer.row_counts, pipeline=3),
+            r"pipeline \(3, 3\) must divide the 4 bins",
+        ),
+    ],
+)
+def test_a_prediction_of_what_cannot_be_is_refused(
+    call: Callable[[pmoe.MoELayer], object], match: str
+) -> None:
+    layer = build(pipeline=4, memory_reuse="S4")
+    layer(torch.randn(8, D_MODEL))
+    with pytest.raises(ValueError, match=match):
+        call(layer)
+    with pytest.raises(ValueError, match="only buffers that rotate are predicted"):
+        build(pipeline=4).predict_memory(8)

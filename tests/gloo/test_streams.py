@@ -372,6 +372,18 @@ def nothing(*args: Any) -> None:
     pass
 
 
+@contextlib.contextmanager
+def rings_reused_early() -> Iterator[None]:
+    """Schedules whose waits know no slots; none that was built before, or is built here, is kept."""
+    builders = (rotation.rotating_forward, rotation.rotating_backward)
+    for builder in builders:
+        builder.cache_clear()
+    with mock.patch.object(rotation, "link", link_without_slots):
+        yield
+    for builder in builders:
+        builder.cache_clear()
+
+
 MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "none": contextlib.nullcontext,
     "compute waits for no message": lambda: without_waits(Lane.COMPUTE),
@@ -380,7 +392,7 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "abandon does nothing": lambda: mock.patch.object(CudaLanes, "abandon", nothing),
     "copies out wait for nothing": lambda: without_waits(Lane.COPY_OUT),
     "compute waits for no copy in": lambda: without_waits(Lane.COMPUTE, Lane.COPY_IN),
-    "rings are reused too early": lambda: mock.patch.object(rotation, "link", link_without_slots),
+    "rings are reused too early": rings_reused_early,
     "finish waits for no copy": lambda: finish_without(*COPY_LANES),
     "host memory is handed out too early": lambda: mock.patch.object(
         CudaLanes, "_await_readers_of_the_host", nothing

@@ -11,6 +11,7 @@ written after each.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,6 +146,9 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, models=["MoE-GPT3-S"], tokens=["4k"], n=[2, 4, 8])
     parser.add_argument("--pairs", type=parse_pair, nargs="+", default=[*STRATEGIES.values(), KEEP])
+    parser.add_argument(
+        "--add", action="store_true", help="keep the cells that the file holds, and measure the others"
+    )
     args = parser.parse_args(argv)
     if min(args.n) < 2:
         parser.error(f"--n ({min(args.n)}) must be at least 2: Eq. 6 saves nothing below")
@@ -159,6 +163,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     cells.sort(key=lambda cell: cell[2] * cell[1].d_model * cell[1].d_hidden)
     rows: list[dict[str, Any]] = []
+    if args.add and Path(f"{stem}.json").exists():
+        rows = json.loads(Path(f"{stem}.json").read_text())["rows"]
+    held = {(row["model"], row["tokens"], row["n"], row["pair"]) for row in rows}
+    cells = [cell for cell in cells if (cell[0], cell[2], cell[3], pair_name(cell[4])) not in held]
     for name, model, tokens, n, pair in cells:
         about = f"{name}, B={tokens_name(tokens)}, n={n}, {pair_name(pair)}"
         if args.device == "cpu" and 1.5 * yardstick_bytes(tokens, model) > available_bytes():
@@ -167,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = measure(name, model, tokens, n, pair, args.device)
         rows.append(row)
         print(f"{about}: share {row['share']:.4f}, {row['seconds']:.1f} s", flush=True)
-        write_json(f"{stem}.json", device=args.device, threads=args.threads, cells=len(cells), rows=rows)
+        write_json(
+            f"{stem}.json", device=args.device, threads=args.threads, cells=len(held) + len(cells), rows=rows
+        )
     if not rows:
         return
     print(table([shown(row) for row in rows]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -19,10 +20,16 @@ class Allocated:
             at[0] = time.time_ns()
             time.sleep(1e-3)
 
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
-            result = function(mark)
+        # What earlier tests left in reference cycles would be seen to be freed in the middle of this one.
+        gc.collect()
+        gc.disable()
+        try:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ) as profile:
+                result = function(mark)
+        finally:
+            gc.enable()
         events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
         assert events
         self.peak = self.held = self.left = 0

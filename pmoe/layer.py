@@ -348,7 +348,12 @@ class MoELayer(nn.Module):
         bins = None if row_counts is None else row_counts.send.shape[0]
         if bins is not None and (bins % n or bins % backward):
             raise ValueError(f"pipeline ({n}, {backward}) must divide the {bins} bins of row_counts")
-        return self._predict(num_tokens, row_counts, n, backward, restore or KEEP)
+        shape, restore = self.memory_shape(), restore or KEEP
+        if row_counts is None:
+            return bound(shape, num_tokens, n, backward, restore, self.slack, self.num_bins)
+        n, backward = (each << row_counts.depth.get(each, 0) for each in (n, backward))
+        rows = {each: counted_rows(shape, row_counts, self.ranks.rank, each) for each in (n, backward)}
+        return predict(shape, num_tokens, rows[n], rows[backward], restore, rearranged=n != backward)
 
     def _check_predictable(self, name: str, value: object) -> None:
         """Raises ValueError where not all of the memory is this layer's to know."""
@@ -385,20 +390,6 @@ class MoELayer(nn.Module):
             gate_scores=1 + bool(getattr(self.gate, "z_loss_weight", 0)),
             cast_from=wide if wide != size else 0,
         )
-
-    def _predict(
-        self, num_tokens: int, row_counts: Shared | None, n: int, backward: int, restore: Restore
-    ) -> Memory:
-        shape = self.memory_shape()
-        if row_counts is not None:
-            depth = row_counts.depth
-            n, backward = n << depth.get(n, 0), backward << depth.get(backward, 0)
-            forward_rows, backward_rows = (
-                counted_rows(shape, row_counts, self.ranks.rank, each) for each in (n, backward)
-            )
-        else:
-            return bound(shape, num_tokens, n, backward, restore, self.slack, self.num_bins)
-        return predict(shape, num_tokens, forward_rows, backward_rows, restore, rearranged=n != backward)
 
     def _make_experts(
         self,
@@ -580,7 +571,6 @@ def _choose(
     operands: tuple[Tensor, Tensor, Sequence[Tensor]],
 ) -> Choice:
     """n of both passes and the restore pair, from numbers that all ranks share."""
-    shape = layer.memory_shape(rows_TM)
     chooser, most = layer.chooser, shared.max_tokens
 
     def profile() -> Profile:
@@ -588,12 +578,15 @@ def _choose(
 
     forward = fixed_degree(layer.pipeline)
     if chooser.budget is not None:
+        shape = layer.memory_shape(rows_TM)
         degrees = [(n, layer.pipeline_backward or n) for n in (DEGREES if forward is None else (forward,))]
         choice = chooser.fitting(shape, most, degrees, profile)
         if shared.host_shortage and choice.restore.dispatched == "offload":
             choice = chooser.fitting(shape, most, degrees, profile, host_is_full=True)
         return choice
-    restore = chooser.pair(shape, most, profile) if shared.needs_grad else chooser.pairs[0]
+    restore = chooser.pairs[0]
+    if len(chooser.pairs) > 1 and shared.needs_grad:
+        restore = chooser.pair(layer.memory_shape(rows_TM), most, profile)
     if shared.host_shortage and restore.dispatched == "offload":
         restore = Restore("communicate", restore.hidden)
         if shared.needs_grad:  # else nothing is offloaded at all

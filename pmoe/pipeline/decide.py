@@ -19,7 +19,7 @@ import torch
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.comm.ranks import Ranks
 from pmoe.pipeline.footprint import Memory, Shape, predict, worst_rows
-from pmoe.pipeline.rotation import rotating_backward, rotating_forward
+from pmoe.pipeline.rotation import rotating
 from pmoe.pipeline.schedule import Kind, Lane, Task
 from pmoe.planner.cost_model import Direction, lane_seconds
 from pmoe.planner.profile import Profile, load_or_measure
@@ -120,11 +120,14 @@ def simulated_pass(
     rearranged: bool,
 ) -> list[Simulated[Task]]:
     """The schedule of a pass on the lanes of ``profile``, slowed by what they do to each other (Fig. 3)."""
-    where = {"local": shape.bypass_local, "remote": shape.travels}
-    if direction == "forward":
-        schedule = rotating_forward(n, **where, restore=restore)
-    else:
-        schedule = rotating_backward(n, **where, restore=restore, rearranged=rearranged)
+    schedule = rotating(
+        direction,
+        n,
+        local=shape.bypass_local,
+        remote=shape.travels,
+        restore=restore,
+        rearranged=rearranged,
+    )
     speed = _speeds(profile, {task.lane for task in schedule.tasks})
     return simulate(
         schedule.tasks,

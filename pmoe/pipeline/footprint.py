@@ -20,7 +20,7 @@ from pmoe.experts import FFNExperts, SwiGLUExperts
 from pmoe.experts.base import Columns
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.pipeline.buffers import Extent, Sizes, arena_elements, slot_elements
-from pmoe.pipeline.rotation import rotating_backward, rotating_forward
+from pmoe.pipeline.rotation import rotating
 from pmoe.planner.restore import Restore
 from pmoe.planner.theory import check_sizes
 
@@ -243,11 +243,14 @@ def predict(
 
 
 def _arena(shape: Shape, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> int:
-    n, where = rows.num_chunks, {"local": shape.bypass_local, "remote": shape.travels}
-    if direction == "forward":
-        schedule = rotating_forward(n, **where, restore=restore)
-    else:
-        schedule = rotating_backward(n, **where, restore=restore, rearranged=rearranged)
+    schedule = rotating(
+        direction,
+        rows.num_chunks,
+        local=shape.bypass_local,
+        remote=shape.travels,
+        restore=restore,
+        rearranged=rearranged,
+    )
     sizes = Sizes(
         direction=direction,
         extent=rows.extent,

@@ -25,7 +25,7 @@ from pmoe.pipeline import engine
 from pmoe.pipeline.buffers import Arena, Extent, HostMemoryError, Sizes, aligned, copy, pool, warn_once
 from pmoe.pipeline.lanes import current_stream, hold_for
 from pmoe.pipeline.plan import Cut, Joined, Plan
-from pmoe.pipeline.rotation import rotating_backward, rotating_forward
+from pmoe.pipeline.rotation import rotating
 from pmoe.pipeline.schedule import Kind, Schedule, backward_schedule, forward_schedule, sequential
 
 Unit = tuple[int, str]
@@ -49,10 +49,9 @@ def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     n = len((plan.forward if direction == "forward" else plan.backward).chunks)
     if not plan.rotates:
         schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, **rows)
-    elif direction == "forward":
-        schedule = rotating_forward(n, **rows, restore=plan.restore if keep else None)
     else:
-        schedule = rotating_backward(n, **rows, restore=plan.restore, rearranged=plan.rearranged)
+        restore = plan.restore if keep else None
+        schedule = rotating(direction, n, **rows, restore=restore, rearranged=plan.rearranged)
     return sequential(schedule) if plan.sequential else schedule
 
 
@@ -606,11 +605,10 @@ class _Experts(torch.autograd.Function):
         tensors: list[Tensor | None] = [weight_TK, *parameters, *optional]
         ctx.units = []
         for unit, kept in done.kept.items():
-            hidden = kept.hidden
-            ctx.units.append((unit, kept.recipe, None if hidden is None else replace(hidden, tensors=())))
-            count = 0 if hidden is None else len(hidden.tensors)
-            tensors += [kept.rows_NM, *(hidden.tensors if hidden is not None else ())]
-            ctx.units[-1] += (count,)
+            hidden, saved = kept.hidden, kept.hidden.tensors if kept.hidden is not None else ()
+            emptied = None if hidden is None else replace(hidden, tensors=())
+            ctx.units.append((unit, kept.recipe, emptied, len(saved)))
+            tensors += [kept.rows_NM, *saved]
         ctx.save_for_backward(*tensors)
         ctx.plan, ctx.num_parameters = plan, len(parameters)
         return y_TM

@@ -236,6 +236,17 @@ def rotating_backward(
     return Schedule(direction="backward", tasks=link(tasks, rings.slots), slots=rings.slots)
 
 
+def rotating(
+    direction: str, n: int, *, local: bool, remote: bool, restore: Restore | None, rearranged: bool = False
+) -> Schedule:
+    """The forward or the backward pass through rings. A backward has a ``restore``; a forward is the same
+    whether its backward is ``rearranged`` or not."""
+    if direction == "forward":
+        return rotating_forward(n, local=local, remote=remote, restore=restore)
+    assert restore is not None
+    return rotating_backward(n, local=local, remote=remote, restore=restore, rearranged=rearranged)
+
+
 def _units(chunks: Sequence[int], local: bool, remote: bool) -> list[tuple[int, str]]:
     """In which order the experts compute: (chunk, "_L" for its rows that stay, else ""). Rows that stay fill
     the time until their chunk arrives; the last chunk's cover its R."""

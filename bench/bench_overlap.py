@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.links import INFINITE, launch, measure_rate
 from bench.timing import Timing, machine, table, write_json
-from pmoe.pipeline import Kind, Span, backward_schedule, forward_schedule, recording, sequential
+from pmoe.pipeline import Kind, Span, Stages, backward_schedule, forward_schedule, recording, sequential
 from pmoe.pipeline.schedule import local_pieces
 from pmoe.planner.costs import LineCost, fit_line
 from pmoe.planner.simulator import makespan, simulate
@@ -221,7 +221,7 @@ def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict
     """The simulator's spans and times of a step in n chunks."""
     predicted: dict[str, Any] = {"spans": {}}
     for direction, build in (("forward", forward_schedule), ("backward", backward_schedule)):
-        schedule = build(n, local=True, remote=True)
+        schedule = build(n, Stages(local=True, remote=True))
         schedule = sequential(schedule) if is_sequential else schedule
 
         def seconds(task: Any, direction: str = direction) -> float:

@@ -36,7 +36,7 @@ import pmoe
 from bench.bench_overlap import Run, Setting, choose_rate, make_layer, measure, products_alone
 from bench.links import INFINITE, launch, measure_rate
 from bench.timing import Timing, machine, table, write_json
-from pmoe.pipeline import Kind, recording
+from pmoe.pipeline import Kind, Stages, recording
 from pmoe.pipeline.rotation import rotating_backward, rotating_forward
 from pmoe.planner.costs import LineCost, fit_line
 from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
@@ -232,7 +232,7 @@ def predict(costs: Costs, setting: Setting, pair: Restore, n: int) -> float:
                 return costs.message(setting.remote_rows * setting.row_bytes / n)
             return costs.seconds(direction, pair, task.kind)(rows_of(setting, task.kind, n))
 
-        schedule = build(n, local=True, remote=True, restore=pair)
+        schedule = build(n, Stages(local=True, remote=True), restore=pair)
         total += makespan(simulate(schedule.tasks, seconds)) + costs.outside[direction]
     return total
 

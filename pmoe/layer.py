@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pmoe.comm.base import Traffic
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins
-from pmoe.comm.flat import FlatAllToAll, Traffic
+from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, ModuleExperts, SwiGLUExperts
 from pmoe.experts.activations import find_activation
@@ -180,6 +181,9 @@ class MoELayer(nn.Module):
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.row_counts: Shared | None = None
         self.traffic = Traffic()
+        self.dispatch, self.combine = FlatDispatch(), FlatCombine()
+        for exchange in (self.dispatch, self.combine):
+            exchange.bind(self.ranks, self.traffic)
         self._chooser: tuple[object, Chooser] | None = None
         self._table: tuple[object, GranularitySearch] | None = None
         self.trusts_gate = isinstance(gate, str)  # a gate of ours returns what it should
@@ -515,7 +519,9 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
                 orders[n, layer.num_pieces(n)] = sort(n, layer.num_pieces(n))
         return make_plan(
             experts=layer.experts,
-            collective=FlatAllToAll(ranks=layer.ranks, traffic=layer.traffic),
+            ranks=layer.ranks,
+            dispatch=layer.dispatch,
+            combine=layer.combine,
             order=orders[degrees.forward, degrees.pieces],
             backward_order=orders[degrees.backward, layer.num_pieces(degrees.backward)],
             expert_TK=expert_TK,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.comm.flat import Traffic
+from pmoe.comm.base import Traffic
 from pmoe.comm.ranks import Ranks
 
 

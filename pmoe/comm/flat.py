@@ -6,52 +6,55 @@ Letters: N rows, W ranks, M columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.base import Combine, Dispatch, Exchange
 
 
-@dataclass(kw_only=True)
-class Traffic:
-    """Bytes that this rank sent to other ranks, by what they were. Rows that stay are not counted."""
+class FlatAllToAll(Exchange):
+    """Sends rows from each rank straight to each rank in one collective.
 
-    counts: int = 0
-    rows: int = 0
-    scalars: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.counts + self.rows + self.scalars
-
-
-@dataclass(kw_only=True)
-class FlatAllToAll:
-    """Sends rows from each rank to each rank of ``ranks``, counting bytes into ``traffic``.
-
-    Every rank must call it the same number of times in the same order; numbers of rows may be zero.
+    What a peer sends must be what this rank expects, or the process may abort: counts come from
+    `pmoe.comm.counts`, never from a guess.
     """
 
-    ranks: Ranks
-    traffic: Traffic = field(default_factory=Traffic)
-
     def exchange(
-        self, rows: Tensor, send_rows: Sequence[int], out: Tensor, recv_rows: Sequence[int]
+        self,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        out: Tensor,
+        recv_rows: Sequence[int],
+        relayed: Sequence[int] = (),
     ) -> dist.Work | None:
-        """Starts sending send_rows[r] consecutive rows of ``rows`` to rank r and receiving recv_rows[r]
-        from it into ``out``. Both are contiguous, (N,) or (N, M). Returns a Work whose wait() ends it.
-
-        What a peer sends must be what this rank expects, or the process may abort: counts come from
-        `pmoe.comm.counts`, never from a guess.
-        """
         sent = (rows.shape[0] - send_rows[self.ranks.rank]) * rows[0:1].numel() * rows.element_size()
         if rows.dim() == 1:
             self.traffic.scalars += sent
         else:
             self.traffic.rows += sent
-        work: dist.Work | None = dist.all_to_all_single(
-            out, rows, list(recv_rows), list(send_rows), group=self.ranks.group, async_op=True
-        )
-        return work
+        if self.ranks.group is None:
+            out.copy_(rows)
+            return None
+        return all_to_all(rows, send_rows, out, recv_rows, self.ranks.group)
+
+
+class FlatDispatch(FlatAllToAll, Dispatch):
+    """`pmoe.Dispatch` by one flat all-to-all."""
+
+
+class FlatCombine(FlatAllToAll, Combine):
+    """`pmoe.Combine` by one flat all-to-all."""
+
+
+def all_to_all(
+    rows: Tensor, send_rows: Sequence[int], out: Tensor, recv_rows: Sequence[int], group: dist.ProcessGroup
+) -> dist.Work | None:
+    """Starts one irregular all-to-all; float8 rows travel as bytes, for not every backend knows them."""
+    if rows.is_floating_point() and rows.element_size() == 1:
+        rows, out = rows.view(torch.uint8), out.view(torch.uint8)
+    work: dist.Work | None = dist.all_to_all_single(
+        out, rows, list(recv_rows), list(send_rows), group=group, async_op=True
+    )
+    return work

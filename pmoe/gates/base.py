@@ -1,31 +1,49 @@
 """What every gate returns: the routing of a rank's tokens, decided once and never again.
 
-Letters: T tokens of this rank, K choices a token, E experts of the whole group, M = d_model.
+Letters: T tokens of this rank, K choices a token, S rows of the routing (T but for gates that say otherwise),
+E experts of the whole group, M = d_model.
 """
 
 from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Rows that are mixtures of tokens, as SoftMoE's are: row s is sum_t dispatch[t, s] x_t, and token t gets
+    sum_s combine[t, s] y_s. Both (T, S), attached to the graph."""
+
+    dispatch: Tensor
+    combine: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Routing:
     """Where each token goes and with what weight.
 
-    expert: (T, K) int64, global expert indices, distinct within a token.
-    weight: (T, K) float32 or float64, the factor of each expert's output; carries the gate's gradient.
+    expert: (S, K) int64, global expert indices, distinct within a token. S is T, and row t is token t's,
+    unless ``token`` or ``mix`` says otherwise.
+    weight: (S, K) float32 or float64, the factor of each expert's output; carries the gate's gradient.
     l_aux: scalar, the auxiliary loss of this rank's tokens, attached to the graph.
-    logits: (T, E) or None, the gate's scores; looked at only for ``check_finite``.
+    logits: the gate's scores or None; looked at only for ``check_finite``.
+    keep: (S, K) bool, what the gate itself keeps within capacity; None leaves capacity to the layer.
+    token: (S,) int64, ascending: the token of each row, where tokens do not all go to as many experts.
+    mix: how rows are mixed of tokens, and tokens of results.
     """
 
     expert: Tensor
     weight: Tensor
     l_aux: Tensor
     logits: Tensor | None = None
+    keep: Tensor | None = None
+    token: Tensor | None = None
+    mix: Mix | None = None
 
 
 class Gate(nn.Module, abc.ABC):
@@ -34,6 +52,16 @@ class Gate(nn.Module, abc.ABC):
     A gate decides for the rank's whole batch at once, so micro-batches follow its decision and cannot
     change it.
     """
+
+    partition: Literal["tokens", "none"] = "tokens"
+    """What a part of the batch would be routed to: "tokens", the same as within the whole (capacity, where
+    there is one, passed from part to part); "none", something else: the gate needs the whole batch."""
+
+    needs_token_ids = False
+    """Whether forward takes the tokens' ids as a second argument, (T,) int64."""
+
+    decides_capacity = False
+    """Whether the constructor takes ``capacity_factor``: the gate itself says which rows are kept."""
 
     @abc.abstractmethod
     def forward(self, x_TM: Tensor) -> Routing:

@@ -120,14 +120,7 @@ def simulated_pass(
     rearranged: bool,
 ) -> list[Simulated[Task]]:
     """The schedule of a pass on the lanes of ``profile``, slowed by what they do to each other (Fig. 3)."""
-    schedule = rotating(
-        direction,
-        n,
-        local=shape.bypass_local,
-        remote=shape.travels,
-        restore=restore,
-        rearranged=rearranged,
-    )
+    schedule = rotating(direction, n, shape.stages, restore=restore, rearranged=rearranged)
     speed = _speeds(profile, {task.lane for task in schedule.tasks})
     return simulate(
         schedule.tasks,

@@ -21,6 +21,7 @@ from pmoe.experts.base import Columns
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.pipeline.buffers import Extent, Sizes, arena_elements, slot_elements
 from pmoe.pipeline.rotation import rotating
+from pmoe.pipeline.schedule import Stages
 from pmoe.planner.restore import Restore
 from pmoe.planner.theory import check_sizes
 
@@ -55,6 +56,10 @@ class Shape:
     @property
     def travels(self) -> bool:
         return self.num_ranks > 1 or not self.bypass_local
+
+    @property
+    def stages(self) -> Stages:
+        return Stages(local=self.bypass_local, remote=self.travels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,14 +248,7 @@ def predict(
 
 
 def _arena(shape: Shape, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> int:
-    schedule = rotating(
-        direction,
-        rows.num_chunks,
-        local=shape.bypass_local,
-        remote=shape.travels,
-        restore=restore,
-        rearranged=rearranged,
-    )
+    schedule = rotating(direction, rows.num_chunks, shape.stages, restore=restore, rearranged=rearranged)
     sizes = Sizes(
         direction=direction,
         extent=rows.extent,

@@ -44,14 +44,12 @@ class Kept:
 
 def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     """The schedule that a pass of ``plan`` runs; every rank of the group builds the same."""
-    # Whether there is a journey, not how many rows this rank sends: all ranks issue the same collectives.
-    rows: dict[str, bool] = {"local": plan.bypass_local, "remote": plan.forward.weights is not None}
     n = len((plan.forward if direction == "forward" else plan.backward).chunks)
     if not plan.rotates:
-        schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, **rows)
+        schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, plan.stages)
     else:
         restore = plan.restore if keep else None
-        schedule = rotating(direction, n, **rows, restore=restore, rearranged=plan.rearranged)
+        schedule = rotating(direction, n, plan.stages, restore=restore, rearranged=plan.rearranged)
     return sequential(schedule) if plan.sequential else schedule
 
 
@@ -162,7 +160,7 @@ class _Pass:
 
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
         chunk = self.cut.chunks[i]
-        return self.plan.collective.exchange(
+        return self.plan.dispatch.exchange(
             self.buffer(name, i), chunk.send_rows, self.buffer(received, i), chunk.recv_rows
         )
 
@@ -196,7 +194,7 @@ class _Pass:
     def combine(self, i: int) -> dist.Work | None:
         chunk = self.cut.chunks[i]
         leaving, home = self.buffer(self.sent_back, i), self.home_rows(i, chunk.sent)
-        return self.plan.collective.exchange(leaving, chunk.recv_rows, home, chunk.send_rows)
+        return self.plan.combine.exchange(leaving, chunk.recv_rows, home, chunk.send_rows)
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
@@ -219,7 +217,7 @@ class _Pass:
 
     def run_schedule(self, actions: dict[Kind, Callable[[int], dist.Work | None]]) -> None:
         try:
-            engine.run(self.schedule, actions, self.source_TM, self.plan.collective.ranks)
+            engine.run(self.schedule, actions, self.source_TM, self.plan.ranks)
         finally:
             self.arena.close()
 
@@ -267,9 +265,7 @@ class _Forward(_Pass):
     def send_weights(self, _: int) -> dist.Work | None:
         journey = self.cut.weights
         assert journey is not None
-        return self.plan.collective.exchange(
-            self.weight_sent, journey.send, self.weight_arrived, journey.recv
-        )
+        return self.plan.dispatch.exchange(self.weight_sent, journey.send, self.weight_arrived, journey.recv)
 
     def compute_local(self, j: int) -> None:
         piece = self.cut.pieces[j]
@@ -580,7 +576,7 @@ class _Backward(_Pass):
     def return_weights(self, _: int) -> dist.Work | None:
         journey = self.cut.weights
         assert journey is not None
-        return self.plan.collective.exchange(
+        return self.plan.combine.exchange(
             self.grad_weight_leaving, journey.recv, self.grad_weight_home, journey.send
         )
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pmoe.comm.base import Combine, Dispatch
 from pmoe.comm.counts import Shared
-from pmoe.comm.flat import FlatAllToAll
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts, Runs
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, chunk_bounds
+from pmoe.pipeline.schedule import Stages
 from pmoe.planner.restore import Restore
 
 
@@ -99,7 +100,9 @@ class Plan:
     """
 
     experts: Experts
-    collective: FlatAllToAll
+    ranks: Ranks
+    dispatch: Dispatch
+    combine: Combine
     forward: Cut
     backward: Cut
     joined_received: Joined | None
@@ -118,6 +121,11 @@ class Plan:
     def rearranged(self) -> bool:
         return self.joined_received is not None
 
+    @property
+    def stages(self) -> Stages:
+        # Whether there is a journey, not how many rows this rank sends: all ranks issue the same collectives.
+        return Stages(local=self.bypass_local, remote=self.forward.weights is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
@@ -131,7 +139,9 @@ class Degrees:
 def make_plan(
     *,
     experts: Experts,
-    collective: FlatAllToAll,
+    ranks: Ranks,
+    dispatch: Dispatch,
+    combine: Combine,
     order: SortedRows,
     backward_order: SortedRows,
     expert_TK: Tensor,
@@ -145,7 +155,6 @@ def make_plan(
 ) -> Plan:
     """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
     as the two passes have them; the same object where their chunks are the same."""
-    ranks = collective.ranks
     num_tokens, top_k = expert_TK.shape
     same = degrees.forward == degrees.backward
     # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
@@ -168,7 +177,9 @@ def make_plan(
         joined_local = _join(stay, degrees)
     return Plan(
         experts=experts,
-        collective=collective,
+        ranks=ranks,
+        dispatch=dispatch,
+        combine=combine,
         forward=forward,
         backward=forward if same else cut(degrees.backward, backward_order),
         joined_received=joined_received,

@@ -27,7 +27,21 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 
-from pmoe.pipeline.schedule import Kind, Schedule, Task, check_degree, link, make_task
+from pmoe.pipeline.schedule import (
+    Kind,
+    Schedule,
+    Stages,
+    Task,
+    check_degree,
+    combine_tasks,
+    dispatch_tasks,
+    finished,
+    make_task,
+    return_weights,
+    send_weights,
+    shared_backward,
+    with_gradients,
+)
 from pmoe.planner.restore import Restore
 
 
@@ -44,19 +58,20 @@ class _Rings:
 
 
 @functools.lru_cache(maxsize=256)
-def rotating_forward(n: int, *, local: bool, remote: bool, restore: Restore | None) -> Schedule:
+def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Schedule:
     """The forward pass through rings. restore=None keeps nothing (no backward will come).
 
     S of chunk i + 1 is issued before R of chunk i (Fig. 7a): two slots of T_DI allow no more.
     """
-    check_degree(n, local, remote)
+    check_degree(n)
+    local, remote = stages.local, stages.remote
     offloads_rows = restore is not None and restore.dispatched == "offload"
     offloads_hidden = restore is not None and restore.hidden == "offload"
     keeps_rows = restore is not None and restore.dispatched == "keep"
     keeps_hidden = restore is not None and restore.hidden == "keep"
     rings = _Rings(
         {
-            **dict.fromkeys(("send", "T_DI", "T_DO"), 2),
+            **dict.fromkeys(("send", "arrived", "T_DI", "T_DO", "leaving"), 2),
             **dict.fromkeys(("T_DI_sorted", "T_DI_L"), 2 if offloads_rows else 1),
             "T_M": 2 if offloads_hidden else 1,
             **dict.fromkeys(("T_M_L", "active", "T_DO_sorted"), 1),
@@ -69,9 +84,10 @@ def rotating_forward(n: int, *, local: bool, remote: bool, restore: Restore | No
     def dispatch(i: int) -> None:
         if i < n:
             rings.put("send", f"send.{i}")
+            if stages.sharded:
+                rings.put("arrived", f"arrived.{i}")
             rings.put("T_DI", f"T_DI.{i}")
-            tasks.append(make_task(Kind.GATHER, i, [f"T_I.{i}"], [f"send.{i}"]))
-            tasks.append(make_task(Kind.DISPATCH, i, [f"send.{i}"], [f"T_DI.{i}"]))
+            tasks.extend(dispatch_tasks(i, stages, "T_I", "T_DI"))
 
     def compute(i: int, at: str) -> None:
         """L or C of a chunk, and D of what it leaves to be offloaded."""
@@ -102,36 +118,40 @@ def rotating_forward(n: int, *, local: bool, remote: bool, restore: Restore | No
         rings.put("home_L", f"home_L.{i}")
     if remote:
         dispatch(0)
-        tasks.append(make_task(Kind.WEIGHTS, -1, ["weight"], ["weight_DI"]))
+        tasks += send_weights(stages)
         dispatch(1)
+    if stages.shared:
+        tasks.append(make_task(Kind.SHARED, -1, ["T_I"], ["T_S"]))
     for i, at in _units(range(n), local, remote):
         compute(i, at)
         if not remote:
-            tasks.append(_output("T_O", i, local, remote))
+            tasks.append(_output("T_O", i, stages))
         elif not at:
-            tasks.append(make_task(Kind.COMBINE, i, [f"T_DO.{i}"], [f"home.{i}"]))
+            if stages.sharded:
+                rings.put("leaving", f"leaving.{i}")
+            tasks += combine_tasks(i, stages, "T_DO", "home")
             dispatch(i + 2)
             if i > 0:
-                tasks.append(_output("T_O", i - 1, local, remote))
+                tasks.append(_output("T_O", i - 1, stages))
     if remote:
-        tasks.append(_output("T_O", n - 1, local, remote))
-    return Schedule(direction="forward", tasks=link(tasks, rings.slots), slots=rings.slots)
+        tasks.append(_output("T_O", n - 1, stages))
+    return finished("forward", tasks, stages, rings.slots)
 
 
 @functools.lru_cache(maxsize=256)
-def rotating_backward(
-    n: int, *, local: bool, remote: bool, restore: Restore, rearranged: bool = False
-) -> Schedule:
+def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: bool = False) -> Schedule:
     """The backward pass through rings, with T_DI and T_M restored as ``restore`` says.
 
     rearranged: forward had another number of chunks, so what it kept is copied into slots chunk by chunk.
     Weight gradients follow their chunk at once: what they need is in slots that the next chunk takes.
     """
-    check_degree(n, local, remote)
+    check_degree(n)
+    local, remote = stages.local, stages.remote
     dispatched, hidden_fate = restore.dispatched, restore.hidden
     rings = _Rings(
         {
-            **dict.fromkeys(("send", "send_again", "dT_DO", "T_DI", "dT_DI"), 2),
+            **dict.fromkeys(("send", "send_again", "arrived", "arrived_again", "leaving"), 2),
+            **dict.fromkeys(("dT_DO", "T_DI", "dT_DI"), 2),
             **dict.fromkeys(("dT_DO_sorted", "T_DI_sorted", "dT_DI_sorted", "dT_DO_L"), 1),
             "T_DI_L": 2 if dispatched == "offload" else 1,
             "T_M": 2 if hidden_fate == "offload" else 1,
@@ -151,13 +171,15 @@ def rotating_backward(
         i = chunks[place]
         if dispatched == "communicate":
             rings.put("send_again", f"send_again.{i}")
+            if stages.sharded:
+                rings.put("arrived_again", f"arrived_again.{i}")
             rings.put("T_DI", f"T_DI.{i}")
-            tasks.append(make_task(Kind.GATHER_AGAIN, i, [f"T_I.{i}"], [f"send_again.{i}"]))
-            tasks.append(make_task(Kind.DISPATCH_AGAIN, i, [f"send_again.{i}"], [f"T_DI.{i}"]))
+            tasks.extend(dispatch_tasks(i, stages, "T_I", "T_DI", again=True))
         rings.put("send", f"send.{i}")
+        if stages.sharded:
+            rings.put("arrived", f"arrived.{i}")
         rings.put("dT_DO", f"dT_DO.{i}")
-        tasks.append(make_task(Kind.GATHER, i, [f"dT_O.{i}"], [f"send.{i}"]))
-        tasks.append(make_task(Kind.DISPATCH, i, [f"send.{i}"], [f"dT_DO.{i}"]))
+        tasks.extend(dispatch_tasks(i, stages, "dT_O", "dT_DO"))
 
     def fetch(i: int, at: str) -> None:
         """H of what forward offloaded of a unit."""
@@ -208,7 +230,9 @@ def rotating_backward(
         kind, weight_kind = (Kind.LOCAL, Kind.LOCAL_WGRAD) if at else (Kind.COMPUTE, Kind.WGRAD)
         tasks.append(make_task(kind, i, reads, [*arranged, *work, *grads, *result]))
         if not at:
-            tasks.append(make_task(Kind.COMBINE, i, [f"dT_DI.{i}"], [f"dhome.{i}"]))
+            if stages.sharded:
+                rings.put("leaving", f"leaving.{i}")
+            tasks.extend(combine_tasks(i, stages, "dT_DI", "dhome"))
         given = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
         tasks.append(make_task(weight_kind, i, [*given, "dw"], ["dw"]))
 
@@ -218,33 +242,37 @@ def rotating_backward(
     if remote:
         dispatch(0)
         dispatch(1)
+    if stages.shared:
+        tasks += shared_backward()
     fetch(*units[0])
     for place, (i, at) in enumerate(units):
         for unit in units[place + 1 : place + 2]:
             fetch(*unit)
         compute(i, at)
         if not remote:
-            tasks.append(_output("dT_I", i, local, remote))
+            tasks.append(_output("dT_I", i, stages))
         elif not at:
             dispatch(n - 1 - i + 2)
             if i < n - 1:
-                tasks.append(_output("dT_I", i + 1, local, remote))
-            if i == 0:  # the routing weights' gradients of all chunks in one message
-                tasks.append(make_task(Kind.WEIGHTS, -1, [f"dweight_DI.{j}" for j in chunks], ["dweight"]))
+                tasks.append(_output("dT_I", i + 1, stages))
+            if i == 0:
+                tasks += return_weights(chunks, stages)
     if remote:
-        tasks.append(_output("dT_I", 0, local, remote))
-    return Schedule(direction="backward", tasks=link(tasks, rings.slots), slots=rings.slots)
+        tasks.append(_output("dT_I", 0, stages))
+    if stages.gradients:
+        tasks = with_gradients(tasks)
+    return finished("backward", tasks, stages, rings.slots)
 
 
 def rotating(
-    direction: str, n: int, *, local: bool, remote: bool, restore: Restore | None, rearranged: bool = False
+    direction: str, n: int, stages: Stages, *, restore: Restore | None, rearranged: bool = False
 ) -> Schedule:
     """The forward or the backward pass through rings. A backward has a ``restore``; a forward is the same
     whether its backward is ``rearranged`` or not."""
     if direction == "forward":
-        return rotating_forward(n, local=local, remote=remote, restore=restore)
+        return rotating_forward(n, stages, restore=restore)
     assert restore is not None
-    return rotating_backward(n, local=local, remote=remote, restore=restore, rearranged=rearranged)
+    return rotating_backward(n, stages, restore=restore, rearranged=rearranged)
 
 
 def _units(chunks: Sequence[int], local: bool, remote: bool) -> list[tuple[int, str]]:
@@ -257,7 +285,7 @@ def _units(chunks: Sequence[int], local: bool, remote: bool) -> list[tuple[int, 
     return units
 
 
-def _output(result: str, i: int, local: bool, remote: bool) -> Task:
-    home = "dhome" if result == "dT_I" else "home"
-    reads = [f"{home}_L.{i}"] * local + [f"{home}.{i}"] * remote
+def _output(result: str, i: int, stages: Stages) -> Task:
+    home, shared = ("dhome", "dT_S") if result == "dT_I" else ("home", "T_S")
+    reads = [f"{home}_L.{i}"] * stages.local + [f"{home}.{i}"] * stages.remote + [shared] * stages.shared
     return make_task(Kind.OUTPUT, i, reads, [f"{result}.{i}"])

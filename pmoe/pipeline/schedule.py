@@ -10,6 +10,14 @@ Forward, n = 3 (a column is not a clock tick; link and compute lane run side by 
     communicate  S0 S1 S2 . . . . . R0 . . R1 . . R2
     compute      G0 G1 G2 L0 . . C0 . C1 . C2 . L1 . . O0 O1 O2
 
+Where experts are sharded over the ranks of a node (FSMoE's ESP) there is a second link, with a lane of its
+own: what S brings is gathered inside the node before C (AG), partial outputs are summed there before R (RS),
+and AG of one chunk runs beside S of another (FSMoE, Fig. 3c):
+
+    communicate  S0 S1 S2 . . . . . . . . R0 R1 . R2
+    intra-node   . . AG0 AG1 AG2 . . . RS0 RS1 . RS2
+    compute      G0 G1 G2 X . . C0 C1 . C2 . . . . O0 O1 O2
+
 Letters: n chunks, m pieces of the rows that stay; T_I, T_DI, T_M, T_DO, T_O as in MPipeMoE.
 """
 
@@ -28,6 +36,7 @@ class Lane(str, enum.Enum):
 
     COMPUTE = "compute"
     COMMUNICATE = "communicate"
+    INTRA_NODE = "intra-node"
     COPY_OUT = "copy out"
     COPY_IN = "copy in"
 
@@ -43,6 +52,12 @@ class Kind(str, enum.Enum):
     LOCAL_WGRAD = "LW"  # weight gradients from the rows that stayed
     WGRAD = "W"  # weight gradients from received rows
     COMBINE = "R"  # all-to-all back to the owners of the tokens
+    ALL_GATHER = "AG"  # the ranks that share experts give each other the rows that S brought them
+    REDUCE_SCATTER = "RS"  # they sum what each made of all rows, and each takes its own rows' sums
+    SHARE_WEIGHTS = "PG"  # the same two of routing weights and of their gradients
+    SHARED = "X"  # the shared expert on all tokens; gradient of its input in backward
+    SHARED_WGRAD = "XW"  # its weight gradients
+    GRADIENTS = "GAR"  # data-parallel gradients of other layers, as many as hide here
     OUTPUT = "O"  # each token sums its returned rows: T_O (or dT_I)
     COPY_ROWS_OUT = "DI"  # D of T_DI, device to host
     COPY_HIDDEN_OUT = "DM"  # D of T_M
@@ -54,6 +69,7 @@ class Kind(str, enum.Enum):
     LOCAL_COPY_HIDDEN_IN = "LHM"
     GATHER_AGAIN = "GI"  # backward: T_I into the send buffer, for
     DISPATCH_AGAIN = "SI"  # the dispatch that restores T_DI
+    ALL_GATHER_AGAIN = "AGI"
     RECOMPUTE = "M"  # backward: T_M made again from T_DI
     LOCAL_RECOMPUTE = "LM"
 
@@ -101,9 +117,35 @@ class Schedule:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Which stages a layer has beside its experts' own: the same on every rank.
+
+    local: rows may stay on their rank. remote: rows may travel. sharded: experts are split over the ranks of
+    a node. shared: there is a shared expert. gradients: backward carries other layers' gradients. one_lane:
+    what is sent inside the node waits for what is sent between nodes (what FSMoE is measured against).
+    """
+
+    local: bool
+    remote: bool
+    sharded: bool = False
+    shared: bool = False
+    gradients: bool = False
+    one_lane: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.local or self.remote):
+            raise ValueError("local (False) or remote (False) must be True: a layer's rows stay or travel")
+        if self.sharded and (self.local or not self.remote):
+            raise ValueError(
+                f"local ({self.local}) must be False and remote ({self.remote}) True where experts are "
+                "sharded: their rows all pass the ranks of the node"
+            )
+
+
 @functools.lru_cache(maxsize=64)
-def forward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = None) -> Schedule:
-    """The forward pass in n chunks, of rows that stay (``local``), that travel (``remote``), or both.
+def forward_schedule(n: int, stages: Stages, ahead: int | None = None) -> Schedule:
+    """The forward pass in n chunks.
 
     S of chunk i + ahead is issued before R of chunk i; ahead=1 is MPipeMoE's Fig. 7a. None issues every S
     first: nothing that is kept until backward gains from waiting, and the link never idles while S remain.
@@ -111,40 +153,49 @@ def forward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = N
     smaller than they must be; the last chunk's are left for the end, where they cover the drain of the
     last R.
     """
-    check_degree(n, local, remote, ahead)
+    check_degree(n, ahead)
+    local, remote = stages.local, stages.remote
     m = local_pieces(n, local=local, remote=remote)
     early = m - 1 if remote and m > 1 else m
     tasks: list[Task] = []
     if remote:
-        tasks += _communication_first(n, ahead, source="T_I", received="T_DI")
-        tasks.insert(1, make_task(Kind.WEIGHTS, -1, ["weight"], ["weight_DI"]))
+        tasks += _communication_first(n, ahead, stages, source="T_I", received="T_DI")
+        tasks[1:1] = send_weights(stages)
+    if stages.shared:
+        tasks.append(make_task(Kind.SHARED, -1, ["T_I"], ["T_S"]))
     if local:
         tasks += [_local_forward(j) for j in range(early)]
     if remote:
         for i in range(n):
             tasks.append(make_task(Kind.COMPUTE, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"]))
-            tasks += _after_compute(i, n, ahead, source="T_I", received="T_DI", result="T_DO", home="home")
+            tasks += _after_compute(
+                i, n, ahead, stages, source="T_I", received="T_DI", result="T_DO", home="home"
+            )
     if local:
         tasks += [_local_forward(j) for j in range(early, m)]
     for i in range(n):
-        home = [f"home_L.{piece_of(i, n, m)}"] * local + [f"home.{i}"] * remote
+        home = [f"home_L.{piece_of(i, n, m)}"] * local + [f"home.{i}"] * remote + ["T_S"] * stages.shared
         tasks.append(make_task(Kind.OUTPUT, i, home, [f"T_O.{i}"]))
-    return Schedule(direction="forward", tasks=link(tasks))
+    return finished("forward", tasks, stages)
 
 
 @functools.lru_cache(maxsize=64)
-def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = None) -> Schedule:
+def backward_schedule(n: int, stages: Stages, ahead: int | None = None) -> Schedule:
     """The backward pass, mirrored: gradients of T_O are dispatched, those of T_DI return.
 
     Weight gradients are tasks of their own. Those of local rows fill the time until the first gradients
     arrive. Those of received rows come one chunk late: the last two fill the drain of the last R, and what
-    they need is held for two chunks at most. All of them add to one sum, in list order.
+    they need is held for two chunks at most. All of them add to one sum, in list order. Other layers'
+    gradients follow the last S (FSMoE, Fig. 3d).
     """
-    check_degree(n, local, remote, ahead)
+    check_degree(n, ahead)
+    local, remote = stages.local, stages.remote
     m = local_pieces(n, local=local, remote=remote)
     tasks: list[Task] = []
     if remote:
-        tasks += _communication_first(n, ahead, source="dT_O", received="dT_DO")
+        tasks += _communication_first(n, ahead, stages, source="dT_O", received="dT_DO")
+    if stages.shared:
+        tasks += shared_backward()
     for j in range(m):
         reads = [f"dT_O_L.{j}", f"T_DI_L.{j}", f"T_M_L.{j}"]
         tasks.append(make_task(Kind.LOCAL, j, reads, [f"dhome_L.{j}", f"pending_L.{j}"]))
@@ -154,16 +205,28 @@ def backward_schedule(n: int, *, local: bool, remote: bool, ahead: int | None = 
             reads = [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}"]
             tasks.append(make_task(Kind.COMPUTE, i, reads, [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]))
             tasks += _after_compute(
-                i, n, ahead, source="dT_O", received="dT_DO", result="dT_DI", home="dhome"
+                i, n, ahead, stages, source="dT_O", received="dT_DO", result="dT_DI", home="dhome"
             )
             if i > 0:
                 tasks.append(_weight_gradient(i - 1))
-        tasks.append(make_task(Kind.WEIGHTS, -1, [f"dweight_DI.{i}" for i in range(n)], ["dweight"]))
+        tasks += return_weights(range(n), stages)
         tasks.append(_weight_gradient(n - 1))
     for i in range(n):
-        home = [f"dhome_L.{piece_of(i, n, m)}"] * local + [f"dhome.{i}"] * remote
+        home = [f"dhome_L.{piece_of(i, n, m)}"] * local + [f"dhome.{i}"] * remote + ["dT_S"] * stages.shared
         tasks.append(make_task(Kind.OUTPUT, i, home, [f"dT_I.{i}"]))
-    return Schedule(direction="backward", tasks=link(tasks))
+    if stages.gradients:
+        tasks = with_gradients(tasks)
+    return finished("backward", tasks, stages)
+
+
+def finished(
+    direction: str, tasks: list[Task], stages: Stages, slots: Mapping[str, str] | None = None
+) -> Schedule:
+    """The schedule of these tasks, linked, on as many communication lanes as there are."""
+    if stages.one_lane:
+        one = Lane.COMMUNICATE
+        tasks = [replace(task, lane=one) if task.lane is Lane.INTRA_NODE else task for task in tasks]
+    return Schedule(direction=direction, tasks=link(tasks, slots), slots=slots or {})
 
 
 def local_pieces(n: int, *, local: bool, remote: bool) -> int:
@@ -211,7 +274,8 @@ def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple
     return tuple(linked)
 
 
-_COMMUNICATED = {Kind.WEIGHTS, Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE}
+_COMMUNICATED = {Kind.WEIGHTS, Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE, Kind.GRADIENTS}
+_INTRA_NODE = {Kind.ALL_GATHER, Kind.ALL_GATHER_AGAIN, Kind.REDUCE_SCATTER, Kind.SHARE_WEIGHTS}
 _COPIED_OUT = {
     Kind.COPY_ROWS_OUT,
     Kind.COPY_HIDDEN_OUT,
@@ -221,19 +285,18 @@ _COPIED_OUT = {
 _COPIED_IN = {Kind.COPY_ROWS_IN, Kind.COPY_HIDDEN_IN, Kind.LOCAL_COPY_ROWS_IN, Kind.LOCAL_COPY_HIDDEN_IN}
 _LANES = {
     **dict.fromkeys(_COMMUNICATED, Lane.COMMUNICATE),
+    **dict.fromkeys(_INTRA_NODE, Lane.INTRA_NODE),
     **dict.fromkeys(_COPIED_OUT, Lane.COPY_OUT),
     **dict.fromkeys(_COPIED_IN, Lane.COPY_IN),
 }
 
 
-def check_degree(n: int, local: bool, remote: bool, ahead: int | None = None) -> None:
+def check_degree(n: int, ahead: int | None = None) -> None:
     """Raises ValueError for what no schedule can be built of."""
     if n < 1:
         raise ValueError(f"n ({n}) must be at least 1")
     if ahead is not None and ahead < 0:
         raise ValueError(f"ahead ({ahead}) must be None or at least 0")
-    if not (local or remote):
-        raise ValueError("local (False) or remote (False) must be True: a layer's rows stay or travel")
 
 
 def make_task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
@@ -250,24 +313,81 @@ def _weight_gradient(i: int) -> Task:
     return make_task(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
 
 
-def _dispatch(i: int, source: str, received: str) -> list[Task]:
+def dispatch_tasks(i: int, stages: Stages, source: str, received: str, again: bool = False) -> list[Task]:
+    """G and S of a chunk, and AG where experts are sharded. again: of T_DI in backward."""
+    send, arrived = ("send_again", "arrived_again") if again else ("send", "arrived")
+    gather, dispatch, all_gather = (
+        (Kind.GATHER_AGAIN, Kind.DISPATCH_AGAIN, Kind.ALL_GATHER_AGAIN)
+        if again
+        else (Kind.GATHER, Kind.DISPATCH, Kind.ALL_GATHER)
+    )
+    here = arrived if stages.sharded else received
+    tasks = [
+        make_task(gather, i, [f"{source}.{i}"], [f"{send}.{i}"]),
+        make_task(dispatch, i, [f"{send}.{i}"], [f"{here}.{i}"]),
+    ]
+    if stages.sharded:
+        tasks.append(make_task(all_gather, i, [f"{here}.{i}"], [f"{received}.{i}"]))
+    return tasks
+
+
+def combine_tasks(i: int, stages: Stages, result: str, home: str) -> list[Task]:
+    """R of a chunk, after RS where experts are sharded."""
+    if not stages.sharded:
+        return [make_task(Kind.COMBINE, i, [f"{result}.{i}"], [f"{home}.{i}"])]
     return [
-        make_task(Kind.GATHER, i, [f"{source}.{i}"], [f"send.{i}"]),
-        make_task(Kind.DISPATCH, i, [f"send.{i}"], [f"{received}.{i}"]),
+        make_task(Kind.REDUCE_SCATTER, i, [f"{result}.{i}"], [f"leaving.{i}"]),
+        make_task(Kind.COMBINE, i, [f"leaving.{i}"], [f"{home}.{i}"]),
     ]
 
 
-def _communication_first(n: int, ahead: int | None, source: str, received: str) -> list[Task]:
+def send_weights(stages: Stages) -> list[Task]:
+    """The routing weights of all chunks in one message."""
+    if not stages.sharded:
+        return [make_task(Kind.WEIGHTS, -1, ["weight"], ["weight_DI"])]
+    return [
+        make_task(Kind.WEIGHTS, -1, ["weight"], ["weight_arrived"]),
+        make_task(Kind.SHARE_WEIGHTS, -1, ["weight_arrived"], ["weight_DI"]),
+    ]
+
+
+def return_weights(chunks: Iterable[int], stages: Stages) -> list[Task]:
+    """The routing weights' gradients of all chunks in one message."""
+    parts = [f"dweight_DI.{i}" for i in chunks]
+    if not stages.sharded:
+        return [make_task(Kind.WEIGHTS, -1, parts, ["dweight"])]
+    return [
+        make_task(Kind.SHARE_WEIGHTS, -1, parts, ["dweight_leaving"]),
+        make_task(Kind.WEIGHTS, -1, ["dweight_leaving"], ["dweight"]),
+    ]
+
+
+def shared_backward() -> list[Task]:
+    """The shared expert's part, where the link has work and the experts have none yet."""
+    return [
+        make_task(Kind.SHARED, -1, ["dT_O"], ["dT_S", "pending_S"]),
+        make_task(Kind.SHARED_WGRAD, -1, ["pending_S"], ["dw_S"]),
+    ]
+
+
+def with_gradients(tasks: Sequence[Task]) -> list[Task]:
+    """GAR behind the last S, before any R that is issued later: there the link waits for the experts."""
+    last = max((at for at, task in enumerate(tasks) if task.kind is Kind.DISPATCH), default=-1)
+    gradients = make_task(Kind.GRADIENTS, -1, [], ["gradients"])
+    return [*tasks[: last + 1], gradients, *tasks[last + 1 :]]
+
+
+def _communication_first(n: int, ahead: int | None, stages: Stages, source: str, received: str) -> list[Task]:
     """G and S of the chunks that are issued before anything is computed."""
     first = n if ahead is None else min(ahead + 1, n)
-    return [task for i in range(first) for task in _dispatch(i, source, received)]
+    return [task for i in range(first) for task in dispatch_tasks(i, stages, source, received)]
 
 
 def _after_compute(
-    i: int, n: int, ahead: int | None, *, source: str, received: str, result: str, home: str
+    i: int, n: int, ahead: int | None, stages: Stages, *, source: str, received: str, result: str, home: str
 ) -> list[Task]:
     """R of chunk i, and behind it the next S that ``ahead`` allows."""
-    tasks = [make_task(Kind.COMBINE, i, [f"{result}.{i}"], [f"{home}.{i}"])]
+    tasks = combine_tasks(i, stages, result, home)
     if ahead is not None and i + ahead + 1 < n:
-        tasks += _dispatch(i + ahead + 1, source, received)
+        tasks += dispatch_tasks(i + ahead + 1, stages, source, received)
     return tasks

@@ -477,11 +477,13 @@ def test_exactly_the_rows_of_other_ranks_experts_travel(
             "counts": (world - 1) * (4 + n * local) * 8,  # tokens, fault, needs_grad, type, counts
             "rows": (sent + received) * row,
             "scalars": sent * weight,
+            "inside": 0,
         }
         assert both == {
             "counts": forward["counts"],
             "rows": 2 * (sent + received) * row,
             "scalars": (sent + received) * weight,
+            "inside": 0,
         }
         assert last["total"] == sum(both.values())
 

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from pmoe import MoELayer, Restore
 from pmoe.comm.flat import FlatAllToAll
 from pmoe.comm.ranks import Ranks
-from pmoe.pipeline import Lane, Schedule, engine, lanes, passes, rotation
+from pmoe.pipeline import Lane, Schedule, engine, lanes, passes, rotation, schedule
 from pmoe.pipeline.buffers import HostPool, pool
 from pmoe.pipeline.lanes import Action, CudaLanes
 from pmoe.pipeline.schedule import Task, link
@@ -303,7 +303,9 @@ def watching() -> Iterator[Watch]:
     def watched_lanes(rows: Tensor, schedule: Schedule, group: Ranks) -> WatchedLanes:
         return WatchedLanes(schedule, group, rows.device, watch)
 
-    def watched_exchange(self: FlatAllToAll, rows: Tensor, send: Any, out: Tensor, recv: Any) -> Message:
+    def watched_exchange(
+        self: FlatAllToAll, rows: Tensor, send: Any, out: Tensor, recv: Any, relayed: Any = ()
+    ) -> Message:
         return watch.message(rows, out, exchange(self, rows, send, out, recv))
 
     with (
@@ -378,7 +380,7 @@ def rings_reused_early() -> Iterator[None]:
     builders = (rotation.rotating_forward, rotation.rotating_backward)
     for builder in builders:
         builder.cache_clear()
-    with mock.patch.object(rotation, "link", link_without_slots):
+    with mock.patch.object(schedule, "link", link_without_slots):
         yield
     for builder in builders:
         builder.cache_clear()

@@ -181,7 +181,9 @@ def slow_link(
     """
     exchange = FlatAllToAll.exchange
 
-    def slow(self: FlatAllToAll, rows: Tensor, send_rows: Any, out: Tensor, recv_rows: Any) -> Any:
+    def slow(
+        self: FlatAllToAll, rows: Tensor, send_rows: Any, out: Tensor, recv_rows: Any, relayed: Any = ()
+    ) -> Any:
         if prepare is not None:
             prepare(out)
         if before:

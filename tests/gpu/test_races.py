@@ -16,6 +16,7 @@ import pmoe
 from pmoe.pipeline import (
     Lane,
     Schedule,
+    Stages,
     backward_schedule,
     engine,
     forward_schedule,
@@ -402,7 +403,7 @@ def test_the_recorded_spans_obey_the_schedule(monkeypatch: pytest.MonkeyPatch, b
         step(layer, x, grad)
     resolution = 5e-6
     for build in (forward_schedule, backward_schedule):
-        schedule = build(3, local=bypass_local, remote=not bypass_local)
+        schedule = build(3, Stages(local=bypass_local, remote=not bypass_local))
         spans = {s.name: s for s in journal.spans if s.direction == schedule.direction}
         assert list(spans) == [task.name for task in schedule.tasks]
         last: dict[Lane, float] = {}

@@ -16,7 +16,7 @@ from pmoe.pipeline.buffers import Extent, Sizes, slot_elements
 from pmoe.pipeline.footprint import PassRows, predict, shape_of_sizes
 from pmoe.pipeline.paper import paper_backward, paper_forward, paper_sequential_backward
 from pmoe.pipeline.rotation import rotating_backward, rotating_forward
-from pmoe.pipeline.schedule import Schedule, link
+from pmoe.pipeline.schedule import Schedule, Stages, link
 from pmoe.planner import theory
 from pmoe.planner.memory import Held, held
 from pmoe.planner.restore import KEEP, STRATEGIES
@@ -293,9 +293,9 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
     def of(tensors: tuple[str, ...], found: dict[str, int]) -> int:
         return sum(size for slot, size in found.items() if slot.partition("[")[0] in tensors)
 
-    where = {"local": False, "remote": True}
-    forward = slots(rotating_forward(n, **where, restore=pair))
-    backward = slots(rotating_backward(n, **where, restore=pair))
+    where = Stages(local=False, remote=True)
+    forward = slots(rotating_forward(n, where, restore=pair))
+    backward = slots(rotating_backward(n, where, restore=pair))
     assert of(("T_DI", "T_DO", "T_M"), forward) == reduced
     assert of(("dT_DI", "dT_DO", "dT_M"), backward) == reduced
     assert of(("T_DI", "T_M"), backward) == reduced - 2 * B * M // n  # restored, without T_DO

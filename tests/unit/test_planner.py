@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pmoe.pipeline import Kind, backward_schedule, forward_schedule, sequential
+from pmoe.pipeline import Kind, Stages, backward_schedule, forward_schedule, sequential
 from pmoe.planner.costs import fit_line
 from pmoe.planner.degree import adaptive_degree, check_pipeline, fixed_degree
 from pmoe.planner.simulator import makespan, simulate
@@ -63,21 +63,21 @@ def test_forward_hides_all_but_the_ideal_where_communication_costs_what_computat
 ) -> None:
     # 2n units of work on each lane. From n = 2 on neither lane ever idles: the last chunk's own rows cover
     # the drain of the last R. A single chunk can hide its S only.
-    schedule = forward_schedule(n, local=True, remote=True)
+    schedule = forward_schedule(n, Stages(local=True, remote=True))
     assert makespan(simulate(schedule.tasks, equal_lanes)) == expected
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_a_sequential_schedule_takes_the_sum_of_its_tasks(n: int) -> None:
     for build in (forward_schedule, backward_schedule):
-        schedule = sequential(build(n, local=True, remote=True))
+        schedule = sequential(build(n, Stages(local=True, remote=True)))
         assert makespan(simulate(schedule.tasks, lambda task: 1.0)) == len(schedule.tasks)
 
 
 def test_weight_gradients_hide_the_return_of_gradients_even_in_one_chunk() -> None:
     seconds = {Kind.DISPATCH: 1, Kind.COMBINE: 1, Kind.COMPUTE: 1, Kind.LOCAL: 1, Kind.WGRAD: 1}
     seconds[Kind.LOCAL_WGRAD] = 1
-    schedule = backward_schedule(1, local=True, remote=True)
+    schedule = backward_schedule(1, Stages(local=True, remote=True))
     assert makespan(simulate(schedule.tasks, lambda task: seconds.get(task.kind, 0))) == 4
 
 

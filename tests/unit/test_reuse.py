@@ -26,7 +26,7 @@ from pmoe.comm.counts import Slots, slot_rows
 from pmoe.pipeline import buffers
 from pmoe.pipeline.buffers import ALIGNMENT, HostMemoryError, HostPool
 from pmoe.pipeline.rotation import rotating_backward, rotating_forward
-from pmoe.pipeline.schedule import Schedule, link
+from pmoe.pipeline.schedule import Schedule, Stages, link
 from pmoe.planner.restore import ALL_PAIRS, STRATEGIES
 from tests.own_experts import EXPERTS, Counting, changing, dropping, mlp
 from tests.reference import relative_error
@@ -707,10 +707,10 @@ ROWS = {
 def every_schedule() -> Iterator[tuple[str, Schedule, Restore | None]]:
     for n, rows in itertools.product(range(1, 6), ROWS.values()):
         for pair in (None, *ALL_PAIRS):
-            yield f"forward {n} {rows} {pair}", rotating_forward(n, **rows, restore=pair), pair
+            yield f"forward {n} {rows} {pair}", rotating_forward(n, Stages(**rows), restore=pair), pair
         for pair, other in itertools.product(ALL_PAIRS, (False, True)):
             name = f"backward {n} {rows} {pair} {other}"
-            yield name, rotating_backward(n, **rows, restore=pair, rearranged=other), pair
+            yield name, rotating_backward(n, Stages(**rows), restore=pair, rearranged=other), pair
 
 
 def test_every_read_of_a_slot_sees_its_own_write_and_awaits_it() -> None:
@@ -769,8 +769,8 @@ def test_received_rows_and_results_rotate_through_two_slots_and_hidden_through_o
     pair: Restore,
 ) -> None:
     for n, rows in itertools.product(range(2, 7), ("remote", "both")):
-        forward = rotating_forward(n, **ROWS[rows], restore=pair)
-        backward = rotating_backward(n, **ROWS[rows], restore=pair)
+        forward = rotating_forward(n, Stages(**ROWS[rows]), restore=pair)
+        backward = rotating_backward(n, Stages(**ROWS[rows]), restore=pair)
         alternating = [i % 2 for i in range(n)]
         for schedule, ring in ((forward, "T_DI"), (forward, "T_DO"), (forward, "send"), (backward, "dT_DO")):
             assert slots_of(schedule, ring) == [f"{ring}[{i}]" for i in alternating]
@@ -987,7 +987,7 @@ def table(text: str) -> list[tuple[str, str, tuple[str, ...]]]:
 @pytest.mark.parametrize("strategy, direction, rows", TABLES)
 def test_the_schedule_of_three_chunks_is_this_table(strategy: str, direction: str, rows: str) -> None:
     rotating = rotating_forward if direction == "forward" else rotating_backward
-    schedule = rotating(3, **ROWS[rows], restore=STRATEGIES[strategy])
+    schedule = rotating(3, Stages(**ROWS[rows]), restore=STRATEGIES[strategy])
     assert [(t.name, t.lane.value, t.waits) for t in schedule.tasks] == table(
         TABLES[strategy, direction, rows]
     )

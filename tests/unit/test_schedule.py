@@ -11,6 +11,7 @@ from pmoe.pipeline.schedule import (
     Kind,
     Lane,
     Schedule,
+    Stages,
     Task,
     backward_schedule,
     forward_schedule,
@@ -209,7 +210,7 @@ INPUTS = {
 def every_variant(direction: str) -> Iterator[tuple[int, str, Schedule]]:
     """(n, rows, schedule) for all n up to 8, all kinds of rows, and several limits ahead."""
     for n, rows, ahead in itertools.product(range(1, 9), ROWS, (None, 1, 2, 7)):
-        yield n, rows, BUILD[direction](n, **ROWS[rows], ahead=ahead)
+        yield n, rows, BUILD[direction](n, Stages(**ROWS[rows]), ahead=ahead)
 
 
 def table(text: str) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -227,35 +228,35 @@ def names(schedule: Schedule, lane: Lane | None = None) -> str:
 
 @pytest.mark.parametrize("n, rows", FORWARD)
 def test_the_forward_schedule_is_this_table(n: int, rows: str) -> None:
-    assert rows_of(forward_schedule(n, **ROWS[rows])) == table(FORWARD[n, rows])
+    assert rows_of(forward_schedule(n, Stages(**ROWS[rows]))) == table(FORWARD[n, rows])
 
 
 @pytest.mark.parametrize("n, rows", BACKWARD)
 def test_the_backward_schedule_is_this_table(n: int, rows: str) -> None:
-    assert rows_of(backward_schedule(n, **ROWS[rows])) == table(BACKWARD[n, rows])
+    assert rows_of(backward_schedule(n, Stages(**ROWS[rows]))) == table(BACKWARD[n, rows])
 
 
 def test_one_chunk_ahead_is_the_order_of_mpipemoe_figure_7a() -> None:
-    schedule = forward_schedule(4, local=False, remote=True, ahead=1)
+    schedule = forward_schedule(4, Stages(local=False, remote=True), ahead=1)
     assert names(schedule, Lane.COMMUNICATE) == "P S0 S1 R0 S2 R1 S3 R2 R3"
     assert names(schedule, Lane.COMPUTE) == "G0 G1 C0 G2 C1 G3 C2 C3 O0 O1 O2 O3"
 
 
 def test_one_chunk_ahead_orders_backward_likewise() -> None:
-    schedule = backward_schedule(3, local=False, remote=True, ahead=1)
+    schedule = backward_schedule(3, Stages(local=False, remote=True), ahead=1)
     assert names(schedule, Lane.COMMUNICATE) == "S0 S1 R0 S2 R1 R2 P"
     assert names(schedule, Lane.COMPUTE) == "G0 G1 C0 G2 C1 W0 C2 W1 W2 O0 O1 O2"
 
 
 def test_no_limit_ahead_sends_everything_before_anything_returns() -> None:
-    schedule = forward_schedule(4, local=False, remote=True, ahead=None)
+    schedule = forward_schedule(4, Stages(local=False, remote=True), ahead=None)
     assert names(schedule, Lane.COMMUNICATE) == "P S0 S1 S2 S3 R0 R1 R2 R3"
 
 
 def test_a_limit_ahead_beyond_the_last_chunk_is_no_limit() -> None:
-    unlimited = forward_schedule(3, local=True, remote=True)
-    assert forward_schedule(3, local=True, remote=True, ahead=2) == unlimited
-    assert forward_schedule(3, local=True, remote=True, ahead=9) == unlimited
+    unlimited = forward_schedule(3, Stages(local=True, remote=True))
+    assert forward_schedule(3, Stages(local=True, remote=True), ahead=2) == unlimited
+    assert forward_schedule(3, Stages(local=True, remote=True), ahead=9) == unlimited
 
 
 @pytest.mark.parametrize("direction", BUILD)
@@ -318,7 +319,7 @@ def test_a_sequential_schedule_is_the_same_tasks_in_one_chain(direction: str) ->
 
 
 def test_a_sequential_schedule_is_this_table() -> None:
-    assert rows_of(sequential(forward_schedule(1, local=True, remote=True))) == table("""
+    assert rows_of(sequential(forward_schedule(1, Stages(local=True, remote=True)))) == table("""
         G0 compute
         P  communicate G0
         S0 communicate G0 P
@@ -352,7 +353,7 @@ def test_a_buffer_is_written_again_only_after_its_readers() -> None:
 
 
 def test_a_schedule_prints_as_a_table() -> None:
-    assert str(forward_schedule(1, local=True, remote=True)).splitlines() == [
+    assert str(forward_schedule(1, Stages(local=True, remote=True))).splitlines() == [
         "task  lane         waits for  reads             writes",
         "G0    compute                 T_I.0             send.0",
         "P     communicate             weight            weight_DI",
@@ -367,10 +368,10 @@ def test_a_schedule_prints_as_a_table() -> None:
 @pytest.mark.parametrize("build", BUILD.values())
 def test_bad_arguments_are_refused_by_name_and_value(build: type) -> None:
     with pytest.raises(ValueError, match=r"n \(0\) must be at least 1"):
-        build(0, local=True, remote=True)
+        build(0, Stages(local=True, remote=True))
     with pytest.raises(ValueError, match=r"n \(-3\) must be at least 1"):
-        build(-3, local=True, remote=True)
+        build(-3, Stages(local=True, remote=True))
     with pytest.raises(ValueError, match=r"ahead \(-1\) must be None or at least 0"):
-        build(2, local=True, remote=True, ahead=-1)
+        build(2, Stages(local=True, remote=True), ahead=-1)
     with pytest.raises(ValueError, match=r"local \(False\) or remote \(False\)"):
-        build(2, local=False, remote=False)
+        build(2, Stages(local=False, remote=False))

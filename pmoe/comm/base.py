@@ -1,0 +1,82 @@
+"""What carries rows between ranks: the abstract Dispatch and Combine, and the count of what they send.
+
+Letters: N rows, W ranks, F bins of rows, M columns.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.ranks import Ranks
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """Bytes that this rank sent to other ranks, by what they were. Rows that stay are not counted.
+
+    rows: token rows, between nodes and inside them alike; inside: those of them, and of scalars, that did not
+    leave the node, where the ranks' nodes are known.
+    """
+
+    counts: int = 0
+    rows: int = 0
+    scalars: int = 0
+    inside: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.counts + self.rows + self.scalars
+
+
+class Exchange(abc.ABC):
+    """An irregular all-to-all over ranks. Subclass `Dispatch` or `Combine`, which are told apart only by the
+    direction that a layer uses them for.
+
+    Every rank must call each method the same number of times in the same order; numbers of rows may be zero.
+    """
+
+    in_steps = False
+    """Whether exchange waits for one collective before it issues the next: the CPU runs it in a thread then."""
+
+    def bind(self, ranks: Ranks, traffic: Traffic) -> None:
+        """Called once, when the layer is built, on every rank: the place to make process groups."""
+        self.ranks, self.traffic = ranks, traffic
+
+    def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
+        """What this rank must know of other ranks' rows to carry them a part of the way: (F, X) int64, which
+        adds up over bins as rows do; None where it needs to know nothing. A collective, called behind the
+        exchange of counts, before the host looks at any.
+
+        send_FW, recv_FW: int64 on the rows' device: rows of each bin that this rank has for each rank, and
+        that each rank has for it.
+        """
+        return None
+
+    @abc.abstractmethod
+    def exchange(
+        self,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        out: Tensor,
+        recv_rows: Sequence[int],
+        relayed: Sequence[int] = (),
+    ) -> dist.Work | None:
+        """Sends send_rows[r] consecutive rows of ``rows`` to rank r and receives recv_rows[r] from it into
+        ``out``, in order of rank. Both are contiguous, (N,) or (N, M), of any dtype. relayed: the X numbers
+        of `relay_counts` for these rows. Returns a Work whose wait() ends it, or None where it has ended.
+        """
+
+
+class Dispatch(Exchange):
+    """Carries rows to the ranks of their experts: the tokens in forward, the gradients of their results in
+    backward."""
+
+
+class Combine(Exchange):
+    """Carries results back to the ranks of their tokens, and in backward the gradients of what was
+    dispatched."""

@@ -30,7 +30,7 @@ class Routing:
     expert: (S, K) int64, global expert indices, distinct within a token. S is T, and row t is token t's,
     unless ``token`` or ``mix`` says otherwise.
     weight: (S, K) float32 or float64, the factor of each expert's output; carries the gate's gradient.
-    l_aux: scalar, the auxiliary loss of this rank's tokens, attached to the graph.
+    l_aux: scalar, the auxiliary loss of this rank's tokens, attached to the graph where the gate learns.
     logits: the gate's scores or None; looked at only for ``check_finite``.
     keep: (S, K) bool, what the gate itself keeps within capacity; None leaves capacity to the layer.
     token: (S,) int64, ascending: the token of each row, where tokens do not all go to as many experts.
@@ -55,7 +55,8 @@ class Gate(nn.Module, abc.ABC):
 
     partition: Literal["tokens", "none"] = "tokens"
     """What a part of the batch would be routed to: "tokens", the same as within the whole (capacity, where
-    there is one, passed from part to part); "none", something else: the gate needs the whole batch."""
+    there is one, passed from part to part); "none", something else: the gate needs the whole batch. Said of
+    eval mode: a gate that draws noise in training draws other noise for a part."""
 
     needs_token_ids = False
     """Whether forward takes the tokens' ids as a second argument, (T,) int64."""
@@ -65,7 +66,8 @@ class Gate(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, x_TM: Tensor) -> Routing:
-        """Routes the tokens x_TM, (T, d_model); T may be 0."""
+        """Routes the tokens x_TM, (T, d_model); T may be 0. Where `needs_token_ids`, the second argument is
+        token_ids_T."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -23,6 +23,12 @@ def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     return scale * (probability_TE.sum(0) * share_E).sum()
 
 
+def router_loss(probability_TE: Tensor, expert_TK: Tensor, logits_TE: Tensor, z_loss_weight: float) -> Tensor:
+    """`load_balance_loss` + z_loss_weight * `router_z_loss`."""
+    balance = load_balance_loss(probability_TE, expert_TK)
+    return balance + z_loss_weight * router_z_loss(logits_TE) if z_loss_weight else balance
+
+
 def router_z_loss(logits_TE: Tensor) -> Tensor:
     """mean_t logsumexp(logits_t)^2 (ST-MoE, Eq. 5): keeps the logits small. No tokens give 0."""
     return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)

@@ -96,7 +96,7 @@ def test_a_single_normalised_weight_would_have_no_gradient() -> None:
     close(gate.weight.grad, [[0.0], [0.0], [0.0]])
 
 
-@pytest.mark.parametrize("name", sorted(GATES))
+@pytest.mark.parametrize("name", ["topk", "switch"])
 def test_a_gate_routes_no_tokens(name: str) -> None:
     gate = GATES[name](6, 4, z_loss_weight=0.5)
     x = torch.empty(0, 6, requires_grad=True)

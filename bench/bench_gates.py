@@ -1,0 +1,152 @@
+"""What do routing and ordering cost beside a layer's forward? Every gate by itself, then the order of rows.
+
+The gate decides, `count_rows` and `sort_rows` order its rows, and the rows are gathered in that order and put
+back with their weights, in plain torch: the work that is not experts. The layer beside it is the plain top-1
+one of the same size. Without gradients, one rank, n = 1.
+
+    python bench/bench_gates.py --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+import pmoe
+from bench.timing import Timing, interleaved, table, write_json
+from pmoe.gates import GATES, Gate, Routing
+from pmoe.ordering.sorted import LocalExperts, SortedRows, count_rows, sort_rows
+
+TARGET = 0.05
+"""Gate and order, as a share of the layer's forward."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Letters as in DESIGN.md: T, M, H, E, K."""
+
+    tokens: int = 8192
+    d_model: int = 1024
+    d_hidden: int = 4096
+    num_experts: int = 64
+    top_k: int = 1
+
+
+def build(name: str, setting: Setting) -> Gate:
+    """The gate as `MoELayer(gate=name)` would hold it, in training mode."""
+    capacity = {"capacity_factor": 1.25} if GATES[name].decides_capacity else {}
+    return GATES[name](setting.d_model, setting.num_experts, setting.top_k, **capacity)
+
+
+def route(gate: Gate, x: Tensor) -> Routing:
+    if gate.needs_token_ids:
+        return gate(x, torch.arange(x.shape[0]))
+    return gate(x)
+
+
+def order(routing: Routing, num_experts: int) -> SortedRows:
+    """The slots in sorted order; what is dropped comes last."""
+    count_rows(routing.expert, routing.keep, 1, num_experts)
+    local = LocalExperts(0, num_experts)
+    return sort_rows(routing.expert, routing.keep, 1, num_experts, local, 1)
+
+
+def there_and_back(routing: Routing, x: Tensor, order: SortedRows) -> Tensor:
+    """Rows gathered for the experts and put back, their tokens' sums with their weights; no experts."""
+    if routing.mix is not None:
+        rows = (routing.mix.dispatch.t() @ x)[order.slot]
+        return routing.mix.combine @ rows[order.position]
+    weight = routing.weight if routing.keep is None else routing.weight * routing.keep
+    top_k = weight.shape[1]
+    token = order.slot // top_k if routing.token is None else routing.token[order.slot]
+    back = x[token][order.position].mul_(weight.reshape(-1, 1))
+    if routing.token is not None:
+        return torch.zeros_like(x).index_add_(0, routing.token, back)
+    return back if top_k == 1 else back.view(-1, top_k, x.shape[1]).sum(1)
+
+
+def check(name: str, setting: Setting) -> None:
+    """The parts that are timed give what a loop over tokens and experts gives, experts being identities."""
+    torch.manual_seed(0)
+    small = Setting(tokens=12, d_model=8, d_hidden=8, num_experts=4, top_k=setting.top_k)
+    x = torch.randn(small.tokens, small.d_model)
+    routing = route(build(name, small), x)
+    actual = there_and_back(routing, x, order(routing, small.num_experts))
+    expected = torch.zeros_like(x)
+    if routing.mix is not None:
+        expected = routing.mix.combine @ (routing.mix.dispatch.t() @ x)
+    else:
+        for row in range(routing.expert.shape[0]):
+            token = row if routing.token is None else int(routing.token[row])
+            for choice in range(routing.expert.shape[1]):
+                if routing.keep is None or routing.keep[row, choice]:
+                    expected[token] += routing.weight[row, choice] * x[token]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def runs_of(names: list[str], setting: Setting, x: Tensor) -> dict[str, Callable[[], object]]:
+    runs: dict[str, Callable[[], object]] = {}
+    for name in names:
+        gate = build(name, setting)
+        routing = route(gate, x)
+        ordered = order(routing, setting.num_experts)
+        runs[f"{name}: gate"] = lambda gate=gate: route(gate, x)
+        runs[f"{name}: order"] = lambda routing=routing: order(routing, setting.num_experts)
+        runs[f"{name}: rows"] = lambda routing=routing, order=ordered: there_and_back(routing, x, order)
+    layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts, setting.top_k)
+    runs["layer"] = lambda: layer(x)
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
+    parser.add_argument("--tokens", type=int, default=Setting.tokens)
+    parser.add_argument("--d-model", type=int, default=Setting.d_model)
+    parser.add_argument("--d-hidden", type=int, default=Setting.d_hidden)
+    parser.add_argument("--num-experts", type=int, default=Setting.num_experts)
+    parser.add_argument("--top-k", type=int, default=1, help="switch takes part with 1 only")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="where to write, such as bench/results/gates.json")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    setting = Setting(args.tokens, args.d_model, args.d_hidden, args.num_experts, args.top_k)
+    names = [name for name in args.gates if name != "switch" or args.top_k == 1]
+    for name in names:
+        check(name, setting)
+    torch.manual_seed(0)
+    x = torch.randn(setting.tokens, setting.d_model)
+    with torch.no_grad():
+        times: dict[str, Timing] = interleaved(runs_of(names, setting, x), args.rounds)
+    layer = times["layer"].median
+    rows = []
+    for name in names:
+        parts = {part: times[f"{name}: {part}"].median for part in ("gate", "order", "rows")}
+        share = (parts["gate"] + parts["order"]) / layer
+        rows.append(
+            {"gate": name}
+            | {f"{part} ms": seconds * 1e3 for part, seconds in parts.items()}
+            | {"gate + order / layer": share, "with rows": sum(parts.values()) / layer}
+            | {f"within {TARGET:.0%}": "yes" if share <= TARGET else "no"}
+        )
+    print(f"{setting}, float32, {args.threads} threads, medians of {args.rounds} rounds")
+    print(f"forward of the plain top-{setting.top_k} layer: {layer * 1e3:.0f} ms")
+    print(table(rows))
+    if args.json:
+        write_json(args.json, setting=asdict(setting), threads=args.threads, rows=rows, times=times)
+        print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Batch Prioritised Routing of V-MoE (arXiv 2106.05974, section 4, Algorithm 2): capacity goes to the tokens
+that need it most, not to the first ones.
+
+Letters: T tokens, K choices, E experts, M = d_model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pmoe.gates.arguments import check_positive
+from pmoe.gates.base import Routing
+from pmoe.gates.selection import rows_for_each_expert
+from pmoe.gates.topk import TopKGate
+
+
+class BatchPrioritisedGate(TopKGate):
+    """`TopKGate`'s choices and weights, of which each expert keeps C = ceil(capacity_factor * T * K / E):
+    first choices before second ones, among those by the token's priority, ties to the lowest token.
+
+    A token's priority is its largest probability before normalisation (the paper's maximum routing weight).
+    ``keep`` (T, K) says what stays; the weights of the rest stay as they are, and l_aux counts choices before
+    drops. capacity_factor None keeps everything (``keep`` is None). The paper leaves weights unnormalised:
+    normalize=False.
+
+    partition "none": tokens compete for capacity within the batch, so a part would keep other rows. The gate
+    itself says what capacity keeps; the layer drops nothing more.
+
+    Raises ValueError as `TopKGate` does, and for a capacity_factor that is not positive.
+    """
+
+    partition = "none"
+    decides_capacity = True
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        capacity_factor: float | None = None,
+        normalize: bool | None = None,
+        z_loss_weight: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_positive(capacity_factor=capacity_factor)
+        super().__init__(
+            d_model,
+            num_experts,
+            top_k,
+            normalize=normalize,
+            z_loss_weight=z_loss_weight,
+            device=device,
+            dtype=dtype,
+        )
+        self.capacity_factor = capacity_factor
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        routing, probability_TE = self._decide(x_TM)
+        if self.capacity_factor is None:
+            return routing
+        num_experts = self.weight.shape[0]
+        capacity = rows_for_each_expert(self.capacity_factor, x_TM.shape[0], self.top_k, num_experts)
+        priority_T = probability_TE.detach().amax(-1)
+        return replace(routing, keep=keep_by_priority(routing.expert, priority_T, capacity, num_experts))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, capacity_factor={self.capacity_factor}"
+
+
+def keep_by_priority(expert_TK: Tensor, priority_T: Tensor, capacity: int, num_experts: int) -> Tensor:
+    """(T, K) bool: the first ``capacity`` rows of each expert in the order of choice, then of priority from
+    the highest, then of token (Algorithm 2)."""
+    order_T = priority_T.argsort(descending=True, stable=True)
+    queue = expert_TK[order_T].t().reshape(-1)  # (K * T): all first choices come before the second ones
+    keep_KT = (_place_in_queue(queue, num_experts) < capacity).view(expert_TK.shape[1], -1)
+    keep_TK = torch.empty_like(expert_TK, dtype=torch.bool)
+    keep_TK[order_T] = keep_KT.t()
+    return keep_TK
+
+
+def _place_in_queue(queue: Tensor, num_experts: int) -> Tensor:
+    """How many earlier entries name the same expert. Example: 1, 0, 1, 1 -> 0, 0, 1, 2."""
+    order = queue.argsort(stable=True)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=queue.device)
+    counts_E.scatter_add_(0, queue, torch.ones_like(queue))
+    first_E = counts_E.cumsum(0) - counts_E
+    place = torch.empty_like(queue)
+    place[order] = torch.arange(queue.numel(), device=queue.device) - first_E[queue[order]]
+    return place

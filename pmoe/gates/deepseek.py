@@ -1,0 +1,199 @@
+"""The gate of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid scores, balanced by a bias that learns
+from the load instead of from a loss.
+
+Letters: T tokens, K choices, E experts, G groups of experts, B sequences, M = d_model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.gates.arguments import (
+    check_count,
+    check_normalize,
+    check_not_negative,
+    check_positive,
+    check_sizes,
+    router_weight,
+)
+from pmoe.gates.base import Gate, Routing
+from pmoe.gates.logits import router_logits
+from pmoe.gates.losses import router_z_loss
+from pmoe.gates.selection import largest
+from pmoe.gates.sigmoid import sigmoid_shares
+
+
+class DeepSeekGate(Gate):
+    """Chooses the top_k largest sigmoid(x . w_e) + b_e, ties to the lowest expert index; the weights are the
+    sigmoids without b, over their sum, times ``routed_scaling`` (Eq. 13-16).
+
+    weight: parameter (E, M). bias: buffer (E,), saved with the state, float32 also where the module is made
+    narrower. load: buffer (E,) int64, not saved: the choices of training-mode forwards since the last
+    `update_bias`, counted before any capacity drops.
+
+    Args:
+        num_groups, top_groups: the experts are ``num_groups`` equal runs of neighbours; a token goes to
+            experts of its ``top_groups`` best runs only, by the sum of the two best biased scores in each
+            (node-limited routing; the paper sums K / top_groups scores, 2 in its model).
+        routed_scaling: what the weights sum to (2.5 in DeepSeek-V3's published configuration).
+        update_speed: gamma, by how much one `update_bias` moves a bias.
+        sequence_length: rows of x that are one sequence, the last may be shorter; None takes the rank's
+            whole batch as one.
+        normalize: False leaves the weights as the sigmoids. None means top_k > 1, because a single normalised
+            weight is a constant and the gate would never learn from the task.
+        z_loss_weight: adds that much of `router_z_loss` to the auxiliary loss.
+
+    The auxiliary loss is the complementary sequence-wise one (Eq. 17-20) without its factor alpha, averaged
+    over sequences: E * sum_e f_e P_e, f_e the share of choices that e would have got without bias and groups,
+    P_e its mean share of a token's sigmoids. It is 1 where even, like the losses of other gates; alpha is
+    0.0001 in the paper. Computed in float32, or in float64 where the tokens are.
+
+    Call `update_bias` once an optimizer step. Recomputation under activation checkpointing counts each choice
+    twice, which is harmless as long as it is so for all forwards between two updates: only the sign of the
+    difference from the mean counts. `torch.nn.parallel.DistributedDataParallel` must have
+    broadcast_buffers=False, or it overwrites the ranks' loads with rank 0's.
+
+    partition "tokens": with the bias as it stands each token is routed alone. Capacity is the layer's.
+
+    Raises ValueError for top_k outside 1..num_experts or above the experts of top_groups groups, sizes below
+    1, num_groups that do not divide num_experts, top_groups above num_groups, a routed_scaling that is not
+    positive, a negative update_speed or z_loss_weight.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        routed_scaling: float = 1.0,
+        update_speed: float = 0.001,
+        sequence_length: int | None = None,
+        normalize: bool | None = None,
+        z_loss_weight: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model, num_experts, top_k)
+        _check_groups(num_experts, top_k, num_groups, top_groups)
+        if routed_scaling is None:
+            raise TypeError("routed_scaling (None) must be a number")
+        check_positive(routed_scaling=routed_scaling)
+        check_not_negative(update_speed=update_speed, z_loss_weight=z_loss_weight)
+        if sequence_length is not None:
+            check_count(sequence_length=sequence_length)
+        check_normalize(normalize)
+        self.top_k, self.num_groups, self.top_groups = top_k, num_groups, top_groups
+        self.routed_scaling, self.update_speed = routed_scaling, update_speed
+        self.sequence_length, self.z_loss_weight = sequence_length, z_loss_weight
+        self.normalize = top_k > 1 if normalize is None else normalize
+        self.weight = router_weight(num_experts, d_model, device, dtype)
+        self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
+        load_E = torch.zeros(num_experts, device=device, dtype=torch.int64)
+        self.register_buffer("load", load_E, persistent=False)
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        with torch.autocast(x_TM.device.type, enabled=False):
+            logits_TE = router_logits(x_TM, self.weight)
+            expert_TK = largest(self._biased(logits_TE.detach().sigmoid()), self.top_k)
+            chosen_TK = logits_TE.gather(-1, expert_TK)
+            weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
+            l_aux = sequence_balance_loss(
+                sigmoid_shares(logits_TE), largest(logits_TE, self.top_k), self.sequence_length
+            )
+            if self.z_loss_weight:
+                l_aux = l_aux + self.z_loss_weight * router_z_loss(logits_TE)
+        if self.training:
+            self._count(expert_TK)
+        weight_TK = weight_TK * self.routed_scaling
+        return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    @torch.no_grad()
+    def update_bias(self, group: dist.ProcessGroup | None = None) -> None:
+        """bias += update_speed * sign(mean load - load), with the load of all ranks of ``group``, which all
+        call this together; then the load starts again from 0.
+
+        None is the default group, or this rank alone where none is initialised. All ranks add the same to
+        the same bias, so it stays alike. One all-reduce of E numbers, no host synchronisation.
+        """
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self.load, group=group)
+        below_mean_E = self.load.sum() - self.load * self.load.numel()  # exact, in integers
+        self.bias += self.update_speed * below_mean_E.sign()
+        self.load.zero_()
+
+    def _biased(self, score_TE: Tensor) -> Tensor:
+        """score + bias; negative infinity outside the best groups."""
+        biased_TE = score_TE + self.bias
+        if self.top_groups == self.num_groups:
+            return biased_TE
+        num_tokens, num_experts = biased_TE.shape
+        size = num_experts // self.num_groups
+        grouped_TGX = biased_TE.view(num_tokens, self.num_groups, size)
+        group_score_TG = grouped_TGX.topk(min(2, size), dim=-1).values.sum(-1)
+        group = largest(group_score_TG, self.top_groups)
+        outside_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(-1, group, False)
+        return grouped_TGX.masked_fill(outside_TG.unsqueeze(-1), -math.inf).view(num_tokens, num_experts)
+
+    @torch.no_grad()
+    def _count(self, expert_TK: Tensor) -> None:
+        chosen = expert_TK.reshape(-1)
+        self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSeekGate:
+        """Moves the module as ever, but leaves the bias in float32: in bfloat16, steps of 0.001 would be lost
+        beside a bias of 1."""
+        bias = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.bias.dtype != torch.float32:
+            self.bias = bias.to(self.bias.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, num_groups={self.num_groups}, "
+            f"top_groups={self.top_groups}, routed_scaling={self.routed_scaling}, normalize={self.normalize}"
+        )
+
+
+def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: int | None = None) -> Tensor:
+    """The mean over sequences of E * sum_e f_e P_e (Eq. 17-20, alpha = 1): 1 for an even load.
+
+    share_TE: a token's scores over their sum. f_e: the share of a sequence's T * K choices that fell on e.
+    No tokens give 0, attached to the graph.
+    """
+    num_tokens, num_experts = share_TE.shape
+    top_k = expert_TK.shape[1]
+    length = max(sequence_length or num_tokens, 1)
+    num_sequences = max(-(-num_tokens // length), 1)
+    sequence_T = torch.arange(num_tokens, device=share_TE.device) // length
+    place = (sequence_T.unsqueeze(1) * num_experts + expert_TK).reshape(-1)
+    counts_BE = share_TE.new_zeros(num_sequences * num_experts)
+    counts_BE = counts_BE.scatter_add_(0, place, share_TE.new_ones(()).expand(place.shape[0]))
+    sums_BE = share_TE.new_zeros(num_sequences, num_experts).index_add(0, sequence_T, share_TE)
+    starts_B = torch.arange(num_sequences, device=share_TE.device) * length
+    lengths_B = (num_tokens - starts_B).clamp(min=1, max=length)
+    each_B = (counts_BE.view(num_sequences, num_experts) * sums_BE).sum(-1) / lengths_B.square()
+    return each_B.sum() * (num_experts / (top_k * num_sequences))
+
+
+def _check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+    check_count(num_groups=num_groups, top_groups=top_groups)
+    if num_experts % num_groups:
+        raise ValueError(f"num_groups ({num_groups}) must divide num_experts ({num_experts})")
+    if top_groups > num_groups:
+        raise ValueError(f"top_groups ({top_groups}) must be at most num_groups ({num_groups})")
+    reachable = top_groups * (num_experts // num_groups)
+    if top_k > reachable:
+        raise ValueError(f"top_k ({top_k}) must be at most the experts of top_groups groups ({reachable})")

@@ -1,0 +1,127 @@
+"""Expert choice (arXiv 2202.09368, section 3.2): each expert takes the tokens that score highest with it.
+
+Letters: T tokens, K = top_k, the mean number of experts a token, E experts, C tokens an expert takes,
+S = E * C rows, M = d_model.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pmoe.gates.arguments import check_one_of, check_positive, check_sizes, router_weight
+from pmoe.gates.base import Gate, Routing
+from pmoe.gates.logits import router_logits
+from pmoe.gates.selection import attached_zero, rows_for_each_expert
+
+
+class ExpertChoiceGate(Gate):
+    """Each expert takes its C = min(T, ceil(capacity_factor * T * top_k / E)) best tokens of this rank, ties
+    to the lowest token; a token may get any number of experts, none included. The load is even by
+    construction, so l_aux is 0.
+
+    weight: parameter (E, M).
+
+    Args:
+        top_k: c, the mean number of experts a token gets.
+        capacity_factor: scales C; None means 1.
+        normalize_over: "experts": scores S = softmax over a token's experts, of which each expert takes the
+            largest, and the weights are S (2202.09368, Eq. 2-3). "tokens": Softmax(KeepTopK((x Wg)^T, C))
+            as FSMoE writes it (section 2.1): each expert takes the tokens with the largest products, and the
+            weights are a softmax over the tokens that it took; they sum to 1 an expert. Where C is 1, that is
+            the constant 1, and the gate learns nothing.
+
+    The routing has a row for each pair of token and expert: ``token`` (S,) ascending, within a token by
+    expert; ``expert`` (S, 1), ``weight`` (S, 1). Its shapes depend on T only. Computed in float32, or in
+    float64 where the tokens are.
+
+    partition "none": tokens compete for an expert within the batch, so what else is in the batch, later
+    tokens of the same sequence included, decides; a part would be routed differently. The gate itself says
+    what capacity keeps; the layer drops nothing more.
+
+    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a capacity_factor that is not positive,
+    an unknown normalize_over.
+    """
+
+    partition = "none"
+    decides_capacity = True
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        capacity_factor: float | None = None,
+        normalize_over: str = "experts",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model, num_experts, top_k)
+        check_positive(capacity_factor=capacity_factor)
+        check_one_of("normalize_over", normalize_over, ("experts", "tokens"))
+        self.top_k, self.capacity_factor, self.normalize_over = top_k, capacity_factor, normalize_over
+        self.weight = router_weight(num_experts, d_model, device, dtype)
+
+    def rows_an_expert(self, num_tokens: int) -> int:
+        """C."""
+        factor = 1.0 if self.capacity_factor is None else self.capacity_factor
+        capacity = rows_for_each_expert(factor, num_tokens, self.top_k, self.weight.shape[0])
+        return min(num_tokens, capacity)
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        num_experts = self.weight.shape[0]
+        rows = self.rows_an_expert(x_TM.shape[0])
+        with torch.autocast(x_TM.device.type, enabled=False):
+            logits_TE = router_logits(x_TM, self.weight)
+            if self.normalize_over == "experts":
+                score_TE = logits_TE.softmax(-1)
+                chosen_TE = best_tokens(score_TE, rows)
+            else:
+                chosen_TE = best_tokens(logits_TE, rows)
+                score_TE = logits_TE.masked_fill(~chosen_TE, -math.inf).softmax(0)
+            place_S = _places(chosen_TE, rows * num_experts)
+            weight_S1 = score_TE.reshape(-1).index_select(0, place_S).unsqueeze(1)
+        return Routing(
+            expert=(place_S % num_experts).unsqueeze(1),
+            weight=weight_S1,
+            l_aux=attached_zero(logits_TE),
+            logits=logits_TE,
+            token=place_S // num_experts,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, "
+            f"capacity_factor={self.capacity_factor}, normalize_over={self.normalize_over!r}"
+        )
+
+
+def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
+    """(T, E) bool: the ``rows`` largest scores of each expert, exactly, ties to the lowest token.
+
+    By the value of the last one that is taken, which ties do not change, instead of by sorting. NaN counts as
+    infinity.
+    """
+    if rows == 0:
+        return torch.zeros_like(score_TE, dtype=torch.bool)
+    score_ET = score_TE.detach().t().contiguous()
+    score_ET = score_ET.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    last_E1 = score_ET.topk(rows, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above_ET = score_ET > last_E1
+    tied_ET = score_ET == last_E1
+    room_E1 = rows - above_ET.sum(-1, keepdim=True)
+    return (above_ET | (tied_ET & (tied_ET.cumsum(-1) <= room_E1))).t()
+
+
+def _places(chosen_TE: Tensor, num_rows: int) -> Tensor:
+    """(S,) ascending: where chosen is true, as t * E + e. S is known, so this needs no nonzero, which waits
+    for the GPU."""
+    chosen = chosen_TE.reshape(-1)
+    row = (chosen.cumsum(0) - 1).masked_fill(~chosen, num_rows)
+    places = torch.zeros(num_rows + 1, dtype=torch.int64, device=chosen.device)
+    places.scatter_(0, row, torch.arange(chosen.numel(), device=chosen.device))  # the last takes all others
+    return places[:num_rows]

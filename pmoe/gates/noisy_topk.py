@@ -1,0 +1,82 @@
+"""The noisy top-k gate of GShard, as FSMoE states it (section 2.1), from Shazeer et al. (arXiv 1701.06538,
+Eq. 3-5).
+
+Letters: T tokens, K choices, E experts, M = d_model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pmoe.gates.arguments import check_normalize, check_not_negative, check_sizes, router_weight
+from pmoe.gates.base import Gate, Routing
+from pmoe.gates.logits import router_logits
+from pmoe.gates.losses import router_loss
+from pmoe.gates.selection import largest
+
+
+class NoisyTopKGate(Gate):
+    """H = x weight^T + N(0, 1) * softplus(x noise_weight^T), and Softmax(KeepTopK(H, k)): a softmax over the
+    k largest of H, ties to the lowest expert index. There is noise in training mode only.
+
+    weight, noise_weight: parameters (E, M). The latter begins at 0, noise of deviation softplus(0) = 0.69
+    for every token and expert, as in 1701.06538 (appendix A).
+    ``normalize`` True is the papers' formula. For top_k = 1 that weight is the constant 1, and the gate would
+    never learn from the task, so None means top_k > 1; where not normalised, the weight is the probability of
+    the softmax of H over all experts.
+    The auxiliary loss is `load_balance_loss` on the softmax of H, noise included, + z_loss_weight *
+    `router_z_loss` of H: the same numbers chose the experts, so loss and load speak of one routing, and the
+    noise's size gets its gradient from the balance too (as the importance loss of 1701.06538 does).
+    Computed in float32, or in float64 where the tokens are.
+
+    The noise is of torch's default generator of the tokens' device: a seed repeats it, and so does activation
+    checkpointing. partition "tokens": without noise each token is routed alone. Capacity is the layer's.
+
+    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        normalize: bool | None = None,
+        z_loss_weight: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model, num_experts, top_k)
+        check_normalize(normalize)
+        check_not_negative(z_loss_weight=z_loss_weight)
+        self.top_k = top_k
+        self.normalize = top_k > 1 if normalize is None else normalize
+        self.z_loss_weight = z_loss_weight
+        self.weight = router_weight(num_experts, d_model, device, dtype)
+        self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        with torch.autocast(x_TM.device.type, enabled=False):
+            logits_TE = self._logits(x_TM)
+            probability_TE = logits_TE.softmax(-1)
+            expert_TK = largest(logits_TE, self.top_k)
+            if self.normalize:
+                weight_TK = logits_TE.gather(-1, expert_TK).softmax(-1)
+            else:
+                weight_TK = probability_TE.gather(-1, expert_TK)
+            l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
+        return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    def _logits(self, x_TM: Tensor) -> Tensor:
+        """H (T, E)."""
+        if not self.training:
+            return router_logits(x_TM, self.weight)
+        both_XM = torch.cat([self.weight, self.noise_weight])  # one product reads the tokens once
+        clean_TE, deviation_TE = router_logits(x_TM, both_XM).chunk(2, dim=-1)
+        return clean_TE + torch.randn_like(clean_TE) * F.softplus(deviation_TE)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"

@@ -1,0 +1,65 @@
+"""How experts are picked from scores, or drawn without them; never a host synchronisation.
+
+Letters: T tokens, K choices, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+ROUNDS = 16
+"""Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
+
+
+def largest(score_TE: Tensor, top_k: int) -> Tensor:
+    """Indices of the top_k largest scores, (T, K), best first, ties to the lowest index; NaN is the largest.
+
+    torch.topk promises nothing on ties. Distinct whatever the scores are; negative infinity counts as the
+    lowest finite number.
+    """
+    score_TE = score_TE.detach()
+    if top_k == 1:
+        return score_TE.argmax(-1, keepdim=True)
+    if top_k > ROUNDS:
+        return score_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    left_TE = score_TE.clamp(min=torch.finfo(score_TE.dtype).min)  # a copy; what is taken becomes -inf
+    chosen_TK = torch.empty(score_TE.shape[0], top_k, dtype=torch.int64, device=score_TE.device)
+    for choice in range(top_k):
+        best_T1 = left_TE.argmax(-1, keepdim=True)
+        left_TE.scatter_(-1, best_T1, -math.inf)
+        chosen_TK[:, choice : choice + 1] = best_T1
+    return chosen_TK
+
+
+def scaled(weight_TK: Tensor, normalize: bool) -> Tensor:
+    """A token's weights over their sum, where that is asked for."""
+    return weight_TK / weight_TK.sum(-1, keepdim=True) if normalize else weight_TK
+
+
+def distinct(draw_TK: Tensor, num_experts: int) -> Tensor:
+    """K distinct experts of each token from K independent draws, non-negative int64 much larger than E.
+
+    Floyd's sampling: each set of K experts is equally likely. The order within a token is not uniform;
+    nothing may be read from it. Example: E = 3, draws 7, 8 -> 7 mod 2 = 1, 8 mod 3 = 2.
+    """
+    top_k = draw_TK.shape[1]
+    chosen_TK = torch.empty_like(draw_TK)
+    for choice in range(top_k):
+        last = num_experts - top_k + choice
+        pick_T = draw_TK[:, choice] % (last + 1)
+        taken_T = (chosen_TK[:, :choice] == pick_T.unsqueeze(1)).any(1)
+        chosen_TK[:, choice] = pick_T.masked_fill(taken_T, last)
+    return chosen_TK
+
+
+def rows_for_each_expert(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
+    """ceil(factor * T * K / E), the layer's capacity too. Example: (1.25, 16, 2, 8) -> 5."""
+    return math.ceil(factor * num_tokens * top_k / num_experts)
+
+
+def attached_zero(scores: Tensor) -> Tensor:
+    """0 on the graph of the scores, also where they are not finite."""
+    return scores[:0].sum()

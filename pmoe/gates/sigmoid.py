@@ -1,0 +1,69 @@
+"""The sigmoid gate of BASE layers (arXiv 2103.16716, section 3.1) and StableMoE (arXiv 2204.08396, section
+3.1): how much of an expert's output a token takes does not depend on the other experts.
+
+Letters: T tokens, K choices, E experts, M = d_model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pmoe.gates.arguments import check_normalize, check_not_negative, check_sizes, router_weight
+from pmoe.gates.base import Gate, Routing
+from pmoe.gates.logits import router_logits
+from pmoe.gates.losses import router_loss
+from pmoe.gates.selection import largest
+
+
+def sigmoid_shares(logits_TE: Tensor) -> Tensor:
+    """sigmoid(l_e) / sum_j sigmoid(l_j), also where every sigmoid is too small for the number's type."""
+    return F.logsigmoid(logits_TE).softmax(-1)
+
+
+class SigmoidGate(Gate):
+    """The top_k largest x . w_e, ties to the lowest expert index, with sigmoid(x . w_e) as the weight (FSMoE,
+    section 2.1).
+
+    weight: parameter (E, M). Experts are chosen by the product itself, for sigmoids of large ones are equal.
+    ``normalize`` True divides a token's weights by their sum; None means False, as in the papers.
+    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`, where a token's probabilities
+    are its sigmoids over their sum: sigmoids alone would have the loss fall as all of them shrink. (BASE
+    balances by an assignment of the whole batch instead; that is not done here.)
+    Computed in float32, or in float64 where the tokens are.
+
+    partition "tokens": each token is routed alone. Capacity is the layer's.
+
+    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        normalize: bool | None = None,
+        z_loss_weight: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model, num_experts, top_k)
+        check_normalize(normalize)
+        check_not_negative(z_loss_weight=z_loss_weight)
+        self.top_k, self.normalize, self.z_loss_weight = top_k, bool(normalize), z_loss_weight
+        self.weight = router_weight(num_experts, d_model, device, dtype)
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        with torch.autocast(x_TM.device.type, enabled=False):
+            logits_TE = router_logits(x_TM, self.weight)
+            expert_TK = largest(logits_TE, self.top_k)
+            chosen_TK = logits_TE.gather(-1, expert_TK)
+            weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
+            l_aux = router_loss(sigmoid_shares(logits_TE), expert_TK, logits_TE, self.z_loss_weight)
+        return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"

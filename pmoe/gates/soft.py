@@ -1,0 +1,86 @@
+"""SoftMoE (arXiv 2308.00951, sections 2.1 and 2.3): experts work on mixtures of all tokens.
+
+Letters: T tokens, E experts, P slots an expert, S = E * P rows, M = d_model.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.gates.arguments import check_count, check_sizes
+from pmoe.gates.base import Gate, Mix, Routing
+from pmoe.gates.lengths import inverse_length
+from pmoe.gates.logits import router_logits
+from pmoe.gates.selection import attached_zero
+
+
+class SoftGate(Gate):
+    """Each slot of an expert gets a mixture of all tokens, each token a mixture of all slots' results:
+    logits = scale * unit(x) unit(phi)^T, dispatch = softmax over tokens, combine = softmax over slots
+    (Eq. 1-3 and section 2.3).
+
+    weight: parameter (E, P, M), the paper's phi, out-features first. scale: scalar parameter, 1 at first.
+
+    Args:
+        top_k: checked and otherwise without effect: every token goes everywhere.
+        slots_per_expert: P; None means 1. It cannot depend on T, which changes from batch to batch while phi
+            does not. The paper's choice is T / E, as many slots as tokens.
+
+    The routing has S rows; row s is of expert s // P, made by ``mix``, with weight 1 (the combination has
+    the weights). Nothing is dropped and nothing can be out of balance: l_aux is 0, capacity means nothing
+    here. A token that is zero weighs all slots alike. Computed in float32, or in float64 where the tokens
+    are.
+
+    partition "none": a slot mixes all tokens of the rank's batch, of all its sequences, later ones included;
+    the mixture of a part is another one. The paper's models mix within one image: where that matters, call
+    the layer an image at a time; causal language models cannot use this gate.
+
+    Raises ValueError for top_k outside 1..num_experts, sizes or slots_per_expert below 1.
+    """
+
+    partition = "none"
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        slots_per_expert: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model, num_experts, top_k)
+        slots = 1 if slots_per_expert is None else slots_per_expert
+        check_count(slots_per_expert=slots)
+        self.weight = nn.Parameter(torch.empty(num_experts, slots, d_model, device=device, dtype=dtype))
+        nn.init.normal_(self.weight, std=1 / math.sqrt(d_model))
+        self.scale = nn.Parameter(torch.ones((), device=device, dtype=dtype))
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        num_slots = self.weight.shape[0] * self.weight.shape[1]
+        with torch.autocast(x_TM.device.type, enabled=False):
+            logits_TS = self._logits(x_TM)
+            mix = Mix(dispatch=logits_TS.softmax(0), combine=logits_TS.softmax(-1))
+        slot_S1 = torch.arange(num_slots, device=x_TM.device).unsqueeze(1)
+        return Routing(
+            expert=slot_S1 // self.weight.shape[1],
+            weight=logits_TS.new_ones(num_slots, 1),
+            l_aux=attached_zero(logits_TS),
+            logits=logits_TS,
+            mix=mix,
+        )
+
+    def _logits(self, x_TM: Tensor) -> Tensor:
+        """(T, S). Lengths divide the products, which are smaller than the tokens."""
+        phi_SM = self.weight.flatten(0, 1)
+        product_TS = router_logits(x_TM, phi_SM)
+        over_phi_S = (inverse_length(phi_SM).squeeze(1) * self.scale).to(product_TS.dtype)
+        return product_TS * inverse_length(x_TM) * over_phi_S
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.weight.shape[0]}, slots_per_expert={self.weight.shape[1]}"

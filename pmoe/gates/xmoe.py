@@ -1,0 +1,117 @@
+"""The gate of X-MoE (arXiv 2204.09179, section 3): scores are cosines on a low-dimensional sphere, so that
+tokens are not drawn towards the embeddings of their experts.
+
+Letters: T tokens, K choices, E experts, M = d_model, P = d_proj.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.gates.arguments import (
+    check_count,
+    check_normalize,
+    check_not_negative,
+    check_one_of,
+    check_positive,
+    check_sizes,
+    router_weight,
+)
+from pmoe.gates.base import Gate, Routing
+from pmoe.gates.lengths import inverse_length
+from pmoe.gates.logits import router_logits
+from pmoe.gates.losses import router_loss
+from pmoe.gates.selection import largest, scaled
+
+TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}
+"""What the temperature begins at, by score (section 4.1)."""
+
+
+class XMoEGate(Gate):
+    """s_e = cos(projection x, w_e); the top_k largest, ties to the lowest expert index, weighted by
+    softmax(s / temperature) or sigmoid(s / temperature).
+
+    projection: parameter (P, M). weight: parameter (E, P), the experts' embeddings. log_temperature: scalar
+    parameter; the temperature is its exponential, so no step of training makes it 0 or negative.
+
+    Args:
+        d_proj: P; None means num_experts // 2, as in the paper, and at least 2: in one dimension every cosine
+            is 1 or -1, and nothing has a gradient.
+        score: "softmax" or "sigmoid".
+        temperature: what it begins at; None is the paper's 0.3 for softmax, 0.07 for sigmoid.
+        normalize: scales the k weights to sum 1; None means top_k > 1 with softmax, as in `TopKGate`, and
+            False with sigmoid, as in `SigmoidGate`.
+        z_loss_weight: of `router_z_loss` of s / temperature.
+
+    The auxiliary loss is `load_balance_loss` on softmax(s / t) + z_loss_weight * `router_z_loss`; t is the
+    constant that the temperature began at, or a rising temperature would hide an uneven load from the loss. A
+    token whose projection is zero has cosine 0 with every expert and no gradient.
+    Computed in float32, or in float64 where the tokens are.
+
+    partition "tokens": each token is routed alone. Capacity is the layer's.
+
+    Raises ValueError for top_k outside 1..num_experts, sizes below 1, an unknown score, a temperature that is
+    not positive, a negative z_loss_weight.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        d_proj: int | None = None,
+        score: str = "softmax",
+        temperature: float | None = None,
+        normalize: bool | None = None,
+        z_loss_weight: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model, num_experts, top_k)
+        check_one_of("score", score, tuple(TEMPERATURES))
+        check_positive(temperature=temperature)
+        check_normalize(normalize)
+        check_not_negative(z_loss_weight=z_loss_weight)
+        if d_proj is None:
+            d_proj = max(num_experts // 2, 2)
+        check_count(d_proj=d_proj)
+        self.top_k, self.score, self.z_loss_weight = top_k, score, z_loss_weight
+        self.normalize = (top_k > 1 and score == "softmax") if normalize is None else normalize
+        self.first_temperature = TEMPERATURES[score] if temperature is None else temperature
+        self.projection = router_weight(d_proj, d_model, device, dtype)
+        self.weight = nn.Parameter(torch.empty(num_experts, d_proj, device=device, dtype=dtype))
+        nn.init.normal_(self.weight, std=1 / math.sqrt(d_proj))
+        start = torch.full((), math.log(self.first_temperature), device=device, dtype=dtype)
+        self.log_temperature = nn.Parameter(start)
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        with torch.autocast(x_TM.device.type, enabled=False):
+            cosine_TE = self._cosine(x_TM)
+            logits_TE = cosine_TE / self.log_temperature.to(cosine_TE.dtype).exp()
+            expert_TK = largest(cosine_TE, self.top_k)
+            if self.score == "softmax":
+                weight_TK = logits_TE.softmax(-1).gather(-1, expert_TK)
+            else:
+                weight_TK = logits_TE.gather(-1, expert_TK).sigmoid()
+            probability_TE = (cosine_TE / self.first_temperature).softmax(-1)
+            l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
+        weight_TK = scaled(weight_TK, self.normalize)
+        return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
+
+    def _cosine(self, x_TM: Tensor) -> Tensor:
+        """(T, E), each within -1 and 1 but for rounding."""
+        projected_TP = router_logits(x_TM, self.projection)
+        embedding_EP = self.weight.to(projected_TP.dtype)
+        unit_EP = embedding_EP * inverse_length(embedding_EP)
+        return (projected_TP * inverse_length(projected_TP)) @ unit_EP.t()
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.weight.shape[0]}, d_proj={self.weight.shape[1]}, top_k={self.top_k}, "
+            f"score={self.score!r}, normalize={self.normalize}"
+        )

@@ -16,25 +16,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.comm.base import Traffic
+from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins
-from pmoe.comm.flat import FlatCombine, FlatDispatch
-from pmoe.comm.ranks import Ranks
-from pmoe.experts import Experts, FFNExperts, ModuleExperts, SwiGLUExperts
+from pmoe.comm.flat import FlatDispatch
+from pmoe.comm.grid import Grid
+from pmoe.comm.sharing import Sharing
+from pmoe.experts import Experts, ModuleExperts, make_stacked
 from pmoe.experts.activations import find_activation
-from pmoe.experts.base import Columns
+from pmoe.experts.base import Columns, Shard
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
-from pmoe.gates import GATES, Routing
+from pmoe.gates import GATES, Routing, SwitchGate, TopKGate
+from pmoe.gates.base import at_least_float32
+from pmoe.gates.logits import router_logits
+from pmoe.gates.make import make_gate
+from pmoe.ordering import Order, make_order
 from pmoe.ordering.capacity import expert_capacity, within_capacity
-from pmoe.ordering.sorted import LocalExperts, SortedRows, count_rows, sort_rows
+from pmoe.ordering.once import carriers
+from pmoe.ordering.sorted import LocalExperts, SortedOrder, count_rows, sort_rows
 from pmoe.pipeline.buffers import ALIGNMENT, pool, warn_once
+from pmoe.pipeline.callbacks import Callback, Hooks
 from pmoe.pipeline.decide import Choice, Chooser, bound, parse_bytes, profile_of
 from pmoe.pipeline.footprint import Memory, Shape, counted_rows, predict
-from pmoe.pipeline.passes import run_experts
-from pmoe.pipeline.plan import Degrees, Plan, make_plan
-from pmoe.pipeline.schedule import local_pieces
+from pmoe.pipeline.passes import Inputs, run_experts
+from pmoe.pipeline.plan import Degrees, Modules, Ordered, Plan, make_plan
+from pmoe.pipeline.schedule import Stages, local_pieces
 from pmoe.pipeline.search import load_table, search
 from pmoe.pipeline.search import table as search_table
 from pmoe.planner.degree import (
@@ -90,7 +98,24 @@ class MoELayer(nn.Module):
             input's gradient hold to for any routing, parameters' gradients aside. n (if ``pipeline`` is True)
             and the pair (if ``memory_reuse`` is) are chosen for it, by predicted time; a budget that nothing
             holds is a ValueError at the call, on every rank, that says what the least would be.
-        group: the process group; None is the default group, or one rank where none is initialised.
+        group: the process group; None is the default group, or one rank where none is initialised. mesh:
+        instead of group, a `torch.distributed.device_mesh` of the dimensions "ep" and "esp": experts are
+            spread over "ep", and each expert's hidden columns are split over "esp", the ranks of a node
+            (FSMoE's ESP): its tokens are gathered there before it and its partial outputs summed behind it.
+            Each rank has tokens of its own. "ffn" and "swiglu" are split; a `pmoe.experts.Experts` must be a
+            part already.
+        order: "sorted", "einsum" (GShard's, the slow reference), or a `pmoe.Order`.
+        dispatch: how rows travel to their experts: "flat", "hierarchical_1d" or "hierarchical_2d", or a
+            `pmoe.Dispatch`. combine: how they return; None is as dispatch.
+        nodes: for the hierarchical ones, ranks a node, or the node of each rank; None asks the launcher's
+            LOCAL_WORLD_SIZE.
+        send_once: with top_k > 1, a token goes once to a rank that holds several of its experts, and comes
+            back as one sum.
+        shared_expert: a dense expert for every token beside the routed ones (DeepSeek's, Qwen2-MoE's): its
+            hidden width, for one of the kind of ``expert``, or a module from (T, M) to (T, M). It is computed
+            while the first chunk travels; its parameters are like any dense layer's, not marked as experts'.
+        shared_gate: the shared expert's output is scaled by sigmoid(shared_gate(x)), a factor a token.
+        callbacks: `pmoe.Callback` objects: their hooks may replace what passes six points of the layer.
         device, dtype: of the parameters.
         normalize_gate: overrides whether "topk" scales a token's weights to sum 1.
         z_loss_weight: adds that much of the router z-loss to l_aux.
@@ -98,6 +123,7 @@ class MoELayer(nn.Module):
         bypass_local: rows whose expert is on this rank are computed in place. False sends them through
             the collective as well (to test or measure it).
         sequential: every step waits for the one before (the baseline of overlap measurements).
+        one_lane: collectives inside a node wait for those between nodes (likewise).
 
     Attributes:
         l_aux: scalar, the auxiliary loss of the last forward, attached to its graph: the load-balance loss
@@ -135,6 +161,15 @@ class MoELayer(nn.Module):
         slack: float = 1.25,
         memory_budget: int | str | None = None,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        order: str | Order = "sorted",
+        dispatch: str | Dispatch = "flat",
+        combine: str | Combine | None = None,
+        nodes: int | Sequence[int] | None = None,
+        send_once: bool = False,
+        shared_expert: int | nn.Module | None = None,
+        shared_gate: bool = False,
+        callbacks: Sequence[Callback] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         normalize_gate: bool | None = None,
@@ -142,6 +177,7 @@ class MoELayer(nn.Module):
         check_finite: bool = False,
         bypass_local: bool = True,
         sequential: bool = False,
+        one_lane: bool = False,
     ) -> None:
         super().__init__()
         _check_sizes(d_model=d_model, d_hidden=d_hidden, num_experts=num_experts, top_k=top_k)
@@ -165,15 +201,28 @@ class MoELayer(nn.Module):
             raise ValueError(f"dtype ({dtype}) must be a floating-point type")
         check_pipeline(pipeline)
         check_backward(pipeline, pipeline_backward)
-        self.ranks = Ranks(group)
-        if num_experts % self.ranks.size:
+        if mesh is not None and group is not None:
+            raise ValueError("group and mesh must not be given both: a mesh brings its groups")
+        self.grid = Grid.of_group(group) if mesh is None else Grid.of_mesh(mesh)
+        self.ranks = self.grid.all
+        if num_experts % self.grid.across.size:
+            name = "the size of group" if mesh is None else 'the size of the mesh\'s "ep"'
+            advice = "" if num_experts > self.grid.across.size else '; split fewer by a mesh with "esp"'
             raise ValueError(
-                f"num_experts ({num_experts}) must be divisible by the size of group ({self.ranks.size})"
+                f"num_experts ({num_experts}) must be divisible by {name} ({self.grid.across.size}){advice}"
+            )
+        if d_hidden % self.grid.inside.size:
+            raise ValueError(
+                f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" '
+                f"({self.grid.inside.size})"
             )
         self.d_model, self.d_hidden = d_model, d_hidden
         self.num_experts, self.top_k = num_experts, top_k
-        self.num_local_experts = num_experts // self.ranks.size
-        self.first_expert = self.ranks.rank * self.num_local_experts
+        self.num_local_experts = num_experts // self.grid.across.size
+        self.first_expert = self.grid.across.rank * self.num_local_experts
+        self.shard = Shard(self.grid.inside.rank, self.grid.inside.size)
+        self.send_once = bool(send_once) and top_k > 1
+        self.one_lane = one_lane
         self.capacity_factor, self.pipeline, self.slack = capacity_factor, pipeline, slack
         self.pipeline_backward = pipeline_backward
         self.check_finite, self.bypass_local, self.sequential = check_finite, bypass_local, sequential
@@ -181,19 +230,35 @@ class MoELayer(nn.Module):
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.row_counts: Shared | None = None
         self.traffic = Traffic()
-        self.dispatch, self.combine = FlatDispatch(), FlatCombine()
-        for exchange in (self.dispatch, self.combine):
-            exchange.bind(self.ranks, self.traffic)
+        self.gradients: Callable[[], dist.Work | None] | None = None
+        self.order = make_order(order)
+        self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
+        self.scalars, self.sharing = FlatDispatch(), Sharing(self.grid.inside, self.traffic)
+        for exchange in (self.dispatch, self.combine, self.scalars):
+            exchange.bind(self.grid.across, self.traffic)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
+        self.callbacks = tuple(callbacks)
+        self.callback_modules = nn.ModuleList(each for each in callbacks if isinstance(each, nn.Module))
+        self.hooks = Hooks.of(callbacks)
+        if self.hooks and self.grid.is_sharded:
+            raise ValueError(
+                f"callbacks ({', '.join(type(each).__name__ for each in callbacks)}) must override only "
+                "before_moe_start and before_moe_end where experts are sharded over the ranks of a node"
+            )
+        if pipeline_backward not in (None, fixed_degree(pipeline)) and (self.hooks or self.send_once):
+            name = "callbacks see chunks" if self.hooks else "rows travel once (send_once=True)"
+            raise ValueError(
+                f"pipeline_backward ({pipeline_backward}) must be pipeline ({pipeline}) or None where {name}"
+            )
         self._chooser: tuple[object, Chooser] | None = None
         self._table: tuple[object, GranularitySearch] | None = None
-        self.trusts_gate = isinstance(gate, str)  # a gate of ours returns what it should
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(gate, str):
-            if gate not in GATES:
-                raise ValueError(f"gate ({gate!r}) must be a module or one of {', '.join(sorted(GATES))}")
-            gate = GATES[gate](
-                d_model, num_experts, top_k, normalize=normalize_gate, z_loss_weight=z_loss_weight, **options
-            )
+            given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
+            sizes = (d_model, num_experts, top_k)
+            gate = make_gate(GATES, gate, sizes, capacity_factor, given, options)
         elif isinstance(gate, nn.Module):
             if normalize_gate is not None or z_loss_weight:
                 raise ValueError(
@@ -203,19 +268,21 @@ class MoELayer(nn.Module):
         else:
             raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
         self.gate = gate
+        self.trusts_gate = type(gate) in GATES.values()  # a gate of ours returns what it should
         self.experts = self._make_experts(expert, activation, bias, options)
         self.experts.mark_parameters()
+        self.shared_expert = self._make_shared(shared_expert, expert, activation, bias, options)
+        self.shared_gate: nn.Linear | None = None
+        if shared_gate:
+            if self.shared_expert is None:
+                raise ValueError(f"shared_gate ({shared_gate}) must be False without a shared_expert")
+            self.shared_gate = nn.Linear(d_model, 1, bias=False, **options)
         if isinstance(self.restore, Restore) and self.restore.offloads:
             _check_host_memory(self.restore, _experts_parameter(self), device)
         splits = pipeline_backward is not None and pipeline_backward > (fixed_degree(pipeline) or 1)
         recomputes = self.restore is True or (self.restore and self.restore.hidden == "recompute")
         if self.memory_budget is not None:
             self._check_predictable("memory_budget", memory_budget)
-            if not self.trusts_gate:
-                raise ValueError(
-                    f"memory_budget ({memory_budget!r}) must be left out where gate is a module: what it "
-                    "saves cannot be predicted"
-                )
         if splits and not recomputes and isinstance(self.experts, ModuleExperts):
             raise ValueError(
                 f"pipeline_backward ({pipeline_backward}) must be at most pipeline ({pipeline}) where "
@@ -243,12 +310,44 @@ class MoELayer(nn.Module):
             return num_bins(self.degree_candidates, self.ranks.size)
         return math.lcm(*self.degree_candidates)
 
+    @property
+    def stages(self) -> Stages:
+        """What every call of this layer consists of. Whether there is a journey, not how many rows a rank
+        sends: all ranks issue the same collectives."""
+        local = self.bypass_local and not (self.grid.is_sharded or self.hooks or self.send_once)
+        return Stages(
+            local=local,
+            remote=self.ranks.size > 1 or not local,
+            sharded=self.grid.is_sharded,
+            shared=self.shared_expert is not None,
+            gradients=self.gradients is not None,
+            one_lane=self.one_lane,
+        )
+
+    @property
+    def modules_of_plan(self) -> Modules:
+        return Modules(
+            experts=self.experts,
+            grid=self.grid,
+            stages=self.stages,
+            order=self.order,
+            dispatch=self.dispatch,
+            combine=self.combine,
+            scalars=self.scalars,
+            sharing=self.sharing,
+            hooks=self.hooks,
+            shared=self.shared_expert,
+            gradients=self.gradients,
+            sequential=self.sequential,
+            rotates=self.rotates,
+        )
+
     def num_pieces(self, n: int) -> int:
         """Into how many pieces the rows that stay are cut."""
+        stages = self.stages
         if self.rotates:
-            return n * self.bypass_local
-        travels = self.ranks.size > 1 or not self.bypass_local
-        return local_pieces(n, local=self.bypass_local, remote=travels)
+            return n * stages.local
+        return local_pieces(n, local=stages.local, remote=stages.remote)
 
     @property
     def may_offload_rows(self) -> bool:
@@ -356,7 +455,8 @@ class MoELayer(nn.Module):
         if row_counts is None:
             return bound(shape, num_tokens, n, backward, restore, self.slack, self.num_bins)
         n, backward = (each << row_counts.depth.get(each, 0) for each in (n, backward))
-        rows = {each: counted_rows(shape, row_counts, self.ranks.rank, each) for each in (n, backward)}
+        rank, place = self.ranks.rank, self.grid.inside.rank
+        rows = {each: counted_rows(shape, row_counts, rank, each, place) for each in (n, backward)}
         return predict(shape, num_tokens, rows[n], rows[backward], restore, rearranged=n != backward)
 
     def _check_predictable(self, name: str, value: object) -> None:
@@ -367,6 +467,16 @@ class MoELayer(nn.Module):
                 f"{name} ({value!r}) must be left out where experts are modules of one's own: what they save "
                 "cannot be predicted"
             )
+        unknown = {
+            f"the gate is a {type(self.gate).__name__}": type(self.gate) not in (TopKGate, SwitchGate),
+            f"the order is a {type(self.order).__name__}": not isinstance(self.order, SortedOrder),
+            "rows do not travel by flat all-to-alls": self.dispatch.in_steps or self.combine.in_steps,
+            "rows travel once (send_once=True)": self.send_once,
+            "there is a shared expert": self.shared_expert is not None,
+            "there are callbacks": bool(self.callbacks),
+        }
+        for why in (why for why, holds in unknown.items() if holds):
+            raise ValueError(f"{name} ({value!r}) must be left out where {why}: its memory is not predicted")
 
     def memory_shape(self, rows_TM: Tensor | None = None) -> Shape:
         """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
@@ -389,7 +499,8 @@ class MoELayer(nn.Module):
             weight_size=max(4, size),
             expert_parameters=sum(parameter.numel() for parameter in self.experts.parameters()),
             gate_parameters=sum(parameter.numel() for parameter in self.gate.parameters()),
-            bypass_local=self.bypass_local,
+            bypass_local=self.stages.local,
+            inside=self.grid.inside.size,
             has_drops=self.capacity_factor is not None,
             gate_scores=1 + bool(getattr(self.gate, "z_loss_weight", 0)),
             cast_from=wide if wide != size else 0,
@@ -404,17 +515,9 @@ class MoELayer(nn.Module):
     ) -> Experts:
         local = self.num_local_experts
         if isinstance(expert, str):
-            stacked: FFNExperts | SwiGLUExperts
-            if expert == "ffn":
-                stacked = FFNExperts(
-                    self.d_model, self.d_hidden, local, activation=activation, bias=bias, **options
-                )
-            elif expert == "swiglu":
-                stacked = SwiGLUExperts(self.d_model, self.d_hidden, local, bias=bias, **options)
-            else:
-                raise ValueError(
-                    f"expert ({expert!r}) must be ffn, swiglu, or a callable that builds a module"
-                )
+            stacked = make_stacked(
+                expert, self.d_model, self.d_hidden, local, activation, bias, shard=self.shard, **options
+            )
             initialise(stacked, first_expert=self.first_expert)
             return stacked
         if isinstance(expert, Experts | nn.ModuleList):
@@ -424,7 +527,17 @@ class MoELayer(nn.Module):
                     f"expert (a {type(expert).__name__} of {given.num_local_experts}) must hold this rank's "
                     f"{local} experts"
                 )
+            if self.grid.is_sharded and isinstance(given, ModuleExperts):
+                raise ValueError(
+                    f"expert (a {type(expert).__name__}) must be ffn or swiglu, or a pmoe.experts.Experts of "
+                    "this rank's columns, where experts are sharded over the ranks of a node"
+                )
             return given
+        if self.grid.is_sharded and callable(expert):
+            raise ValueError(
+                f"expert ({expert!r}) must be ffn or swiglu, or a pmoe.experts.Experts of this rank's "
+                "columns, where experts are sharded over the ranks of a node: a module's hidden is its own"
+            )
         if isinstance(expert, nn.Module) or not callable(expert):
             raise TypeError(
                 f"expert ({expert!r}) must be a name, a callable that builds one expert, or a "
@@ -439,17 +552,40 @@ class MoELayer(nn.Module):
                 )
         return ModuleExperts(module.to(**options) for module in modules)
 
+    def _make_shared(
+        self,
+        shared: int | nn.Module | None,
+        expert: object,
+        activation: str,
+        bias: bool,
+        options: dict[str, Any],
+    ) -> Experts | None:
+        if shared is None:
+            return None
+        if isinstance(shared, nn.Module):
+            made: Experts = ModuleExperts([shared])
+            made.is_parallel = False
+            return made
+        _check_sizes(shared_expert=shared)
+        kind = expert if isinstance(expert, str) else "ffn"
+        stacked = make_stacked(kind, self.d_model, shared, 1, activation, bias, **options)
+        stacked.is_parallel = False
+        initialise(stacked, first_expert=self.num_experts)  # a seed that no routed expert has
+        return stacked
+
     # torch.compiler.disable, but without importing the compiler before a first call. Here, not further in: or
     # this method would be a frame of its own, with a graph break of its own.
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Maps x (..., d_model) to the same shape, in x's dtype (autocast's under autocast).
+
+        token_ids: (...) int64, for gates that route by them (`pmoe.Gate.needs_token_ids`).
 
         Ranks may hold different numbers of tokens, none included. Raises ValueError on every rank, before
         any row travels, where any rank's input has another last dimension, dtype or device than the layer,
         or its gate failed; RuntimeError naming stage and rank where a peer is missing.
         """
-        return _forward(self, x)
+        return _forward(self, x, token_ids)
 
     def __getstate__(self) -> dict[str, Any]:
         # The last loss is attached to a graph, which neither copies nor pickles; the rest is found again.
@@ -467,10 +603,11 @@ class MoELayer(nn.Module):
 class _Routed:
     """A rank's tokens with their routing: what its part of the exchange needs.
 
-    keep_TK: the slots within capacity, None where all are. fault: a `Fault`, on the device where it is found
-    there. failure: the error that stands behind a fault found on the host.
-    """
+    x: the layer's input, behind the first hooks. keep_TK: the slots within capacity, None where all are.
+    fault: a `Fault`, on the device where it is found there. failure: the error that stands behind a fault
+    found on the host."""
 
+    x: Tensor
     x_TM: Tensor
     routing: Routing
     keep_TK: Tensor | None = None
@@ -478,32 +615,54 @@ class _Routed:
     failure: Exception | None = None
 
 
-def _forward(layer: MoELayer, x: Tensor) -> Tensor:
+def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     """Route, exchange counts, plan, run the experts between dispatch and combine."""
-    layer.ranks.reconnect()
-    routed = _route(layer, x)
-    expert_TK, keep_TK = routed.routing.expert, routed.keep_TK
-    parameters = list(layer.experts.parameters())
+    layer.grid.reconnect()
+    routed = _route(layer, x, token_ids)
+    routing, keep_TK = routed.routing, routed.keep_TK
+    expert_TK, x = routing.expert, routed.x
+    parameters = list[Tensor](layer.experts.parameters())
+    shared_parameters = list[Tensor](layer.shared_expert.parameters()) if layer.shared_expert else []
+    modules, candidates = layer.modules_of_plan, layer.degree_candidates
+    rotates = modules.rotates
+    rank_TK = carrier_TK = carries_TK = once_FP = None
+    if layer.send_once:
+        rank_TK = expert_TK // layer.num_local_experts
+        carrier_TK, carries_TK = carriers(rank_TK, keep_TK)
+        once_FP = count_rows(rank_TK, carries_TK, layer.num_bins, layer.grid.across.size)
 
-    def sort(n: int, pieces: int) -> SortedRows:
-        end = layer.first_expert + layer.num_local_experts if layer.bypass_local else layer.first_expert
+    def sort(n: int, pieces: int) -> Ordered:
+        end = layer.first_expert + layer.num_local_experts if modules.stages.local else layer.first_expert
         stay = LocalExperts(layer.first_expert, end)
-        return sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, pieces)
+        slots = sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, pieces)
+        if rank_TK is None:
+            return Ordered(slots=slots, sent=slots)
+        size = layer.grid.across.size
+        return Ordered(
+            slots=slots,
+            sent=sort_rows(rank_TK, carries_TK, n, size, LocalExperts(0, 0), 0),
+            carrier_TK=carrier_TK,
+            sent_nP=count_rows(rank_TK, carries_TK, n, size),
+        )
 
-    candidates, rotates = layer.degree_candidates, layer.rotates
     # Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
-    slots = _slots(layer, routed.x_TM) if rotates else None
+    slots = _slots(layer, routed) if rotates else None
+    shared_weight_T = _shared_weight(layer, routed.x_TM)
+    operands = (*parameters, *shared_parameters, *layer.hooks.parameters)
     exchange = CountsExchange(
-        layer.ranks,
+        layer.grid,
         count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts),
         num_tokens=expert_TK.shape[0],
         fault=routed.fault,
-        needs_grad=_needs_grad(routed.x_TM, routed.routing.weight, *parameters),
+        needs_grad=_needs_grad(routed.x_TM, routing.weight, *operands),
         dtype=_autocast_dtype(routed.x_TM) or routed.x_TM.dtype,
         traffic=layer.traffic,
         slots=slots,
+        once_FP=once_FP,
+        exchanges=(layer.dispatch, layer.combine),
+        bypass_local=modules.stages.local,
     )
-    orders: dict[tuple[int, int], SortedRows] = {}
+    orders: dict[tuple[int, int], Ordered] = {}
     if len(candidates) == 1 and not rotates:  # while the counts travel: no count can change this order
         n = candidates[0]
         orders[n, layer.num_pieces(n)] = sort(n, layer.num_pieces(n))
@@ -518,53 +677,78 @@ def _forward(layer: MoELayer, x: Tensor) -> Tensor:
             if (n, layer.num_pieces(n)) not in orders:
                 orders[n, layer.num_pieces(n)] = sort(n, layer.num_pieces(n))
         return make_plan(
-            experts=layer.experts,
-            ranks=layer.ranks,
-            dispatch=layer.dispatch,
-            combine=layer.combine,
+            modules,
             order=orders[degrees.forward, degrees.pieces],
             backward_order=orders[degrees.backward, layer.num_pieces(degrees.backward)],
             expert_TK=expert_TK,
+            slot_token=routing.token,
             shared=shared,
             degrees=degrees,
             restore=restore,
-            rotates=rotates,
-            bypass_local=layer.bypass_local,
             has_drops=keep_TK is not None,
-            sequential=layer.sequential,
         )
 
-    layer.l_aux = routed.routing.l_aux
+    layer.l_aux = routing.l_aux
     layer.tokens_per_expert = shared.send.sum(0).flatten()
-    layer.row_counts = replace(shared, recv_device=shared.recv)
+    layer.row_counts = shared.on_host()
 
     autocast_dtype = _autocast_dtype(x)
-    rows_TM, operands = routed.x_TM, list[Tensor](parameters)
+    rows_TM = routed.x_TM
     if autocast_dtype is not None:
         rows_TM = rows_TM.to(autocast_dtype)
-        if not layer.experts.runs_under_autocast:
-            operands = [parameter.to(autocast_dtype) for parameter in parameters]
+        parameters = _cast(layer.experts, parameters, autocast_dtype)
+        if layer.shared_expert is not None:
+            shared_parameters = _cast(layer.shared_expert, shared_parameters, autocast_dtype)
+    if routing.mix is not None:
+        rows_TM = routing.mix.dispatch.to(rows_TM.dtype).t() @ rows_TM
+    inputs = Inputs(
+        x_TM=rows_TM,
+        weight_TK=routing.weight,
+        parameters=parameters,
+        shared_weight_T=shared_weight_T,
+        shared_parameters=shared_parameters,
+        hook_parameters=layer.hooks.parameters,
+    )
     inside = autocast_dtype is not None and layer.experts.runs_under_autocast
-    weight_TK = routed.routing.weight
     with torch.autocast(x.device.type, enabled=inside, dtype=autocast_dtype):
-        choice = _choose(layer, shared, rows_TM, plan_for, (rows_TM, weight_TK, operands))
+        choice = _choose(layer, shared, plan_for, inputs)
         plan = plan_for(choice.forward, choice.backward, choice.restore)
-        y_TM = run_experts(plan, rows_TM, weight_TK, operands, needs_grad=shared.needs_grad)
-    return y_TM.view(x.shape)
+        y_TM = run_experts(plan, inputs, needs_grad=shared.needs_grad)
+    if routing.mix is not None:
+        y_TM = routing.mix.combine.to(y_TM.dtype) @ y_TM
+    y = y_TM.view(x.shape)
+    for callback in layer.callbacks:
+        y = callback.before_moe_end(y)
+    return y
 
 
-def _slots(layer: MoELayer, x_TM: Tensor) -> Slots:
+def _cast(experts: Experts, parameters: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Parameters as autocast hands them to operators; modules meet autocast by themselves."""
+    return parameters if experts.runs_under_autocast else [each.to(dtype) for each in parameters]
+
+
+def _shared_weight(layer: MoELayer, x_TM: Tensor) -> Tensor | None:
+    """(T,) the factor of the shared expert's output."""
+    if layer.shared_expert is None:
+        return None
+    if layer.shared_gate is None:
+        return torch.ones(x_TM.shape[0], dtype=at_least_float32(x_TM[:0]).dtype, device=x_TM.device)
+    with torch.autocast(x_TM.device.type, enabled=False):
+        return router_logits(x_TM, layer.shared_gate.weight).sigmoid().squeeze(1)
+
+
+def _slots(layer: MoELayer, routed: _Routed) -> Slots:
     """What to ask about chunks: how deep each n must be cut, and whether the host has room for T_DI."""
-    host_rows = None
+    x_TM, host_rows = routed.x_TM, None
     if layer.may_offload_rows:
         # Every unit of a chunk, travelling or not, starts on a boundary of its own.
         free = pool(x_TM.device).host.free_bytes - 2 * layer.num_bins * ALIGNMENT
         host_rows = max(free, 0) // (layer.d_model * x_TM.element_size())
     return Slots(
         slack=layer.slack,
-        top_k=layer.top_k,
+        top_k=(layer.top_k if routed.routing.token is None else 1) * layer.grid.inside.size,
         degrees=layer.degree_candidates,
-        own_rank=layer.ranks.rank if layer.bypass_local else None,
+        own_rank=layer.ranks.rank if layer.stages.local else None,
         host_rows=host_rows,
     )
 
@@ -572,12 +756,11 @@ def _slots(layer: MoELayer, x_TM: Tensor) -> Slots:
 def _choose(
     layer: MoELayer,
     shared: Shared,
-    rows_TM: Tensor,
     plan_for: Callable[[int, int, Restore], Plan],
-    operands: tuple[Tensor, Tensor, Sequence[Tensor]],
+    inputs: Inputs,
 ) -> Choice:
     """n of both passes and the restore pair, from numbers that all ranks share."""
-    chooser, most = layer.chooser, shared.max_tokens
+    chooser, most, rows_TM = layer.chooser, shared.max_tokens, inputs.x_TM
 
     def profile() -> Profile:
         return profile_of(layer.ranks, rows_TM.device, rows_TM.dtype)
@@ -598,7 +781,7 @@ def _choose(
         if shared.needs_grad:  # else nothing is offloaded at all
             warn_once("too little host memory is left on some rank to offload T_DI: it is sent again instead")
     if forward is None:
-        found = _searched(layer, shared, restore, plan_for, operands)
+        found = _searched(layer, shared, restore, plan_for, inputs)
         return Choice(forward=found.forward, backward=found.backward, restore=restore)
     return Choice(forward=forward, backward=layer.pipeline_backward or forward, restore=restore)
 
@@ -608,7 +791,7 @@ def _searched(
     shared: Shared,
     restore: Restore,
     plan_for: Callable[[int, int, Restore], Plan],
-    operands: tuple[Tensor, Tensor, Sequence[Tensor]],
+    inputs: Inputs,
 ) -> PassDegrees:
     """What pipeline=True takes: n known for this many tokens, or found by trials where they are worth it.
 
@@ -623,16 +806,17 @@ def _searched(
     if found is not None:
         return found
     worth = shared.needs_grad and layer.ranks.size > 1 and rows >= 2 * LEAST_ROWS
-    if not worth or isinstance(layer.experts, ModuleExperts) or layer.sequential:
+    modules = isinstance(layer.experts, ModuleExperts) or isinstance(layer.shared_expert, ModuleExperts)
+    if not worth or modules or layer.hooks or layer.sequential:
         return PassDegrees(ruled, ruled)
 
     def plan_of(degrees: PassDegrees) -> Plan | None:
-        if degrees.forward != degrees.backward and not layer.rotates:
+        if degrees.forward != degrees.backward and (not layer.rotates or layer.send_once):
             return None
         return plan_for(degrees.forward, degrees.backward, restore)
 
     traffic = replace(layer.traffic)
-    found = search(known, most, layer.degree_candidates, plan_of, operands, layer.ranks)
+    found = search(known, most, layer.degree_candidates, plan_of, inputs, layer.ranks)
     vars(layer.traffic).update(vars(traffic))  # trials are no traffic of the model
     return found
 
@@ -645,16 +829,19 @@ def _degrees(
         forward, backward = forward << depth[forward], backward << depth[backward]
     if forward % backward and isinstance(layer.experts, ModuleExperts) and restore.hidden != "recompute":
         backward = forward  # a saved graph cannot be split
+    if layer.hooks or layer.send_once:
+        backward = forward
     return Degrees(forward=forward, backward=backward, pieces=layer.num_pieces(forward))
 
 
-def _route(layer: MoELayer, x: Tensor) -> _Routed:
+def _route(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> _Routed:
     """Checks the input and lets the gate decide. One rank alone raises at once; among several a rank that
     failed takes part with no tokens in the exchange that tells the others."""
     try:
+        x = _started(layer, x)
         _check_input(layer, x)
         x_TM = x.reshape(-1, layer.d_model)
-        routing = layer.gate(x_TM)
+        routing = _gated(layer, x_TM, token_ids)
         _check_routing(layer, routing, x_TM.shape[0])
     except Exception as error:
         if layer.ranks.size == 1:
@@ -662,21 +849,64 @@ def _route(layer: MoELayer, x: Tensor) -> _Routed:
         return _nothing_routed(layer, error)
     fault: Tensor | Fault = Fault.NONE
     if not layer.trusts_gate:
-        outside = ((routing.expert < 0) | (routing.expert >= layer.num_experts)).any()
-        fault = outside.long() * int(Fault.ROUTING)
-        routing = replace(routing, expert=routing.expert.clamp(0, layer.num_experts - 1))
+        routing, fault = _harmless(routing, x_TM.shape[0], layer.num_experts)
     if layer.check_finite and routing.logits is not None:
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
-    keep_TK = None
-    if layer.capacity_factor is not None:
+    keep_TK = routing.keep
+    if layer.capacity_factor is not None and keep_TK is None and not _decides_capacity(layer.gate):
         capacity = expert_capacity(
             layer.capacity_factor, x_TM.shape[0], routing.expert.shape[1], layer.num_experts
         )
         used_E = torch.zeros(layer.num_experts, dtype=torch.int64, device=x.device)
         keep_TK, _ = within_capacity(routing.expert, capacity, used_E)
-    return _Routed(x_TM=x_TM, routing=routing, keep_TK=keep_TK, fault=fault)
+    return _Routed(x=x, x_TM=x_TM, routing=routing, keep_TK=keep_TK, fault=fault)
+
+
+def _started(layer: MoELayer, x: Tensor) -> Tensor:
+    """The input behind the callbacks' first hooks."""
+    for callback in layer.callbacks:
+        try:
+            x = callback.before_moe_start(x)
+        except Exception as error:
+            if layer.ranks.size == 1:
+                raise
+            name = type(callback).__name__
+            raise FaultError(Fault.CALLBACK, f"callback {name}.before_moe_start: {error}") from error
+    return x
+
+
+def _gated(layer: MoELayer, x_TM: Tensor, token_ids: Tensor | None) -> Routing:
+    if not getattr(layer.gate, "needs_token_ids", False):
+        routing: Routing = layer.gate(x_TM)
+        return routing
+    if not isinstance(token_ids, Tensor) or token_ids.numel() != x_TM.shape[0]:
+        given = tuple(token_ids.shape) if isinstance(token_ids, Tensor) else token_ids
+        raise ValueError(
+            f"token_ids ({given}) must be given, one for each of the {x_TM.shape[0]} tokens: the gate "
+            f"({type(layer.gate).__name__}) routes by them"
+        )
+    by_ids: Routing = layer.gate(x_TM, token_ids.reshape(-1))
+    return by_ids
+
+
+def _decides_capacity(gate: nn.Module) -> bool:
+    return bool(getattr(gate, "decides_capacity", False))
+
+
+def _harmless(routing: Routing, num_tokens: int, num_experts: int) -> tuple[Routing, Tensor]:
+    """A routing that nothing breaks on, and the `Fault` of the one that was given, on the device."""
+    expert, weight, token = routing.expert, routing.weight, routing.token
+    found = {
+        Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
+        Fault.WEIGHT: ~weight.isfinite().all(),
+    }
+    if token is not None:
+        found[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
+        token = token.clamp(0, max(num_tokens - 1, 0))
+    fault = torch.stack([holds.long() * int(kind) for kind, holds in found.items()]).amax()
+    return replace(routing, expert=expert.clamp(0, num_experts - 1), token=token), fault
 
 
 def _nothing_routed(layer: MoELayer, error: Exception) -> _Routed:
@@ -689,7 +919,8 @@ def _nothing_routed(layer: MoELayer, error: Exception) -> _Routed:
         l_aux=like.new_zeros(()),
     )
     fault = error.fault if isinstance(error, FaultError) else Fault.OTHER
-    return _Routed(x_TM=like.new_empty(0, layer.d_model), routing=routing, fault=fault, failure=error)
+    x_TM = like.new_empty(0, layer.d_model)
+    return _Routed(x=x_TM, x_TM=x_TM, routing=routing, fault=fault, failure=error)
 
 
 def _check_input(layer: MoELayer, x: Tensor) -> None:
@@ -726,11 +957,32 @@ def _check_routing(layer: MoELayer, routing: object, num_tokens: int) -> None:
     if not isinstance(routing, Routing):
         raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")
     shape = tuple(routing.expert.shape)
-    if len(shape) != 2 or shape[0] != num_tokens or tuple(routing.weight.shape) != shape:
+    rows = num_tokens if routing.token is None and routing.mix is None else shape[:1] and shape[0]
+    if len(shape) != 2 or shape[0] != rows or tuple(routing.weight.shape) != shape:
         raise ValueError(
             f"gate ({name}) returned expert of shape {shape} and weight of shape "
             f"{tuple(routing.weight.shape)}; both must be (T, K) with T = {num_tokens}"
         )
+    wanted = {"keep": shape, "token": shape[:1]}
+    for field, of_shape in wanted.items():
+        value = getattr(routing, field)
+        if value is not None and tuple(value.shape) != of_shape:
+            raise ValueError(
+                f"gate ({name}) returned {field} of shape {tuple(value.shape)}; it must be {of_shape}"
+            )
+    if routing.token is not None and shape[1] != 1:
+        raise ValueError(f"gate ({name}) returned token and {shape[1]} choices a row; there must be 1")
+    if routing.mix is not None:
+        mixed = tuple(tuple(each.shape) for each in (routing.mix.dispatch, routing.mix.combine))
+        if mixed != ((num_tokens, shape[0]),) * 2:
+            raise ValueError(
+                f"gate ({name}) returned mix of shapes {mixed}; both must be (T, S), that is "
+                f"({num_tokens}, {shape[0]})"
+            )
+        if layer.shared_expert is not None:
+            raise ValueError(
+                f"shared_expert ({layer.shared_expert}) must be None where the gate ({name}) mixes tokens"
+            )
     if routing.expert.dtype != torch.int64:
         raise TypeError(
             f"gate ({name}) returned expert of dtype {routing.expert.dtype}; it must be torch.int64"

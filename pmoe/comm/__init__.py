@@ -1,1 +1,42 @@
 """Collectives: the exchange of row counts and the all-to-alls that carry rows. One collective a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pmoe.comm.base import Combine, Dispatch, Exchange, Traffic
+from pmoe.comm.flat import FlatCombine, FlatDispatch
+from pmoe.comm.hierarchical_1d import Hierarchical1DCombine, Hierarchical1DDispatch
+from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, Hierarchical2DDispatch
+
+__all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
+
+NAMES = ("flat", "hierarchical_1d", "hierarchical_2d")
+
+
+def make_exchanges(
+    dispatch: str | Dispatch, combine: str | Combine | None, nodes: int | Sequence[int] | None
+) -> tuple[Dispatch, Combine]:
+    """The two modules of MoELayer's arguments of these names. Raises ValueError or TypeError for others."""
+    combine = (dispatch if isinstance(dispatch, str) else "flat") if combine is None else combine
+    for name, value, kind in (("dispatch", dispatch, Dispatch), ("combine", combine, Combine)):
+        rule = f"{name} ({value!r}) must be a pmoe.{kind.__name__} or one of {', '.join(NAMES)}"
+        if isinstance(value, str) and value not in NAMES:
+            raise ValueError(rule)
+        if not isinstance(value, str | kind):
+            raise TypeError(rule)
+    if isinstance(dispatch, str):
+        dispatch = _dispatch(dispatch, nodes)
+    return dispatch, _combine(combine, nodes) if isinstance(combine, str) else combine
+
+
+def _dispatch(name: str, nodes: int | Sequence[int] | None) -> Dispatch:
+    if name == "flat":
+        return FlatDispatch()
+    return Hierarchical1DDispatch(nodes) if name == "hierarchical_1d" else Hierarchical2DDispatch(nodes)
+
+
+def _combine(name: str, nodes: int | Sequence[int] | None) -> Combine:
+    if name == "flat":
+        return FlatCombine()
+    return Hierarchical1DCombine(nodes) if name == "hierarchical_1d" else Hierarchical2DCombine(nodes)

@@ -41,7 +41,8 @@ class Exchange(abc.ABC):
     """
 
     in_steps = False
-    """Whether exchange waits for one collective before it issues the next: the CPU runs it in a thread then."""
+    """Whether exchange waits for one collective before it issues the next: the CPU runs it in a thread
+    then."""
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
         """Called once, when the layer is built, on every rank: the place to make process groups."""

@@ -4,7 +4,7 @@ Row counts travel in bins, finer than chunks where chunks may have to be cut fin
 neighbouring bins form chains, each cutting refining the last. Where chunks may be cut so, one max-reduction
 of a few numbers then carries everything that ranks must share; no rank holds a table of all ranks.
 
-Letters: W ranks, F bins, n chunks, K choices, E_local experts a rank.
+Letters: W ranks, P of them across nodes, F bins, n chunks, K choices, E_local experts a rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.comm.base import Traffic
+from pmoe.comm.base import Exchange, Traffic
+from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 
 
@@ -34,6 +35,9 @@ class Fault(enum.IntEnum):
     NOT_FINITE = 4
     ROUTING = 5
     OTHER = 6
+    WEIGHT = 7
+    TOKEN = 8
+    CALLBACK = 9
 
 
 FAULTS = {
@@ -43,6 +47,9 @@ FAULTS = {
     Fault.NOT_FINITE: "its gate logits are not finite (check_finite=True)",
     Fault.ROUTING: "its gate returned expert indices outside 0..num_experts - 1",
     Fault.OTHER: "its gate raised an error",
+    Fault.WEIGHT: "its gate returned weights that are not finite",
+    Fault.TOKEN: "its gate returned tokens that do not ascend from 0 to the number of tokens less 1",
+    Fault.CALLBACK: "a callback raised an error in before_moe_start",
 }
 
 
@@ -58,12 +65,14 @@ class FaultError(ValueError):
 class Shared:
     """What a rank knows after the exchange.
 
-    send: (F, W, E_local) kept rows that this rank has for each rank's experts; recv: the same, rows that
-    each rank has for this one's; both on the host. recv_device: recv where the rows are.
-    The rest is the same on every rank, and so are decisions taken from it.
-    depth: for each n asked for, how often it must be doubled until no chunk brings any rank more rows than
-    `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory.
-    """
+    send: (F, P, E_local) kept rows that this rank has for each rank's experts; recv: (F, W, E_local), rows
+    that each rank has for this one's, in the order in which they lie once they are here (`pmoe.comm.grid`);
+    both on the host. recv_device: recv where the rows are. Where P ranks are all W, these are the same ranks.
+    sent_once, received_once: (F, P) and (F, W), rows that travel where a token goes only once to a rank that
+    holds several of its experts; None where each row does. relayed: (F, X) of `Exchange.relay_counts`, for
+    dispatch and for combine. The rest is the same on every rank, and so are decisions taken from it. depth:
+    for each n asked for, how often it must be doubled until no chunk brings any rank more rows than
+    `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory."""
 
     send: Tensor
     recv: Tensor
@@ -72,6 +81,25 @@ class Shared:
     needs_grad: bool
     depth: dict[int, int] = field(default_factory=dict)
     host_shortage: bool = False
+    sent_once: Tensor | None = None
+    received_once: Tensor | None = None
+    received_once_device: Tensor | None = None
+    relayed: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def sent_rows(self) -> Tensor:
+        """(F, P) rows that leave for each rank."""
+        return self.send.sum(2) if self.sent_once is None else self.sent_once
+
+    @property
+    def received_rows(self) -> Tensor:
+        """(F, W) rows that come from each rank."""
+        return self.recv.sum(2) if self.received_once is None else self.received_once
+
+    def on_host(self) -> Shared:
+        """The same without memory of the device."""
+        once = self.received_once
+        return replace(self, recv_device=self.recv, received_once_device=once)
 
     def joined(self, n: int) -> Shared:
         """The same rows in n chunks, each of as many neighbouring bins; n divides the number of bins."""
@@ -80,7 +108,19 @@ class Shared:
             bins: Tensor = counts.unflatten(0, (n, -1))
             return bins.sum(1)
 
-        return replace(self, send=join(self.send), recv=join(self.recv), recv_device=join(self.recv_device))
+        def join_some(counts: Tensor | None) -> Tensor | None:
+            return None if counts is None else join(counts)
+
+        return replace(
+            self,
+            send=join(self.send),
+            recv=join(self.recv),
+            recv_device=join(self.recv_device),
+            sent_once=join_some(self.sent_once),
+            received_once=join_some(self.received_once),
+            received_once_device=join_some(self.received_once_device),
+            relayed=(join_some(self.relayed[0]), join_some(self.relayed[1])),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +192,7 @@ class CountsExchange:
 
     def __init__(
         self,
-        ranks: Ranks,
+        grid: Grid,
         counts_FE: Tensor,
         *,
         num_tokens: int,
@@ -161,18 +201,26 @@ class CountsExchange:
         dtype: torch.dtype,
         traffic: Traffic,
         slots: Slots | None = None,
+        once_FP: Tensor | None = None,
+        exchanges: tuple[Exchange, ...] = (),
+        bypass_local: bool = False,
     ) -> None:
         """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there.
-        dtype: of the rows that will travel."""
-        bins, num_experts = counts_FE.shape
-        self._ranks, self._shape = ranks, (bins, ranks.size, num_experts // ranks.size)
+        dtype: of the rows that will travel. once_FP: see `Shared`. exchanges: the dispatch and the combine,
+        where they have counts to relay. bypass_local: rows between a rank and itself do not travel."""
+        counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
+        self._counted_once = once_FP is not None
+        if once_FP is not None:
+            counts_FPX = torch.cat([counts_FPX, once_FP.unsqueeze(2)], dim=2)
+        self._grid, self._ranks, self._exchanges = grid, grid.all, exchanges
+        self._own_FPX, ranks, self._bypass_local = counts_FPX, grid.all, bypass_local
         self._slots, self._traffic = slots, traffic
         header = counts_FE.new_empty(HEADER)
         # Filled by kernels: a tensor built from Python numbers would be a synchronising copy on CUDA.
         kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
         for i, value in enumerate((num_tokens, fault, needs_grad, kind)):
             header[i] = value if isinstance(value, Tensor) else int(value)
-        by_rank = counts_FE.view(self._shape).transpose(0, 1).reshape(ranks.size, -1)
+        by_rank = grid.to_owners(counts_FPX).transpose(0, 1).reshape(ranks.size, -1)
         self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1)
         self._received = self._sent
         self._work: dist.Work | None = None
@@ -186,25 +234,30 @@ class CountsExchange:
 
     def finish(self) -> Shared:
         """Waits for the counts. Raises FaultError on every rank where any rank reported a fault."""
-        bins, size, local = self._shape
-
-        def by_bin(messages: Tensor) -> Tensor:
-            by_rank: Tensor = messages[:, HEADER:].unflatten(1, (bins, local))
-            return by_rank.transpose(0, 1)
-
         with at_stage("the exchange of row counts", self._ranks):
             if self._work is not None:
                 self._work.wait()
-            recv_device = by_bin(self._received)
+            messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
+            device_FWX = self._grid.by_arrival(messages.transpose(0, 1))
+            recv_device, received_once = self._split(device_FWX)
             agreed = self._agree(recv_device)
-            counts = torch.cat([self._sent.view(-1), self._received.view(-1), agreed]).cpu()
-        sent, received, numbers = counts.split([self._sent.numel()] * 2 + [agreed.numel()])
+            relayed = self._relay(device_FWX)
+            headers = self._received[:, :HEADER]
+            on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
+            flat = torch.cat([each.reshape(-1) for each in on_device]).cpu()
+        on_host = flat.split([each.numel() for each in on_device])
+        own, arrived, headers, numbers, *counts = (
+            found.view_as(each) for found, each in zip(on_host, on_device, strict=True)
+        )
         max_tokens, fault, needs_grad, _, host_shortage, *depths = numbers.tolist()
         if fault:
-            codes = received.view_as(self._sent)[:, 1].tolist()
-            told = [f"rank {rank}: {FAULTS[Fault(code)]}" for rank, code in enumerate(codes) if code]
+            told = [
+                f"rank {rank}: {FAULTS[Fault(code)]}"
+                for rank, code in enumerate(headers[:, 1].tolist())
+                if code
+            ]
             raise FaultError(Fault(fault), "; ".join(told))
-        kinds = received.view_as(self._sent)[:, 3].tolist()
+        kinds = headers[:, 3].tolist()
         if len(set(kinds)) > 1:
             names = [*(str(dtype) for dtype in TYPES), "another type"]
             told = [f"rank {rank}: {names[kind]}" for rank, kind in enumerate(kinds)]
@@ -212,15 +265,44 @@ class CountsExchange:
                 Fault.DTYPE,
                 f"rows must be of one type on all ranks (autocast on all or none): {'; '.join(told)}",
             )
+        send, sent_once = self._split(own)
+        recv, received_once_host = self._split(arrived)
         return Shared(
-            send=by_bin(sent.view_as(self._sent)),
-            recv=by_bin(received.view_as(self._sent)),
+            send=send,
+            recv=recv,
             recv_device=recv_device,
             max_tokens=max_tokens,
             needs_grad=bool(needs_grad),
             depth={} if self._slots is None else dict(zip(self._slots.degrees, depths, strict=True)),
             host_shortage=bool(host_shortage),
+            sent_once=sent_once,
+            received_once=received_once_host,
+            received_once_device=received_once,
+            relayed=(counts[0], counts[1]) if counts else (None, None),
         )
+
+    def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows by expert, and rows that travel once for several of them."""
+        if not self._counted_once:
+            return counts_FRX, None
+        return counts_FRX[..., :-1], counts_FRX[..., -1]
+
+    def _relay(self, device_FWX: Tensor) -> list[Tensor]:
+        """What dispatch and combine must know of rows that pass through this rank; empty where they do
+        not."""
+        if not any(exchange.in_steps for exchange in self._exchanges):
+            return []
+        own, arrived = self._own_FPX, self._grid.of_own_place(device_FWX)
+        if self._counted_once:
+            send_FP, recv_FP = own[..., -1].contiguous(), arrived[..., -1].contiguous()
+        else:
+            send_FP, recv_FP = own.sum(2), arrived.sum(2)
+        if self._bypass_local:
+            send_FP, recv_FP = send_FP.clone(), recv_FP.clone()
+            send_FP[:, self._ranks.rank] = recv_FP[:, self._ranks.rank] = 0
+        dispatch, combine = self._exchanges
+        found = [dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP)]
+        return [own.new_empty(own.shape[0], 0) if counts is None else counts for counts in found]
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
         """The largest over all ranks of: the header's numbers, host shortage, and the depths. The former came

@@ -25,6 +25,13 @@ class Ranks:
                 )
             self.rank, self.size = rank, dist.get_world_size(group)
 
+    @staticmethod
+    def alone() -> Ranks:
+        """One rank, whatever torch.distributed knows of others."""
+        ranks = Ranks.__new__(Ranks)
+        ranks.group, ranks.size, ranks.rank = None, 1, 0
+        return ranks
+
     @property
     def name(self) -> str:
         """Tells groups of this process apart, alike on all their ranks."""
@@ -35,7 +42,7 @@ class Ranks:
     def reconnect(self) -> None:
         """Takes the default group after unpickling; ValueError where it is not of the size it was."""
         if self.group is not None or self.size == 1:
-            return
+            return  # one rank alone needs no group
         found = Ranks()
         if (found.rank, found.size) != (self.rank, self.size):
             raise ValueError(

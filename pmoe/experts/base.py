@@ -47,6 +47,21 @@ class Hidden:
     expendable: bool = False
 
 
+@dataclass(frozen=True)
+class Shard:
+    """Which part of every expert's hidden columns these are: the index-th of count equal ones."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, columns: int) -> slice:
+        width = columns // self.count
+        return slice(self.index * width, (self.index + 1) * width)
+
+
+WHOLE = Shard()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """Columns of T_M (and its gradient), of the activated hidden where it has memory of its own in forward,
@@ -68,6 +83,8 @@ class Experts(nn.Module, abc.ABC):
     """
 
     num_local_experts: int
+    is_parallel = True
+    """False for experts that every rank has alike, whose parameters are as any dense layer's."""
     runs_under_autocast = False
     """Whether compute expects the caller's autocast state (user modules), or cast operands and none."""
 
@@ -76,9 +93,10 @@ class Experts(nn.Module, abc.ABC):
         self.register_load_state_dict_post_hook(_mark_loaded)  # type: ignore[no-untyped-call]
 
     def mark_parameters(self) -> None:
-        """Sets ``allreduce = False`` on every parameter. Whatever makes new Parameter objects (copying,
-        unpickling, to_empty, load_state_dict with assign=True) loses the mark, and is followed by this."""
-        for parameter in self.parameters():
+        """Sets ``allreduce = False`` on every parameter of experts that ranks do not have alike. Whatever
+        makes new Parameter objects (copying, unpickling, to_empty, load_state_dict with assign=True) loses
+        the mark, and is followed by this."""
+        for parameter in self.parameters() if self.is_parallel else ():
             parameter.allreduce = False  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pmoe.experts.activations import find_activation
+from pmoe.experts.base import WHOLE, Shard
 from pmoe.experts.stacked import StackedExperts
 
 
@@ -22,12 +23,15 @@ class FFNExperts(StackedExperts):
         *,
         activation: str = "gelu",
         bias: bool = True,
+        shard: Shard = WHOLE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.activation = activation
         find_activation(activation)
-        super().__init__(d_model, d_hidden, num_local_experts, bias=bias, device=device, dtype=dtype)
+        super().__init__(
+            d_model, d_hidden, num_local_experts, bias=bias, shard=shard, device=device, dtype=dtype
+        )
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         find_activation(self.activation).value(hidden_NG, active_NH)

@@ -13,114 +13,19 @@ Letters: N rows, M = d_model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version, saved_tensors_hooks
+from torch.autograd.graph import increment_version
 
 from pmoe.experts.base import Experts, Hidden, Runs, Space, row_dot
+from pmoe.experts.graphs import Graph, Shelf, gradients, record
 from pmoe.experts.products import GradientSum, RowGroups
-
-
-@dataclass(frozen=True)
-class _InRows:
-    """A saved tensor that is a view of the rows that entered the graph."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass
-class Shelf:
-    """Where the graph of one expert finds the tensors that it saved: filled in forward, handed over, and
-    filled again for the time of a backward. It knows no graph, or neither would ever be freed."""
-
-    own_storages: frozenset[int]
-    rows: Tensor | None = None
-    tensors: list[Tensor] = field(default_factory=list)
-    constants: list[Tensor] = field(default_factory=list)
-    rows_changed: bool = False
-    _known: dict[Any, int] = field(default_factory=dict)
-    _versions: list[int] = field(default_factory=list)
-    _rows_version: int = 0
-    _changed: frozenset[int] = frozenset()
-
-    def open(self, rows_NM: Tensor) -> None:
-        self.rows, self._rows_version = rows_NM, rows_NM._version
-
-    def seal(self) -> None:
-        """After forward: what the expert wrote over after it was saved is not what a gradient needs."""
-        assert self.rows is not None
-        now = [tensor._version for tensor in self.tensors]
-        self._changed = frozenset(
-            i for i, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new
-        )
-        self.rows_changed = self.rows._version != self._rows_version
-
-    def close(self) -> list[Tensor]:
-        """The shelf without its tensors, which are the caller's from now on."""
-        tensors, self.tensors, self.rows, self._known = self.tensors, [], None, {}
-        return tensors
-
-    def put(self, tensor: Tensor) -> int | _InRows | Tensor:
-        rows = self.rows
-        assert rows is not None
-        if tensor.untyped_storage().data_ptr() in self.own_storages:
-            return tensor.detach()  # a parameter or a buffer: not activation memory
-        if tensor.numel() and _shares_storage(tensor, rows):
-            # T_DI is overwritten between the passes: what was changed in place is a tensor of its own.
-            if tensor._version != self._rows_version or tensor.dtype != rows.dtype:
-                return self._keep(tensor.detach().clone())
-            return _InRows(
-                tuple(tensor.shape),
-                tuple(tensor.stride()),
-                int(tensor.storage_offset()) - int(rows.storage_offset()),
-            )
-        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor._version)
-        if key not in self._known:  # what two operations save is one tensor
-            self._known[key] = self._keep(tensor.detach())
-        return self._known[key]
-
-    def _keep(self, tensor: Tensor) -> int:
-        self.tensors.append(tensor)
-        self._versions.append(tensor._version)
-        return len(self.tensors) - 1
-
-    def get(self, key: int | _InRows | Tensor) -> Tensor:
-        if isinstance(key, Tensor):
-            return key
-        if self.rows_changed if isinstance(key, _InRows) else key in self._changed:
-            # Autograd's own check does not see through saved-tensor hooks.
-            raise RuntimeError(
-                "a tensor that an expert's gradient needs has been modified by an inplace operation"
-            )
-        if isinstance(key, _InRows):
-            assert self.rows is not None
-            return self.rows.as_strided(key.size, key.stride, self.rows.storage_offset() + key.offset)
-        return self.tensors[key]
-
-
-def _shares_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Graph:
-    """One expert's part of a chunk, the rows ``at``. output: None where nothing in it needs a gradient.
-    saved_output: where T_DO is on the shelf."""
-
-    at: slice
-    shelf: Shelf
-    num_tensors: int
-    rows: GradientEdge
-    output: GradientEdge | None
-    saved_output: int | _InRows | Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,19 +57,6 @@ class Recipe:
                 torch.cuda.set_rng_state(self.device_random, self.device)
             with torch.autocast(self.device.type, enabled=self.autocast, dtype=self.autocast_dtype):
                 yield
-
-
-class _Enter(torch.autograd.Function):
-    """Rows as the start of a graph that does not hold them, as it would hold a leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Tensor) -> Tensor:
-        # No view for autograd, which lets nothing be changed in place that a function returned as a view.
-        return rows.data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 class ModuleExperts(Experts):
@@ -206,27 +98,12 @@ class ModuleExperts(Experts):
             tensor.untyped_storage().data_ptr()
             for tensor in itertools.chain(self.parameters(), self.buffers())
         )
-        anchor = torch.empty(0, device=rows_NM.device, requires_grad=True)
         for expert, at in groups.slices():
             shelf = Shelf(own)
-            with torch.enable_grad(), saved_tensors_hooks(shelf.put, shelf.get):
-                rows = _Enter.apply(anchor, rows_NM[at])  # type: ignore[no-untyped-call]
-                entered = get_gradient_edge(rows)  # an operation in place gives rows another
-                shelf.open(rows.detach())
-                output = self._run(expert, rows)
-            saved_output = shelf.put(output)
-            shelf.seal()
+            graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, shelf)
             if shelf.rows_changed:
                 increment_version(rows_NM)
-            graph = Graph(
-                at=at,
-                shelf=shelf,
-                num_tensors=len(shelf.tensors),
-                rows=entered,
-                output=get_gradient_edge(output) if output.requires_grad else None,
-                saved_output=saved_output,
-            )
-            yield graph, output.detach()
+            yield graph, output
 
     def recipe(self, device: torch.device) -> Recipe:
         return Recipe.here(device)
@@ -325,10 +202,7 @@ class ModuleExperts(Experts):
                 shelf.close()
                 continue
             grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)
-            # The graph is retained because the caller may run backward again; it goes with the context.
-            grads = torch.autograd.grad(
-                graph.output, [graph.rows, *wanted], grad_output, retain_graph=True, allow_unused=True
-            )
+            grads = gradients(graph, wanted, grad_output)
             shelf.close()
             out[at] = 0 if grads[0] is None else grads[0]
             for i, grad in enumerate(grads[1:]):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import Columns, Experts, Hidden, Runs, Space, fresh, row_dot
+from pmoe.experts.base import WHOLE, Columns, Experts, Hidden, Runs, Shard, Space, fresh, row_dot
 from pmoe.experts.products import GradientSum, RowGroups, input_gradient, product
 
 V = TypeVar("V")
@@ -28,6 +28,10 @@ class StackedExperts(Experts):
     A subclass says how the hidden activation T_M (N, G) becomes the activated one (N, H). T_DO is never
     saved: the gradient of a routing weight is <activated hidden, its incoming gradient> + <dy, b2>, both
     taken before the weight is multiplied in.
+
+    Of a shard (FSMoE's ESP) H are its own hidden columns, of a gated expert both halves' for itself. Its T_DO
+    and its gradients of rows and routing weights are summands: those of all shards add up to the expert's. b2
+    is whole in each shard and added by the first alone; its gradient is whole in each too, and alike.
     """
 
     hidden_factor: int
@@ -40,11 +44,13 @@ class StackedExperts(Experts):
         num_local_experts: int,
         *,
         bias: bool = True,
+        shard: Shard = WHOLE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_local_experts = num_local_experts
+        self.num_local_experts, self.shard, self.all_hidden = num_local_experts, shard, d_hidden
+        d_hidden //= shard.count
 
         def stacked(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_local_experts, *shape, device=device, dtype=dtype))
@@ -57,12 +63,20 @@ class StackedExperts(Experts):
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:
         """Draws one expert's parameters from the default generator, as `torch.nn.Linear` draws its own."""
+        d_model, columns = self.w1.shape[2], self.shard.of(self.all_hidden)
+        whole = {
+            "w1": (self.hidden_factor, self.all_hidden, d_model),
+            "w2": (d_model, self.all_hidden),
+            "b1": (self.hidden_factor, self.all_hidden),
+            "b2": (d_model,),
+        }
         for name, parameter in self.named_parameters():
-            fan_in = self.w1.shape[2] if name in ("w1", "b1") else self.w2.shape[2]
-            bound = 1 / math.sqrt(fan_in)
+            bound = 1 / math.sqrt(d_model if name in ("w1", "b1") else self.all_hidden)
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            drawn = torch.empty(parameter.shape[1:], dtype=dtype, device="cpu")
-            parameter[local_expert] = drawn.uniform_(-bound, bound)
+            drawn = torch.empty(whole[name], dtype=dtype, device="cpu").uniform_(-bound, bound)
+            if name != "b2":
+                drawn = drawn[:, columns]
+            parameter[local_expert] = drawn.reshape(parameter.shape[1:])
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
@@ -111,7 +125,7 @@ class StackedExperts(Experts):
             active_NH = hidden_NG[:, :num_hidden]
         self.activate(hidden_NG, active_NH)
         out = space("T_DO", num_rows, w2.shape[1]) if out is None else out
-        product(active_NH, w2, groups, b2, out=out)
+        product(active_NH, w2, groups, None if self.shard.index else b2, out=out)
         out.mul_(weight_N.unsqueeze(1))
         return out, Hidden(tensors=[hidden_NG]) if keep else None
 
@@ -178,7 +192,7 @@ class StackedExperts(Experts):
             self.activation_gradient(grad_hidden_NG[at], hidden_NG[at])
             if in_place:
                 active_NH[at].copy_(block_NH)
-        if b2 is not None:
+        if b2 is not None and not self.shard.index:
             for expert, at in groups.slices():
                 grad_weight_N[at] += (grad_NM[at] @ b2[expert]).to(grad_weight_N.dtype)
         out = space("dT_DI", num_rows, w1.shape[2]) if out is None else out

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pmoe.ordering.base import Order
+
 
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
     """n + 1 token boundaries floor(i * T / n): sizes differ by one at most, a multiple of n refines n.
@@ -88,3 +90,19 @@ def _chunk_keys(place: Tensor, top_k: int, keep_TK: Tensor | None, n: int, num_e
     chunk = ((token + 1) * n - 1) // max(num_tokens, 1)
     key = chunk.repeat_interleave(top_k) * num_experts + place
     return key if keep_TK is None else torch.where(keep_TK.reshape(-1), key, n * num_experts)
+
+
+class SortedOrder(Order):
+    """Rows are copied to where they go, and summed from where they are."""
+
+    def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
+        torch.index_select(tokens_TM, 0, token_N, out=out)
+
+    def restore(self, rows_NM: Tensor, row_SK: Tensor, out: Tensor, token_S: Tensor | None = None) -> None:
+        if token_S is not None:
+            out.index_add_(0, token_S, rows_NM.index_select(0, row_SK.view(-1)))
+        elif row_SK.shape[1] == 1:
+            torch.index_select(rows_NM, 0, row_SK.view(-1), out=out)
+        else:
+            chosen = rows_NM.index_select(0, row_SK.view(-1)).view(*row_SK.shape, rows_NM.shape[1])
+            torch.sum(chosen, dim=1, out=out)

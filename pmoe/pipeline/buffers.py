@@ -32,14 +32,19 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """Rows of one pass by chunk. send: to other ranks; received: from them; local: that stay; home: those of
-    its tokens, dropped ones as one. regrouped: whether received rows must be sorted by expert."""
+    """Rows of one pass by chunk. send: to other ranks; received: from them, as the experts have them; local:
+    that stay; home: those of its tokens, dropped ones as one. regrouped: whether received rows must be sorted
+    by expert. arrived, gathered: rows that S brought, and AG behind it; None where they are those received.
+    inside: ranks that share the experts."""
 
     send: tuple[int, ...]
     received: tuple[int, ...]
     local: tuple[int, ...]
     home: tuple[int, ...]
     regrouped: tuple[bool, ...]
+    arrived: tuple[int, ...] | None = None
+    gathered: tuple[int, ...] | None = None
+    inside: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +71,18 @@ class Sizes:
         rows = self.extent.local[i] if stays else self.extent.received[i]
         if name in ("send", "send_again"):
             return self.extent.send[i], self.d_model
+        name = name.removesuffix("_again")
+        if name in ("arrived", "leaving", "copies", "parts"):
+            return self._inside_rows(name, i), self.d_model
         if name in ("home", "dhome"):
             return (0 if stays else self.extent.home[i]), self.d_model  # rows that stay are a part of it
         if name.endswith("_sorted"):
             return (rows if self.extent.regrouped[i] else 0), self.d_model
         if name == "T_DI" and not stays and self._stays_where_it_arrived(i):
             return 0, self.d_model
+        by_link = name in ("T_DO", "dT_DO", "dT_DI") or (name == "T_DI" and self._restores_by_link)
+        if by_link and not stays and self.extent.gathered is not None:
+            return self.extent.gathered[i], self.d_model
         if name in ("T_M", "dT_M"):
             return rows, self.columns.hidden
         if name == "active":
@@ -85,6 +96,20 @@ class Sizes:
         """Forward's T_DI is kept, and arrives in expert order: no slot holds it."""
         kept = self.restore is not None and self.restore.dispatched == "keep"
         return self.direction == "forward" and kept and not self.extent.regrouped[i]
+
+    def _inside_rows(self, name: str, i: int) -> int:
+        """Between S and AG, and between RS and R. copies, parts: what AG is sent from, and what RS sums."""
+        arrived, inside = (self.extent.arrived or self.extent.received)[i], self.extent.inside
+        if name == "copies":
+            return arrived * inside if inside > 2 else 0
+        return arrived * inside if name == "parts" else arrived
+
+    @property
+    def _restores_by_link(self) -> bool:
+        """Whether T_DI is what a collective brings: in forward, and where backward sends it again."""
+        if self.direction == "forward":
+            return True
+        return self.restore is not None and self.restore.dispatched == "communicate"
 
     @property
     def _expendable(self) -> bool:

@@ -198,7 +198,7 @@ def bound(
     """Bytes for the worst routing. bins: into which rows are counted, by default as for these two degrees."""
     bins = num_bins((forward, backward), shape.num_ranks) if bins is None else bins
     rows = {
-        n: worst_rows(shape, num_tokens, n, bins, slot_rows(slack, shape.top_k, num_tokens, n))
+        n: worst_rows(shape, num_tokens, n, bins, slot_rows(slack, shape.top_k * shape.inside, num_tokens, n))
         for n in (forward, backward)
     }
     return predict(shape, num_tokens, rows[forward], rows[backward], restore, rearranged=forward != backward)

@@ -22,13 +22,13 @@ from pmoe.pipeline.schedule import Kind, Lane, Schedule, Task
 Actions = Mapping[Kind, Callable[[int], "dist.Work | None"]]
 
 
-def run(schedule: Schedule, actions: Actions, rows: Tensor, ranks: Ranks) -> None:
+def run(schedule: Schedule, actions: Actions, rows: Tensor, ranks: Ranks, in_steps: bool = False) -> None:
     """Runs each task of ``schedule`` by calling actions[kind](chunk), on the lanes of rows' device.
 
-    An action of the communication lane returns the Work that it started, or None where it had nothing
-    to do; the engine waits for it where the schedule says so.
+    An action of a communication lane returns the Work that it started, or None where it had nothing to do, or
+    where it has ended (in_steps); the engine waits for it where the schedule says so.
     """
-    lanes = lanes_for(rows, schedule, ranks)
+    lanes = lanes_for(rows, schedule, ranks, in_steps)
 
     def act(task: Task) -> dist.Work | None:
         return actions[task.kind](task.chunk)

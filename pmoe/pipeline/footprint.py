@@ -36,7 +36,8 @@ SMALL = 4096
 class Shape:
     """What of a layer its memory depends on. element_size: of the rows; weight_size: of routing weights.
     expert_parameters, gate_parameters: elements. gate_scores: tensors of a score for each token and expert
-    that the gate saves. cast_from: under autocast the element size of tokens and parameters, else 0.
+    that the gate saves. cast_from: under autocast the element size of tokens and parameters, else 0. inside:
+    ranks that each expert is split over.
     """
 
     d_model: int
@@ -52,6 +53,12 @@ class Shape:
     has_drops: bool = False
     gate_scores: int = 1
     cast_from: int = 0
+    inside: int = 1
+
+    @property
+    def num_across(self) -> int:
+        """Ranks that experts are spread over; each expert's hidden columns are split over those inside."""
+        return self.num_ranks // self.inside
 
     @property
     def travels(self) -> bool:
@@ -59,7 +66,7 @@ class Shape:
 
     @property
     def stages(self) -> Stages:
-        return Stages(local=self.bypass_local, remote=self.travels)
+        return Stages(local=self.bypass_local, remote=self.travels, sharded=self.inside > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +108,10 @@ class Memory:
     tensors: dict[str, int] = field(default_factory=dict)
 
 
-def counted_rows(shape: Shape, counts: Shared, rank: int, n: int) -> PassRows:
-    """The rows of rank ``rank`` in n chunks, from the counts that ranks exchanged (`pmoe.comm.counts`)."""
+def counted_rows(shape: Shape, counts: Shared, rank: int, n: int, inside_rank: int = 0) -> PassRows:
+    """The rows of rank ``rank`` in n chunks, from the counts that ranks exchanged (`pmoe.comm.counts`).
+    inside_rank: its place among the ranks that share its experts."""
+    own = slice(inside_rank * shape.num_across, (inside_rank + 1) * shape.num_across)
     counts = counts.joined(n)
     send, recv = counts.send.clone(), counts.recv.clone()
     home = [rows + shape.has_drops for rows in send.sum((1, 2)).tolist()]
@@ -117,6 +126,9 @@ def counted_rows(shape: Shape, counts: Shared, rank: int, n: int) -> PassRows:
         local=tuple(local),
         home=tuple(home),
         regrouped=tuple((recv.sum(2) > 0).sum(1).gt(1).tolist()),
+        arrived=tuple(recv[:, own].sum((1, 2)).tolist()) if shape.inside > 1 else None,
+        gathered=tuple(recv.sum((1, 2)).tolist()) if shape.inside > 1 else None,
+        inside=shape.inside,
     )
     return PassRows(
         extent=extent,
@@ -148,6 +160,9 @@ def worst_rows(shape: Shape, num_tokens: int, n: int, bins: int, slot_rows: int)
         local=(local,) * chunks,
         home=(own + shape.has_drops,) * chunks,
         regrouped=(sources > 1,) * chunks,
+        arrived=(min(received, shape.num_across * own),) * chunks if shape.inside > 1 else None,
+        gathered=(received,) * chunks if shape.inside > 1 else None,
+        inside=shape.inside,
     )
     slots = num_tokens * shape.top_k
     return PassRows(
@@ -203,7 +218,7 @@ def predict(
     unit_bytes = [
         rows * (4 * shape.weight_size + INDEX + shape.columns.staged * size) + SMALL for rows in units
     ]
-    num_local = shape.num_experts // shape.num_ranks
+    num_local = shape.num_experts // shape.num_across
     if shape.columns.staged:
         unit_bytes[1] = max(unit_bytes[1], shape.expert_parameters * size)  # a weight's gradient, likewise
     elif size < 4:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import abc
 import concurrent.futures
 import functools
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,17 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-class _Copy:
-    """A copy that a thread carries out."""
+class _Threaded:
+    """What a lane's thread carries out."""
 
-    def __init__(self, future: concurrent.futures.Future[object]) -> None:
+    def __init__(self, future: concurrent.futures.Future[Any]) -> None:
         self._future = future
 
     def wait(self) -> None:
         self._future.result()
+
+    def cancel(self) -> None:
+        self._future.cancel()
 
 
 class Lanes(abc.ABC):
@@ -63,13 +66,20 @@ class Lanes(abc.ABC):
 
 class CpuLanes(Lanes):
     """The compute lane is this thread; the communication lane is whatever carries asynchronous works; each
-    copy lane is a thread."""
+    copy lane is a thread. in_steps: communication lanes are threads too, for their tasks wait for each other,
+    or for a part of themselves, and computing must not."""
 
-    def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
+    def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> None:
         super().__init__(schedule, ranks)
+        self._in_steps = in_steps
         self._works: dict[str, tuple[Task, Work]] = {}
 
     def run(self, task: Task, action: Action) -> None:
+        if self._in_steps and task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
+            awaited = [self._works[name][1] for name in task.waits if name in self._works]
+            future = _thread(task.lane).submit(self._communicate, task, action, awaited)
+            self._works[task.name] = (task, _Threaded(future))
+            return
         for name in task.waits:
             self._wait(name)
         if task.lane is Lane.COMPUTE:
@@ -80,7 +90,7 @@ class CpuLanes(Lanes):
             with at_stage(self.stage(task), self._ranks):
                 work = action(task)
         else:
-            work = _Copy(_copier(task.lane).submit(action, task))
+            work = _Threaded(_thread(task.lane).submit(action, task))
         if work is not None:
             self._works[task.name] = (task, work)
 
@@ -92,19 +102,33 @@ class CpuLanes(Lanes):
         # gloo's works hold their own buffers, and a missing peer must not be waited for; copies end by
         # themselves, and soon.
         for task, work in self._works.values():
-            if task.lane is not Lane.COMMUNICATE:
+            if task.lane in (Lane.COPY_OUT, Lane.COPY_IN):
                 work.wait()
+            elif isinstance(work, _Threaded):
+                work.cancel()
         self._works.clear()
 
     def _wait(self, name: str) -> None:
         if name in self._works:
             task, work = self._works.pop(name)
+            if isinstance(work, _Threaded):
+                work.wait()  # its thread has named the stage
+                return
             with at_stage(self.stage(task), self._ranks):
                 work.wait()
 
+    def _communicate(self, task: Task, action: Action, awaited: Sequence[Work]) -> None:
+        """In a lane's thread: a task of communication, begun and ended."""
+        for work in awaited:
+            work.wait()
+        with torch.no_grad(), at_stage(self.stage(task), self._ranks):
+            begun = action(task)
+            if begun is not None:
+                begun.wait()
+
 
 @functools.cache
-def _copier(lane: Lane) -> concurrent.futures.ThreadPoolExecutor:
+def _thread(lane: Lane) -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"pmoe {lane.value}")
 
 
@@ -141,7 +165,7 @@ class CudaLanes(Lanes):
             if name in self._events and self._events[name][0] is not task.lane:
                 stream.wait_event(self._events[name][1])
         with torch.cuda.stream(stream):
-            if task.lane is not Lane.COMMUNICATE:
+            if task.lane not in (Lane.COMMUNICATE, Lane.INTRA_NODE):
                 action(task)
             else:
                 with at_stage(self.stage(task), self._ranks):
@@ -181,7 +205,7 @@ def hold_for(stream: torch.cuda.Stream | None, tensor: Tensor) -> None:
         tensor.record_stream(stream)
 
 
-def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks) -> Lanes:
+def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> Lanes:
     if rows.device.type == "cuda":
         return CudaLanes(schedule, ranks, rows.device)
-    return CpuLanes(schedule, ranks)
+    return CpuLanes(schedule, ranks, in_steps)

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from pmoe.experts.base import Hidden, Runs, Space
 from pmoe.experts.products import GradientSum, RowGroups
-from pmoe.pipeline import engine
+from pmoe.pipeline import callbacks, engine
 from pmoe.pipeline.buffers import Arena, Extent, HostMemoryError, Sizes, aligned, copy, pool, warn_once
+from pmoe.pipeline.callbacks import Passed
 from pmoe.pipeline.lanes import current_stream, hold_for
 from pmoe.pipeline.plan import Cut, Joined, Plan
 from pmoe.pipeline.rotation import rotating
@@ -30,6 +31,42 @@ from pmoe.pipeline.schedule import Kind, Schedule, backward_schedule, forward_sc
 
 Unit = tuple[int, str]
 """What experts compute at a time: (chunk, "") the rows received in it, (piece, "_L") rows that stay."""
+
+SHARED: Unit = (-1, "_S")
+"""All tokens, by the shared expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The tensors of a call that have gradients: of the experts, of the shared expert, and of callbacks.
+
+    shared_weight_T: the factor of the shared expert's output, None where there is none.
+    """
+
+    x_TM: Tensor
+    weight_TK: Tensor
+    parameters: Sequence[Tensor]
+    shared_weight_T: Tensor | None = None
+    shared_parameters: Sequence[Tensor] = ()
+    hook_parameters: Sequence[Tensor] = ()
+
+    @property
+    def all(self) -> list[Tensor | None]:
+        others = (*self.parameters, *self.shared_parameters, *self.hook_parameters)
+        return [self.x_TM, self.weight_TK, self.shared_weight_T, *others]
+
+    def like(self, tensors: Sequence[Any]) -> Inputs:
+        """The same with other tensors, in the order of ``all``."""
+        x_TM, weight_TK, shared_weight_T, *others = tensors
+        rest = iter(others)
+        return Inputs(
+            x_TM=x_TM,
+            weight_TK=weight_TK,
+            shared_weight_T=shared_weight_T,
+            parameters=list(itertools.islice(rest, len(self.parameters))),
+            shared_parameters=list(itertools.islice(rest, len(self.shared_parameters))),
+            hook_parameters=list(rest),
+        )
 
 
 @dataclass
@@ -56,14 +93,18 @@ def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
 def extent(cut: Cut, has_drops: bool) -> Extent:
     """Rows of the buffers of a pass through ``cut``. Where pieces are not chunks nothing rotates, and what is
     said of rows by chunk of home and of those that stay is not used."""
-    n = len(cut.chunks)
+    n, inside = len(cut.chunks), len(cut.chunks[0].gathered)
     by_chunk = len(cut.pieces) in (0, n)
+    apart = inside > 0 or cut.once is not None
     return Extent(
-        send=tuple(sum(chunk.send_rows) for chunk in cut.chunks),
+        arrived=tuple(chunk.num_arrived for chunk in cut.chunks) if apart else None,
+        gathered=tuple(chunk.num_gathered for chunk in cut.chunks) if apart else None,
+        inside=inside,
+        send=tuple(chunk.num_sent for chunk in cut.chunks),
         received=tuple(chunk.received.num_rows for chunk in cut.chunks),
         local=tuple(piece.groups.num_rows for piece in cut.pieces) or (0,) * n,
         home=tuple(_length(cut.home(i)) + has_drops for i in range(n)) if by_chunk else (0,) * n,
-        regrouped=tuple(chunk.regroup is not None for chunk in cut.chunks),
+        regrouped=tuple(cut.once is not None or chunk.regroup is not None for chunk in cut.chunks),
     )
 
 
@@ -84,8 +125,13 @@ class _Pass:
     home_name: str
 
     def __init__(self, plan: Plan, cut: Cut, source_TM: Tensor, keep: bool) -> None:
-        self.plan, self.cut, self.source_TM = plan, cut, source_TM
+        self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
+        self.hooks = plan.hooks
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
+        if plan.slot_token is not None:
+            self.result_TM.zero_()  # tokens have any number of rows: each is added
+        self.shared_TM: Tensor | None = None
+        self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
         self.sizes = Sizes(
             direction=self.direction,
@@ -95,18 +141,22 @@ class _Pass:
             restore=plan.restore if keep else None,
             rearranged=plan.rearranged,
         )
-        # All buffers that a collective or a copy touches are made here, on the compute lane, and live until
-        # the end of the pass: the other lanes of a GPU are other streams, to which the allocator is blind.
+        # All buffers that a collective or a copy touches are made on the compute lane, most of them here, and
+        # live until the end of the pass: the other lanes of a GPU are other streams, to which the allocator
+        # is blind.
         self.arena = Arena(pool(source_TM.device).device, self.schedule.slots, self.sizes, source_TM)
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         for i, chunk in enumerate(cut.chunks):
             if not plan.rotates:
-                self.own[f"send.{i}"] = self.new(sum(chunk.send_rows), source_TM.shape[1])
-            if not plan.rotates or (chunk.regroup is None and self.keeps_received()):
-                self.own[f"{self.received}.{i}"] = self.new(chunk.received.num_rows, source_TM.shape[1])
+                self.own_buffer("send", i)
+                if plan.stages.sharded:
+                    self.own_buffer("arrived", i)
+                    self.own_buffer("copies", i)
+            if not plan.rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
+                self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
         if not plan.rotates:
-            self.home = self.new(plan.num_kept + plan.has_drops, source_TM.shape[1])
+            self.home = self.new(cut.num_home + plan.has_drops, source_TM.shape[1])
             if plan.has_drops:
                 self.home[-1].zero_()  # what a dropped slot adds to its token
 
@@ -117,14 +167,19 @@ class _Pass:
     def new(self, rows: int, columns: int) -> Tensor:
         return self.source_TM.new_empty(rows, columns)
 
-    def buffer(self, name: str, i: int) -> Tensor:
-        """The slot that the schedule gives it, or memory of its own until the pass ends."""
+    def own_buffer(self, name: str, i: int) -> Tensor:
+        """Memory of its own until the pass ends."""
         key = f"{name}.{i}"
         if key not in self.own:
-            if key in self.arena:
-                return self.arena.view(key)
             self.own[key] = self.new(*self.sizes.shape(key))
         return self.own[key]
+
+    def buffer(self, name: str, i: int) -> Tensor:
+        """The slot that the schedule gives it, or memory of its own."""
+        key = f"{name}.{i}"
+        if key not in self.own and key in self.arena:
+            return self.arena.view(key)
+        return self.own_buffer(name, i)
 
     def temporary(self, name: str, i: int) -> Tensor:
         """The slot, or memory that lasts as long as its user holds it."""
@@ -148,41 +203,115 @@ class _Pass:
         i, at = unit
         return self.cut.pieces[i].groups if at else self.cut.chunks[i].received
 
-    def gather_rows(self, source_TM: Tensor, name: str, i: int) -> None:
-        token = self.cut.row_token[self.cut.chunks[i].sent]
-        torch.index_select(source_TM, 0, token, out=self.buffer(name, i))
+    # ---- towards the experts
+
+    def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
+        self.plan.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
 
     def gather(self, i: int) -> None:
-        self.gather_rows(self.source_TM, "send", i)
+        self.leave("send", self.received, i, self.source_TM)
+
+    def leave(self, name: str, received: str, i: int, source_TM: Tensor) -> None:
+        """Rows of chunk i into the buffer that is sent. What hooks make of them has its own columns and type,
+        and so has what arrives."""
+        if not self.changes_leaving():
+            self.gather_rows(source_TM, self.buffer(name, i), i)
+            return
+        rows_NM = self.new(self.cut.chunks[i].num_sent, source_TM.shape[1])
+        self.gather_rows(source_TM, rows_NM, i)
+        leaving = self.on_leaving(i, rows_NM, name)
+        self.own[f"{name}.{i}"] = leaving
+        self.own[f"{received}.{i}"] = leaving.new_empty(self.cut.chunks[i].num_arrived, leaving.shape[1])
+
+    def changes_leaving(self) -> bool:
+        """Whether hooks see what leaves or what arrives: their graphs may hold it."""
+        raise NotImplementedError
+
+    def on_leaving(self, i: int, rows_NM: Tensor, name: str) -> Tensor:
+        raise NotImplementedError
+
+    def on_arrival(self, i: int, rows: Tensor) -> Tensor:
+        """What the hooks make of rows that have arrived for the experts."""
+        raise NotImplementedError
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
-        return torch.index_select(source_TM, 0, self.cut.row_token[self.cut.pieces[j].rows], out=out)
+        self.plan.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
+        return out
 
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
         chunk = self.cut.chunks[i]
         return self.plan.dispatch.exchange(
-            self.buffer(name, i), chunk.send_rows, self.buffer(received, i), chunk.recv_rows
+            self.buffer(name, i), chunk.send_rows, self.buffer(received, i), chunk.recv_rows, chunk.relayed[0]
         )
 
     def dispatch(self, i: int) -> dist.Work | None:
-        return self.send_rows("send", self.received, i)
+        return self.send_rows("send", "arrived" if self.plan.stages.sharded else self.received, i)
 
-    def in_expert_order(self, name: str, i: int) -> Tensor:
-        regroup, arrived = self.cut.chunks[i].regroup, self.buffer(name, i)
+    def gather_inside(self, arrived: str, received: str, copies: str, i: int) -> None:
+        self.plan.sharing.all_gather(
+            self.buffer(arrived, i),
+            self.buffer(received, i),
+            self.cut.chunks[i].gathered,
+            self.buffer(copies, i),
+        )
+
+    def all_gather(self, i: int) -> None:
+        self.gather_inside("arrived", self.received, "copies", i)
+
+    def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
+        """Rows that have arrived, replicated where they came once for several experts."""
+        regroup = self.regroup[i]
         if regroup is None:
             return arrived
         return torch.index_select(arrived, 0, regroup, out=self.temporary(f"{name}_sorted", i))
 
+    # ---- and back
+
     def result_of(self, i: int) -> Tensor:
         """Where the experts' result of chunk i goes; `in_source_order` makes it ready to leave."""
-        if self.cut.chunks[i].regroup is None:
-            return self.buffer(self.sent_back, i)
+        if self.regroup[i] is None:
+            return self.leaving_buffer(i)
         return self.temporary(f"{self.sent_back}_sorted", i)
 
+    def leaving_buffer(self, i: int) -> Tensor:
+        if self.changes_returning():
+            return self.own_buffer(self.sent_back, i)
+        return self.buffer(self.sent_back, i)
+
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
-        regroup = self.cut.chunks[i].regroup
+        """The experts' results as their rows came, summed where these came once for several, past the
+        hooks."""
+        regroup = self.regroup[i]
         if regroup is not None:
-            self.buffer(self.sent_back, i).index_copy_(0, regroup, rows_NM)
+            leaving = self.leaving_buffer(i)
+            if self.cut.once is not None:
+                leaving.zero_().index_add_(0, regroup, rows_NM)
+            else:
+                leaving.index_copy_(0, regroup, rows_NM)
+        if self.plan.stages.sharded:
+            self.buffer("leaving", i), self.buffer("parts", i)  # made here, on the compute lane
+        if self.changes_returning():
+            leaving = self.on_returning(i, self.leaving_buffer(i))
+            self.own[f"{self.sent_back}.{i}"] = leaving
+            self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
+
+    def changes_returning(self) -> bool:
+        raise NotImplementedError
+
+    def on_returning(self, i: int, rows_NM: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def on_return(self, i: int, rows: Tensor) -> Tensor:
+        """What the hooks make of rows that have come home."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, i: int) -> None:
+        self.plan.sharing.reduce_scatter(
+            self.buffer(self.sent_back, i),
+            self.buffer("leaving", i),
+            self.cut.chunks[i].gathered,
+            self.buffer("parts", i),
+        )
 
     def home_rows(self, i: int, at: slice) -> Tensor:
         """The part of home for rows ``at`` of the sorted order, which are chunk i's."""
@@ -193,31 +322,65 @@ class _Pass:
 
     def combine(self, i: int) -> dist.Work | None:
         chunk = self.cut.chunks[i]
-        leaving, home = self.buffer(self.sent_back, i), self.home_rows(i, chunk.sent)
-        return self.plan.combine.exchange(leaving, chunk.recv_rows, home, chunk.send_rows)
+        leaving = self.buffer("leaving" if self.plan.stages.sharded else self.sent_back, i)
+        home = self.own[f"came.{i}"] if f"came.{i}" in self.own else self.home_rows(i, chunk.sent)
+        return self.plan.combine.exchange(leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1])
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
-        tokens, top_k = self.cut.chunks[i].tokens, self.plan.top_k
+        plan, chunk = self.plan, self.cut.chunks[i]
+        tokens, top_k = chunk.tokens, plan.top_k
+        if self.changes_returning():
+            self.home_rows(i, chunk.sent).copy_(self.on_return(i, self.own.pop(f"came.{i}")))
         row = self.cut.position[tokens.start * top_k : tokens.stop * top_k]
         home = self.home
         if home is None:
             home, at = self.temporary(self.home_name, i), self.cut.home(i)
             row = row - at.start
-            if self.plan.has_drops:
+            if plan.has_drops:
                 home[-1].zero_()
-        if self.plan.has_drops:
+        if plan.has_drops:
             row = row.clamp(max=home.shape[0] - 1)
-        out_TM = self.result_TM[tokens]
-        if top_k == 1:
-            torch.index_select(home, 0, row, out=out_TM)
+        if plan.slot_token is not None:
+            plan.order.restore(home, row.view(-1, top_k), self.result_TM, plan.slot_token[tokens])
             return
-        chosen = home.index_select(0, row).view(-1, top_k, home.shape[1])
-        torch.sum(chosen, dim=1, out=out_TM)
+        out_TM = self.result_TM[tokens]
+        plan.order.restore(home, row.view(-1, top_k), out_TM)
+        if self.shared_TM is not None:
+            out_TM.add_(self.shared_TM[tokens])
+
+    def place_shared(self) -> Tensor:
+        """Where the shared expert's result for all tokens goes: a buffer that `output` adds, or the result
+        itself where `output` adds to that."""
+        if self.plan.slot_token is not None:
+            return self.result_TM
+        self.shared_TM = torch.empty_like(self.result_TM)
+        return self.shared_TM
+
+    def shared_groups(self) -> RowGroups:
+        tokens = self.source_TM.shape[0]
+        ends = None
+        if self.source_TM.is_cuda:
+            ends = torch.full((1,), tokens, dtype=torch.int32, device=self.source_TM.device)
+        return RowGroups(counts=(tokens,), ends=ends)
 
     def run_schedule(self, actions: dict[Kind, Callable[[int], dist.Work | None]]) -> None:
+        every = {
+            Kind.GATHER: self.gather,
+            Kind.DISPATCH: self.dispatch,
+            Kind.ALL_GATHER: self.all_gather,
+            Kind.REDUCE_SCATTER: self.reduce_scatter,
+            Kind.COMBINE: self.combine,
+            Kind.OUTPUT: self.output,
+        }
         try:
-            engine.run(self.schedule, actions, self.source_TM, self.plan.ranks)
+            engine.run(
+                self.schedule,
+                every | actions,
+                self.source_TM,
+                self.plan.grid.all,
+                in_steps=self.plan.in_steps,
+            )
         finally:
             self.arena.close()
 
@@ -225,14 +388,13 @@ class _Pass:
 class _Forward(_Pass):
     direction, received, sent_back, home_name = "forward", "T_DI", "T_DO", "home"
 
-    def __init__(
-        self, plan: Plan, x_TM: Tensor, weight_TK: Tensor, parameters: Sequence[Tensor], keep: bool
-    ) -> None:
-        self.keep = keep
+    def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
+        x_TM = inputs.x_TM
         super().__init__(plan, plan.forward, x_TM, keep)
-        self.parameters = parameters
-        self.weight = weight_TK.reshape(-1)
+        self.inputs, self.parameters = inputs, inputs.parameters
+        self.weight = inputs.weight_TK.reshape(-1)
         self.kept: dict[Unit, Kept] = {}
+        self.passed: dict[tuple[str, int], Passed] = {}
         self.leaving_device: dict[tuple[Kind, int], list[tuple[Tensor, Tensor]]] = {}
         self.weight_received: Tensor | None = None
         self.host_bytes_due = 0
@@ -240,9 +402,21 @@ class _Forward(_Pass):
             units = (*(piece.groups for piece in self.cut.pieces), *(c.received for c in self.cut.chunks))
             row_bytes = x_TM.shape[1] * x_TM.element_size()
             self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
-        if self.cut.weights is not None:
-            self.weight_sent = self.weight.index_select(0, self.cut.weights.slot)
+        journey = self.cut.weights
+        if journey is not None:
+            self.weight_sent = self.weight.index_select(0, journey.slot)
             self.weight_arrived = self.weight.new_empty(self.cut.num_received)
+            self.weight_own = self.weight_arrived  # before it is shared inside the node
+            self.weight_copies = self.weight_arrived
+            if plan.stages.sharded:
+                own = sum(journey.recv)
+                self.weight_own = self.weight.new_empty(own)
+                self.weight_copies = self.weight.new_empty(plan.sharing.copies(own))
+        once = self.cut.once
+        if once is not None:
+            self.number_arrived = once.number.new_empty(self.cut.num_received)
+            self.number_own = once.number.new_empty(self.weight_own.shape)
+            self.number_copies = once.number.new_empty(self.weight_copies.shape)
 
     def keeps_received(self) -> bool:
         return self.keep and self.plan.restore.dispatched == "keep"
@@ -250,22 +424,83 @@ class _Forward(_Pass):
     def run(self) -> Tensor:
         self.run_schedule(
             {
-                Kind.GATHER: self.gather,
                 Kind.WEIGHTS: self.send_weights,
-                Kind.DISPATCH: self.dispatch,
+                Kind.SHARE_WEIGHTS: self.share_weights,
+                Kind.SHARED: self.compute_shared,
                 Kind.LOCAL: self.compute_local,
                 Kind.COMPUTE: self.compute,
-                Kind.COMBINE: self.combine,
-                Kind.OUTPUT: self.output,
                 **{kind: self._copy_out(kind) for kind in _COPIES_OUT.values()},
             }
         )
         return self.result_TM
 
     def send_weights(self, _: int) -> dist.Work | None:
+        journey, once = self.cut.weights, self.cut.once
+        assert journey is not None
+        scalars = self.plan.scalars
+        work = scalars.exchange(self.weight_sent, journey.send, self.weight_own, journey.recv)
+        if once is None:
+            return work
+        numbers = scalars.exchange(once.number, journey.send, self._number_target(), journey.recv)
+        return _both(work, numbers)
+
+    def _number_target(self) -> Tensor:
+        return self.number_own if self.plan.stages.sharded else self.number_arrived
+
+    def share_weights(self, _: int) -> None:
         journey = self.cut.weights
         assert journey is not None
-        return self.plan.dispatch.exchange(self.weight_sent, journey.send, self.weight_arrived, journey.recv)
+        share = self.plan.sharing.all_gather
+        share(self.weight_own, self.weight_arrived, journey.gathered, self.weight_copies)
+        if self.cut.once is not None:
+            share(self.number_own, self.number_arrived, journey.gathered, self.number_copies)
+
+    # ---- hooks
+
+    def changes_leaving(self) -> bool:
+        return self.hooks.has("before_dispatch") or self.hooks.has("after_dispatch")
+
+    def on_leaving(self, i: int, rows_NM: Tensor, name: str) -> Tensor:
+        return self._through("before_dispatch", i, rows_NM, last="after_dispatch")
+
+    def on_arrival(self, i: int, rows: Tensor) -> Tensor:
+        return self._through("after_dispatch", i, rows)
+
+    def changes_returning(self) -> bool:
+        return self.hooks.has("before_combine") or self.hooks.has("after_combine")
+
+    def on_returning(self, i: int, rows_NM: Tensor) -> Tensor:
+        return self._through("before_combine", i, rows_NM, last="after_combine")
+
+    def on_return(self, i: int, rows: Tensor) -> Tensor:
+        return self._through("after_combine", i, rows)
+
+    def _through(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
+        """rows behind the hooks of a point; ``last``: the point that may still follow before they are
+        used."""
+        if not self.hooks.has(point):
+            return rows
+        like = None if last is not None and self.hooks.has(last) else self.source_TM
+        rows, passed = callbacks.forward(self.hooks, point, rows, i, like, self.keep)
+        if passed is not None:
+            self.passed[point, i] = passed
+        return rows
+
+    # ---- experts
+
+    def compute_shared(self, _chunk: int) -> None:
+        experts, weight_T = self.plan.shared, self.inputs.shared_weight_T
+        assert experts is not None and weight_T is not None
+        _, hidden = experts.compute(
+            self.source_TM,
+            weight_T,
+            self.shared_groups(),
+            self.inputs.shared_parameters,
+            out=self.place_shared(),
+            keep=self.keep,
+        )
+        if self.keep:
+            self.kept[SHARED] = Kept(hidden=hidden)
 
     def compute_local(self, j: int) -> None:
         piece = self.cut.pieces[j]
@@ -277,14 +512,20 @@ class _Forward(_Pass):
         if self.weight_received is None:
             self.weight_received = self._sorted_weights()
             self.weight_of_chunk = split_by_chunk(self.weight_received, self.cut)
+        arrived = self.on_arrival(i, self.buffer("T_DI", i))
         out_NM = self.result_of(i)
-        self._compute((i, ""), self.in_expert_order("T_DI", i), self.weight_of_chunk[i], out_NM)
+        rows_NM = self.in_expert_order("T_DI", i, arrived)
+        self._compute((i, ""), rows_NM, self.weight_of_chunk[i], out_NM)
         self.in_source_order(i, out_NM)
 
     def _sorted_weights(self) -> Tensor:
-        """The routing weights of the received rows, by chunk and in expert order."""
+        """The routing weights of the received rows, by chunk and in expert order. With them came which rows
+        they belong to, where rows travel once."""
         assert self.cut.weights is not None
-        regroup = self.cut.weights.regroup
+        regroup, once = self.cut.weights.regroup, self.cut.once
+        if once is not None:
+            row = once.base + self.number_arrived
+            self.regroup = split_by_chunk(row if regroup is None else row.index_select(0, regroup), self.cut)
         return self.weight_arrived if regroup is None else self.weight_arrived.index_select(0, regroup)
 
     def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:
@@ -375,14 +616,15 @@ _COPIES_OUT = {
 
 @dataclass(kw_only=True)
 class _Given:
-    """What a backward pass starts from, beside the gradient."""
+    """What a backward pass starts from, beside the gradient. wanted: of which of ``inputs.all`` gradients
+    are. regroup: as forward had it, where it is not the plan's."""
 
-    x_TM: Tensor | None
-    weight_TK: Tensor
+    inputs: Inputs
     weight_received: Tensor | None
     kept: dict[Unit, Kept]
-    parameters: Sequence[Tensor]
-    wanted: Sequence[bool] = field(default_factory=list)
+    wanted: Sequence[bool]
+    regroup: Sequence[Tensor | None] | None = None
+    passed: dict[tuple[str, int], Passed] = field(default_factory=dict)
 
 
 class _Backward(_Pass):
@@ -390,17 +632,26 @@ class _Backward(_Pass):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, given: _Given) -> None:
         super().__init__(plan, plan.backward, grad_TM, keep=True)
-        self.given, self.kept, self.parameters = given, given.kept, given.parameters
+        self.given, self.kept, self.parameters = given, given.kept, given.inputs.parameters
+        if given.regroup is not None:
+            self.regroup = given.regroup
         additions = sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.schedule.tasks)
-        self.sums = [
-            GradientSum(parameter, additions) if want else None
-            for parameter, want in zip(given.parameters, given.wanted, strict=True)
-        ]
+        wanted = given.inputs.like(given.wanted)
+
+        def sums(parameters: Sequence[Tensor], wants: Sequence[Any], times: int) -> list[GradientSum | None]:
+            pairs = zip(parameters, wants, strict=True)
+            return [GradientSum(parameter, times) if want else None for parameter, want in pairs]
+
+        self.sums = sums(given.inputs.parameters, wanted.parameters, additions)
+        self.shared_sums = sums(given.inputs.shared_parameters, wanted.shared_parameters, 1)
+        self.shared_pending: Any = None
+        self.grad_shared_weight: Tensor | None = None
+        self.grad_hooks: list[Tensor | None] = [None] * len(given.inputs.hook_parameters)
         self.compute_stream = current_stream(grad_TM)
         self.rows: dict[Unit, Tensor] = {}
         self.hidden: dict[Unit, Hidden] = {}
         self.pending: dict[Unit, Any] = {}
-        weight = given.weight_TK
+        weight = given.inputs.weight_TK
         self.weight = weight.reshape(-1)
         # Dropped slots have no row; nothing is ever added to their weight's gradient.
         self.grad_weight = weight.new_zeros(plan.num_tokens * plan.top_k)
@@ -412,18 +663,32 @@ class _Backward(_Pass):
             if plan.weight_map is not None:
                 received = received.index_select(0, plan.weight_map)
             self.weight_of_chunk = split_by_chunk(received, self.cut)
-            self.grad_weight_leaving = torch.empty_like(self.grad_weight_rows)
+            self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
+            self.grad_weight_leaving = self.grad_weight_gathered
+            if plan.stages.sharded:
+                own = sum(journey.recv)
+                self.grad_weight_leaving = weight.new_empty(own)
+                self.grad_weight_parts = weight.new_empty(own * plan.grid.inside.size)
             self.grad_weight_home = weight.new_empty(journey.slot.shape[0])
         self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.cut)
         self.chunks_done = 0
 
-    def run(self) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    def run(self) -> list[Tensor | None]:
+        """The gradients of ``inputs.all``."""
+        sharded = self.plan.stages.sharded
         self.run_schedule(
             {
-                Kind.GATHER: self.gather,
-                Kind.DISPATCH: self.dispatch,
                 Kind.GATHER_AGAIN: self.gather_again,
-                Kind.DISPATCH_AGAIN: lambda i: self.send_rows("send_again", "T_DI", i),
+                Kind.DISPATCH_AGAIN: lambda i: self.send_rows(
+                    "send_again", "arrived_again" if sharded else "T_DI", i
+                ),
+                Kind.ALL_GATHER_AGAIN: lambda i: self.gather_inside(
+                    "arrived_again", "T_DI", "copies_again", i
+                ),
+                Kind.SHARE_WEIGHTS: self.sum_weights,
+                Kind.SHARED: self.shared_gradient,
+                Kind.SHARED_WGRAD: self.shared_weight_gradient,
+                Kind.GRADIENTS: lambda _: self.plan.gradients() if self.plan.gradients is not None else None,
                 Kind.COPY_ROWS_IN: lambda i: self.fetch_rows((i, "")),
                 Kind.COPY_HIDDEN_IN: lambda i: self.fetch_hidden((i, "")),
                 Kind.LOCAL_COPY_ROWS_IN: lambda i: self.fetch_rows((i, "_L")),
@@ -434,25 +699,98 @@ class _Backward(_Pass):
                 Kind.LOCAL_WGRAD: lambda i: self.weight_gradient((i, "_L")),
                 Kind.COMPUTE: self.input_gradient,
                 Kind.WGRAD: lambda i: self.weight_gradient((i, "")),
-                Kind.COMBINE: self.combine,
                 Kind.WEIGHTS: self.return_weights,
-                Kind.OUTPUT: self.output,
             }
         )
         journey = self.cut.weights
         if journey is not None:
             self.grad_weight[journey.slot] = self.grad_weight_home
-        grads: list[Tensor | None] = []
-        while self.sums:  # each sum goes as soon as it is rounded
-            total = self.sums.pop(0)
-            grads.append(None if total is None else total.result())
-        return self.result_TM, self.grad_weight, grads
+        grad_weight_TK = self.grad_weight.view_as(self.given.inputs.weight_TK)
+        grads: list[Tensor | None] = [self.result_TM, grad_weight_TK, self.grad_shared_weight]
+        for sums in (self.sums, self.shared_sums):
+            while sums:  # each sum goes as soon as it is rounded
+                total = sums.pop(0)
+                grads.append(None if total is None else total.result())
+        return [*grads, *self.grad_hooks]
+
+    # ---- hooks, backwards
+
+    def changes_leaving(self) -> bool:
+        return self.hooks.has("before_combine") or self.hooks.has("after_combine")
+
+    def on_leaving(self, i: int, rows_NM: Tensor, name: str) -> Tensor:
+        return self._back_through("after_combine", i, rows_NM)
+
+    def on_arrival(self, i: int, rows: Tensor) -> Tensor:
+        return self._back_through("before_combine", i, rows)
+
+    def changes_returning(self) -> bool:
+        return self.hooks.has("before_dispatch") or self.hooks.has("after_dispatch")
+
+    def on_returning(self, i: int, rows_NM: Tensor) -> Tensor:
+        return self._back_through("after_dispatch", i, rows_NM)
+
+    def on_return(self, i: int, rows: Tensor) -> Tensor:
+        return self._back_through("before_dispatch", i, rows)
+
+    def _back_through(self, point: str, i: int, grad: Tensor) -> Tensor:
+        if not self.hooks.has(point):
+            return grad
+        found_grad, *of_parameters = callbacks.backward(
+            self.given.passed[point, i], grad, self.given.inputs.hook_parameters
+        )
+        for j, found in enumerate(of_parameters):
+            if found is not None:
+                total = self.grad_hooks[j]
+                self.grad_hooks[j] = found if total is None else total + found
+        assert found_grad is not None
+        return found_grad
+
+    # ---- the shared expert
+
+    def shared_gradient(self, _chunk: int) -> None:
+        experts, inputs = self.plan.shared, self.given.inputs
+        hidden = self.kept[SHARED].hidden
+        assert experts is not None and inputs.shared_weight_T is not None and hidden is not None
+        _, self.grad_shared_weight, self.shared_pending = experts.input_gradient(
+            self.source_TM.clone(),  # it is written over, and every chunk still reads it
+            inputs.x_TM,
+            inputs.shared_weight_T,
+            hidden,
+            self.shared_groups(),
+            inputs.shared_parameters,
+            out=self.place_shared(),
+        )
+
+    def shared_weight_gradient(self, _: int) -> None:
+        assert self.plan.shared is not None
+        self.plan.shared.weight_gradient(self.shared_pending, self.shared_groups(), self.shared_sums)
+        self.shared_pending = None
 
     # ---- T_DI and T_M, restored
 
     def gather_again(self, i: int) -> None:
-        assert self.given.x_TM is not None
-        self.gather_rows(self.given.x_TM, "send_again", i)
+        x_TM, chunk = self.given.inputs.x_TM, self.cut.chunks[i]
+        hooks = self.hooks
+        if not (hooks.has("before_dispatch") or hooks.has("after_dispatch")):
+            self.gather_rows(x_TM, self.buffer("send_again", i), i)
+            if not self.plan.rotates:
+                self.buffer("T_DI", i)
+            return
+        rows = x_TM.new_empty(chunk.num_sent, x_TM.shape[1])
+        self.gather_rows(x_TM, rows, i)
+        if hooks.has("before_dispatch"):
+            like = None if hooks.has("after_dispatch") else x_TM
+            rows, _ = callbacks.forward(hooks, "before_dispatch", rows, i, like, keep=False)
+        self.own[f"send_again.{i}"] = rows
+        self.own[f"T_DI.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
+
+    def arrived_again(self, i: int) -> Tensor:
+        arrived = self.buffer("T_DI", i)
+        if self.hooks.has("after_dispatch"):
+            x_TM = self.given.inputs.x_TM
+            arrived, _ = callbacks.forward(self.hooks, "after_dispatch", arrived, i, x_TM, keep=False)
+        return arrived
 
     def parts(self, unit: Unit) -> list[tuple[Kept, Runs]]:
         """What forward kept, by chunk of forward, with where its rows stand here."""
@@ -500,10 +838,9 @@ class _Backward(_Pass):
         (i, at), dispatched = unit, self.plan.restore.dispatched
         if dispatched == "communicate":
             if at:
-                assert self.given.x_TM is not None
-                self.rows[unit] = self.gather_local(self.given.x_TM, self.temporary("T_DI_L", i), i)
+                self.rows[unit] = self.gather_local(self.given.inputs.x_TM, self.temporary("T_DI_L", i), i)
             else:
-                self.rows[unit] = self.in_expert_order("T_DI", i)
+                self.rows[unit] = self.in_expert_order("T_DI", i, self.arrived_again(i))
         elif self.plan.rearranged:
             self.fetch_rows(unit)
         else:
@@ -542,7 +879,7 @@ class _Backward(_Pass):
 
     def input_gradient(self, i: int) -> None:
         out_NM = self.result_of(i)
-        grad_NM = self.in_expert_order("dT_DO", i)
+        grad_NM = self.in_expert_order("dT_DO", i, self.on_arrival(i, self.buffer("dT_DO", i)))
         grad_weight_N = self._input_gradient((i, ""), grad_NM, self.weight_of_chunk[i], out_NM)
         self.in_source_order(i, out_NM)
         self.grad_weight_of_chunk[i].copy_(grad_weight_N)
@@ -569,14 +906,22 @@ class _Backward(_Pass):
         assert self.cut.weights is not None
         regroup = self.cut.weights.regroup
         if regroup is None:
-            self.grad_weight_leaving.copy_(self.grad_weight_rows)
+            self.grad_weight_gathered.copy_(self.grad_weight_rows)
         else:
-            self.grad_weight_leaving.index_copy_(0, regroup, self.grad_weight_rows)
+            self.grad_weight_gathered.index_copy_(0, regroup, self.grad_weight_rows)
+
+    def sum_weights(self, _: int) -> None:
+        """Each shard made a part of the inner products that are the routing weights' gradients."""
+        journey = self.cut.weights
+        assert journey is not None
+        self.plan.sharing.reduce_scatter(
+            self.grad_weight_gathered, self.grad_weight_leaving, journey.gathered, self.grad_weight_parts
+        )
 
     def return_weights(self, _: int) -> dist.Work | None:
         journey = self.cut.weights
         assert journey is not None
-        return self.plan.combine.exchange(
+        return self.plan.scalars.exchange(
             self.grad_weight_leaving, journey.recv, self.grad_weight_home, journey.send
         )
 
@@ -589,24 +934,45 @@ def split_by_chunk(per_row: Tensor, cut: Cut) -> tuple[Tensor, ...]:
     return torch.split(per_row, [chunk.received.num_rows for chunk in cut.chunks])
 
 
+class _Both:
+    """Two messages of one task."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _both(*works: dist.Work | None) -> dist.Work | None:
+    begun: Any = _Both([work for work in works if work is not None])
+    waited: dist.Work | None = begun
+    return waited
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, anchor: Tensor, x_TM: Tensor, weight_TK: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        done = _Forward(plan, x_TM, weight_TK, parameters, keep=True)
+    def forward(ctx: Any, plan: Plan, inputs: Inputs, anchor: Tensor, *tensors: Tensor | None) -> Tensor:
+        inputs = inputs.like(tensors)
+        done = _Forward(plan, inputs, keep=True)
         y_TM = done.run()
-        sent_again = plan.restore.dispatched == "communicate"
-        optional = [x_TM if sent_again else None, done.weight_received]
-        tensors: list[Tensor | None] = [weight_TK, *parameters, *optional]
-        ctx.units = []
+        needs_x = plan.restore.dispatched == "communicate" or plan.stages.shared
+        saved = [*inputs.all, done.weight_received]
+        saved[0] = inputs.x_TM if needs_x else None
+        ctx.units, ctx.passed = [], []
         for unit, kept in done.kept.items():
-            hidden, saved = kept.hidden, kept.hidden.tensors if kept.hidden is not None else ()
+            hidden, hidden_tensors = kept.hidden, kept.hidden.tensors if kept.hidden is not None else ()
             emptied = None if hidden is None else replace(hidden, tensors=())
-            ctx.units.append((unit, kept.recipe, emptied, len(saved)))
-            tensors += [kept.rows_NM, *saved]
-        ctx.save_for_backward(*tensors)
-        ctx.plan, ctx.num_parameters = plan, len(parameters)
+            ctx.units.append((unit, kept.recipe, emptied, len(hidden_tensors)))
+            saved += [kept.rows_NM, *hidden_tensors]
+        for point, passed in done.passed.items():
+            ctx.passed.append((point, passed.emptied(), len(passed.tensors)))
+            saved += passed.tensors
+        if plan.forward.once is not None:  # which rows are whose was not known when the plan was made
+            saved += done.regroup
+        ctx.save_for_backward(*saved)
+        ctx.plan, ctx.inputs = plan, inputs.like([None] * len(tensors))
         return y_TM
 
     @staticmethod
@@ -615,66 +981,59 @@ class _Experts(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
         saved = iter(ctx.saved_tensors)
-        weight_TK = next(saved)
+        inputs = ctx.inputs.like(list(itertools.islice(saved, len(ctx.inputs.all))))
         given = _Given(
-            weight_TK=weight_TK,
-            parameters=list(itertools.islice(saved, ctx.num_parameters)),
-            x_TM=next(saved),
+            inputs=inputs,
             weight_received=next(saved),
             kept={},
-            wanted=ctx.needs_input_grad[4:],
+            wanted=ctx.needs_input_grad[3:],
         )
         for unit, recipe, hidden, count in ctx.units:
             rows_NM = next(saved)
             tensors = list(itertools.islice(saved, count))
             restored = None if hidden is None else replace(hidden, tensors=tensors)
             given.kept[unit] = Kept(rows_NM, restored, recipe)
+        for point, passed, count in ctx.passed:
+            given.passed[point] = replace(passed, tensors=tuple(itertools.islice(saved, count)))
+        if ctx.plan.forward.once is not None:
+            given = replace(given, regroup=list(saved))
         with torch.autocast(grad_TM.device.type, enabled=False):
-            grad_x, grad_weight, grads = _Backward(ctx.plan, grad_TM, given).run()
-        return None, None, grad_x, grad_weight.view_as(weight_TK), *grads
+            grads = _Backward(ctx.plan, grad_TM, given).run()
+        return None, None, None, *grads
 
 
-def run_experts(
-    plan: Plan,
-    x_TM: Tensor,
-    weight_TK: Tensor,
-    parameters: Sequence[Tensor],
-    *,
-    needs_grad: bool,
-) -> Tensor:
-    """T_O (T, M) of the tokens x_TM under ``plan``, with a hand-written backward where ``needs_grad``.
+def run_experts(plan: Plan, inputs: Inputs, *, needs_grad: bool) -> Tensor:
+    """T_O (T, M) of the tokens under ``plan``, with a hand-written backward where ``needs_grad``.
 
     needs_grad must be the same on every rank: where one rank differentiates all take part, whatever of
     their own inputs needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():
         # A leaf that always needs a gradient keeps this rank's backward in the graph.
-        anchor = torch.empty(0, device=x_TM.device, requires_grad=True)
+        anchor = torch.empty(0, device=inputs.x_TM.device, requires_grad=True)
         y_TM: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            plan, anchor, x_TM, weight_TK, *parameters
+            plan, inputs.like([None] * len(inputs.all)), anchor, *inputs.all
         )
         return y_TM
     with torch.no_grad():
-        return _Forward(plan, x_TM, weight_TK, parameters, keep=False).run()
+        return _Forward(plan, inputs, keep=False).run()
 
 
-def run_both(
-    plan: Plan, x_TM: Tensor, weight_TK: Tensor, parameters: Sequence[Tensor], now: Callable[[], float]
-) -> tuple[float, float, float]:
+def run_both(plan: Plan, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float, float]:
     """Both passes, with what comes out for a gradient, and all results thrown away: the times of ``now()``
     before, between and after them."""
     with torch.no_grad():
         start = now()
-        done = _Forward(plan, x_TM, weight_TK, parameters, keep=True)
+        done = _Forward(plan, inputs, keep=True)
         y_TM = done.run()
         middle = now()
         given = _Given(
-            x_TM=x_TM,
-            weight_TK=weight_TK,
+            inputs=inputs,
             weight_received=done.weight_received,
             kept=done.kept,
-            parameters=parameters,
-            wanted=[parameter.requires_grad for parameter in parameters],
+            wanted=[tensor is not None and tensor.requires_grad for tensor in inputs.all],
+            regroup=done.regroup,
+            passed=done.passed,
         )
         _Backward(plan, y_TM, given).run()
         return start, middle, now()

@@ -1,23 +1,29 @@
 """The plan of one call: for each chunk, which rows go where, from the routing and the exchanged counts.
 
-Letters: T tokens, K choices, N rows, E experts, W ranks, n chunks, M = d_model.
+Letters: T tokens, K choices, N rows, E experts, W ranks, P of them across nodes, L inside one, n chunks,
+M = d_model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.base import Combine, Dispatch
 from pmoe.comm.counts import Shared
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.flat import FlatAllToAll
+from pmoe.comm.grid import Grid
+from pmoe.comm.sharing import Sharing
 from pmoe.experts.base import Experts, Runs
 from pmoe.experts.products import RowGroups
+from pmoe.ordering.base import Order
 from pmoe.ordering.sorted import SortedRows, chunk_bounds
+from pmoe.pipeline.callbacks import Hooks
 from pmoe.pipeline.schedule import Stages
 from pmoe.planner.restore import Restore
 
@@ -26,10 +32,11 @@ from pmoe.planner.restore import Restore
 class Chunk:
     """One micro-batch: a range of this rank's tokens, and the rows that it sends and receives.
 
-    sent: where the rows that travel stand in sorted order. send_rows, recv_rows: one number a rank.
-    received: the rows by expert, as the experts see them. regroup: index of each received row, in expert
-    order, among the rows as they arrived by source rank; None where the two orders are the same.
-    """
+    sent: where the rows that travel stand in sorted order. send_rows, recv_rows: one number a rank. relayed:
+    of dispatch and combine (`Exchange.relay_counts`). gathered: what each rank inside the node has received,
+    where experts are sharded. received: the rows by expert, as the experts see them. regroup: index of each
+    of these, in expert order, among the rows as they arrived by source rank; None where the two orders are
+    the same, or where it is not known before the rows' own numbers arrive (`Cut.once`)."""
 
     tokens: slice
     sent: slice
@@ -37,6 +44,20 @@ class Chunk:
     recv_rows: tuple[int, ...]
     received: RowGroups
     regroup: Tensor | None
+    relayed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    gathered: tuple[int, ...] = ()
+
+    @property
+    def num_sent(self) -> int:
+        return sum(self.send_rows)
+
+    @property
+    def num_arrived(self) -> int:
+        return sum(self.recv_rows)
+
+    @property
+    def num_gathered(self) -> int:
+        return sum(self.gathered) if self.gathered else self.num_arrived
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +71,33 @@ class Piece:
 @dataclass(frozen=True, kw_only=True)
 class WeightJourney:
     """The one message of routing weights, for all chunks. slot: the slots whose weights are sent, by
-    destination rank. regroup: as in `Chunk`, for all received rows by (chunk, expert)."""
+    destination rank. gathered, regroup: as in `Chunk`, for all received rows by (chunk, expert)."""
 
     slot: Tensor
     send: tuple[int, ...]
     recv: tuple[int, ...]
     regroup: Tensor | None
+    gathered: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Once:
+    """Rows that travel once to a rank that holds several of their token's experts. number: (N,) int32, for
+    each weight that is sent, which of the rows that its rank gets in its chunk is its row. base: (N,) where
+    those rows begin among all that a chunk brings its rank, for each weight that arrives."""
+
+    number: Tensor
+    base: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """How one pass cuts the batch.
 
-    pieces: the rows that stay. slot, position: as in `SortedRows`. row_token: (T*K,) the token of each row in
-    sorted order. weights: None where nothing travels, on any rank.
+    pieces: the rows that stay. slot: as in `SortedRows`. position: where each slot's row stands among those
+    that come home, the number of these or more where none does. row_token: the token of each row that leaves,
+    in sorted order. weights: None where nothing travels, on any rank. once: see `Once`; then rows that travel
+    are fewer than slots, and most slots' rows come home as a part of another's.
     """
 
     chunks: tuple[Chunk, ...]
@@ -72,6 +106,12 @@ class Cut:
     slot: Tensor
     row_token: Tensor
     position: Tensor
+    once: Once | None = None
+
+    @property
+    def num_home(self) -> int:
+        """Rows that come home, and those that never left."""
+        return sum(chunk.num_sent for chunk in self.chunks) + sum(p.groups.num_rows for p in self.pieces)
 
     @property
     def num_received(self) -> int:
@@ -94,21 +134,26 @@ class Plan:
 
     backward: may have another number of chunks than forward; joined_received, joined_local then say where its
     rows stand in forward's, None where the chunks are the same, as weight_map does for all received rows: the
-    index among forward's. num_kept: this rank's slots less those that
-    capacity dropped. has_drops: whether some may have been dropped. restore: what becomes of T_DI and T_M
-    between the passes. rotates: whether buffers are ring slots; else each chunk has its own.
-    """
+    index among forward's. has_drops: whether some slots may have no row that comes home. slot_token: the
+    token of each slot, where the gate does not give all tokens as many. restore: what becomes of T_DI and T_M
+    between the passes. rotates: whether buffers are ring slots; else each chunk has its own."""
 
     experts: Experts
-    ranks: Ranks
+    grid: Grid
+    stages: Stages
+    order: Order
     dispatch: Dispatch
     combine: Combine
+    scalars: FlatAllToAll
+    sharing: Sharing
+    hooks: Hooks
+    shared: Experts | None
+    gradients: Callable[[], dist.Work | None] | None
     forward: Cut
     backward: Cut
     joined_received: Joined | None
     joined_local: Joined | None
     weight_map: Tensor | None
-    num_kept: int
     top_k: int
     num_tokens: int
     has_drops: bool
@@ -116,15 +161,16 @@ class Plan:
     sequential: bool
     restore: Restore
     rotates: bool
+    slot_token: Tensor | None = None
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether a task of communication may wait for another: see `pmoe.pipeline.lanes.CpuLanes`."""
+        return self.stages.sharded or self.dispatch.in_steps or self.combine.in_steps
 
     @property
     def rearranged(self) -> bool:
         return self.joined_received is not None
-
-    @property
-    def stages(self) -> Stages:
-        # Whether there is a journey, not how many rows this rank sends: all ranks issue the same collectives.
-        return Stages(local=self.bypass_local, remote=self.forward.weights is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,90 +182,118 @@ class Degrees:
     pieces: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
+    ranks, and which stages there are."""
+
+    experts: Experts
+    grid: Grid
+    stages: Stages
+    order: Order
+    dispatch: Dispatch
+    combine: Combine
+    scalars: FlatAllToAll
+    sharing: Sharing
+    hooks: Hooks
+    shared: Experts | None
+    gradients: Callable[[], dist.Work | None] | None
+    sequential: bool
+    rotates: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordered:
+    """The rows of a pass. slots: all kept slots by expert. sent: the rows that leave, the same but where
+    several slots share one (`pmoe.ordering.once`): then carrier_TK is the choice whose row a slot's token
+    travels in, and sent_nP rows by chunk and rank, on the device."""
+
+    slots: SortedRows
+    sent: SortedRows
+    carrier_TK: Tensor | None = None
+    sent_nP: Tensor | None = None
+
+
 def make_plan(
+    modules: Modules,
     *,
-    experts: Experts,
-    ranks: Ranks,
-    dispatch: Dispatch,
-    combine: Combine,
-    order: SortedRows,
-    backward_order: SortedRows,
+    order: Ordered,
+    backward_order: Ordered,
     expert_TK: Tensor,
+    slot_token: Tensor | None,
     shared: Shared,
     degrees: Degrees,
     restore: Restore,
-    rotates: bool,
-    bypass_local: bool,
     has_drops: bool,
-    sequential: bool,
 ) -> Plan:
     """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
     as the two passes have them; the same object where their chunks are the same."""
     num_tokens, top_k = expert_TK.shape
+    grid, local = modules.grid, modules.stages.local
     same = degrees.forward == degrees.backward
     # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
     # of the other in one run an expert.
     finest = math.lcm(degrees.forward, degrees.backward)
     bins = shared.joined(finest)
 
-    def cut(n: int, rows: SortedRows) -> Cut:
-        pieces = degrees.pieces if same else n * bypass_local
-        return _cut(n, rows, expert_TK, bins, ranks, pieces, bypass_local)
+    def cut(n: int, rows: Ordered) -> Cut:
+        pieces = degrees.pieces if same else n * local
+        return _cut(n, rows, expert_TK, slot_token, bins, modules, pieces)
 
     forward = cut(degrees.forward, order)
     joined_received = joined_local = weight_map = None
     if not same:
-        received, stay, received_device = bins.recv, bins.recv[:, ranks.rank], bins.recv_device
-        if bypass_local:
-            received, received_device = (_without(each, ranks.rank) for each in (received, received_device))
+        rank = grid.all.rank
+        received, stay, received_device = bins.recv, bins.recv[:, rank], bins.recv_device
+        if local:
+            received, received_device = (_without(each, rank) for each in (received, received_device))
         weight_map = _forward_index(received_device.sum(1), degrees, int(received.sum()))
         joined_received = _join(received.sum(1), degrees)
         joined_local = _join(stay, degrees)
     return Plan(
-        experts=experts,
-        ranks=ranks,
-        dispatch=dispatch,
-        combine=combine,
+        **{field.name: getattr(modules, field.name) for field in fields(modules)},
         forward=forward,
         backward=forward if same else cut(degrees.backward, backward_order),
         joined_received=joined_received,
         joined_local=joined_local,
         weight_map=weight_map,
-        num_kept=int(shared.send.sum()),
         top_k=top_k,
         num_tokens=num_tokens,
-        has_drops=has_drops,
-        bypass_local=bypass_local,
-        sequential=sequential,
+        has_drops=has_drops or forward.once is not None,
+        bypass_local=local,
         restore=restore,
-        rotates=rotates,
+        slot_token=slot_token,
     )
 
 
 def _cut(
     n: int,
-    order: SortedRows,
+    order: Ordered,
     expert_TK: Tensor,
+    slot_token: Tensor | None,
     bins: Shared,
-    ranks: Ranks,
+    modules: Modules,
     num_pieces: int,
-    bypass_local: bool,
 ) -> Cut:
     num_tokens, top_k = expert_TK.shape
+    grid, bypass_local = modules.grid, modules.stages.local
+    rank = grid.all.rank
     shared = bins.joined(n)
     send, recv, recv_device = shared.send, shared.recv, shared.recv_device
-    bins_device = bins.recv_device
+    bins_device, sent_rows, come_rows = bins.recv_device, shared.sent_rows, shared.received_rows
     if bypass_local:
-        send, recv, recv_device, bins_device = (
-            _without(counts, ranks.rank) for counts in (send, recv, recv_device, bins_device)
+        send, recv, recv_device, bins_device, sent_rows, come_rows = (
+            _without(counts, rank) for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
         )
+    # (n, L, P): of each rank inside the node, what came to it.
+    come_LP = come_rows.unflatten(1, (grid.inside.size, -1))
     # Running sums of all chunks at once: a chunk's own would be several launches each.
     received_ends = _ends(recv_device.sum(1))
     local_counts: list[list[int]] = []
     local_ends: list[Tensor | None] = []
     if bypass_local:
-        local_counts = _by_piece(shared.send[:, ranks.rank], num_pieces).tolist()
-        local_ends = list(_ends(_by_piece(shared.recv_device[:, ranks.rank], num_pieces)))
+        local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
+        local_ends = list(_ends(_by_piece(shared.recv_device[:, rank], num_pieces)))
     bounds = chunk_bounds(num_tokens, n)
     chunks, pieces, first = [], [], 0
 
@@ -232,7 +306,10 @@ def _cut(
     # (source, chunk, expert, bin of the chunk): as rows arrive from one source.
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
-        send_rows, recv_rows = send[i].sum(1).tolist(), recv[i].sum(1).tolist()
+        send_rows, recv_rows = sent_rows[i].tolist(), come_LP[i, grid.inside.rank].tolist()
+        regroup = None
+        if shared.sent_once is None:
+            regroup = _regroup(fine[:, i].flatten(1), come_rows[i].tolist())
         chunks.append(
             Chunk(
                 tokens=slice(bounds[i], bounds[i + 1]),
@@ -240,7 +317,9 @@ def _cut(
                 send_rows=tuple(send_rows),
                 recv_rows=tuple(recv_rows),
                 received=RowGroups(counts=tuple(recv[i].sum(0).tolist()), ends=received_ends[i]),
-                regroup=_regroup(fine[:, i].flatten(1), recv_rows),
+                regroup=regroup,
+                relayed=(_relayed(shared.relayed[0], i), _relayed(shared.relayed[1], i)),
+                gathered=tuple(come_LP[i].sum(1).tolist()) if grid.is_sharded else (),
             )
         )
         first += sum(send_rows)
@@ -249,17 +328,53 @@ def _cut(
     if num_pieces != n:
         for j in range(num_pieces):
             first = add_piece(j, first)
-    weights = None
-    if not bypass_local or ranks.size > 1:
-        weights = _weight_journey(order, expert_TK, send, recv, fine, first, ranks.rank, bypass_local)
+    weights = once = None
+    if modules.stages.remote:
+        num_kept = int(shared.send.sum())
+        weights = _weight_journey(order.slots, expert_TK, send, recv, fine, num_kept, grid, bypass_local)
+        if shared.received_once_device is not None:
+            once = _once(weights, order, expert_TK, shared, fine, n)
+    sent_slot = order.sent.slot[:first]
+    token = sent_slot if top_k == 1 else sent_slot // top_k
     return Cut(
         chunks=tuple(chunks),
         pieces=tuple(pieces),
         weights=weights,
-        slot=order.slot,
-        row_token=order.slot if top_k == 1 else order.slot // top_k,
-        position=order.position,
+        slot=order.slots.slot,
+        row_token=token if slot_token is None else slot_token[token],
+        position=order.sent.position,
+        once=once,
     )
+
+
+def _relayed(counts_nX: Tensor | None, i: int) -> tuple[int, ...]:
+    return () if counts_nX is None else tuple(counts_nX[i].tolist())
+
+
+def _once(
+    weights: WeightJourney,
+    order: Ordered,
+    expert_TK: Tensor,
+    shared: Shared,
+    fine: Tensor,
+    n: int,
+) -> Once:
+    """Which row carries each weight's token, counted from the first row of its chunk and rank."""
+    come_nW = shared.received_once_device
+    assert come_nW is not None and order.carrier_TK is not None and order.sent_nP is not None
+    num_tokens, top_k = expert_TK.shape
+    slot, num_across = weights.slot, order.sent_nP.shape[1]
+    token = slot // top_k
+    row = order.sent.position[token * top_k + order.carrier_TK.view(-1)[slot]]
+    # Where the rows of (chunk, rank) begin among all that this rank sends.
+    sent = order.sent_nP.view(-1)
+    chunk = ((token + 1) * n - 1) // max(num_tokens, 1)
+    destination = expert_TK.reshape(-1)[slot] // shared.send.shape[2]
+    number = (row - (sent.cumsum(0) - sent)[chunk * num_across + destination]).int()
+    base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
+    rows_Wn = fine.sum((2, 3)).reshape(-1)
+    num_received = int(shared.recv.sum())
+    return Once(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
 
 
 def _join(counts_LE: Tensor, degrees: Degrees) -> Joined:
@@ -318,19 +433,21 @@ def _weight_journey(
     recv: Tensor,
     fine: Tensor,
     num_kept: int,
-    rank: int,
+    grid: Grid,
     bypass_local: bool,
 ) -> WeightJourney:
     slot = order.slot[:num_kept]
     destination = expert_TK.reshape(-1)[slot] // send.shape[2]
     if bypass_local:
-        destination = torch.where(destination == rank, send.shape[1], destination)
-    send_rows, recv_rows = send.sum((0, 2)).tolist(), recv.sum((0, 2)).tolist()
+        destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
+    send_rows, come_rows = send.sum((0, 2)).tolist(), recv.sum((0, 2))
+    come_LP = come_rows.unflatten(0, (grid.inside.size, -1))
     return WeightJourney(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),
-        recv=tuple(recv_rows),
-        regroup=_regroup(fine.flatten(1), recv_rows),
+        recv=tuple(come_LP[grid.inside.rank].tolist()),
+        regroup=_regroup(fine.flatten(1), come_rows.tolist()),
+        gathered=tuple(come_LP.sum(1).tolist()) if grid.is_sharded else (),
     )
 
 

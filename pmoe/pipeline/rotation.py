@@ -74,7 +74,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
             **dict.fromkeys(("send", "arrived", "T_DI", "T_DO", "leaving"), 2),
             **dict.fromkeys(("T_DI_sorted", "T_DI_L"), 2 if offloads_rows else 1),
             "T_M": 2 if offloads_hidden else 1,
-            **dict.fromkeys(("T_M_L", "active", "T_DO_sorted"), 1),
+            **dict.fromkeys(("T_M_L", "active", "T_DO_sorted", "copies", "parts"), 1),
             **dict.fromkeys(("home", "home_L"), 2 if remote else 1),
         }
     )
@@ -86,6 +86,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
             rings.put("send", f"send.{i}")
             if stages.sharded:
                 rings.put("arrived", f"arrived.{i}")
+                rings.put("copies", f"copies.{i}")
             rings.put("T_DI", f"T_DI.{i}")
             tasks.extend(dispatch_tasks(i, stages, "T_I", "T_DI"))
 
@@ -129,6 +130,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
         elif not at:
             if stages.sharded:
                 rings.put("leaving", f"leaving.{i}")
+                rings.put("parts", f"parts.{i}")
             tasks += combine_tasks(i, stages, "T_DO", "home")
             dispatch(i + 2)
             if i > 0:
@@ -155,7 +157,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             **dict.fromkeys(("dT_DO_sorted", "T_DI_sorted", "dT_DI_sorted", "dT_DO_L"), 1),
             "T_DI_L": 2 if dispatched == "offload" else 1,
             "T_M": 2 if hidden_fate == "offload" else 1,
-            **dict.fromkeys(("T_M_L", "dT_M", "active", "scratch"), 1),
+            **dict.fromkeys(("T_M_L", "dT_M", "active", "scratch", "copies", "parts"), 1),
             **dict.fromkeys(("dhome", "dhome_L"), 2 if remote else 1),
         }
     )
@@ -173,11 +175,13 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             rings.put("send_again", f"send_again.{i}")
             if stages.sharded:
                 rings.put("arrived_again", f"arrived_again.{i}")
+                rings.put("copies", f"copies_again.{i}")
             rings.put("T_DI", f"T_DI.{i}")
             tasks.extend(dispatch_tasks(i, stages, "T_I", "T_DI", again=True))
         rings.put("send", f"send.{i}")
         if stages.sharded:
             rings.put("arrived", f"arrived.{i}")
+            rings.put("copies", f"copies.{i}")
         rings.put("dT_DO", f"dT_DO.{i}")
         tasks.extend(dispatch_tasks(i, stages, "dT_O", "dT_DO"))
 
@@ -232,6 +236,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         if not at:
             if stages.sharded:
                 rings.put("leaving", f"leaving.{i}")
+                rings.put("parts", f"parts.{i}")
             tasks.extend(combine_tasks(i, stages, "dT_DI", "dhome"))
         given = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
         tasks.append(make_task(weight_kind, i, [*given, "dw"], ["dw"]))

@@ -315,7 +315,8 @@ def _weight_gradient(i: int) -> Task:
 
 def dispatch_tasks(i: int, stages: Stages, source: str, received: str, again: bool = False) -> list[Task]:
     """G and S of a chunk, and AG where experts are sharded. again: of T_DI in backward."""
-    send, arrived = ("send_again", "arrived_again") if again else ("send", "arrived")
+    suffix = "_again" * again
+    send, arrived = f"send{suffix}", f"arrived{suffix}"
     gather, dispatch, all_gather = (
         (Kind.GATHER_AGAIN, Kind.DISPATCH_AGAIN, Kind.ALL_GATHER_AGAIN)
         if again
@@ -327,7 +328,7 @@ def dispatch_tasks(i: int, stages: Stages, source: str, received: str, again: bo
         make_task(dispatch, i, [f"{send}.{i}"], [f"{here}.{i}"]),
     ]
     if stages.sharded:
-        tasks.append(make_task(all_gather, i, [f"{here}.{i}"], [f"{received}.{i}"]))
+        tasks.append(make_task(all_gather, i, [f"{here}.{i}"], [f"{received}.{i}", f"copies{suffix}.{i}"]))
     return tasks
 
 
@@ -336,7 +337,7 @@ def combine_tasks(i: int, stages: Stages, result: str, home: str) -> list[Task]:
     if not stages.sharded:
         return [make_task(Kind.COMBINE, i, [f"{result}.{i}"], [f"{home}.{i}"])]
     return [
-        make_task(Kind.REDUCE_SCATTER, i, [f"{result}.{i}"], [f"leaving.{i}"]),
+        make_task(Kind.REDUCE_SCATTER, i, [f"{result}.{i}"], [f"leaving.{i}", f"parts.{i}"]),
         make_task(Kind.COMBINE, i, [f"leaving.{i}"], [f"{home}.{i}"]),
     ]
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
-from pmoe.pipeline.passes import run_both
+from pmoe.pipeline.passes import Inputs, run_both
 from pmoe.pipeline.plan import Plan
 from pmoe.planner.granularity import Degrees, GranularitySearch
 
@@ -69,24 +68,24 @@ def search(
     max_tokens: int,
     candidates: Sequence[int],
     plan_for: Callable[[Degrees], Plan | None],
-    operands: tuple[Tensor, Tensor, Sequence[Tensor]],
+    inputs: Inputs,
     ranks: Ranks,
 ) -> Degrees:
     """Finds by trials the degrees for ``max_tokens`` tokens, the largest number of a rank, and records them.
 
-    plan_for: the plan of given degrees, None where a layer does not allow them. operands: rows, routing
+    plan_for: the plan of given degrees, None where a layer does not allow them. inputs: rows, routing
     weights and parameters as both passes take them. First every n for both passes; then, if forward and
     backward have different best n, that pair. All ranks run the same trials and agree on the slowest rank's
     medians.
     """
     forward, backward, seconds = {}, {}, {}
     same = [Degrees(n, n) for n in candidates]
-    for degrees, (ahead, back) in zip(same, _trials(same, plan_for, operands, ranks), strict=True):
+    for degrees, (ahead, back) in zip(same, _trials(same, plan_for, inputs, ranks), strict=True):
         forward[degrees.forward], backward[degrees.backward] = ahead, back
         seconds[degrees] = ahead + back
     apart = Degrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
     if apart not in seconds and plan_for(apart) is not None:
-        ((ahead, back),) = _trials([apart], plan_for, operands, ranks)
+        ((ahead, back),) = _trials([apart], plan_for, inputs, ranks)
         seconds[apart] = ahead + back
     before = known.ranges.contradictions
     best = known.record(max_tokens, seconds)
@@ -102,11 +101,11 @@ def search(
 def _trials(
     candidates: Sequence[Degrees],
     plan_for: Callable[[Degrees], Plan | None],
-    operands: tuple[Tensor, Tensor, Sequence[Tensor]],
+    inputs: Inputs,
     ranks: Ranks,
 ) -> list[tuple[float, float]]:
     """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns."""
-    device = operands[0].device
+    device = inputs.x_TM.device
     times: list[list[tuple[float, float]]] = [[] for _ in candidates]
     plans = [plan_for(degrees) for degrees in candidates]
 
@@ -120,7 +119,7 @@ def _trials(
             assert plan is not None
             if ranks.size > 1:
                 dist.barrier(group=ranks.group)
-            marks = run_both(plan, *operands, now)
+            marks = run_both(plan, inputs, now)
             if turn >= 0:
                 taken.append((marks[1] - marks[0], marks[2] - marks[1]))
     medians = torch.tensor(

@@ -30,13 +30,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import pmoe
 from pmoe import MoELayer, Restore
-from pmoe.comm.flat import FlatAllToAll
+from pmoe.comm import flat, sharing, topology
+from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.pipeline import Lane, Schedule, engine, lanes, passes, rotation, schedule
 from pmoe.pipeline.buffers import HostPool, pool
@@ -156,7 +159,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.current = Stream(self.look_for_frees)
-        self.wire = Stream(self.look_for_frees)
+        self.wires: dict[dist.ProcessGroup, Stream] = {}
         self.task = OUTSIDE
         self.buffers: dict[int, Buffer] = {}
         self.host_accesses: list[Access] = []
@@ -237,14 +240,16 @@ class Watch(TorchDispatchMode):
             StorageWeakRef(storage), None, storage.data_ptr(), self.host_accesses
         )
 
-    def message(self, rows: Tensor, out: Tensor, work: dist.Work) -> Message:
+    def message(self, rows: Tensor, out: Tensor, work: dist.Work, group: dist.ProcessGroup) -> Message:
+        """Each group's messages run on a stream of the group's own, as NCCL's do."""
         self.num_messages += 1
-        self.wire.wait_stream(self.current)
-        with self.on(self.wire):
-            self.wire.advance()
+        wire = self.wires.setdefault(group, Stream(self.look_for_frees))
+        wire.wait_stream(self.current)
+        with self.on(wire):
+            wire.advance()
             self.touch(rows, "exchange", False)
             self.touch(out, "exchange", True)
-        return Message(work, Event(self.wire.clock.copy()), self)
+        return Message(work, Event(wire.clock.copy()), self)
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -293,26 +298,26 @@ def watching() -> Iterator[Watch]:
         current_stream=lambda device: watch.current,
         stream=watch.on,
     )
-    exchange, take = FlatAllToAll.exchange, HostPool.take
+    take = HostPool.take
 
     def watched_take(self: HostPool, *args: Any) -> Tensor:
         block = take(self, *args)
         watch.host_block(block)
         return block
 
-    def watched_lanes(rows: Tensor, schedule: Schedule, group: Ranks) -> WatchedLanes:
+    def watched_lanes(rows: Tensor, schedule: Schedule, group: Ranks, in_steps: bool) -> WatchedLanes:
         return WatchedLanes(schedule, group, rows.device, watch)
 
-    def watched_exchange(
-        self: FlatAllToAll, rows: Tensor, send: Any, out: Tensor, recv: Any, relayed: Any = ()
-    ) -> Message:
-        return watch.message(rows, out, exchange(self, rows, send, out, recv))
+    def watched_message(rows: Tensor, send: Any, out: Tensor, recv: Any, group: dist.ProcessGroup) -> Message:
+        return watch.message(rows, out, all_to_all(rows, send, out, recv, group), group)
 
     with (
         mock.patch.object(lanes, "torch", SimpleNamespace(cuda=cuda)),  # torch itself stays as it is
         mock.patch.object(CudaLanes, "_streams", {}),
         mock.patch.object(engine, "lanes_for", watched_lanes),
-        mock.patch.object(FlatAllToAll, "exchange", watched_exchange),
+        mock.patch.object(flat, "all_to_all", watched_message),
+        mock.patch.object(sharing, "all_to_all", watched_message),
+        mock.patch.object(topology, "all_to_all", watched_message),
         mock.patch.object(HostPool, "take", watched_take),
         mock.patch.object(passes, "current_stream", lambda tensor: watch.current),
         mock.patch.object(passes, "hold_for", watch.hold_for),
@@ -395,6 +400,8 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "copies out wait for nothing": lambda: without_waits(Lane.COPY_OUT),
     "compute waits for no copy in": lambda: without_waits(Lane.COMPUTE, Lane.COPY_IN),
     "rings are reused too early": rings_reused_early,
+    "gathering waits for nothing": lambda: without_waits(Lane.INTRA_NODE),
+    "messages wait for no gathering": lambda: without_waits(Lane.COMMUNICATE, Lane.INTRA_NODE),
     "finish waits for no copy": lambda: finish_without(*COPY_LANES),
     "host memory is handed out too early": lambda: mock.patch.object(
         CudaLanes, "_await_readers_of_the_host", nothing
@@ -439,8 +446,36 @@ class Gated(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Callbacks(pmoe.Callback):
+    """What travels has other columns; what is saved for backward is what came and what leaves."""
+
+    def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
+        return torch.cat([rows.sin(), rows[:, :1]], dim=1)
+
+    def after_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
+        return rows[:, 1:].cos()
+
+    def before_combine(self, rows: Tensor, chunk: int) -> Tensor:
+        return rows.sin()
+
+    def after_combine(self, rows: Tensor, chunk: int) -> Tensor:
+        return rows.cos()
+
+
+_meshes: dict[tuple[int, int], DeviceMesh] = {}
+
+
 def build(options: dict[str, Any]) -> MoELayer:
     torch.manual_seed(7)
+    options = dict(options)
+    esp = options.pop("esp", None)
+    if esp is not None:
+        shape = (dist.get_world_size() // esp, esp)
+        if shape not in _meshes:
+            _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "esp"))
+        options["mesh"] = _meshes[shape]
+    if options.get("callbacks"):
+        options["callbacks"] = (Callbacks(),)
     return MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K, **options)
 
 
@@ -538,6 +573,40 @@ ROTATING = [
     (3, 1, Gated, False),
     (3, 1, "swiglu", False),
 ]
+
+
+FLEXIBLE: list[dict[str, Any]] = [
+    {"esp": 2},
+    {"esp": 2, "one_lane": True},
+    {"esp": 2, "expert": "swiglu", "send_once": True},
+    {"esp": 2, "shared_expert": 5, "shared_gate": True},
+    {"send_once": True},
+    {"shared_expert": 5, "shared_gate": True},
+    {"callbacks": True},
+    {"callbacks": True, "send_once": True, "shared_expert": 5},
+    {"dispatch": "hierarchical_1d", "nodes": 2},
+    {"dispatch": "hierarchical_2d", "nodes": 2},
+    {"dispatch": "hierarchical_2d", "nodes": 1, "send_once": True},
+]
+
+
+@pytest.mark.parametrize("reuse", [False, "S1", "S3", "S4"])
+@pytest.mark.parametrize("options", FLEXIBLE, ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_flexible_layers_never_race_and_no_buffer_is_freed_early(
+    world: int, options: dict[str, Any], reuse: Any
+) -> None:
+    for n in (1, 3):
+        for report in ranks(world).run(steps_job, {**options, "pipeline": n, "memory_reuse": reuse}):
+            assert not report.findings
+            assert report.num_messages >= STEPS * 2 * (2 * n + 1)
+
+
+@pytest.mark.parametrize("mistake", ["gathering waits for nothing", "messages wait for no gathering"])
+def test_a_planted_race_of_the_lane_inside_the_node_is_found(mistake: str) -> None:
+    options = {"esp": 2, "pipeline": 3}
+    for report in ranks(2).run(steps_job, options, mistake):
+        assert report.findings
 
 
 @pytest.mark.parametrize("n, pipeline_backward, expert, bypass_local", ROTATING)

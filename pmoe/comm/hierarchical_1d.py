@@ -1,0 +1,122 @@
+"""The all-to-all by leaders: a node's rows gather at one rank, which exchanges them with the other leaders.
+
+HetuMoE's hierarchical all-to-all (Nie et al., arXiv 2203.14685), which FSMoE (section 3.1) calls 1DH. Between
+two nodes there is one message, as large as it can be, for two more trips inside each node and a leader that
+holds the rows of all its node.
+
+Node a has the ranks (a, i); its leader is (a, 0):
+
+    step 1, inside:  (a, i) -> (a, 0)            all rows
+    step 2, across:  (a, 0) -> (b, 0)            rows for each (b, k), by k, then by their source's place
+    step 3, inside:  (b, 0) -> (b, k)            rows for (b, k), by source
+
+Letters: N rows, W ranks, A nodes, L ranks of this node (nodes may differ), F bins of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.base import Combine, Dispatch
+from pmoe.comm.flat import all_to_all
+from pmoe.comm.topology import HierarchicalExchange, in_order
+
+
+class HierarchicalAllToAll1D(HierarchicalExchange):
+    """Sends all rows by way of the first rank of their node and the first of their destination's.
+
+    nodes: see `pmoe.comm.topology.Nodes`; they may have different numbers of ranks.
+    """
+
+    def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
+        """(F, L * 2 * W) on a leader: of each rank of the node, its rows for each rank, then those that
+        each has for it. (F, 0) on the others."""
+        num_bins, width = send_FW.shape[0], 2 * send_FW.shape[1]
+        told = torch.cat([send_FW, recv_FW], dim=1)
+        local = len(self.topology.inside(self.ranks.rank))
+        sent, received = self._to_leader(num_bins), self._at_leader([num_bins] * local)
+        heard = told.new_empty((sum(received), width))
+        if not self._leads:
+            self.traffic.counts += told.numel() * told.element_size()
+        group = self.connect().inside
+        assert group is not None
+        work = all_to_all(told, sent, heard, received, group)
+        assert work is not None
+        work.wait()
+        if not self._leads:
+            return told.new_empty((num_bins, 0))
+        return heard.view(local, num_bins, width).transpose(0, 1).reshape(num_bins, -1)
+
+    @property
+    def _leads(self) -> bool:
+        return self.topology.place(self.ranks.rank) == 0
+
+    def _to_leader(self, rows: int) -> list[int]:
+        """``rows`` for the leader, none for the others of the node."""
+        return [rows] + [0] * (len(self.topology.inside(self.ranks.rank)) - 1)
+
+    def _at_leader(self, rows: Sequence[int]) -> list[int]:
+        """``rows`` on a leader, zeros elsewhere."""
+        return list(rows) if self._leads else [0] * len(rows)
+
+    def _tables(self, relayed: Sequence[int]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+        """For each rank of a leader's node: its rows for each rank, and each rank's for it."""
+        size = self.ranks.size
+        parts = [relayed[start : start + size] for start in range(0, len(relayed), size)]
+        return parts[::2], parts[1::2]
+
+    def check_relayed(
+        self, send_rows: Sequence[int], recv_rows: Sequence[int], relayed: Sequence[int]
+    ) -> bool:
+        own = [*send_rows, *recv_rows] if self._leads else []
+        length = len(self.topology.inside(self.ranks.rank)) * len(own)
+        return len(relayed) == length and list(relayed[: len(own)]) == own
+
+    def carry(
+        self,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        out: Tensor,
+        recv_rows: Sequence[int],
+        relayed: Sequence[int],
+    ) -> None:
+        local = len(self.topology.inside(self.ranks.rank))
+        to_rank, from_rank = self._tables(relayed)
+        gathered = [sum(table) for table in to_rank] if self._leads else [0] * local
+        rows = self.step(rows, self._to_leader(sum(send_rows)), gathered, across=False)
+        if self._leads:
+            rows = self._among_leaders(rows, to_rank, from_rank)
+        else:
+            # Nobody waits for it, but every rank issues the same collectives.
+            nothing = [0] * len(self.topology.across(self.ranks.rank))
+            rows = self.step(rows, nothing, nothing, across=True)
+        scattered = [sum(table) for table in from_rank] if self._leads else [0] * local
+        self.step(rows, scattered, self._to_leader(sum(recv_rows)), out, across=False)
+
+    def _among_leaders(
+        self, rows: Tensor, to_rank: Sequence[Sequence[int]], from_rank: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """One leader's rows of its whole node, exchanged and ordered by destination, then source."""
+        size, places = self.ranks.size, range(len(to_rank))
+        mates = [self.topology.inside(rank) for rank in self.topology.across(self.ranks.rank)]
+
+        sizes = [count for table in to_rank for count in table]
+        rows = in_order(rows, sizes, [i * size + k for node in mates for k in node for i in places])
+        sent = [sum(table[k] for table in to_rank for k in node) for node in mates]
+        received = [sum(table[s] for table in from_rank for s in node) for node in mates]
+        rows = self.step(rows, sent, received, across=True)
+
+        blocks = [(k, source) for node in mates for k in places for source in node]
+        sizes = [from_rank[k][source] for k, source in blocks]
+        return in_order(rows, sizes, sorted(range(len(blocks)), key=blocks.__getitem__))
+
+
+class Hierarchical1DDispatch(HierarchicalAllToAll1D, Dispatch):
+    """`pmoe.Dispatch` by the 1D hierarchical all-to-all."""
+
+
+class Hierarchical1DCombine(HierarchicalAllToAll1D, Combine):
+    """`pmoe.Combine` by the 1D hierarchical all-to-all."""

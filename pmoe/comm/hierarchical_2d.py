@@ -1,0 +1,91 @@
+"""The all-to-all in two dimensions: first inside each node, then across nodes among ranks of equal place.
+
+Tutel's 2DH all-to-all (Hwang et al., arXiv 2206.03382), also that of DeepSpeed-MoE (Rajbhandari et al.,
+arXiv 2201.05596); FSMoE, section 3.1, offers it beside the flat one. Between nodes there are L times fewer
+messages, each about L times larger, for one more trip inside the node; all ranks work alike.
+
+Rank (a, j) is at place j of node a:
+
+    step 1, inside:  (a, i) -> (a, j)   rows for (b, j), b = every node
+    step 2, across:  (a, j) -> (b, j)   those rows, of i = every place, by i
+
+Letters: N rows, W = A * L ranks, A nodes, L ranks of each, F bins of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.base import Combine, Dispatch
+from pmoe.comm.flat import all_to_all
+from pmoe.comm.topology import HierarchicalExchange, in_order
+
+
+class HierarchicalAllToAll2D(HierarchicalExchange):
+    """Sends rows by way of the rank of their own node that has the place of their destination.
+
+    Every node must have the same number of the group's ranks. nodes: see `pmoe.comm.topology.Nodes`.
+    """
+
+    def check_topology(self) -> None:
+        self.topology.check_even("the 2D hierarchical all-to-all")
+
+    def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
+        """(F, L * A): the rows that each rank (a, i) of the node has for this one's place j of each node, by
+        place i, then by node."""
+        sent_WF = torch.stack([send_FW[:, rank] for rank in self._destinations()])
+        got_WF = torch.empty_like(sent_WF)
+        num_bins, nodes = send_FW.shape[0], self.topology.num_nodes
+        each = [nodes] * self.topology.most_local
+        group = self.connect().inside
+        assert group is not None
+        self.traffic.counts += (len(each) - 1) * nodes * num_bins * sent_WF.element_size()
+        work = all_to_all(sent_WF, each, got_WF, each, group)
+        assert work is not None
+        work.wait()
+        return got_WF.t().contiguous()
+
+    def _destinations(self) -> list[int]:
+        """The ranks, by place, then by node."""
+        members = self.topology.members
+        return [node[place] for place in range(self.topology.most_local) for node in members]
+
+    def check_relayed(
+        self, send_rows: Sequence[int], recv_rows: Sequence[int], relayed: Sequence[int]
+    ) -> bool:
+        nodes, place = self.topology.num_nodes, self.topology.place(self.ranks.rank)
+        own = [send_rows[node[place]] for node in self.topology.members]
+        return len(relayed) == self.ranks.size and list(relayed[place * nodes : (place + 1) * nodes]) == own
+
+    def carry(
+        self,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        out: Tensor,
+        recv_rows: Sequence[int],
+        relayed: Sequence[int],
+    ) -> None:
+        members, nodes = self.topology.members, self.topology.num_nodes
+        mates = [self.topology.node(rank) for rank in self.topology.across(self.ranks.rank)]  # their nodes
+        places = range(self.topology.most_local)
+
+        rows = in_order(rows, send_rows, self._destinations())
+        sent = [sum(send_rows[node[j]] for node in members) for j in places]
+        received = [sum(relayed[i * nodes : (i + 1) * nodes]) for i in places]
+        rows = self.step(rows, sent, received, across=False)
+
+        rows = in_order(rows, relayed, [i * nodes + b for b in mates for i in places])
+        sent = [sum(relayed[b::nodes]) for b in mates]
+        sources = [rank for a in mates for rank in members[a]]
+        self.last_step(rows, sent, out, recv_rows, sources, across=True)
+
+
+class Hierarchical2DDispatch(HierarchicalAllToAll2D, Dispatch):
+    """`pmoe.Dispatch` by the 2D hierarchical all-to-all."""
+
+
+class Hierarchical2DCombine(HierarchicalAllToAll2D, Combine):
+    """`pmoe.Combine` by the 2D hierarchical all-to-all."""

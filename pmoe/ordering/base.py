@@ -1,0 +1,27 @@
+"""What arranges tokens as rows for their journey, and gives each token the sum of its rows again.
+
+Letters: T tokens, N rows, S slots of K choices, M = d_model.
+"""
+
+from __future__ import annotations
+
+import abc
+
+from torch import Tensor
+
+
+class Order(abc.ABC):
+    """The ordering of rows and its inverse (FSMoE's Order and I-Order). Both are linear and each is the
+    other's transpose: backward orders the gradients of the tokens' results, and sums those of their rows.
+
+    Which row goes where has been decided (`pmoe.ordering.sorted`); an Order only moves rows, chunk by chunk.
+    """
+
+    @abc.abstractmethod
+    def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
+        """out (N, M): row i is tokens[token_N[i]]."""
+
+    @abc.abstractmethod
+    def restore(self, rows_NM: Tensor, row_SK: Tensor, out: Tensor, token_S: Tensor | None = None) -> None:
+        """out (S, M): out[s] = sum_k rows[row_SK[s, k]], in the order of k. With token_S, ascending, out is
+        (T, M) and out[token_S[s]] += rows[row_SK[s, 0]]."""

@@ -1,0 +1,150 @@
+"""Callbacks: a user's hooks at six points of a layer, and how their gradients come about (FSMoE, section
+3.1).
+
+The four points inside are passed chunk by chunk. Each hook's graph is kept from forward to backward, where
+autograd differentiates it: what dispatch carries in backward is the gradient of what it carried forward.
+
+Letters: N rows, M = d_model, W columns of what travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.experts.graphs import Graph, Shelf, gradients, record
+
+POINTS = ("before_dispatch", "after_dispatch", "before_combine", "after_combine")
+"""The points inside, in the order in which a chunk passes them."""
+
+
+class Callback:
+    """Subclass it and override hooks; each gets what is there and returns what shall be there instead.
+
+    Rows are (N, M) tensors of their own, N any number, 0 included; the number must stay. What before_dispatch
+    returns travels to the experts' ranks, whatever its columns and type, the same on every rank;
+    after_dispatch must make (N, M) rows of the layer's type of it. The same holds of before_combine, which
+    sees results with the routing weight applied, and after_combine. Rows that are sent again in backward pass
+    their two hooks again. A callback that is a torch.nn.Module too is part of the layer, its parameters are
+    trained."""
+
+    def before_moe_start(self, x: Tensor) -> Tensor:
+        """The layer's input, in whatever shape it was given; to return: (..., d_model)."""
+        return x
+
+    def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
+        """Rows that are about to leave, (N, M)."""
+        return rows
+
+    def after_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
+        """Rows as they arrived, (N, W); to return: (N, M)."""
+        return rows
+
+    def before_combine(self, rows: Tensor, chunk: int) -> Tensor:
+        """Results that are about to return, (N, M), each times its routing weight."""
+        return rows
+
+    def after_combine(self, rows: Tensor, chunk: int) -> Tensor:
+        """Results as they came home, (N, W); to return: (N, M)."""
+        return rows
+
+    def before_moe_end(self, y: Tensor) -> Tensor:
+        """The layer's output, (..., d_model); to return: anything."""
+        return y
+
+
+Hook = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The hooks of a layer's callbacks by point, and the parameters of those that are modules."""
+
+    at: dict[str, tuple[tuple[str, Hook], ...]]
+    parameters: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(callbacks: Iterable[Callback]) -> Hooks:
+        callbacks = tuple(callbacks)
+        at = {
+            point: tuple(
+                (f"{type(each).__name__}.{point}", getattr(each, point))
+                for each in callbacks
+                if getattr(type(each), point) is not getattr(Callback, point)
+            )
+            for point in POINTS
+        }
+        modules = [each for each in callbacks if isinstance(each, nn.Module)]
+        return Hooks(at, tuple(parameter for module in modules for parameter in module.parameters()))
+
+    def __bool__(self) -> bool:
+        return any(self.at.values())
+
+    def has(self, point: str) -> bool:
+        return bool(self.at.get(point))
+
+    def run(self, point: str, rows: Tensor, chunk: int, like: Tensor | None) -> Tensor:
+        """All hooks of a point, one after another. like: what columns and type the last one must return."""
+        num_rows = rows.shape[0]
+        for name, hook in self.at[point]:
+            rows = hook(rows, chunk)
+            if not isinstance(rows, Tensor):
+                raise TypeError(f"callback {name} must return a tensor, not {type(rows).__name__}")
+            if rows.dim() != 2 or rows.shape[0] != num_rows:
+                raise ValueError(
+                    f"callback {name} returned shape {tuple(rows.shape)} for the {num_rows} rows of chunk "
+                    f"{chunk}; it must return as many rows as it was given, (N, columns)"
+                )
+        if like is not None and (rows.shape[1] != like.shape[1] or rows.dtype != like.dtype):
+            raise ValueError(
+                f"callback {name} returned {rows.shape[1]} columns of {rows.dtype}; it must return rows as "
+                f"the layer has them, {like.shape[1]} columns of {like.dtype}"
+            )
+        return rows
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a chunk's hooks of one point leave for backward. shape, dtype: of the rows that came in."""
+
+    graph: Graph
+    tensors: tuple[Tensor, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def emptied(self) -> Passed:
+        return replace(self, tensors=())
+
+
+def forward(
+    hooks: Hooks, point: str, rows: Tensor, chunk: int, like: Tensor | None, keep: bool
+) -> tuple[Tensor, Passed | None]:
+    """The rows behind the hooks of ``point``, contiguous, and what `backward` needs of them."""
+    if not keep:
+        with torch.no_grad():
+            return hooks.run(point, rows, chunk, like).contiguous(), None
+    shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in hooks.parameters))
+    graph, out = record(
+        lambda given: hooks.run(point, given, chunk, like),
+        rows,
+        slice(0, rows.shape[0]),
+        shelf,
+        own_rows=True,
+    )
+    return out.contiguous(), Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
+
+
+def backward(passed: Passed, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of the rows that came in, in their columns and type, and of each of ``wanted``."""
+    graph = passed.graph
+    if graph.output is None:
+        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *[None] * len(wanted)]
+    graph.shelf.tensors = list(passed.tensors)
+    grads = gradients(graph, wanted, grad)
+    graph.shelf.close()
+    if grads[0] is None:
+        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *grads[1:]]
+    return [grads[0].contiguous(), *grads[1:]]

@@ -1,0 +1,162 @@
+"""Which ranks share a node, what is refused, and what a hierarchical exchange does on one rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from pmoe.comm.base import Traffic
+from pmoe.comm.hierarchical_1d import Hierarchical1DDispatch
+from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, HierarchicalAllToAll2D
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.topology import Topology, _node_ids, find_topology, in_order
+
+
+def topology(ids: list[object], global_ranks: list[int] | None = None) -> Topology:
+    return Topology.of_nodes(ids, global_ranks or range(len(ids)))
+
+
+def test_ranks_know_their_node_their_place_and_their_peers() -> None:
+    found = topology([0, 0, 0, 1, 1, 1])
+    assert found.members == ((0, 1, 2), (3, 4, 5))
+    assert [found.node(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [found.place(rank) for rank in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert found.inside(4) == (3, 4, 5)
+    assert found.across(4) == (1, 4)
+
+
+def test_nodes_are_numbered_by_their_first_rank_whatever_they_are_called() -> None:
+    assert topology(["b", "a", "b", "a"]) == topology([0, 1, 0, 1])
+    assert topology(["b", "a", "b", "a"]).members == ((0, 2), (1, 3))
+
+
+def test_peers_stand_in_the_order_of_their_process_group() -> None:
+    assert topology([0, 1, 1, 0]).across(3) == (2, 3)  # of nodes 1 and 0
+    turned = topology([0, 0, 1, 1], [7, 6, 5, 4])  # a group whose ranks are not sorted
+    assert turned.members == ((1, 0), (3, 2))
+    assert turned.across(0) == (2, 0)
+
+
+def test_a_node_may_have_fewer_ranks_than_others() -> None:
+    found = topology([0, 0, 0, 1])
+    assert [found.across(rank) for rank in range(4)] == [(0, 3), (1,), (2,), (0, 3)]
+    rule = r"nodes must put equally many of the group's 4 ranks on each node for 2D, not 1 or 3"
+    with pytest.raises(ValueError, match=rule):
+        found.check_even("2D")
+
+
+@pytest.mark.parametrize(
+    "ids, level",
+    [([0, 0, 0], True), ([0, 1, 2], True), ([0], True), ([0, 0, 1, 1], False), ([0, 1, 1], False)],
+)
+def test_one_node_or_one_rank_a_node_is_a_single_level(ids: list[object], level: bool) -> None:
+    assert topology(ids).is_level == level
+
+
+def test_a_topology_is_a_value() -> None:
+    one = topology([0, 0, 1, 1])
+    for other in (
+        copy.deepcopy(one),
+        pickle.loads(pickle.dumps(one)),
+        Topology.of_nodes("aabb", range(4), "x"),
+    ):
+        assert other == one
+        assert hash(other) == hash(one)
+    assert topology([0, 0, 1, 1], [4, 5, 6, 7]) != one
+
+
+# ---- what the launcher or the user says -----------------------------------------------------------
+
+
+def test_the_launchers_variable_counts_global_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _node_ids(None, [2, 3, 4, 9]) == [0, 0, 1, 2]
+    assert _node_ids(2, [2, 3, 4, 9]) == [1, 1, 2, 4]
+    assert _node_ids(["x", "x", "y", "y"], [2, 3, 4, 9]) == ["x", "x", "y", "y"]
+
+
+def test_without_the_variable_there_is_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert _node_ids(None, [0, 5]) == [0, 0]
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "two", "", "1.5"])
+def test_a_variable_that_is_no_number_of_ranks_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(
+        ValueError, match=rf"LOCAL_WORLD_SIZE \('{text}'\) must be a number of ranks, at least 1"
+    ):
+        find_topology(Ranks.alone())
+
+
+@pytest.mark.parametrize(
+    "nodes, error, rule",
+    [
+        (0, ValueError, r"nodes \(0\) must be at least 1 rank a node"),
+        ([0, 1], ValueError, r"nodes \(\[0, 1\]\) must have 3 entries, one a rank of the group"),
+        (True, TypeError, r"nodes \(True\) must be a number of ranks, or an id of its node for each rank"),
+        ("abc", TypeError, r"nodes \('abc'\) must be a number of ranks"),
+        (1.5, TypeError, r"nodes \(1.5\) must be a number of ranks"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(nodes: object, error: type[Exception], rule: str) -> None:
+    with pytest.raises(error, match=rule):
+        _node_ids(nodes, [0, 1, 2])  # type: ignore[arg-type]
+
+
+# ---- one rank, and wrong sizes --------------------------------------------------------------------
+
+
+def alone(nodes: int = 1) -> HierarchicalAllToAll2D:
+    exchange = Hierarchical2DCombine(nodes)
+    exchange.bind(Ranks.alone(), Traffic())
+    return exchange
+
+
+@pytest.mark.parametrize("kind", [Hierarchical1DDispatch, Hierarchical2DCombine])
+def test_one_rank_alone_copies_its_rows(kind: type) -> None:
+    exchange = kind()
+    exchange.bind(Ranks.alone(), Traffic())
+    rows = torch.randn(3, 2)
+    out = torch.empty_like(rows)
+    assert exchange.relay_counts(torch.tensor([[3]]), torch.tensor([[3]])) is None
+    assert exchange.exchange(rows, [3], out, [3]) is None
+    assert torch.equal(out, rows)
+    assert exchange.traffic.total == 0
+
+
+@pytest.mark.parametrize(
+    "rows, send, out, recv, rule",
+    [
+        ((3, 2), [2], (3, 2), [3], r"send_rows \(\[2\]\) must be 1 numbers of at least 0 .* of rows \(3\)"),
+        ((3, 2), [3], (3, 2), [1, 2], r"recv_rows \(\[1, 2\]\) must be 1 numbers .* of out \(3\)"),
+        ((3, 2), [3], (3, 4), [3], r"out \(torch.float32, \[3, 4\]\) must be of the type and width of rows"),
+        (
+            (3, 2, 1),
+            [3],
+            (3, 2),
+            [3],
+            r"rows \(shape \[3, 2, 1\], strides .*\) must be contiguous, \(N,\) or",
+        ),
+    ],
+)
+def test_wrong_sizes_are_refused(
+    rows: tuple[int, ...], send: list[int], out: tuple[int, ...], recv: list[int], rule: str
+) -> None:
+    with pytest.raises(ValueError, match=rule):
+        alone().exchange(torch.zeros(rows), send, torch.zeros(out), recv)
+
+
+def test_rows_that_do_not_lie_one_behind_the_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"out \(shape \[2, 3\], strides \(1, 2\)\) must be contiguous"):
+        alone().exchange(torch.zeros(2, 3), [2], torch.zeros(3, 2).t(), [2])
+
+
+def test_blocks_move_in_one_copy_and_stay_where_nothing_moves() -> None:
+    rows = torch.arange(6)
+    assert in_order(rows, [1, 2, 0, 3], [1, 2, 0, 3]).tolist() == [1, 2, 0, 3, 4, 5]
+    assert in_order(rows, [1, 0, 2, 3], [1, 0, 2, 3]) is rows  # only an empty block changes its place
+    assert in_order(rows[:0], [0, 0], [1, 0]).shape == (0,)

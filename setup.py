@@ -37,7 +37,7 @@ setup(
     package_data={"pmoe": ["py.typed"]},
     entry_points={"console_scripts": ["pmoe = pmoe.cli:main"]},
     # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
-    install_requires=["torch>=2.11,<2.15", "numpy", "sortedcontainers>=2.4"],
+    install_requires=["torch>=2.11,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
     extras_require={
         "train": TRAIN,
         "dev": [

@@ -3,6 +3,7 @@
     pmoe memory --theory --d-model 2048 --d-hidden 8192 --num-experts 64 --tokens 16384 --n 8
     pmoe plan --d-model 1024 --d-hidden 4096 --num-experts 64 --tokens 8192 --ranks 8 --budget 2GiB
     torchrun --nproc-per-node 8 -m pmoe profile
+    pmoe simulate fsmoe-table5 --contention 1.25
 
 Each subcommand parses, calls the library, and prints; with --json one object and nothing else. Bad arguments
 end with exit code 2 and one message.
@@ -15,8 +16,9 @@ import io
 import json
 import math
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,21 @@ from pmoe.pipeline.allocations import StepMemory, step_memory
 from pmoe.pipeline.buffers import pool
 from pmoe.pipeline.decide import Candidate, bound, parse_bytes
 from pmoe.pipeline.footprint import STACKED, Shape, shape_of_sizes
+from pmoe.pipeline.fsmoe_table5 import ASSUMPTIONS, CONTENTION, PAPER_DIFFERING, table2, table5
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.degree import check_backward
-from pmoe.planner.profile import WIDTH, Profile, identity, load, measure, profile_path, save
+from pmoe.planner.profile import (
+    LINE_SECONDS,
+    WIDTH,
+    Operations,
+    Profile,
+    identity,
+    load,
+    measure,
+    measure_operations,
+    profile_path,
+    save,
+)
 from pmoe.planner.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.planner.stored import NoProfileError, find_profile
 from pmoe.planner.theory import theory
@@ -77,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="pmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"pmoe {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="memory | plan | profile")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="memory | plan | profile | simulate"
+    )
     for name, add, run, about in (
         (
             "memory",
@@ -87,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("plan", _add_plan, run_plan, "n and the restore pair for a layer, from a stored profile"),
         ("profile", _add_profile, run_profile, "measure what this machine, or this group of ranks, can do"),
+        ("simulate", _add_simulate, run_simulate, "a paper's experiment from its own task costs"),
     ):
         command = commands.add_parser(name, help=about, description=about)
         add(command)
@@ -172,11 +189,37 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 
 
 def _add_profile(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--quick", action="store_true", help="one or two seconds in place of ten")
+    effort = command.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="a few seconds in place of ten or twenty")
+    effort.add_argument(
+        "--full", action="store_true", help="all sizes of FSMoE's lines, Section 6.2: minutes on a slow link"
+    )
+    command.add_argument(
+        "--inside",
+        type=_whole,
+        metavar="L",
+        help="ranks of a node, which are to share each expert (default: torchrun's ranks a node)",
+    )
     command.add_argument("--dtype", choices=list(DTYPES), default="float32")
     command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     command.add_argument("--folder", type=Path, help="where to store it (default $PMOE_CACHE, ~/.cache/pmoe)")
     command.add_argument("--out", type=Path, metavar="FILE", help="store it in this file instead")
+
+
+def _add_simulate(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "experiment", choices=["fsmoe-table5"], help="FSMoE's Table 5: five systems, 1,458 layers, Testbed B"
+    )
+    command.add_argument(
+        "--contention",
+        type=_slack,
+        default=CONTENTION,
+        metavar="C",
+        help=f"seconds of collectives of both lanes together, over those alone (default {CONTENTION})",
+    )
+    command.add_argument(
+        "--assumptions", action="store_true", help="print what is assumed, and simulate nothing"
+    )
 
 
 def _shape(args: argparse.Namespace, device_type: str) -> Shape:
@@ -490,7 +533,13 @@ def run_profile(args: argparse.Namespace) -> int:
     try:
         ranks, dtype = Ranks(), DTYPES[args.dtype]
         path = args.out or profile_path(identity(ranks, device, dtype), args.folder)
+        across, inside = _nodes(ranks, args.inside)
         profile = measure(ranks, device, dtype, quick=args.quick)
+        seconds = math.inf if args.full else LINE_SECONDS / 5 if args.quick else LINE_SECONDS
+        operations = measure_operations(
+            ranks, device, dtype, across=across, inside=inside, line_seconds=seconds
+        )
+        profile = replace(profile, operations=operations)
         if ranks.rank:
             return 0
         try:
@@ -506,8 +555,10 @@ def run_profile(args: argparse.Namespace) -> int:
         print(json.dumps({"path": str(path), **asdict(profile)}))
         return 0
     print(_told_profile(profile))
-    print(f"measured in {profile.seconds:.1f} s\n")
+    print(f"measured in {profile.seconds + operations.seconds:.1f} s\n")
     print(_rates_table(profile))
+    print(f"\n{_told_operations(operations)}")
+    print(_operations_table(operations))
     print("\nspeed beside other lanes, relative to running alone (MPipeMoE, Fig. 3)")
     print(_interference_table(profile.interference, profile.num_ranks > 1))
     print(f"\nwrote {path}")
@@ -530,6 +581,49 @@ def _rates_table(profile: Profile) -> str:
     return _table(["work", "unit", "rate", "and a task, us"], rows, words=2)
 
 
+def _nodes(ranks: Ranks, size: int | None) -> tuple[Ranks | None, Ranks | None]:
+    """The ranks across nodes and inside this one's, where nodes are ``size`` consecutive ranks each, or as
+    many as torchrun started on each; None, None where all are one node. Collective."""
+    told = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    if size is None:
+        size = ranks.size if ranks.size % told else told
+    if ranks.size % size:
+        raise _BadInputError(f"--inside ({size}) must divide the number of ranks ({ranks.size})")
+    if size == ranks.size:
+        return None, None
+    places = [list(range(first, first + size)) for first in range(0, ranks.size, size)]
+    inside, _ = dist.new_subgroups_by_enumeration(places)
+    across, _ = dist.new_subgroups_by_enumeration([list(line) for line in zip(*places, strict=True)])
+    return Ranks(across), Ranks(inside)
+
+
+def _told_operations(found: Operations) -> str:
+    return (
+        "FSMoE's lines, seconds = alpha + beta * size by least squares: all-to-all and all-reduce among "
+        f"{found.num_across},\nall-gather and reduce-scatter among {found.num_inside} ranks"
+    )
+
+
+def _operations_table(found: Operations) -> str:
+    rows = []
+    for name, fit, unit in (
+        ("GEMM", found.gemm, "TFLOP / s"),
+        ("all-to-all", found.all_to_all, "GB sent to others / s"),
+        ("all-gather", found.all_gather, "GB sent to others / s"),
+        ("reduce-scatter", found.reduce_scatter, "GB sent to others / s"),
+        ("all-reduce", found.all_reduce, "GB of the tensor / s"),
+    ):
+        if not fit.num_sizes:
+            rows.append([name, "nothing travels", "", "", "", ""])
+            continue
+        a_second = 2e-12 if fit is found.gemm else 1e-9  # two floating-point operations a multiply-add
+        beta = fit.line.beta_seconds
+        rate = f"{a_second / beta:.4g}" if beta else "-"
+        alpha = f"{fit.line.alpha_seconds * 1e6:.3g}"
+        rows.append([name, unit, rate, alpha, f"{fit.r_squared:.6f}", str(fit.num_sizes)])
+    return _table(["operation", "unit", "1 / beta", "alpha, us", "r^2", "sizes"], rows, words=2)
+
+
 def _interference_table(found: Interference, travels: bool) -> str:
     """Rows: whose speed. Columns: what runs beside it."""
     rows: dict[str, list[float | None]] = {
@@ -548,6 +642,64 @@ def _interference_table(found: Interference, travels: bool) -> str:
     return _table(
         ["speed of", "beside compute", "beside communicate", "beside copies", "beside all"], written
     )
+
+
+# ---- pmoe simulate
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    if args.assumptions:
+        if args.json:
+            print(json.dumps(dict(ASSUMPTIONS)))
+            return 0
+        width = max(map(len, ASSUMPTIONS))
+        for name, told in ASSUMPTIONS.items():
+            first, other = f"{name:<{width}}  ", " " * (width + 2)
+            print(textwrap.fill(told, 110, initial_indent=first, subsequent_indent=other))
+        return 0
+    ideal, contended, operations = table5(1.0), table5(args.contention), table2()
+    if args.json:
+        found = {
+            "ideal": asdict(ideal),
+            "contended": asdict(contended),
+            "paper_differing": PAPER_DIFFERING,
+            "table2": [asdict(each) for each in operations],
+            "assumptions": dict(ASSUMPTIONS),
+        }
+        print(json.dumps(found))
+        return 0
+    print(
+        f"speed-up over Tutel, mean of {ideal.num_layers} layers; C: how many times as long communication "
+        "between nodes\nand inside the node take beside each other\n"
+    )
+    rows = []
+    for name, alone in ideal.systems.items():
+        beside = contended.systems[name]
+        spans = [f"{each.least:.2f} - {each.greatest:.2f}" for each in (alone, beside)]
+        paper = "-" if alone.paper is None else f"{alone.paper:.2f}"
+        rows.append([name, f"{alone.mean:.3f}", spans[0], f"{beside.mean:.3f}", spans[1], paper])
+    header = ["system", "C = 1", "of one layer", f"C = {args.contention:g}", "of one layer", "paper"]
+    print(_table(header, rows))
+    print(
+        f"\nlayers whose best degrees of both passes differ: {ideal.differing} ({ideal.differing_alone} "
+        f"where backward carries no gradients), paper {PAPER_DIFFERING}\n"
+    )
+    print("FSMoE's Table 2, Testbed B: ms of an operation in one pass, all of them beside nothing")
+    rows = []
+    for each in operations:
+        ratio = f"{each.modelled / each.measured:.2f}" if each.measured else "-"
+        rows.append(
+            [
+                f"{each.model} {each.direction}",
+                each.name,
+                f"{each.measured * 1e3:.1f}",
+                f"{each.modelled * 1e3:.1f}",
+                ratio,
+            ]
+        )
+    print(_table(["pass", "operation", "measured", "modelled", "modelled / measured"], rows, words=2))
+    print("\nassumed: pmoe simulate fsmoe-table5 --assumptions")
+    return 0
 
 
 # ---- telling

@@ -277,6 +277,46 @@ def test_plan_refuses_a_given_profile_of_other_ranks_or_dtype(
     assert "must be a file to write" in refused(capsys, "plan", *LAYER, *page)
 
 
+# ---- simulate -------------------------------------------------------------------------------------
+
+
+def test_simulate_prints_table_5_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "simulate", "fsmoe-table5", "--contention", "1.5")
+    assert found["ideal"]["contention"] == 1 and found["contended"]["contention"] == 1.5
+    assert found["ideal"]["num_layers"] == 1458
+    for name, paper in {"Tutel": 1.0, "Tutel-Improved": 1.08, "FSMoE-No-IIO": 1.16, "FSMoE": 1.22}.items():
+        assert found["ideal"]["systems"][name]["paper"] == paper
+    assert found["ideal"]["systems"]["FSMoE"]["mean"] > found["contended"]["systems"]["FSMoE"]["mean"] > 1
+    assert found["paper_differing"] == 912
+    assert len(found["table2"]) == 21
+    run("simulate", "fsmoe-table5")
+    out = capsys.readouterr().out
+    mean = found["ideal"]["systems"]["FSMoE"]["mean"]
+    assert re.search(rf"FSMoE +{mean:.3f} .* 1\.22$", out, re.MULTILINE)
+    assert "C = 1.25" in out
+    assert f"differ: {found['ideal']['differing']} " in out
+    assert re.search(r"Mixtral-7B backward +Experts +119\.7 ", out)
+
+
+def test_simulate_tells_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
+    assumed = printed(capsys, "simulate", "fsmoe-table5", "--assumptions")
+    assert "contention" in assumed
+    run("simulate", "fsmoe-table5", "--assumptions")
+    out = capsys.readouterr().out
+    words = " ".join(out.split())
+    for name, told in assumed.items():
+        assert f"{name} {told}" in words
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_simulate_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "fsmoe-table6" in refused(capsys, "simulate", "fsmoe-table6")
+    for bad in ("0.9", "nan", "inf", "much"):
+        assert "must be a number of at least 1" in refused(
+            capsys, "simulate", "fsmoe-table5", "--contention", bad
+        )
+
+
 # ---- the command ----------------------------------------------------------------------------------
 
 
@@ -300,7 +340,13 @@ def test_setup_installs_the_command() -> None:
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["--help"], ["memory", "--help"], ["plan", "--help"], ["profile", "--help"]):
+    for argv in (
+        ["--help"],
+        ["memory", "--help"],
+        ["plan", "--help"],
+        ["profile", "--help"],
+        ["simulate", "--help"],
+    ):
         with pytest.raises(SystemExit) as stopped:
             cli.main(argv)
         assert stopped.value.code == 0

@@ -16,13 +16,16 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
+from pmoe.planner import measure as measuring
 from pmoe.planner import profile as module
+from pmoe.planner import profile_file
 from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import LineCost
+from pmoe.planner.costs import FREE, Fit, LineCost
 from pmoe.planner.profile import (
     FACTORS,
     CorruptProfileError,
     Identity,
+    Operations,
     Profile,
     Versions,
     identity,
@@ -33,6 +36,7 @@ from pmoe.planner.profile import (
     save,
     speeds,
 )
+from pmoe.planner.timing import Group, Marks, Piece
 
 MADE = Profile(
     device="Abacus (R) 3000, 2 threads",
@@ -40,7 +44,7 @@ MADE = Profile(
     num_ranks=4,
     backend="gloo",
     dtype="float32",
-    versions=Versions(torch="2.13.0+cpu", cuda=None, file=1),
+    versions=Versions(torch="2.13.0+cpu", cuda=None, file=2),
     compute=LineCost(1e-5, 1 / 3e10),
     message=LineCost(1e-4, 2e-9),
     copy_out=LineCost(0.0, 1e-10),
@@ -48,6 +52,17 @@ MADE = Profile(
     interference=Interference(mu_comp=0.7, sigma_comm=0.9, eta_all=0.1 + 0.2),
     seconds=1.5,
     when="2026-11-21T12:00:00+00:00",
+)
+
+OPERATIONS = Operations(
+    num_across=2,
+    num_inside=2,
+    gemm=Fit(line=LineCost(1e-5, 1 / 3e10), r_squared=0.9987, num_sizes=12),
+    all_to_all=Fit(line=LineCost(1e-4, 2e-9), r_squared=0.1 + 0.2, num_sizes=24),
+    all_gather=Fit(line=LineCost(0.0, 1e-9), r_squared=1.0, num_sizes=3),
+    reduce_scatter=Fit(line=LineCost(2e-5, 0.0), r_squared=0.0, num_sizes=24),
+    all_reduce=FREE,
+    seconds=2.5,
 )
 
 
@@ -67,10 +82,33 @@ def assert_sound(profile: Profile) -> None:
 # ---- the file
 
 
+class Counted:
+    """Stands for measure: counts its calls and returns a made profile of what is here."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, ranks: Ranks, device: str, dtype: torch.dtype, *, quick: bool) -> Profile:
+        self.calls += 1
+        here: Identity = identity(ranks, device, dtype)
+        fields = {name: getattr(here, name) for name in Identity.__dataclass_fields__}
+        return replace(MADE, **fields, seconds=float(self.calls))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    stand_in = Counted()
+    monkeypatch.setattr(module, "measure", stand_in)
+    return stand_in
+
+
 def test_a_profile_survives_json_to_the_last_bit() -> None:
     assert Profile.from_json(MADE.to_json()) == MADE
-    with_cuda = replace(MADE, versions=Versions(torch="2.13.0", cuda="12.8", file=1))
+    with_cuda = replace(MADE, versions=Versions(torch="2.13.0", cuda="12.8", file=2))
     assert Profile.from_json(with_cuda.to_json().encode()) == with_cuda
+    with_operations = replace(MADE, operations=OPERATIONS)
+    assert Profile.from_json(with_operations.to_json()) == with_operations
+    assert with_operations.identity == MADE.identity, "the same file holds them"
 
 
 def test_a_saved_profile_loads_for_the_identity_that_it_has(tmp_path: Path) -> None:
@@ -81,10 +119,10 @@ def test_a_saved_profile_loads_for_the_identity_that_it_has(tmp_path: Path) -> N
 
 
 def test_the_file_is_named_after_device_ranks_backend_dtype_and_versions(tmp_path: Path) -> None:
-    expected = "abacus-r-3000-2-threads_4-ranks_gloo_float32_torch-2-13-0-cpu_no-cuda_v1.json"
+    expected = "abacus-r-3000-2-threads_4-ranks_gloo_float32_torch-2-13-0-cpu_no-cuda_v2.json"
     assert profile_path(MADE, tmp_path) == profile_path(MADE.identity, tmp_path) == tmp_path / expected
-    with_cuda = replace(MADE, versions=Versions(torch="2.13.0", cuda="12.8", file=1))
-    assert profile_path(with_cuda, tmp_path).name.endswith("_torch-2-13-0_cuda-12-8_v1.json")
+    with_cuda = replace(MADE, versions=Versions(torch="2.13.0", cuda="12.8", file=2))
+    assert profile_path(with_cuda, tmp_path).name.endswith("_torch-2-13-0_cuda-12-8_v2.json")
 
 
 def test_files_lie_in_pmoe_cache_or_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +142,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     def full(source: str, target: Path) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(module.os, "replace", full)
+    monkeypatch.setattr(profile_file.os, "replace", full)
     with pytest.raises(OSError, match="no space left"):
         save(replace(MADE, seconds=9.0), path)
     assert list(tmp_path.iterdir()) == [path]
@@ -119,7 +157,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
         ({"backend": "nccl"}, "backend 'gloo', here 'nccl'"),
         ({"dtype": "float64"}, "dtype 'float32', here 'float64'"),
         (
-            {"versions": Versions(torch="2.14.0", cuda="13.0", file=1)},
+            {"versions": Versions(torch="2.14.0", cuda="13.0", file=2)},
             "versions.torch '2.13.0+cpu', here '2.14.0'; versions.cuda None, here '13.0'",
         ),
     ],
@@ -138,15 +176,38 @@ def test_a_profile_of_something_else_is_refused_naming_file_content_and_place(
 def test_another_format_version_is_refused_but_not_called_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"versions": {"file": 7}, "all": "else is different"}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"profile.json: format version \(7\) must be 1") as caught:
+    with pytest.raises(ValueError, match=r"profile.json: format version \(7\) must be 2") as caught:
         load(path)
     assert not isinstance(caught.value, CorruptProfileError)
+
+
+def test_a_file_of_the_format_before_is_refused_by_name_and_measured_again_without_a_word(
+    tmp_path: Path, counted: Counted
+) -> None:
+    fields = json.loads(MADE.to_json())
+    del fields["operations"]
+    fields["versions"]["file"] = 1
+    here = identity(Ranks(), "cpu")
+    old = profile_path(replace(here, versions=replace(here.versions, file=1)), tmp_path)
+    old.write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"format version \(1\) must be 2"):
+        load(old)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_or_measure(Ranks(), "cpu", folder=tmp_path)
+    assert counted.calls == 1
+    assert len(list(tmp_path.iterdir())) == 2, "the old file is left alone"
+    profile_path(here, tmp_path).write_bytes(old.read_bytes())  # and under the new name it costs a warning
+    with pytest.warns(UserWarning, match=r"format version \(1\) must be 2; measured again"):
+        load_or_measure(Ranks(), "cpu", folder=tmp_path)
+    assert counted.calls == 2
 
 
 def broken(**changes: Any) -> str:
     """MADE as JSON, with fields replaced; None takes one away."""
     fields = json.loads(MADE.to_json()) | changes
-    return json.dumps({name: value for name, value in fields.items() if value is not None})
+    gone = [name for name, value in changes.items() if value is None]
+    return json.dumps({name: value for name, value in fields.items() if name not in gone})
 
 
 @pytest.mark.parametrize(
@@ -159,6 +220,8 @@ def broken(**changes: Any) -> str:
         (broken(compute=None, when=None), "profile has no compute, when"),
         (broken(message={"alpha_seconds": 1.0}), "profile.message has no beta_seconds"),
         (broken(copy_in=3), r"profile.copy_in \(3\) must be an object"),
+        (broken(operations={}), "profile.operations has no num_across, num_inside, gemm"),
+        (broken(operations=3), r"profile.operations \(3\) must be an object"),
         (broken(seconds="1.5"), r"profile.seconds \('1.5'\) must be a finite number"),
         (broken(seconds=float("nan")), r"profile.seconds \(nan\) must be a finite number"),
         (broken(num_ranks=2.5), r"profile.num_ranks \(2.5\) is of the wrong type"),
@@ -202,10 +265,10 @@ class Slowed:
     """Lanes whose pieces take a second alone, longer beside others, as a table says."""
 
     def __init__(self, relative: dict[tuple[str, ...], float]) -> None:
-        self.group = module._Group(Ranks(), torch.device("cpu"))
+        self.group = Group(Ranks(), torch.device("cpu"))
         self.relative = relative
 
-    def run(self, work: Mapping[str, tuple[module.Piece, int]]) -> dict[str, list[float]]:
+    def run(self, work: Mapping[str, tuple[Piece, int]]) -> dict[str, Marks]:
         return {
             lane: [i / self.relative.get((lane, *sorted({*work} - {lane})), 1.0) for i in range(count + 1)]
             for lane, (_, count) in work.items()
@@ -219,30 +282,30 @@ def nothing() -> None:
 class Priced:
     """Pieces take the seconds that they return; each lane's first piece takes a minute more."""
 
-    group = module._Group(Ranks(), torch.device("cpu"))
+    group = Group(Ranks(), torch.device("cpu"))
 
-    def run(self, work: Mapping[str, tuple[module.Piece, int]]) -> dict[str, list[float]]:
+    def run(self, work: Mapping[str, tuple[Piece, int]]) -> dict[str, Marks]:
         return {
             lane: [0.0, *(60 + (i + 1) * piece() for i in range(count))]
             for lane, (piece, count) in work.items()
         }
 
 
-def priced(seconds: Callable[[int], float]) -> module._Kind:
+def priced(seconds: Callable[[int], float]) -> measuring._Kind:
     """Work in units of 10 bytes; so many units take seconds(units)."""
-    return module._Kind(
+    return measuring._Kind(
         lane="copy", size=10, first_units=16, most_units=4096, make=lambda units: lambda: seconds(units)
     )
 
 
 def test_a_line_goes_through_three_sizes_and_forgets_the_first_piece() -> None:
-    line = module._line(Priced(), priced(lambda units: 1e-3 + 1e-5 * units), 160, module.QUICK)
+    line = measuring._line(Priced(), priced(lambda units: 1e-3 + 1e-5 * units), 160, measuring.QUICK)
     assert (line.alpha_seconds, line.beta_seconds) == pytest.approx((1e-3, 1e-6))
 
 
 @pytest.mark.parametrize("seconds", [lambda units: 1e-6 * units**2, lambda units: 1e-2 / units])
 def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: Callable) -> None:
-    line = module._line(Priced(), priced(seconds), 160, module.QUICK)
+    line = measuring._line(Priced(), priced(seconds), 160, measuring.QUICK)
     assert line.alpha_seconds == 0
     assert line(1600) == pytest.approx(seconds(160))
 
@@ -257,7 +320,7 @@ def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: 
     ],
 )
 def test_pieces_grow_until_they_are_long_and_size_shows(seconds: Callable, units: int) -> None:
-    assert module._units(Priced(), priced(seconds), module.QUICK) == pytest.approx(units, abs=1)
+    assert measuring._units(Priced(), priced(seconds), measuring.QUICK) == pytest.approx(units, abs=1)
 
 
 def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() -> None:
@@ -274,8 +337,8 @@ def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() ->
             ("copy", "communicate", "compute"): 1.9,  # noise
         }
     )
-    found = module._interference(
-        bench, dict.fromkeys(("compute", "communicate", "copy"), nothing), module.QUICK
+    found = measuring._interference(
+        bench, dict.fromkeys(("compute", "communicate", "copy"), nothing), measuring.QUICK
     )
     expected = Interference(
         mu_comp=0.1,
@@ -294,7 +357,7 @@ def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() ->
 
 def test_without_messages_all_lanes_are_computation_and_copies() -> None:
     bench = Slowed({("compute", "copy"): 0.5, ("copy", "compute"): 0.8})
-    found = module._interference(bench, dict.fromkeys(("compute", "copy"), nothing), module.QUICK)
+    found = measuring._interference(bench, dict.fromkeys(("compute", "copy"), nothing), measuring.QUICK)
     assert (found.sigma_mem, found.sigma_all) == pytest.approx((0.5, 0.5))
     assert (found.eta_comp, found.eta_all) == pytest.approx((0.8, 0.8))
     assert (found.mu_comp, found.mu_mem, found.mu_all, found.sigma_comm, found.eta_comm) == (1, 1, 1, 1, 1)
@@ -321,26 +384,6 @@ def test_devices_and_dtypes_that_nobody_can_measure_are_refused() -> None:
         measure(Ranks(), "meta")
     with pytest.raises(ValueError, match=r"dtype \(torch.int64\) must be floating point"):
         load_or_measure(Ranks(), "cpu", torch.int64)
-
-
-class Counted:
-    """Stands for measure: counts its calls and returns a made profile of what is here."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, ranks: Ranks, device: str, dtype: torch.dtype, *, quick: bool) -> Profile:
-        self.calls += 1
-        here: Identity = identity(ranks, device, dtype)
-        fields = {name: getattr(here, name) for name in Identity.__dataclass_fields__}
-        return replace(MADE, **fields, seconds=float(self.calls))
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    stand_in = Counted()
-    monkeypatch.setattr(module, "measure", stand_in)
-    return stand_in
 
 
 def test_the_second_time_nothing_is_measured(tmp_path: Path, counted: Counted) -> None:

@@ -1,0 +1,328 @@
+"""The pipeline degree of a layer with sharded experts, from its stages' costs (FSMoE, Section 4, Algorithm
+1).
+
+The schedule: on the inter-node lane all dispatches, then other layers' gradients (t_gar), then all combines;
+on the intra-node lane all all-gathers before all reduce-scatters; experts on a lane of their own. What takes
+longest decides which of four formulas holds; each is solved where it holds, and the least is taken.
+
+Where all-gather and reduce-scatter take the same time, which the paper assumes, its formula of the case that
+holds is the length of that schedule, and a convex function of r: so rounding its minimum down and up finds
+the best whole r. Where they do not, `schedule_seconds` is still that length; the four formulas are not.
+
+Letters: r chunks; a2a, ag, rs, exp: all-to-all (each of two), all-gather, reduce-scatter, experts; t_gar
+seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from pmoe.planner.costs import LineCost
+
+MAX_DEGREE = 16
+"""The largest r that is looked at where the caller names none."""
+
+STEP = 1e-5
+"""Of ln r, to either side, for a slope."""
+
+TOLERANCE = 1e-7
+"""Of a constraint, as a share of the time in one chunk: SLSQP ends that far outside at times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a stage does in one pass: ``size`` on ``line``. A chunk of r takes alpha + size / r * beta (Eq.
+    1).
+
+    Raises ValueError for a number that is negative or not finite: `pmoe.planner.costs.least_squares` fits no
+    such line.
+    """
+
+    line: LineCost
+    size: float
+
+    def __post_init__(self) -> None:
+        for name, number in (
+            ("alpha_seconds", self.line.alpha_seconds),
+            ("beta_seconds", self.line.beta_seconds),
+            ("size", self.size),
+        ):
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{name} ({number}) must be a finite number of at least 0")
+
+    def twice(self) -> Work:
+        """The same work two times in each chunk."""
+        return Work(line=LineCost(2 * self.line.alpha_seconds, 2 * self.line.beta_seconds), size=self.size)
+
+
+class Chunk(NamedTuple):
+    """Seconds of one chunk on each stage."""
+
+    a2a: float
+    ag: float
+    rs: float
+    exp: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """The work of one pass of a layer; a2a is one of its two all-to-alls."""
+
+    a2a: Work
+    ag: Work
+    rs: Work
+    exp: Work
+
+    def chunk(self, r: float) -> Chunk:
+        """Eq. 1: seconds of a chunk of r."""
+        return Chunk(*(alpha + whole / r for alpha, whole in self._pairs))
+
+    def backward(self) -> LayerCosts:
+        """The backward pass of a layer whose forward pass this is: experts take twice as long (Section 4.4).
+
+        They make the gradients of their inputs and those of their weights. The paper doubles alpha, beta and
+        n, which read literally is four times; its Table 2 measures twice, so alpha and beta double here.
+        """
+        return LayerCosts(a2a=self.a2a, ag=self.ag, rs=self.rs, exp=self.exp.twice())
+
+    @functools.cached_property
+    def _pairs(self) -> tuple[tuple[float, float], ...]:
+        works = (getattr(self, field.name) for field in fields(self))
+        return tuple((w.line.alpha_seconds, w.line.beta_seconds * w.size) for w in works)
+
+
+class Solved(NamedTuple):
+    """What Algorithm 1 found: the degree, the case that holds there and its formula's seconds.
+
+    continuous: the minimum before it was rounded, and ``case_before`` the case that it came from.
+    """
+
+    degree: int
+    seconds: float
+    case: int
+    continuous: float
+    case_before: int
+
+
+class DegreeSeconds(NamedTuple):
+    """A backward pass in ``degree`` chunks that carries t_gar takes max(alone, beside + t_gar) seconds.
+
+    alone: without gradients. beside: the longest path through the gradients' task, less that task.
+    """
+
+    degree: int
+    alone: float
+    beside: float
+
+    def seconds(self, t_gar: float) -> float:
+        return max(self.alone, self.beside + t_gar)
+
+
+# ---- the paper's cases
+
+
+def margins(costs: LayerCosts, r: float, t_gar: float) -> Mapping[int, float]:
+    """Left side less right side of the constraints Q1 to Q7: Q is true where its margin is above 0.
+
+    Q5 and Q7 are one inequality, for Q1 true and Q1 false.
+    """
+    a2a, ag, rs, exp = costs.chunk(r)
+    experts = r * exp - 2 * (r - 1) * a2a
+    return {
+        1: a2a - ag,
+        2: experts,
+        3: r * exp - (r - 1) * (ag + rs),
+        4: t_gar - (ag + rs),
+        5: t_gar - (experts + ag + rs),
+        6: t_gar - (r * (ag + rs) - 2 * (r - 1) * a2a),
+        7: t_gar - (ag + rs + experts),
+    }
+
+
+BRANCHES: tuple[tuple[int, Mapping[int, bool]], ...] = (
+    (1, {1: True, 2: False, 4: True}),
+    (1, {1: True, 2: True, 5: True}),
+    (1, {1: False, 3: False, 6: True}),
+    (1, {1: False, 3: True, 7: True}),
+    (2, {1: True, 2: True, 5: False}),
+    (2, {1: False, 3: True, 7: False}),
+    (3, {1: True, 2: False, 4: False}),
+    (4, {1: False, 3: False, 6: False}),
+)
+"""(case, which Q must be true and which false). One branch, and one only, holds at any r."""
+
+
+def case_of(costs: LayerCosts, r: float, t_gar: float = 0.0) -> int:
+    """Which of the four cases r chunks are: 1 inter-node lane and gradients, 2 experts, 3 all-to-alls, 4
+    intra-node lane."""
+    return BRANCHES[_branch_of(costs, r, t_gar)][0]
+
+
+def case_seconds(case: int, costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
+    """f1 to f4 of Section 4.2. Raises ValueError for another case."""
+    a2a, ag, rs, exp = costs.chunk(r)
+    match case:
+        case 1:
+            return 2 * r * a2a + t_gar
+        case 2:
+            return 2 * a2a + ag + rs + r * exp
+        case 3:
+            return 2 * r * a2a + ag + rs
+        case 4:
+            return 2 * a2a + r * (ag + rs)
+    raise ValueError(f"case ({case}) must be 1, 2, 3 or 4")
+
+
+def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
+    """What the paper predicts for r chunks: the formula of the case that holds there."""
+    return case_seconds(case_of(costs, r, t_gar), costs, r, t_gar)
+
+
+def overlappable_seconds(costs: LayerCosts, r: float) -> float:
+    """t_olp,moe (Section 5.2): the longest t_gar that r chunks hide, by the case that holds without any."""
+    a2a, ag, rs, exp = costs.chunk(r)
+    match case_of(costs, r):
+        case 2:
+            return r * exp + ag + rs - 2 * (r - 1) * a2a
+        case 3:
+            return ag + rs
+        case 4:
+            return r * (ag + rs) - 2 * (r - 1) * a2a
+    return 0.0  # case 1: the inter-node lane never idles; only where nothing costs anything
+
+
+def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> Solved:
+    """Algorithm 1: the degree that is fastest by the four formulas, each minimised by SLSQP where it holds.
+
+    The constraints of a case are a disjunction, so its branches are solved apart, and a branch that holds in
+    several stretches of whole r is solved in each. One that holds at no whole r is left out: it lies between
+    two whole numbers, which its neighbours bring in. Of both whole numbers around the best r, the one with
+    fewer `formula_seconds` is taken; of equals the lower.
+
+    Raises ValueError for t_gar below 0 or not finite, and max_degree below 1.
+    Example: experts of 8 s whatever r is, all else free -> degree 1; experts of 8 s in all and two
+    all-to-alls of 4 s, nothing per chunk -> the largest degree.
+    """
+    check(t_gar, max_degree)
+    best, before, case = math.inf, 1.0, 0
+    for branch, stretch in itertools.groupby(
+        range(1, max_degree + 1), key=lambda r: _branch_of(costs, r, t_gar)
+    ):
+        r = _solved(branch, list(stretch), costs, t_gar, max_degree)
+        seconds = case_seconds(BRANCHES[branch][0], costs, r, t_gar)
+        if seconds < best:
+            best, before, case = seconds, r, BRANCHES[branch][0]
+    whole = {min(max(side(before), 1), max_degree) for side in (math.floor, math.ceil)}
+    degree = min(sorted(whole), key=lambda r: formula_seconds(costs, r, t_gar))
+    return Solved(degree, formula_seconds(costs, degree, t_gar), case_of(costs, degree, t_gar), before, case)
+
+
+def find_degrees(
+    forward: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE
+) -> tuple[Solved, Solved]:
+    """Algorithm 1 for both passes, apart (Section 4.4): only backward carries gradients."""
+    return find_degree(forward, 0.0, max_degree), find_degree(forward.backward(), t_gar, max_degree)
+
+
+# ---- the schedule itself
+
+
+def schedule_seconds(costs: LayerCosts, r: int, t_gar: float = 0.0) -> float:
+    """How long the paper's schedule is, whatever all-gather and reduce-scatter take: its longest path."""
+    return _degree_seconds(costs, r).seconds(t_gar)
+
+
+def seconds_by_degree(costs: LayerCosts, degrees: Iterable[int]) -> tuple[DegreeSeconds, ...]:
+    """`schedule_seconds` of each degree, for any t_gar."""
+    return tuple(_degree_seconds(costs, r) for r in degrees)
+
+
+def check(t_gar: float, max_degree: int = MAX_DEGREE) -> None:
+    """Raises ValueError for what no degree can be found for."""
+    if not 0 <= t_gar < math.inf:
+        raise ValueError(f"t_gar ({t_gar}) must be a finite number of at least 0")
+    if max_degree < 1:
+        raise ValueError(f"max_degree ({max_degree}) must be at least 1")
+
+
+def _degree_seconds(costs: LayerCosts, r: int) -> DegreeSeconds:
+    """A path goes along lanes and down from one lane to the next in one chunk; its length is linear in the
+    chunks where it goes down, so a longest one goes down in the first or in the last: it stays on one lane
+    for r chunks and passes every other once. Beside that there are two lanes that turn round: AG before RS,
+    and S before the gradients before R."""
+    a2a, ag, rs, exp = costs.chunk(r)
+    once = 2 * a2a + ag + rs
+    through_experts = once + exp + (r - 1) * max(a2a, ag, rs, exp)
+    through_node = once + (r - 1) * (max(a2a, ag) + max(a2a, rs))
+    between_nodes = 2 * r * a2a
+    return DegreeSeconds(r, max(through_experts, through_node, between_nodes), between_nodes)
+
+
+# ---- SLSQP
+
+
+def _branch_of(costs: LayerCosts, r: float, t_gar: float) -> int:
+    """Which of BRANCHES holds at r."""
+    found = margins(costs, r, t_gar)
+    return next(
+        at
+        for at, (_, wants) in enumerate(BRANCHES)
+        if all((found[q] > 0) is true for q, true in wants.items())
+    )
+
+
+def _solved(branch: int, stretch: Sequence[int], costs: LayerCosts, t_gar: float, max_degree: int) -> float:
+    """Where the case's formula is least on a branch, from the best of a stretch of whole r where it holds.
+
+    Any other start may be cut off from the minimum: a branch may fail to hold between two whole numbers.
+
+    Solved for ln r, in which each formula is convex and r of 1 and of 1000 are near, and in shares of the
+    time in one chunk, so that no tolerance depends on the unit. A margin of 0 counts as inside: the formulas
+    of neighbouring branches agree there. Where SLSQP ends outside, or higher, the start stands.
+    """
+    case, wants = BRANCHES[branch]
+    unit = sum(costs.chunk(1)) + costs.chunk(1).a2a + t_gar
+    start = float(min(stretch, key=lambda r: case_seconds(case, costs, r, t_gar)))
+    if not unit or max_degree == 1:
+        return start
+
+    def seconds(log_r: float) -> float:
+        return case_seconds(case, costs, math.exp(log_r), t_gar) / unit
+
+    def inside(log_r: float) -> list[float]:
+        found = margins(costs, math.exp(log_r), t_gar)
+        return [(found[q] if true else -found[q]) / unit for q, true in wants.items()]
+
+    log_r = _slsqp(seconds, inside, math.log(start), math.log(max_degree))
+    better = min(inside(log_r)) >= -TOLERANCE and seconds(log_r) < seconds(math.log(start))
+    return min(max(math.exp(log_r), 1.0), float(max_degree)) if better else start
+
+
+def _slsqp(
+    seconds: Callable[[float], float], inside: Callable[[float], list[float]], start: float, end: float
+) -> float:
+    """The minimum that scipy's SLSQP finds from ``start``, between 0 and ``end``; it may lie outside."""
+    from scipy.optimize import minimize  # not needed to import pmoe
+
+    def slope(x: Any) -> list[float]:
+        return [(seconds(float(x[0]) + STEP) - seconds(float(x[0]) - STEP)) / (2 * STEP)]
+
+    def slopes(x: Any) -> list[list[float]]:
+        after, before = inside(float(x[0]) + STEP), inside(float(x[0]) - STEP)
+        return [[(b - a) / (2 * STEP)] for a, b in zip(before, after, strict=True)]
+
+    found: Any = minimize(
+        lambda x: seconds(float(x[0])),
+        [start],
+        jac=slope,
+        method="SLSQP",
+        bounds=[(0.0, end)],
+        constraints=[{"type": "ineq", "fun": lambda x: inside(float(x[0])), "jac": slopes}],
+        options={"ftol": 1e-12, "maxiter": 50},
+    )
+    return min(max(float(found.x[0]), 0.0), end)

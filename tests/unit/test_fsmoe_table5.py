@@ -1,0 +1,215 @@
+"""FSMoE's Table 5 as simulated: layers, costs, what each system may and may not do, and what comes out."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from pmoe.pipeline.fsmoe import Way, pass_seconds, task_seconds
+from pmoe.pipeline.fsmoe_table5 import (
+    ALL_REDUCE,
+    ASSUMPTIONS,
+    MODELS,
+    PAPER,
+    Configured,
+    Plan,
+    attention,
+    layer_costs,
+    plans,
+    step_seconds,
+    table2,
+    table4,
+    table5,
+)
+from pmoe.pipeline.schedule import Kind, Lane, make_task
+from pmoe.planner.pipeline_degree import schedule_seconds
+from pmoe.planner.simulator import makespan, simulate, simulate_slowed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SOME = random.Random(1).sample(table4(), 30)
+
+
+def one_lane_seconds(layer: Configured) -> float:
+    """All communication of both passes and no computing: no one-lane system can be faster."""
+    a2a, ag, rs, _ = layer_costs(layer).chunk(1)
+    dense = attention(layer)
+    return 4 * a2a + 2 * (ag + rs + dense.all_gather + dense.reduce_scatter)
+
+
+# ---- layers and costs ----
+
+
+def test_table_4_has_1458_layers_and_none_twice() -> None:
+    layers = table4()
+    assert len(layers) == len(set(layers)) == 1458
+    assert {layer.H // layer.M for layer in layers} == {2, 3, 4}
+    assert {layer.L for layer in layers} == {256, 512, 1024}
+    assert {layer.f for layer in layers} == {1.2, 2.4, None}
+
+
+def test_a_layers_costs_by_hand() -> None:
+    """GPT2-XL, B = 4, L = 1024: 2 * 1.2 * 4096 = 9830.4 rows of 1600 floats on a node, 62.9 MB."""
+    layer = MODELS["GPT2-XL"]
+    a2a, ag, rs, exp = layer_costs(layer).chunk(1)
+    size = 9830.4 * 1600 * 4
+    assert a2a == pytest.approx(1e-3 * (0.175 + 3.06e-7 * size / 4))
+    assert ag == pytest.approx(1e-3 * (0.0320 + 1.68e-7 * size))
+    assert rs == pytest.approx(1e-3 * (0.0391 + 1.67e-7 * size))
+    assert exp == pytest.approx(1e-3 * 2 * (0.0924 + 4.42e-11 * 2 * 9830.4 * 1600 * 1600))
+    assert layer.gradient_bytes == 4 * (1600 * 1600 + 8 * 1600)
+    dense = attention(layer)
+    flops = 2 * 4096 * 1600 * 1600 + 2 * 2 * 4096 * 1024 * 400
+    assert dense.compute == pytest.approx(1e-3 * (4 * 0.0924 + 4.42e-11 * flops))
+    assert dense.all_gather == pytest.approx(1e-3 * (0.0320 + 1.68e-7 * 4096 * 1600 * 4))
+
+
+def test_a_mixtral_expert_has_three_products() -> None:
+    simple = Configured(B=1, heads=8, L=256, M=1024, H=2048, f=1.2, ffn="simple")
+    mixtral = Configured(B=1, heads=8, L=256, M=1024, H=2048, f=1.2, ffn="Mixtral")
+    assert layer_costs(mixtral).chunk(1).exp == pytest.approx(1.5 * layer_costs(simple).chunk(1).exp)
+
+
+def test_table_2_is_met_as_the_errata_say() -> None:
+    """Communication within 27 %, measured experts 1.4 to 1.55 times their products."""
+    for each in table2():
+        if not each.measured:
+            assert each.modelled == 0
+        elif each.name == "Experts":
+            assert 1.39 < each.measured / each.modelled < 1.56
+        else:
+            assert 0.79 < each.modelled / each.measured < 1.27
+
+
+# ---- lanes that slow each other ----
+
+
+def test_two_lanes_at_half_speed_beside_each_other() -> None:
+    """S 2 s and AG 3 s: until 4 s both at half speed, then the last second of AG alone."""
+    tasks = [make_task(Kind.DISPATCH, 0, [], []), make_task(Kind.ALL_GATHER, 0, [], [])]
+    half = {Lane.COMMUNICATE: 0.5, Lane.INTRA_NODE: 0.5}
+    done = simulate_slowed(
+        tasks, lambda task: 2.0 if task.name == "S0" else 3.0, lambda busy: half if len(busy) == 2 else {}
+    )
+    assert [(item.start, item.end) for item in done] == [(0, 4), (0, 5)]
+
+
+def test_lanes_that_do_not_slow_each_other_are_the_simulators() -> None:
+    for layer in SOME[:5]:
+        for one_lane in (False, True):
+            way = Way(direction="backward", one_lane=one_lane)
+            for n in (1, 3, 8):
+                seconds = task_seconds(layer_costs(layer), n, way, 0.002)
+                tasks = way.schedule(n).tasks
+                slowed = simulate_slowed(tasks, seconds, lambda busy: {})
+                for one, other in zip(simulate(tasks, seconds), slowed, strict=True):
+                    assert (one.start, one.end) == pytest.approx((other.start, other.end), rel=1e-12)
+
+
+def test_a_slowed_lane_is_slower_by_at_most_its_factor() -> None:
+    both = {Lane.COMMUNICATE: 0.8, Lane.INTRA_NODE: 0.8}
+    for layer in SOME[:5]:
+        way = Way(direction="forward")
+        seconds = task_seconds(layer_costs(layer), 4, way)
+        tasks = way.schedule(4).tasks
+        slowed = makespan(simulate_slowed(tasks, seconds, lambda busy: both if busy >= set(both) else {}))
+        ideal = makespan(simulate(tasks, seconds))
+        assert ideal < slowed < 1.25 * ideal
+
+
+# ---- the systems ----
+
+
+def test_tutel_has_one_degree_and_only_fsmoe_partitions_gradients() -> None:
+    for layer in SOME:
+        plan = plans(layer)
+        total = layer.gradient_bytes
+        assert plan["Tutel"].forward == plan["Tutel"].backward == plan["Tutel-Improved"].backward
+        assert (plan["Tutel"].end_bytes, plan["Tutel-Improved"].dense_bytes) == (total, total)
+        for name in ("FSMoE-No-IIO", "FSMoE"):
+            each = plan[name]
+            assert each.moe_bytes + each.dense_bytes + each.end_bytes == total
+        assert [name for name, each in plan.items() if not each.one_lane] == ["FSMoE"]
+
+
+def test_each_system_is_at_least_as_fast_as_the_one_it_adds_to() -> None:
+    for layer in SOME:
+        seconds = {name: step_seconds(layer, plan) for name, plan in plans(layer).items()}
+        ordered = list(seconds.values())
+        assert list(seconds) == ["DeepSpeed-MoE", *PAPER]
+        assert all(
+            later <= earlier * (1 + 1e-9) for earlier, later in zip(ordered, ordered[1:], strict=False)
+        )
+        assert seconds["FSMoE-No-IIO"] >= one_lane_seconds(layer)
+        assert seconds["Tutel"] >= one_lane_seconds(layer) + ALL_REDUCE(layer.gradient_bytes)
+
+
+def test_tutel_improved_hides_beside_attentions_computing_and_no_more() -> None:
+    for layer in SOME:
+        plan = plans(layer)
+        gained = step_seconds(layer, plan["Tutel"]) - step_seconds(layer, plan["Tutel-Improved"])
+        hidden = min(ALL_REDUCE(layer.gradient_bytes), 2 * attention(layer).compute)
+        assert gained == pytest.approx(hidden)
+
+
+def test_fsmoes_passes_are_the_schedules_length() -> None:
+    """Attention, the longest paths of both passes, and gradients that outlast attention's backward."""
+    for layer in SOME:
+        plan, costs, dense = plans(layer)["FSMoE"], layer_costs(layer), attention(layer)
+        t_gar = ALL_REDUCE(plan.moe_bytes) if plan.moe_bytes else 0.0
+        forward = schedule_seconds(costs, plan.forward)
+        backward = schedule_seconds(costs.backward(), plan.backward, t_gar)
+        inside = dense.all_gather + dense.reduce_scatter
+        beside = ALL_REDUCE(plan.dense_bytes) if plan.dense_bytes else 0.0
+        end = ALL_REDUCE(plan.end_bytes) if plan.end_bytes else 0.0
+        whole = dense.compute + inside + forward + backward + max(inside + 2 * dense.compute, beside) + end
+        assert step_seconds(layer, plan) == pytest.approx(whole, rel=1e-12)
+
+
+def test_contention_slows_two_lanes_only_and_a_factor_of_2_is_one_network() -> None:
+    for layer in SOME[:8]:
+        for name, plan in plans(layer).items():
+            ideal, some, much = (step_seconds(layer, plan, contention) for contention in (1.0, 1.25, 2.0))
+            if name == "FSMoE":
+                assert ideal < some < much
+                assert much >= one_lane_seconds(layer)
+            else:
+                assert ideal == some == much
+
+
+def test_a_sequential_step_is_the_sum_of_its_tasks() -> None:
+    layer = SOME[0]
+    plan = Plan(one_lane=True, forward=0, backward=0)
+    costs, dense = layer_costs(layer), attention(layer)
+    passes = sum(
+        pass_seconds(each, 1, Way(direction="forward", one_lane=True)) for each in (costs, costs.backward())
+    )
+    whole = passes + 3 * dense.compute + 2 * (dense.all_gather + dense.reduce_scatter)
+    assert step_seconds(layer, plan) == pytest.approx(whole)
+
+
+# ---- the table ----
+
+
+def test_table_5_as_it_came_out_the_first_time() -> None:
+    """Not the paper's numbers: docs/fsmoe_table5.md says where they part. Held so that a change is seen."""
+    ideal, contended = table5(1.0), table5(1.25)
+    assert [round(row.mean, 3) for row in ideal.systems.values()] == [0.893, 1.0, 1.044, 1.053, 1.419]
+    assert [round(row.mean, 3) for row in contended.systems.values()] == [0.893, 1.0, 1.044, 1.053, 1.284]
+    assert (ideal.num_layers, ideal.differing, ideal.differing_alone) == (1458, 960, 780)
+    assert {name: row.paper for name, row in ideal.systems.items() if row.paper} == dict(PAPER)
+
+
+def test_the_page_holds_every_assumption() -> None:
+    page = (ROOT / "docs" / "fsmoe_table5.md").read_text(encoding="utf-8")
+    for name, told in ASSUMPTIONS.items():
+        assert f"| {name} | {told} |" in page, name
+
+
+@pytest.mark.parametrize("bad", [0.5, math.nan, math.inf])
+def test_a_contention_below_1_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"contention \(.*\) must be a finite number of at least 1"):
+        table5(bad)

@@ -1,0 +1,135 @@
+"""FSMoE's lines: which sizes are measured, one real measurement, and how they join a profile in its file.
+
+No time is asserted: a busy machine may take any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pmoe.comm.ranks import Ranks
+from pmoe.planner import profile as module
+from pmoe.planner.costs import FREE, Fit
+from pmoe.planner.operations import multiples
+from pmoe.planner.profile import (
+    Operations,
+    load,
+    load_or_measure,
+    measure_operations,
+    profile_path,
+    save,
+)
+from tests.unit.test_profile import OPERATIONS, Counted
+
+LINES = ("gemm", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def assert_lines(operations: Operations, num_across: int, num_inside: int) -> None:
+    """Those of so many ranks; a rank that is alone in a group has nobody to send to."""
+    assert (operations.num_across, operations.num_inside) == (num_across, num_inside)
+    for name in LINES:
+        found: Fit = getattr(operations, name)
+        group = {"all_gather": num_inside, "reduce_scatter": num_inside, "gemm": 2}.get(name, num_across)
+        if group == 1:
+            assert found == FREE, name
+            continue
+        assert found.line.alpha_seconds >= 0 and found.line.beta_seconds >= 0, name
+        assert found(2**40) > 0, name
+        assert 0 <= found.r_squared <= 1, name
+        assert 3 <= found.num_sizes <= 24, name
+    assert operations.seconds > 0
+
+
+# ---- the sizes
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "limit", "expected"),
+    [
+        (24, 0.01, float("inf"), [*range(1, 25)]),  # Section 6.2
+        (24, 0.01, 300 * 6 * 0.01, [*range(1, 25)]),  # time for all, each six times
+        (24, 0.01, 5.0, [1, 6, 10, 15, 19, 24]),
+        (12, 0.01, 20 * 6 * 0.01, [1, 7, 12]),
+        (24, 0.01, 20 * 6 * 0.01, [1, 7, 12]),  # three of all sizes are too many: of the smaller ones
+        (24, 60.0, 1.0, [1, 2, 3]),  # a very slow link
+        (24, 0.01, 0.0, [1, 2, 3]),
+    ],
+)
+def test_sizes_are_as_many_as_there_is_time_for_evenly_spread_and_at_least_three(
+    steps: int, first: float, limit: float, expected: list[int]
+) -> None:
+    assert list(multiples(steps, first, limit)) == expected
+
+
+# ---- measuring
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_rank_has_a_line_of_products_and_nothing_that_travels(dtype: torch.dtype) -> None:
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        found = measure_operations(Ranks(), "cpu", dtype, line_seconds=0)
+    assert_lines(found, 1, 1)
+    assert found.gemm.num_sizes == 3
+    assert torch.equal(torch.get_rng_state(), before), "measuring drew from the caller's random numbers"
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_a_line_cannot_take_less_than_no_time(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"line_seconds \((-1.0|nan)\) must be at least 0"):
+        measure_operations(Ranks(), "cpu", line_seconds=seconds)
+
+
+# ---- the file
+
+
+class CountedOperations:
+    """Stands for measure_operations."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self, ranks: Ranks, device: str, dtype: torch.dtype, *, across: Ranks | None, inside: Ranks | None
+    ) -> Operations:
+        self.calls += 1
+        sizes = [(part or ranks).size for part in (across, inside)]
+        return replace(OPERATIONS, num_across=sizes[0], num_inside=sizes[1], seconds=float(self.calls))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[Counted, CountedOperations]:
+    stand_ins = Counted(), CountedOperations()
+    monkeypatch.setattr(module, "measure", stand_ins[0])
+    monkeypatch.setattr(module, "measure_operations", stand_ins[1])
+    return stand_ins
+
+
+def test_operations_are_measured_when_first_asked_for_and_kept_in_the_same_file(
+    tmp_path: Path, counted: tuple[Counted, CountedOperations]
+) -> None:
+    base, operations = counted
+    assert load_or_measure(Ranks(), "cpu", folder=tmp_path).operations is None
+    found = load_or_measure(Ranks(), "cpu", folder=tmp_path, operations=True)
+    assert (base.calls, operations.calls) == (1, 1), "only what is missing is measured"
+    assert found.seconds == 1.0 and found.operations is not None
+    assert load_or_measure(Ranks(), "cpu", folder=tmp_path, operations=True) == found
+    assert load_or_measure(Ranks(), "cpu", folder=tmp_path) == found, "not asked for, they stay"
+    assert (base.calls, operations.calls) == (1, 1)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_operations_of_other_nodes_are_measured_again(
+    tmp_path: Path, counted: tuple[Counted, CountedOperations]
+) -> None:
+    base, operations = counted
+    profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+    save(replace(profile, operations=OPERATIONS), profile_path(profile, tmp_path))  # of 2 ranks a node
+    found = load_or_measure(Ranks(), "cpu", folder=tmp_path, operations=True).operations
+    assert found is not None and (found.num_across, found.num_inside) == (1, 1)
+    assert (base.calls, operations.calls) == (1, 1)
+    assert load(profile_path(profile, tmp_path)).operations == found

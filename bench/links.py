@@ -8,9 +8,18 @@ Loopback is as fast as memory, and a transfer there is CPU copying: nothing can 
     real       gloo over network namespaces whose only connection is one token bucket, a shared medium: the
                bytes of all ranks and of every collective queue in it. No added latency (that needs netem).
 
+**Nodes.** `ranks_per_node` puts ranks 0, 1, ... on nodes in that order, one a node by default, and each node has
+a link inside it, with a rate of its own. What a rank sends to another node passes the link between nodes, what it
+sends to another rank of its node the one inside; an all-to-all that does both takes the longer of the two.
+The two links run side by side:
+
+    modelled   each rank has one serial full-duplex link of each sort.
+    real       a namespace a node; the ranks of a node meet on its loopback, through a token bucket of its own.
+
 **The rate** means the same on both: payload bytes per second that *each* rank sends to others in an
-all-to-all in which all ranks send as much. The real medium carries all ranks' bytes one after the other, so
-it runs at world times that rate, plus headers. Where the ranks send unequal amounts the two differ: the
+all-to-all in which all ranks send as much; of several ranks a node, bytes that leave the node, or inside it
+those that do not. The real medium carries all ranks' bytes one after the other, so it runs at world times that
+rate, plus headers, and a loopback at ranks_per_node times. Where the ranks send unequal amounts the two differ: the
 modelled link takes the longer of what a rank sends and what it receives, the real one the sum over all ranks.
 
     def work(link, rounds):              # module level; runs on each rank, in its own process
@@ -19,6 +28,11 @@ modelled link takes the longer of what a rank sends and what it receives, the re
         link.set_rate(35e6)              # on all ranks, with nothing in flight
         return measure_rate()
     launch(2, work, link="modelled", rate=35e6, args=(9,))
+
+    def on_nodes(link):                  # two nodes of two ranks
+        link.set_rates(inter=10e6, intra=40e6)
+        ...
+    launch(4, on_nodes, link="modelled", rate=INFINITE, ranks_per_node=2)
 
 All times are seconds of time.monotonic, all rates bytes per second.
 """
@@ -64,21 +78,37 @@ class Link(Protocol):
     """What a rank's function gets as its first argument."""
 
     def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
-        """Changes the link for messages still to come: call it on all ranks, with no message in flight.
+        """Changes the link between nodes for messages still to come: call it on all ranks, with no message in
+        flight. The links inside nodes stay as they are.
 
         bytes_per_second: see the top of this file; float("inf") takes the limit away.
         latency_seconds: what each message costs besides its bytes, occupying the link (alpha); 0 on the real
             link, which cannot add any.
         """
 
+    def set_rates(
+        self,
+        *,
+        inter: float,
+        intra: float,
+        inter_latency_seconds: float = 0.0,
+        intra_latency_seconds: float = 0.0,
+    ) -> None:
+        """`set_rate` of the links between nodes (inter) and inside them (intra)."""
+
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sent to others since the last reset.
+        """Bytes that this rank sent to other nodes since the last reset.
 
         Modelled: payload of all-to-alls. Real: what the network interface counts, every other collective,
         acknowledgements and headers included, one header for a segment of up to 64 KiB: 0.3 % more in all.
-        It trails a little; a barrier before reading it brings the rest.
+        It trails a little; a barrier before reading it brings the rest. The ranks of a node share one
+        interface: each counts the bytes of all of them.
         """
+
+    @property
+    def bytes_sent_inside(self) -> int:
+        """The same of bytes to other ranks of its node."""
 
     def reset_bytes_sent(self) -> None: ...
 
@@ -128,7 +158,7 @@ def measure_rate(sizes_bytes: tuple[int, int] = (1 << 20, 1 << 23), rounds: int 
 class ModelledLink:
     """A full-duplex serial link of one rank. Its messages queue in the order in which they are issued.
 
-    One a process, shared by all its groups, as a network card would be. A message of s bytes out and r bytes
+    Shared by all groups of a process, as a network card would be. A message of s bytes out and r bytes
     in occupies it for latency + max(s, r) / rate: a rank that sends little and receives much waits in truth
     too. The model does not know when a peer issues its part, so a late peer delays this rank by its lateness
     alone and not by the transfer after it. That flatters a sequential layer more than a pipelined one.
@@ -172,6 +202,58 @@ class ModelledLink:
             return self._free_at
 
 
+class ModelledLinks:
+    """The two links of one rank: between nodes, and inside its node."""
+
+    def __init__(self, ranks_per_node: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self.ranks_per_node = ranks_per_node
+        self.inter, self.intra = ModelledLink(clock=clock), ModelledLink(clock=clock)
+
+    def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        self.inter.set_rate(bytes_per_second, latency_seconds)
+
+    def set_rates(
+        self,
+        *,
+        inter: float,
+        intra: float,
+        inter_latency_seconds: float = 0.0,
+        intra_latency_seconds: float = 0.0,
+    ) -> None:
+        self.inter.set_rate(inter, inter_latency_seconds)
+        self.intra.set_rate(intra, intra_latency_seconds)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.inter.bytes_sent
+
+    @property
+    def bytes_sent_inside(self) -> int:
+        return self.intra.bytes_sent
+
+    def reset_bytes_sent(self) -> None:
+        self.inter.reset_bytes_sent()
+        self.intra.reset_bytes_sent()
+
+    def carry(
+        self, ranks: Sequence[int], own: int, sent_bytes: Sequence[int], received_bytes: Sequence[int]
+    ) -> float:
+        """Queues a message of the group of these ranks, ranks[own] being this one, with so many bytes to and
+        from each of them; returns the time at which all is carried.
+
+        Each link is occupied by what passes it, and one that nothing passes is not waited for.
+        """
+        nodes = [rank // self.ranks_per_node for rank in ranks]
+        inside = [i for i, node in enumerate(nodes) if node == nodes[own] and i != own]
+        outside = [i for i, node in enumerate(nodes) if node != nodes[own]]
+
+        def carried(link: ModelledLink, members: list[int]) -> float:
+            return link.carry(sum(sent_bytes[i] for i in members), sum(received_bytes[i] for i in members))
+
+        ready_at = carried(self.inter, outside) if outside else 0.0
+        return max(ready_at, carried(self.intra, inside)) if inside else ready_at
+
+
 class _LinkWork(Work):
     """A gloo work that is not done before the link has carried it. It never changes: any thread may wait."""
 
@@ -208,18 +290,20 @@ class _LinkWork(Work):
 
 
 class _ModelledGroup(dist.ProcessGroup):
-    """gloo, with all-to-alls held back by this process's link.
+    """gloo, with all-to-alls held back by this process's links.
 
     Only the (rank, size) constructor can be subclassed, and an inner backend must be registered, or
     functional collectives fail with "ProcessGroup name not set".
     """
 
-    def __init__(
-        self, link: ModelledLink, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
-    ) -> None:
-        super().__init__(rank, size)
-        self._link = link
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    def __init__(self, links: ModelledLinks, options: Any, backend_options: Any = None) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self._links = links
+        # The default group is made without a list.
+        self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        self._gloo = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, options.timeout
+        )
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
@@ -235,9 +319,11 @@ class _ModelledGroup(dist.ProcessGroup):
         *options: Any,
     ) -> Work:
         work = self._gloo.alltoall_base(output, input, output_splits, input_splits, *options)
-        sent_bytes = _bytes_of_others(input, input_splits, self.rank(), self.size())
-        received_bytes = _bytes_of_others(output, output_splits, self.rank(), self.size())
-        return _LinkWork(work, self._link.carry(sent_bytes, received_bytes), output)
+        sent_bytes = _bytes_by_rank(input, input_splits, self.size())
+        received_bytes = _bytes_by_rank(output, output_splits, self.size())
+        return _LinkWork(
+            work, self._links.carry(self._ranks, self.rank(), sent_bytes, received_bytes), output
+        )
 
     # torch 2.13 asks for this name first; through the other one the caller would get c10d's holder of a
     # Python work, and that never says is_completed().
@@ -269,23 +355,26 @@ for _name in (
 
 
 @functools.cache
-def register_modelled() -> ModelledLink:
-    """Makes "modelled" a backend for init_process_group and new_group; returns this process's link.
+def register_modelled() -> ModelledLinks:
+    """Makes "modelled" a backend for init_process_group and new_group; returns this process's links.
 
-    The link has no limit until its set_rate is called. Further calls return the same link.
+    They have no limit until their rates are set, and one rank a node until `ranks_per_node` says otherwise.
+    Further calls return the same links.
     """
-    link = ModelledLink()
-    dist.Backend.register_backend("modelled", functools.partial(_ModelledGroup, link), devices=["cpu"])
-    return link
+    links = ModelledLinks()
+    dist.Backend.register_backend(
+        "modelled", functools.partial(_ModelledGroup, links), extended_api=True, devices=["cpu"]
+    )
+    return links
 
 
-def _bytes_of_others(tensor: torch.Tensor, splits: Sequence[int], rank: int, world: int) -> int:
-    """Bytes of the rows that belong to other ranks; no splits means equal parts."""
+def _bytes_by_rank(tensor: torch.Tensor, splits: Sequence[int], world: int) -> list[int]:
+    """Bytes of the rows of each rank of a group; no splits means equal parts."""
     total_bytes = tensor.numel() * tensor.element_size()
     if not splits:
-        return total_bytes - total_bytes // world
+        return [total_bytes // world] * world
     rows = sum(splits)
-    return total_bytes // rows * (rows - splits[rank]) if rows else 0
+    return [total_bytes // rows * split if rows else 0 for split in splits]
 
 
 def _check_rate(bytes_per_second: float) -> None:
@@ -307,36 +396,59 @@ UNLIMITED_WIRE_RATE = 100e9  # tbf has no infinity
 
 
 class SharedMedium:
-    """The real link, as one rank sees it: every rank's bytes, in both directions, pass one token bucket."""
+    """The real link, as one rank sees it: every rank's bytes, in both directions, pass one token bucket, and
+    those between ranks of a node another, on its loopback."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
-        self._sent_before = self._interface_bytes()
+    def __init__(self, rank: int, world: int, ranks_per_node: int = 1) -> None:
+        self._rank, self._world, self._ranks_per_node = rank, world, ranks_per_node
+        self._node = rank // ranks_per_node
+        self.reset_bytes_sent()
 
     def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
         _check_rate(bytes_per_second)
         _refuse_latency(latency_seconds)
-        dist.barrier()  # all have finished with the old rate
+        self._change(bytes_per_second, None)
+
+    def set_rates(
+        self,
+        *,
+        inter: float,
+        intra: float,
+        inter_latency_seconds: float = 0.0,
+        intra_latency_seconds: float = 0.0,
+    ) -> None:
+        for rate, latency in ((inter, inter_latency_seconds), (intra, intra_latency_seconds)):
+            _check_rate(rate)
+            _refuse_latency(latency)
+        self._change(inter, intra)
+
+    def _change(self, inter: float, intra: float | None) -> None:
+        dist.barrier()  # all have finished with the old rates
         if self._rank == 0:
-            _set_medium_rate("change", bytes_per_second * self._world)
-        dist.barrier()  # none starts before the new one
+            _set_medium_rate("change", inter * self._world)
+        if intra is not None and self._ranks_per_node > 1 and self._rank % self._ranks_per_node == 0:
+            _set_loopback_rate("change", self._node, intra * self._ranks_per_node)
+        dist.barrier()  # none starts before the new ones
 
     @property
     def bytes_sent(self) -> int:
-        return self._interface_bytes() - self._sent_before
+        return self._interface_bytes(_interface(self._node)) - self._sent_before
+
+    @property
+    def bytes_sent_inside(self) -> int:
+        return self._interface_bytes("lo") - self._sent_inside_before
 
     def reset_bytes_sent(self) -> None:
-        self._sent_before = self._interface_bytes()
+        self._sent_before = self._interface_bytes(_interface(self._node))
+        self._sent_inside_before = self._interface_bytes("lo")
 
-    def _interface_bytes(self) -> int:
+    def _interface_bytes(self, interface: str) -> int:
         with open("/proc/thread-self/net/dev") as counters:
             for line in counters:
                 name, _, numbers = line.partition(":")
-                if name.strip() == _interface(self._rank):
+                if name.strip() == interface:
                     return int(numbers.split()[8])
-        raise RuntimeError(
-            f"rank {self._rank} is not in its namespace: no interface {_interface(self._rank)}"
-        )
+        raise RuntimeError(f"rank {self._rank} is not in its namespace: no interface {interface}")
 
 
 def _refuse_latency(latency_seconds: float) -> None:
@@ -344,17 +456,20 @@ def _refuse_latency(latency_seconds: float) -> None:
         raise ValueError(f"latency_seconds ({latency_seconds}) must be 0 on the real link: it cannot add any")
 
 
-def _namespace(rank: int) -> str:
-    return f"pmoe{rank}"
+def _namespace(node: int) -> str:
+    return f"pmoe{node}"
 
 
-def _interface(rank: int) -> str:
-    return f"p{rank}"
+def _interface(node: int) -> str:
+    return f"p{node}"
 
 
 @contextlib.contextmanager
-def shared_medium(world: int, bytes_per_second: float) -> Iterator[None]:
-    """Network namespaces pmoe0, pmoe1, ... on one medium, taken away at the end, whatever happens.
+def shared_medium(
+    world: int, bytes_per_second: float, ranks_per_node: int = 1, inside_bytes_per_second: float = INFINITE
+) -> Iterator[None]:
+    """Network namespaces pmoe0, pmoe1, ..., one a node, on one medium, taken away at the end, whatever
+    happens.
 
     What an earlier run that died left behind is removed first. Raises LinkUnavailableError.
     """
@@ -372,25 +487,28 @@ def shared_medium(world: int, bytes_per_second: float) -> Iterator[None]:
             raise LinkUnavailableError("another run holds the real link; try again later") from None
         _remove_namespaces()
         try:
-            _add_namespaces(world, bytes_per_second)
+            _add_namespaces(world // ranks_per_node)
+            _set_medium_rate("add", bytes_per_second * world)
+            for node in range(world // ranks_per_node if ranks_per_node > 1 else 0):
+                _set_loopback_rate("add", node, inside_bytes_per_second * ranks_per_node)
             yield
         finally:
             _remove_namespaces()
 
 
-def _add_namespaces(world: int, bytes_per_second: float) -> None:
+def _add_namespaces(nodes: int) -> None:
     _command(f"ip netns add {SWITCH}")
     _command(f"ip -n {SWITCH} link add br0 type bridge")
     _command(f"ip -n {SWITCH} link set br0 up")
     _command(f"ip -n {SWITCH} link add ifb0 type ifb")
     _command(f"ip -n {SWITCH} link set ifb0 up")
-    for rank in range(world):
-        space, port, plug = _namespace(rank), f"m{rank}", _interface(rank)
+    for node in range(nodes):
+        space, port, plug = _namespace(node), f"m{node}", _interface(node)
         _command(f"ip netns add {space}")
         _command(f"ip -n {SWITCH} link add {port} type veth peer name {plug} netns {space}")
         _command(f"ip -n {SWITCH} link set {port} master br0")
         _command(f"ip -n {SWITCH} link set {port} up")
-        _command(f"ip -n {space} addr add 10.78.0.{rank + 1}/24 dev {plug}")
+        _command(f"ip -n {space} addr add 10.78.0.{node + 1}/24 dev {plug}")
         _command(f"ip -n {space} link set {plug} up")
         _command(f"ip -n {space} link set lo up")
         # All that comes in from any rank is led through ifb0, hence through one bucket.
@@ -399,14 +517,21 @@ def _add_namespaces(world: int, bytes_per_second: float) -> None:
             f"tc -n {SWITCH} filter add dev {port} parent ffff: protocol all prio 1 u32 match u32 0 0"
             " action mirred egress redirect dev ifb0"
         )
-    _set_medium_rate("add", bytes_per_second * world)
 
 
 def _set_medium_rate(verb: str, payload_bytes_per_second: float) -> None:
-    wire_rate = min(payload_bytes_per_second * WIRE_BYTES_PER_PAYLOAD_BYTE, UNLIMITED_WIRE_RATE)
+    _set_bucket(verb, SWITCH, "ifb0", payload_bytes_per_second * WIRE_BYTES_PER_PAYLOAD_BYTE)
+
+
+def _set_loopback_rate(verb: str, node: int, payload_bytes_per_second: float) -> None:
+    """A segment there is one frame of up to 64 KiB: headers are a thousandth."""
+    _set_bucket(verb, _namespace(node), "lo", payload_bytes_per_second)
+
+
+def _set_bucket(verb: str, space: str, interface: str, wire_rate: float) -> None:
     _command(
-        f"tc -n {SWITCH} qdisc {verb} dev ifb0 root tbf"
-        f" rate {round(8 * wire_rate)}bit burst {BURST_BYTES} limit {LIMIT_BYTES}"
+        f"tc -n {space} qdisc {verb} dev {interface} root tbf"
+        f" rate {round(8 * min(wire_rate, UNLIMITED_WIRE_RATE))}bit burst {BURST_BYTES} limit {LIMIT_BYTES}"
     )
 
 
@@ -450,6 +575,8 @@ class _Setup:
     rendezvous: str
     timeout_seconds: float
     cores: tuple[int, ...]  # core of each rank; empty: not pinned
+    ranks_per_node: int
+    inside_bytes_per_second: float
 
 
 def launch(
@@ -460,6 +587,8 @@ def launch(
     args: Sequence[Any] = (),
     *,
     latency_seconds: float = 0.0,
+    ranks_per_node: int = 1,
+    intra_rate: float = INFINITE,
     pin: bool = True,
     timeout_seconds: float = 600.0,
 ) -> list[Any]:
@@ -468,6 +597,8 @@ def launch(
     function: at module level (a script's own will do, behind its `if __name__ == "__main__"`). It finds the
         default process group ready. Arguments and result are pickled.
     link: "modelled" or "real". rate: bytes per second, as `Link.set_rate` takes it.
+    ranks_per_node: how many ranks a node has. intra_rate: of the links inside nodes, as `Link.set_rates`
+        takes it.
     pin: gives each rank a core of its own, its gloo threads with it, where there are as many cores as ranks.
         On two cores with other work on them a pipelined loop took a quarter less time then, and varied less,
         while collectives of a few bytes, which must wait for that one core, took 1 to 10 times as long
@@ -479,14 +610,17 @@ def launch(
     on each rank, LinkUnavailableError where the machine cannot make the link.
     """
     _check_rate(rate)
+    _check_rate(intra_rate)
     if link not in ("modelled", "real"):
         raise ValueError(f"link ({link!r}) must be 'modelled' or 'real'")
+    if ranks_per_node < 1 or world % ranks_per_node:
+        raise ValueError(f"ranks_per_node ({ranks_per_node}) must be at least 1 and divide world ({world})")
     if link == "real":
         _refuse_latency(latency_seconds)
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         if link == "real":
-            stack.enter_context(shared_medium(world, rate))
+            stack.enter_context(shared_medium(world, rate, ranks_per_node, intra_rate))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pmoe_link_"))
         setup = _Setup(
             world=world,
@@ -496,6 +630,8 @@ def launch(
             rendezvous=f"file://{folder}/rendezvous",  # not on the link, so the same for both
             timeout_seconds=timeout_seconds,
             cores=tuple(cores[:world]) if pin and len(cores) >= world else (),
+            ranks_per_node=ranks_per_node,
+            inside_bytes_per_second=intra_rate,
         )
         processes, pipes = [], []
         stack.callback(_stop, processes)
@@ -538,13 +674,19 @@ def _join(rank: int, setup: _Setup) -> Link:
         os.sched_setaffinity(0, {setup.cores[rank]})
     torch.set_num_threads(1)
     if setup.link == "real":
-        _enter_namespace(_namespace(rank))
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(rank)
-        link: Link = SharedMedium(rank, setup.world)
+        node = rank // setup.ranks_per_node
+        _enter_namespace(_namespace(node))
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(node)
+        link: Link = SharedMedium(rank, setup.world, setup.ranks_per_node)
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        link = register_modelled()
-        link.set_rate(setup.bytes_per_second, setup.latency_seconds)
+        link = links = register_modelled()
+        links.ranks_per_node = setup.ranks_per_node
+        link.set_rates(
+            inter=setup.bytes_per_second,
+            intra=setup.inside_bytes_per_second,
+            inter_latency_seconds=setup.latency_seconds,
+        )
     dist.init_process_group(
         "gloo" if setup.link == "real" else "modelled",
         init_method=setup.rendezvous,

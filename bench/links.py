@@ -8,19 +8,20 @@ Loopback is as fast as memory, and a transfer there is CPU copying: nothing can 
     real       gloo over network namespaces whose only connection is one token bucket, a shared medium: the
                bytes of all ranks and of every collective queue in it. No added latency (that needs netem).
 
-**Nodes.** `ranks_per_node` puts ranks 0, 1, ... on nodes in that order, one a node by default, and each node has
-a link inside it, with a rate of its own. What a rank sends to another node passes the link between nodes, what it
-sends to another rank of its node the one inside; an all-to-all that does both takes the longer of the two.
-The two links run side by side:
+**Nodes.** `ranks_per_node` puts ranks 0, 1, ... on nodes in that order, one a node by default. Each node
+has a link inside it, with a rate of its own: what a rank sends to another node passes the link between
+nodes, what it sends to another rank of its node the one inside, and an all-to-all that does both takes the
+longer of the two. The two sorts of links run side by side:
 
     modelled   each rank has one serial full-duplex link of each sort.
-    real       a namespace a node; the ranks of a node meet on its loopback, through a token bucket of its own.
+    real       a namespace a node; its ranks meet on its loopback, through a token bucket of its own.
 
-**The rate** means the same on both: payload bytes per second that *each* rank sends to others in an
-all-to-all in which all ranks send as much; of several ranks a node, bytes that leave the node, or inside it
-those that do not. The real medium carries all ranks' bytes one after the other, so it runs at world times that
-rate, plus headers, and a loopback at ranks_per_node times. Where the ranks send unequal amounts the two differ: the
-modelled link takes the longer of what a rank sends and what it receives, the real one the sum over all ranks.
+**The rate** means the same on both: payload bytes per second that *each* rank sends to others in an all-to-
+all in which all ranks send as much; with several ranks a node, those bytes that leave the node, or inside
+it those that do not. The real medium carries all ranks' bytes one after the other, so it runs at world
+times that rate, plus headers, and a loopback at ranks_per_node times. Where the ranks send unequal amounts
+the two differ: the modelled link takes the longer of what a rank sends and what it receives, the real one
+the sum over all ranks.
 
     def work(link, rounds):              # module level; runs on each rank, in its own process
         link.set_rate(float("inf"))      # the computation alone

@@ -28,14 +28,14 @@ from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Columns, Shard
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
-from pmoe.gates import GATES, Routing, SwitchGate, TopKGate
+from pmoe.gates import GATES, Routing, SoftGate, SwitchGate, TopKGate
 from pmoe.gates.base import at_least_float32
 from pmoe.gates.logits import router_logits
 from pmoe.gates.make import make_gate
 from pmoe.ordering import Order, make_order
 from pmoe.ordering.capacity import expert_capacity, within_capacity
 from pmoe.ordering.once import carriers
-from pmoe.ordering.sorted import LocalExperts, SortedOrder, count_rows, sort_rows
+from pmoe.ordering.sorted import LocalExperts, SortedOrder, Tokens, count_rows, sort_rows
 from pmoe.pipeline.buffers import ALIGNMENT, pool, warn_once
 from pmoe.pipeline.callbacks import Callback, Hooks
 from pmoe.pipeline.decide import Choice, Chooser, bound, parse_bytes, profile_of
@@ -45,9 +45,11 @@ from pmoe.pipeline.plan import Degrees, Modules, Ordered, Plan, make_plan
 from pmoe.pipeline.schedule import Stages, local_pieces
 from pmoe.pipeline.search import load_table, search
 from pmoe.pipeline.search import table as search_table
+from pmoe.pipeline.solve import Solver
 from pmoe.planner.degree import (
     DEGREES,
     LEAST_ROWS,
+    SOLVE,
     adaptive_degree,
     check_backward,
     check_pipeline,
@@ -86,7 +88,9 @@ class MoELayer(nn.Module):
         pipeline: n, the number of micro-batches; False is 1. True finds n of both passes by trials: the first
             time that the ranks' largest number of tokens is outside what is known, real steps for n from 1 to
             16 are timed on that batch (MPipeMoE, Algorithm 1); small batches, inference, single ranks and
-            experts that are modules go by a rule instead. See `save_degrees`.
+            experts that are modules go by a rule instead. See `save_degrees`. "solve" finds n of each pass
+            from costs that are measured at the first call and kept (FSMoE, Algorithm 1, refined on the
+            simulator); with memory_reuse=False both passes have the same n.
         memory_reuse: False gives each chunk memory of its own. All else rotates buffers through the slots of
             rings (MPipeMoE, section III.D) and says what becomes of T_DI and T_M between the passes: a
             `pmoe.Restore`, "S1" to "S4", or True for the cheapest of these four by Eq. 10, on rates that are
@@ -155,7 +159,7 @@ class MoELayer(nn.Module):
         activation: str = "gelu",
         bias: bool = True,
         capacity_factor: float | None = None,
-        pipeline: bool | int = False,
+        pipeline: bool | int | str = False,
         memory_reuse: bool | str | Restore = False,
         pipeline_backward: int | None = None,
         slack: float = 1.25,
@@ -254,11 +258,15 @@ class MoELayer(nn.Module):
             )
         self._chooser: tuple[object, Chooser] | None = None
         self._table: tuple[object, GranularitySearch] | None = None
+        self._solver: tuple[object, Solver] | None = None
+        self.t_gar = 0.0
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(gate, str):
             given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
             sizes = (d_model, num_experts, top_k)
             gate = make_gate(GATES, gate, sizes, capacity_factor, given, options)
+            if isinstance(gate, SoftGate) and capacity_factor is not None:
+                raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
         elif isinstance(gate, nn.Module):
             if normalize_gate is not None or z_loss_weight:
                 raise ValueError(
@@ -589,7 +597,7 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The last loss is attached to a graph, which neither copies nor pickles; the rest is found again.
-        return {**self.__dict__, "l_aux": None, "_table": None, "_chooser": None}
+        return {**self.__dict__, "l_aux": None, "_table": None, "_chooser": None, "_solver": None}
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "
@@ -625,24 +633,25 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     shared_parameters = list[Tensor](layer.shared_expert.parameters()) if layer.shared_expert else []
     modules, candidates = layer.modules_of_plan, layer.degree_candidates
     rotates = modules.rotates
+    tokens = Tokens(expert_TK.shape[0] if routing.token is None else routed.x_TM.shape[0], routing.token)
     rank_TK = carrier_TK = carries_TK = once_FP = None
     if layer.send_once:
         rank_TK = expert_TK // layer.num_local_experts
         carrier_TK, carries_TK = carriers(rank_TK, keep_TK)
-        once_FP = count_rows(rank_TK, carries_TK, layer.num_bins, layer.grid.across.size)
+        once_FP = count_rows(rank_TK, carries_TK, layer.num_bins, layer.grid.across.size, tokens)
 
     def sort(n: int, pieces: int) -> Ordered:
         end = layer.first_expert + layer.num_local_experts if modules.stages.local else layer.first_expert
         stay = LocalExperts(layer.first_expert, end)
-        slots = sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, pieces)
+        slots = sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, pieces, tokens)
         if rank_TK is None:
             return Ordered(slots=slots, sent=slots)
         size = layer.grid.across.size
         return Ordered(
             slots=slots,
-            sent=sort_rows(rank_TK, carries_TK, n, size, LocalExperts(0, 0), 0),
+            sent=sort_rows(rank_TK, carries_TK, n, size, LocalExperts(0, 0), 0, tokens),
             carrier_TK=carrier_TK,
-            sent_nP=count_rows(rank_TK, carries_TK, n, size),
+            sent_nP=count_rows(rank_TK, carries_TK, n, size, tokens),
         )
 
     # Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
@@ -651,8 +660,8 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     operands = (*parameters, *shared_parameters, *layer.hooks.parameters)
     exchange = CountsExchange(
         layer.grid,
-        count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts),
-        num_tokens=expert_TK.shape[0],
+        count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts, tokens),
+        num_tokens=tokens.count,
         fault=routed.fault,
         needs_grad=_needs_grad(routed.x_TM, routing.weight, *operands),
         dtype=_autocast_dtype(routed.x_TM) or routed.x_TM.dtype,
@@ -681,7 +690,7 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
             order=orders[degrees.forward, degrees.pieces],
             backward_order=orders[degrees.backward, layer.num_pieces(degrees.backward)],
             expert_TK=expert_TK,
-            slot_token=routing.token,
+            tokens=tokens,
             shared=shared,
             degrees=degrees,
             restore=restore,
@@ -746,7 +755,7 @@ def _slots(layer: MoELayer, routed: _Routed) -> Slots:
         host_rows = max(free, 0) // (layer.d_model * x_TM.element_size())
     return Slots(
         slack=layer.slack,
-        top_k=(layer.top_k if routed.routing.token is None else 1) * layer.grid.inside.size,
+        top_k=layer.top_k * layer.grid.inside.size,
         degrees=layer.degree_candidates,
         own_rank=layer.ranks.rank if layer.stages.local else None,
         host_rows=host_rows,
@@ -780,10 +789,24 @@ def _choose(
         restore = Restore("communicate", restore.hidden)
         if shared.needs_grad:  # else nothing is offloaded at all
             warn_once("too little host memory is left on some rank to offload T_DI: it is sent again instead")
+    if layer.pipeline == SOLVE:
+        found = _solved(layer, restore, rows_TM, most)
+        return Choice(forward=found.forward, backward=found.backward, restore=restore)
     if forward is None:
         found = _searched(layer, shared, restore, plan_for, inputs)
         return Choice(forward=found.forward, backward=found.backward, restore=restore)
     return Choice(forward=forward, backward=layer.pipeline_backward or forward, restore=restore)
+
+
+def _solved(layer: MoELayer, restore: Restore, rows_TM: Tensor, most: int) -> PassDegrees:
+    """What pipeline="solve" takes for ``most`` tokens of a rank."""
+    if layer.ranks.size == 1:
+        return PassDegrees(1, 1)
+    key = (layer.rotates, restore, layer.one_lane)
+    if layer._solver is None or layer._solver[0] != key:
+        layer._solver = (key, Solver(layer.grid, restore if layer.rotates else None, layer.one_lane))
+    modules = layer.experts.local if isinstance(layer.experts, ModuleExperts) else ()
+    return layer._solver[1].degrees(layer.memory_shape(rows_TM), rows_TM, most, layer.t_gar, list(modules))
 
 
 def _searched(
@@ -855,7 +878,8 @@ def _route(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> _Routed:
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
     keep_TK = routing.keep
-    if layer.capacity_factor is not None and keep_TK is None and not _decides_capacity(layer.gate):
+    decided = keep_TK is not None or routing.token is not None or _decides_capacity(layer.gate)
+    if layer.capacity_factor is not None and not decided:
         capacity = expert_capacity(
             layer.capacity_factor, x_TM.shape[0], routing.expert.shape[1], layer.num_experts
         )
@@ -970,8 +994,11 @@ def _check_routing(layer: MoELayer, routing: object, num_tokens: int) -> None:
             raise ValueError(
                 f"gate ({name}) returned {field} of shape {tuple(value.shape)}; it must be {of_shape}"
             )
-    if routing.token is not None and shape[1] != 1:
-        raise ValueError(f"gate ({name}) returned token and {shape[1]} choices a row; there must be 1")
+    if routing.token is not None and (shape[1] != 1 or routing.keep is not None):
+        raise ValueError(
+            f"gate ({name}) returned token with {shape[1]} choices a row; there must be 1, and no keep: it "
+            "names only rows that it keeps"
+        )
     if routing.mix is not None:
         mixed = tuple(tuple(each.shape) for each in (routing.mix.dispatch, routing.mix.combine))
         if mixed != ((num_tokens, shape[0]),) * 2:

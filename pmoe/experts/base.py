@@ -93,11 +93,15 @@ class Experts(nn.Module, abc.ABC):
         self.register_load_state_dict_post_hook(_mark_loaded)  # type: ignore[no-untyped-call]
 
     def mark_parameters(self) -> None:
-        """Sets ``allreduce = False`` on every parameter of experts that ranks do not have alike. Whatever
-        makes new Parameter objects (copying, unpickling, to_empty, load_state_dict with assign=True) loses
-        the mark, and is followed by this."""
-        for parameter in self.parameters() if self.is_parallel else ():
+        """Sets ``allreduce = False`` on every parameter of experts that ranks do not have alike, and
+        ``num_copies`` on b2 where experts are split: it is whole, with the same gradient, on that many ranks.
+        Whatever makes new Parameter objects (copying, unpickling, to_empty, load_state_dict with assign=True)
+        loses the marks, and is followed by this."""
+        shard: Shard = getattr(self, "shard", WHOLE)
+        for name, parameter in self.named_parameters() if self.is_parallel else ():
             parameter.allreduce = False  # type: ignore[attr-defined]
+            if name == "b2" and shard.count > 1:
+                parameter.num_copies = shard.count  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

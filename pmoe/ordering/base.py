@@ -23,5 +23,5 @@ class Order(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, rows_NM: Tensor, row_SK: Tensor, out: Tensor, token_S: Tensor | None = None) -> None:
-        """out (S, M): out[s] = sum_k rows[row_SK[s, k]], in the order of k. With token_S, ascending, out is
-        (T, M) and out[token_S[s]] += rows[row_SK[s, 0]]."""
+        """out (S, M): out[s] = sum_k rows[row_SK[s, k]], in the order of k. With token_S, ascending, K is 1,
+        out is (T, M), and out[t] the sum of the rows of all s with token_S[s] = t, none maybe."""

@@ -20,11 +20,12 @@ class EinsumOrder(Order):
         out.copy_(torch.einsum("nt,tm->nm", dispatch_NT, tokens_TM))
 
     def restore(self, rows_NM: Tensor, row_SK: Tensor, out: Tensor, token_S: Tensor | None = None) -> None:
-        combine_SN = _one_hot(row_SK, rows_NM.shape[0]).sum(1).to(rows_NM.dtype)
+        chosen_SN = _one_hot(row_SK, rows_NM.shape[0]).sum(1)
+        # Rows of other chunks may not have arrived yet, and 0 times anything is not always 0.
+        rows_NM = rows_NM.where(chosen_SN.sum(0).unsqueeze(1) > 0, 0)
+        combine_SN = chosen_SN.to(rows_NM.dtype)
         if token_S is not None:
             combine_SN = _one_hot(token_S, out.shape[0]).to(rows_NM.dtype).t() @ combine_SN
-            out.add_(torch.einsum("tn,nm->tm", combine_SN, rows_NM))
-            return
         out.copy_(torch.einsum("sn,nm->sm", combine_SN, rows_NM))
 
 

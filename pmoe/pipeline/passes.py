@@ -128,8 +128,6 @@ class _Pass:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
         self.hooks = plan.hooks
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
-        if plan.slot_token is not None:
-            self.result_TM.zero_()  # tokens have any number of rows: each is added
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
@@ -332,7 +330,7 @@ class _Pass:
         tokens, top_k = chunk.tokens, plan.top_k
         if self.changes_returning():
             self.home_rows(i, chunk.sent).copy_(self.on_return(i, self.own.pop(f"came.{i}")))
-        row = self.cut.position[tokens.start * top_k : tokens.stop * top_k]
+        row = self.cut.position[chunk.slots]
         home = self.home
         if home is None:
             home, at = self.temporary(self.home_name, i), self.cut.home(i)
@@ -341,19 +339,16 @@ class _Pass:
                 home[-1].zero_()
         if plan.has_drops:
             row = row.clamp(max=home.shape[0] - 1)
-        if plan.slot_token is not None:
-            plan.order.restore(home, row.view(-1, top_k), self.result_TM, plan.slot_token[tokens])
-            return
+        of_slot = plan.slot_token
+        if of_slot is not None:
+            of_slot = of_slot[chunk.slots] - tokens.start
         out_TM = self.result_TM[tokens]
-        plan.order.restore(home, row.view(-1, top_k), out_TM)
+        plan.order.restore(home, row.view(-1, top_k), out_TM, of_slot)
         if self.shared_TM is not None:
             out_TM.add_(self.shared_TM[tokens])
 
     def place_shared(self) -> Tensor:
-        """Where the shared expert's result for all tokens goes: a buffer that `output` adds, or the result
-        itself where `output` adds to that."""
-        if self.plan.slot_token is not None:
-            return self.result_TM
+        """Where the shared expert's result for all tokens goes; `output` adds it."""
         self.shared_TM = torch.empty_like(self.result_TM)
         return self.shared_TM
 
@@ -654,7 +649,7 @@ class _Backward(_Pass):
         weight = given.inputs.weight_TK
         self.weight = weight.reshape(-1)
         # Dropped slots have no row; nothing is ever added to their weight's gradient.
-        self.grad_weight = weight.new_zeros(plan.num_tokens * plan.top_k)
+        self.grad_weight = weight.new_zeros(plan.num_slots)
         self.grad_weight_rows = weight.new_empty(self.cut.num_received)
         journey = self.cut.weights
         if journey is not None:

@@ -6,6 +6,7 @@ M = d_model.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -22,7 +23,7 @@ from pmoe.comm.sharing import Sharing
 from pmoe.experts.base import Experts, Runs
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.base import Order
-from pmoe.ordering.sorted import SortedRows, chunk_bounds
+from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds
 from pmoe.pipeline.callbacks import Hooks
 from pmoe.pipeline.schedule import Stages
 from pmoe.planner.restore import Restore
@@ -32,13 +33,15 @@ from pmoe.planner.restore import Restore
 class Chunk:
     """One micro-batch: a range of this rank's tokens, and the rows that it sends and receives.
 
-    sent: where the rows that travel stand in sorted order. send_rows, recv_rows: one number a rank. relayed:
-    of dispatch and combine (`Exchange.relay_counts`). gathered: what each rank inside the node has received,
-    where experts are sharded. received: the rows by expert, as the experts see them. regroup: index of each
-    of these, in expert order, among the rows as they arrived by source rank; None where the two orders are
-    the same, or where it is not known before the rows' own numbers arrive (`Cut.once`)."""
+    slots: of those tokens. sent: where the rows that travel stand in sorted order. send_rows, recv_rows: one
+    number a rank. relayed: of dispatch and combine (`Exchange.relay_counts`). gathered: what each rank inside
+    the node has received, where experts are sharded. received: the rows by expert, as the experts see them.
+    regroup: index of each of these, in expert order, among the rows as they arrived by source rank; None
+    where the two orders are the same, or where it is not known before the rows' own numbers arrive
+    (`Cut.once`)."""
 
     tokens: slice
+    slots: slice
     sent: slice
     send_rows: tuple[int, ...]
     recv_rows: tuple[int, ...]
@@ -155,7 +158,7 @@ class Plan:
     joined_local: Joined | None
     weight_map: Tensor | None
     top_k: int
-    num_tokens: int
+    num_slots: int
     has_drops: bool
     bypass_local: bool
     sequential: bool
@@ -220,7 +223,7 @@ def make_plan(
     order: Ordered,
     backward_order: Ordered,
     expert_TK: Tensor,
-    slot_token: Tensor | None,
+    tokens: Tokens,
     shared: Shared,
     degrees: Degrees,
     restore: Restore,
@@ -228,7 +231,7 @@ def make_plan(
 ) -> Plan:
     """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
     as the two passes have them; the same object where their chunks are the same."""
-    num_tokens, top_k = expert_TK.shape
+    top_k = expert_TK.shape[1]
     grid, local = modules.grid, modules.stages.local
     same = degrees.forward == degrees.backward
     # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
@@ -238,7 +241,7 @@ def make_plan(
 
     def cut(n: int, rows: Ordered) -> Cut:
         pieces = degrees.pieces if same else n * local
-        return _cut(n, rows, expert_TK, slot_token, bins, modules, pieces)
+        return _cut(n, rows, expert_TK, tokens, bins, modules, pieces)
 
     forward = cut(degrees.forward, order)
     joined_received = joined_local = weight_map = None
@@ -258,11 +261,11 @@ def make_plan(
         joined_local=joined_local,
         weight_map=weight_map,
         top_k=top_k,
-        num_tokens=num_tokens,
+        num_slots=expert_TK.numel(),
         has_drops=has_drops or forward.once is not None,
         bypass_local=local,
         restore=restore,
-        slot_token=slot_token,
+        slot_token=tokens.of_slot,
     )
 
 
@@ -270,12 +273,12 @@ def _cut(
     n: int,
     order: Ordered,
     expert_TK: Tensor,
-    slot_token: Tensor | None,
+    tokens: Tokens,
     bins: Shared,
     modules: Modules,
     num_pieces: int,
 ) -> Cut:
-    num_tokens, top_k = expert_TK.shape
+    top_k = expert_TK.shape[1]
     grid, bypass_local = modules.grid, modules.stages.local
     rank = grid.all.rank
     shared = bins.joined(n)
@@ -294,7 +297,10 @@ def _cut(
     if bypass_local:
         local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
         local_ends = list(_ends(_by_piece(shared.recv_device[:, rank], num_pieces)))
-    bounds = chunk_bounds(num_tokens, n)
+    bounds = chunk_bounds(tokens.count, n)
+    ends = [end * top_k for end in bounds]
+    if tokens.of_slot is not None:  # none of which is dropped
+        ends = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
     chunks, pieces, first = [], [], 0
 
     def add_piece(j: int, first: int) -> int:
@@ -313,6 +319,7 @@ def _cut(
         chunks.append(
             Chunk(
                 tokens=slice(bounds[i], bounds[i + 1]),
+                slots=slice(ends[i], ends[i + 1]),
                 sent=slice(first, first + sum(send_rows)),
                 send_rows=tuple(send_rows),
                 recv_rows=tuple(recv_rows),
@@ -333,7 +340,7 @@ def _cut(
         num_kept = int(shared.send.sum())
         weights = _weight_journey(order.slots, expert_TK, send, recv, fine, num_kept, grid, bypass_local)
         if shared.received_once_device is not None:
-            once = _once(weights, order, expert_TK, shared, fine, n)
+            once = _once(weights, order, expert_TK, tokens, shared, fine, n)
     sent_slot = order.sent.slot[:first]
     token = sent_slot if top_k == 1 else sent_slot // top_k
     return Cut(
@@ -341,7 +348,7 @@ def _cut(
         pieces=tuple(pieces),
         weights=weights,
         slot=order.slots.slot,
-        row_token=token if slot_token is None else slot_token[token],
+        row_token=token if tokens.of_slot is None else tokens.of_slot[token],
         position=order.sent.position,
         once=once,
     )
@@ -355,6 +362,7 @@ def _once(
     weights: WeightJourney,
     order: Ordered,
     expert_TK: Tensor,
+    tokens: Tokens,
     shared: Shared,
     fine: Tensor,
     n: int,
@@ -362,13 +370,13 @@ def _once(
     """Which row carries each weight's token, counted from the first row of its chunk and rank."""
     come_nW = shared.received_once_device
     assert come_nW is not None and order.carrier_TK is not None and order.sent_nP is not None
-    num_tokens, top_k = expert_TK.shape
+    top_k = expert_TK.shape[1]
     slot, num_across = weights.slot, order.sent_nP.shape[1]
-    token = slot // top_k
-    row = order.sent.position[token * top_k + order.carrier_TK.view(-1)[slot]]
+    row = order.sent.position[slot // top_k * top_k + order.carrier_TK.view(-1)[slot]]
+    token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
     # Where the rows of (chunk, rank) begin among all that this rank sends.
     sent = order.sent_nP.view(-1)
-    chunk = ((token + 1) * n - 1) // max(num_tokens, 1)
+    chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
     destination = expert_TK.reshape(-1)[slot] // shared.send.shape[2]
     number = (row - (sent.cumsum(0) - sent)[chunk * num_across + destination]).int()
     base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)

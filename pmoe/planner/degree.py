@@ -10,23 +10,30 @@ LEAST_ROWS = 1024
 (bench/bench_overlap.py: n = 2 to 4 is best at 4096 rows a rank)."""
 
 
-def check_pipeline(pipeline: bool | int) -> None:
-    """Raises TypeError unless a bool or an int, ValueError for an int below 1."""
+SOLVE = "solve"
+"""The argument that asks FSMoE's solver for the degrees."""
+
+
+def check_pipeline(pipeline: bool | int | str) -> None:
+    """Raises TypeError unless a bool, an int or "solve", ValueError for an int below 1."""
+    if pipeline == SOLVE:
+        return
     if not isinstance(pipeline, int):
         raise TypeError(f"pipeline ({pipeline!r}) must be False, True or an int")
     if not isinstance(pipeline, bool) and pipeline < 1:
         raise ValueError(f"pipeline ({pipeline}) must be False, True or an int of at least 1")
 
 
-def check_backward(pipeline: bool | int, pipeline_backward: int | None) -> None:
+def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) -> None:
     """Raises TypeError unless None or an int, ValueError where neither n divides the other."""
     if pipeline_backward is None:
         return
     if not isinstance(pipeline_backward, int) or isinstance(pipeline_backward, bool):
         raise TypeError(f"pipeline_backward ({pipeline_backward!r}) must be None or an int")
-    if pipeline is True:
+    if pipeline is True or isinstance(pipeline, str):
         raise ValueError(
-            f"pipeline_backward ({pipeline_backward}) must be None where pipeline is True, which chooses both"
+            f"pipeline_backward ({pipeline_backward}) must be None where pipeline is {pipeline}, "
+            "which chooses both"
         )
     n = int(pipeline) or 1
     if pipeline_backward < 1 or (n % pipeline_backward and pipeline_backward % n):
@@ -35,9 +42,9 @@ def check_backward(pipeline: bool | int, pipeline_backward: int | None) -> None:
         )
 
 
-def fixed_degree(pipeline: bool | int) -> int | None:
+def fixed_degree(pipeline: bool | int | str) -> int | None:
     """n where the argument alone decides it, None where it depends on the batch."""
-    if pipeline is True:
+    if pipeline is True or isinstance(pipeline, str):
         return None
     return 1 if pipeline is False else int(pipeline)
 

@@ -135,7 +135,7 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     """Section 5's two steps: bytes for each layer's dense and MoE part, and for the end.
 
     all_reduce: seconds of bytes. ready_bytes: gradients that are there before the first layer, such as those
-    of the model's head. Seconds: dozens of layers take about one.
+    of the model's head. Dozens of layers take a tenth of a second.
 
     Raises ValueError for no layers, negative bytes, or a line with a negative number.
     Example: one layer, 1000 bytes ready, 1 s a byte, 300 s dense, nothing idle beside its experts -> 300

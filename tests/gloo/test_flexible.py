@@ -4,8 +4,11 @@ that travel once or in a hierarchy, shared experts, orders, and callbacks, in co
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import pmoe
+import pmoe.gates
+import pmoe.layer
+from pmoe.pipeline import solve
+from pmoe.pipeline.plan import make_plan
+from pmoe.planner.costs import Fit, LineCost
+from pmoe.planner.profile import Operations
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
 
@@ -141,7 +150,8 @@ class WithMore(Definition):
 
 
 def expected(world: int, case: Case) -> list[dict[str, Tensor]]:
-    """By rank what `run` finds, from loops and autograd; the shared expert's gradients are each rank's own."""
+    """By rank what `run` finds, from loops and autograd; the shared expert's gradients are each rank's
+    own."""
     alone = {
         name: value for name, value in case.options.items() if name not in ("dispatch", "combine", "nodes")
     }
@@ -353,3 +363,174 @@ def test_the_einsum_order_equals_the_definition(world: int, n: int) -> None:
     for once, capacity in ((False, 0.6), (True, None)):
         options = {"pipeline": n, "order": "einsum", "send_once": once, "capacity_factor": capacity}
         check(world, Case(4, 2, options=options))
+
+
+# ---- gates: a layer with any gate is the sum of its experts' outputs times the gate's own weights -----
+
+
+GATES = [name for name in pmoe.gates.GATES if name not in ("noisy_topk", "random")] + ["noisy_topk"]
+
+
+def gated_job(rank: int, world: int, gate: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Outputs and gradients of the layer, and of a loop over what its gate says, on this rank's tokens."""
+    torch.manual_seed(7)
+    capacity, top_k = None if gate == "soft" else 0.9, 1 if gate == "switch" else 2
+    layer = pmoe.MoELayer(
+        D_MODEL, D_HIDDEN, 4, top_k, gate=gate, capacity_factor=capacity, dtype=torch.float64, **options
+    ).eval()
+    whole = pmoe.MoELayer(
+        D_MODEL, D_HIDDEN, 4, top_k, gate=gate, capacity_factor=capacity, dtype=torch.float64, group=alone()
+    ).eval()
+    whole.gate.load_state_dict(layer.gate.state_dict())
+    whole.experts.load_state_dict(gathered(layer, world))
+    xs, grads = inputs(world)
+    ids = torch.arange(xs[rank].shape[0]) * 7 + rank
+    x = xs[rank].requires_grad_()
+    y = layer(x, token_ids=ids)
+    (y * grads[rank]).sum().backward()
+    x_plain = xs[rank].detach().clone().requires_grad_()
+    y_plain = plainly(whole, x_plain, ids)
+    (y_plain * grads[rank]).sum().backward()
+    found = {"y": y.detach() - y_plain.detach(), "x": x.grad - x_plain.grad}
+    for name, parameter in layer.gate.named_parameters():
+        other = dict(whole.gate.named_parameters())[name].grad
+        other = torch.zeros_like(parameter) if other is None else other
+        found[name] = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad) - other
+    return found
+
+
+_alone: list[torch.distributed.ProcessGroup] = []
+
+
+def alone() -> torch.distributed.ProcessGroup:
+    """A group of this rank only."""
+    if not _alone:
+        groups = [torch.distributed.new_group([rank]) for rank in range(torch.distributed.get_world_size())]
+        _alone.append(groups[torch.distributed.get_rank()])
+    return _alone[0]
+
+
+def gathered(layer: pmoe.MoELayer, world: int) -> dict[str, Tensor]:
+    found = {}
+    for name, value in layer.experts.state_dict().items():
+        parts = [torch.empty_like(value) for _ in range(world)]
+        torch.distributed.all_gather(parts, value.contiguous())
+        found[name] = torch.cat(parts)
+    return found
+
+
+def plainly(layer: pmoe.MoELayer, x: Tensor, ids: Tensor) -> Tensor:
+    """The definition over a `Routing`: every named row through its expert, times its weight, to its token."""
+    gate = layer.gate
+    routing = gate(x, ids) if gate.needs_token_ids else gate(x)
+    rows = x if routing.mix is None else routing.mix.dispatch.t() @ x
+    keep = routing.keep
+    if keep is None and layer.capacity_factor is not None and not gate.decides_capacity:
+        keep = kept_in_order(routing.expert, layer.capacity_factor, layer.num_experts)
+    outs = [torch.zeros(D_MODEL, dtype=torch.float64) for _ in range(rows.shape[0])]
+    experts = layer.experts
+    for s in range(routing.expert.shape[0]):
+        t = s if routing.token is None else int(routing.token[s])
+        for k in range(routing.expert.shape[1]):
+            if keep is not None and not keep[s, k]:
+                continue
+            e = int(routing.expert[s, k])
+            hidden = F.gelu(experts.w1[e] @ rows[t] + experts.b1[e])
+            outs[t] = outs[t] + routing.weight[s, k] * (experts.w2[e] @ hidden + experts.b2[e])
+    y = torch.stack(outs) if outs else rows * 0.0
+    return y if routing.mix is None else routing.mix.combine @ y
+
+
+def kept_in_order(expert_TK: Tensor, factor: float, num_experts: int) -> Tensor:
+    capacity = math.ceil(factor * expert_TK.numel() / num_experts)
+    used = [0] * num_experts
+    keep = torch.zeros_like(expert_TK, dtype=torch.bool)
+    for s, k in itertools.product(range(expert_TK.shape[0]), range(expert_TK.shape[1])):
+        e = int(expert_TK[s, k])
+        keep[s, k] = used[e] < capacity
+        used[e] += 1
+    return keep
+
+
+OPTIONS = [{"pipeline": 1}, {"pipeline": 3, "memory_reuse": "S4"}, {"pipeline": 2, "send_once": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_gate_runs_in_every_layer(world: int, gate: str, options: dict[str, Any]) -> None:
+    for found in ranks(world).run(gated_job, gate, options):
+        for name, difference in found.items():
+            assert difference.numel() == 0 or difference.abs().max() < 1e-11, name
+
+
+# ---- pipeline="solve" -----------------------------------------------------------------------------
+
+
+def lines(alpha: float, message: float, compute: float) -> Operations:
+    def fit(beta: float) -> Fit:
+        return Fit(line=LineCost(alpha, beta), r_squared=1.0, num_sizes=3)
+
+    return Operations(
+        num_across=2,
+        num_inside=2,
+        gemm=fit(compute),
+        all_to_all=fit(message),
+        all_gather=fit(message),
+        reduce_scatter=fit(message),
+        all_reduce=fit(message),
+        seconds=0.0,
+    )
+
+
+def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tuple[dict[str, Any], list[int]]:
+    seen = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        plan = make_plan(*args, **kwargs)
+        seen.extend([len(plan.forward.chunks), len(plan.backward.chunks)])
+        return plan
+
+    with (
+        mock.patch.object(solve, "operations_of", lambda *_: operations),
+        mock.patch.object(pmoe.layer, "make_plan", noted),
+    ):
+        return run(rank, world, case), seen
+
+
+@pytest.mark.parametrize("reuse", [False, pmoe.Restore("keep", "keep"), "S4"], ids=str)
+@pytest.mark.parametrize("world, ep, esp", [(2, None, None), (2, 1, 2), (4, 2, 2)])
+def test_solved_degrees_follow_the_costs_and_change_no_result(
+    world: int, ep: int | None, esp: int | None, reuse: Any
+) -> None:
+    case = Case(4, 2, ep, esp, options={"pipeline": "solve", "memory_reuse": reuse})
+    wanted = expected(world, replace(case, options={"memory_reuse": reuse}))
+    degrees = {}
+    for name, costs in {
+        "messages cost nothing": lines(1e-3, 0.0, 1e-9),
+        "chunks cost nothing": lines(0.0, 1e-6, 1e-6),
+        "backward alone is worth a second chunk": lines(2e-4, 1.5e-6, 1e-6),
+    }.items():
+        for rank, (got, seen) in enumerate(ranks(world).run(solved_job, case, costs)):
+            degrees.setdefault(name, seen)
+            assert seen == degrees[name], "the same on every rank"
+            for key, value in wanted[rank].items():
+                value = part_of(key, value, case, rank, world) if key.startswith("experts.") else value
+                assert relative_error(got[key], value) < 1e-12, f"{name}: rank {rank}, {key}"
+    assert degrees["messages cost nothing"] == [1, 1]
+    assert degrees["chunks cost nothing"] == [16, 16]
+    if reuse is False:
+        assert len(set(degrees["backward alone is worth a second chunk"])) == 1
+
+
+def measured_job(rank: int, world: int, folder: str) -> bool:
+    os.environ["PMOE_CACHE"] = folder
+    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, pipeline="solve", mesh=mesh_of(1, 2, False))
+    layer(torch.randn(64, D_MODEL)).sum().backward()
+    user = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, pipeline="solve", expert=Gated)
+    user(torch.randn(64, D_MODEL, dtype=torch.float64)).sum().backward()
+    return all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_solved_degrees_are_measured_on_the_live_groups(tmp_path: Any) -> None:
+    assert all(ranks(2).run(measured_job, str(tmp_path)))

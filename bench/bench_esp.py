@@ -1,0 +1,437 @@
+"""Experts sharded over the ranks of a node: what is it worth that links inside and between them work at once?
+
+4 ranks on 2 nodes, one thread each, on two-level links. The rates are set so that between nodes (S and R),
+inside nodes (AG and RS) and in the experts (C) a forward pass spends the same time: then a layer with one
+communication lane (`MoELayer(one_lane=True)`), where AG and RS queue behind S and R, has twice as much to
+send as to compute. Prints forward and step for each n with two lanes, with one, and in sequence, the ratios
+one lane / two lanes, and beside them the ideal: the simulator's, where nothing but those three costs
+anything.
+
+    python bench/bench_esp.py                              # modelled links
+    sudo python bench/bench_esp.py --link real --out /tmp  # network namespaces, token buckets
+
+The ideal of forward, in units of the experts' time: at n = 4 two lanes take 1.5, one lane 2, ratio 1.33; at
+n = 8 it is 1.25, 2 and 1.6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+import pmoe
+from bench.links import INFINITE, launch
+from bench.timing import Timing, machine, table, write_json
+from pmoe.pipeline import Kind, Span, Stages, backward_schedule, forward_schedule, recording, sequential
+from pmoe.planner.simulator import makespan, simulate
+from pmoe.planner.timeline import bars, chrome_trace
+
+DIRECTIONS = ("forward", "backward")
+PARTS = (*DIRECTIONS, "step")
+VARIANTS = ("two lanes", "one lane", "sequential")
+NODES, RANKS_PER_NODE = 2, 2
+WORLD = NODES * RANKS_PER_NODE
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One layer and batch, letters as in DESIGN.md."""
+
+    tokens: int = 2048
+    top_k: int = 1
+    d_model: int = 512
+    d_hidden: int = 4096
+    num_experts: int = 4
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.d_model
+
+    @property
+    def rows(self) -> int:
+        """Routed rows of each rank: its S and its R carry as many, and what is gathered of each rank is as
+        many, for routing is even."""
+        return self.tokens * self.top_k
+
+    @property
+    def between_bytes(self) -> int:
+        """What a rank sends to the other node in a pass: S and R of those rows that do not stay."""
+        return 2 * self.rows * (NODES - 1) // NODES * self.row_bytes
+
+    @property
+    def inside_bytes(self) -> int:
+        """What a rank sends inside its node in a pass: AG and RS of all rows."""
+        return 2 * self.rows * (RANKS_PER_NODE - 1) * self.row_bytes
+
+
+def make_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (NODES, RANKS_PER_NODE), mesh_dim_names=("ep", "esp"))
+
+
+def make_layer(setting: Setting, mesh: DeviceMesh) -> tuple[pmoe.MoELayer, Tensor, Tensor]:
+    """(layer, x, dy) with the same number of rows for every expert: the load is not what is measured."""
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts, setting.top_k, mesh=mesh)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(setting.tokens, setting.d_model)
+    first = torch.randperm(setting.tokens) % setting.num_experts
+    with torch.no_grad():
+        layer.gate.weight.normal_(std=1e-3)
+        layer.gate.weight[:, : setting.num_experts] += torch.eye(setting.num_experts)
+        for choice in range(setting.top_k):
+            x[torch.arange(setting.tokens), (first + choice) % setting.num_experts] += 10
+    return layer, x.requires_grad_(), torch.randn(setting.tokens, setting.d_model)
+
+
+class Step:
+    """Runs forward and backward of the layer in one way; times of both, of this rank."""
+
+    def __init__(self, setting: Setting, mesh: DeviceMesh) -> None:
+        self.layer, self.x, self.dy = make_layer(setting, mesh)
+
+    def __call__(self, n: int, variant: str) -> dict[str, float]:
+        self.layer.pipeline = n
+        self.layer.one_lane, self.layer.sequential = variant != "two lanes", variant == "sequential"
+        self.x.grad = None
+        self.layer.zero_grad(set_to_none=True)
+        dist.barrier()
+        start = time.perf_counter()
+        y = self.layer(self.x)
+        middle = time.perf_counter()
+        y.backward(self.dy)
+        end = time.perf_counter()
+        return {"forward": middle - start, "backward": end - middle, "step": end - start}
+
+
+Run = Callable[[], dict[str, float]]
+
+
+def messages_alone(setting: Setting, group: dist.ProcessGroup, sent: Sequence[int]) -> Run:
+    """The two messages of a pass on one sort of link, each whole. sent: rows for each rank."""
+    rows = torch.randn(sum(sent), setting.d_model)
+    received = torch.empty_like(rows)
+
+    def run() -> dict[str, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(2):
+            dist.all_to_all_single(received, rows, list(sent), list(sent), group=group)
+        seconds = time.perf_counter() - start
+        return {"forward": seconds, "backward": seconds, "step": 2 * seconds}
+
+    return run
+
+
+def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dict[str, Timing]]:
+    """Every run once a round, each round from another one on; the slowest rank's times."""
+    samples = torch.zeros(len(runs), len(PARTS), rounds, dtype=torch.float64)
+    every = list(runs.values())
+    for round_ in range(-warmup, rounds):
+        for turn in range(len(every)):
+            i = (turn + round_) % len(every)
+            times = every[i]()
+            if round_ >= 0:
+                samples[i, :, round_] = torch.tensor([times[part] for part in PARTS])
+    dist.all_reduce(samples, op=dist.ReduceOp.MAX)
+    return {
+        name: {part: Timing(tuple(samples[i, j].tolist())) for j, part in enumerate(PARTS)}
+        for i, name in enumerate(runs)
+    }
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a pass in which every task waits for the one before and the links have no limit, the mean of
+    the ranks: of its tasks by kind, and of what is outside its schedule."""
+
+    tasks: dict[str, dict[str, float]]
+    outside: dict[str, float]
+
+    @property
+    def experts(self) -> float:
+        """C of forward."""
+        return self.tasks["forward"][Kind.COMPUTE.value]
+
+
+def measure_work(step: Step, rounds: int) -> Work:
+    """Medians over rounds at n = 1, means over ranks: they compute at the same time, on fewer cores."""
+    samples: dict[tuple[str, str], list[float]] = {}
+    for turn in range(rounds + 1):
+        with recording() as journal:
+            times = step(1, "sequential")
+        if not turn:
+            continue
+        for direction in DIRECTIONS:
+            spans = [span for span in journal.spans if span.direction == direction]
+            for span in spans:
+                samples.setdefault((direction, span.kind.value), []).append(span.end - span.start)
+            covered = max(span.end for span in spans) - min(span.start for span in spans)
+            samples.setdefault((direction, "outside"), []).append(times[direction] - covered)
+    medians = torch.tensor([statistics.median(values) for values in samples.values()], dtype=torch.float64)
+    dist.all_reduce(medians)
+    found = dict(zip(samples, (medians / dist.get_world_size()).tolist(), strict=True))
+    return Work(
+        tasks={
+            direction: {
+                kind: seconds
+                for (at, kind), seconds in found.items()
+                if at == direction and kind != "outside"
+            }
+            for direction in DIRECTIONS
+        },
+        outside={direction: found[direction, "outside"] for direction in DIRECTIONS},
+    )
+
+
+# ---- the ideal
+
+
+def run_seconds(n: int, variant: str, cost: Callable[[str, Kind], float]) -> dict[str, float]:
+    """The simulator's times. cost: of a direction's kind of task, all chunks together."""
+    stages = Stages(local=False, remote=True, sharded=True, one_lane=variant != "two lanes")
+    found = {}
+    for direction, build in (("forward", forward_schedule), ("backward", backward_schedule)):
+        schedule = build(n, stages)
+        schedule = sequential(schedule) if variant == "sequential" else schedule
+
+        def seconds(task: Any, direction: str = direction) -> float:
+            return cost(direction, task.kind) / (1 if task.chunk < 0 else n)
+
+        found[direction] = makespan(simulate(schedule.tasks, seconds))
+    return {**found, "step": found["forward"] + found["backward"]}
+
+
+BETWEEN, INSIDE = (Kind.DISPATCH, Kind.COMBINE), (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+
+def ideal_cost(direction: str, kind: Kind) -> float:
+    """Communication of either sort and the experts' forward 1, half of it S and AG; their backward twice."""
+    return 0.5 if kind in (*BETWEEN, *INSIDE) else float(kind in (Kind.COMPUTE, Kind.WGRAD))
+
+
+def measured_cost(work: Work, between: float, inside: float) -> Callable[[str, Kind], float]:
+    """between, inside: seconds of a pass's messages. Tasks of the compute lane cost what they cost alone."""
+
+    def cost(direction: str, kind: Kind) -> float:
+        if kind in BETWEEN:
+            return between / 2
+        if kind in INSIDE:
+            return inside / 2
+        return work.tasks[direction].get(kind.value, 0.0)
+
+    return cost
+
+
+# ---- one rank
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 brings home."""
+
+    work: Work
+    work_afterwards: Work
+    bytes_per_second: dict[str, float]
+    times: dict[str, dict[str, Timing]]
+    traffic: dict[str, int]
+    spans: dict[str, list[Span]]
+    load: list[float]
+
+
+def run_name(n: int, variant: str) -> str:
+    return f"{variant}, n={n}"
+
+
+def runs_of(degrees: list[int]) -> list[tuple[int, str]]:
+    return [(1, "sequential")] + [(n, variant) for n in degrees for variant in VARIANTS[:2]]
+
+
+def recorded(step: Step, n: int, variant: str, runs: int = 3) -> list[Span]:
+    """The spans of a step, the middle one of a few by time."""
+    found = []
+    for _ in range(runs):
+        with recording() as journal:
+            seconds = step(n, variant)["step"]
+        found.append((seconds, journal.spans))
+    return sorted(found, key=lambda each: each[0])[runs // 2][1]
+
+
+def run_rank(link: Any, setting: Setting, degrees: list[int], rounds: int) -> Result:
+    mesh = make_mesh()
+    step = Step(setting, mesh)
+    link.set_rates(inter=INFINITE, intra=INFINITE)
+    work = measure_work(step, rounds)
+    load = [os.getloadavg()[0]]
+    rates = {"inter": setting.between_bytes / work.experts, "intra": setting.inside_bytes / work.experts}
+    link.set_rates(**rates)
+    across, inside = mesh.get_local_rank("ep"), mesh.get_local_rank("esp")
+    others = [0 if r == across else setting.rows // NODES for r in range(NODES)]
+    peers = [0 if r == inside else setting.rows for r in range(RANKS_PER_NODE)]
+    runs: dict[str, Run] = {
+        "between nodes alone": messages_alone(setting, mesh.get_group("ep"), others),
+        "inside nodes alone": messages_alone(setting, mesh.get_group("esp"), peers),
+    }
+    for n, variant in runs_of(degrees):
+        runs[run_name(n, variant)] = functools.partial(step, n, variant)
+    times = measure(runs, rounds)
+    load.append(os.getloadavg()[0])
+    before = asdict(step.layer.traffic)
+    step(degrees[-1], "two lanes")
+    traffic = {name: sent - before[name] for name, sent in asdict(step.layer.traffic).items()}
+    spans = {run_name(n, variant): recorded(step, n, variant) for n, variant in runs_of(degrees)}
+    link.set_rates(inter=INFINITE, intra=INFINITE)
+    again = measure_work(step, rounds)
+    load.append(os.getloadavg()[0])
+    return Result(work, again, rates, times, traffic, spans, load)
+
+
+# ---- the report
+
+
+def best(result: Result, degrees: list[int], variant: str, part: str) -> int:
+    return min(degrees, key=lambda n: result.times[run_name(n, variant)][part].median)
+
+
+def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
+    """One row for each n: milliseconds, ratios one lane / two lanes, the ideal and the simulator's with the
+    measured costs of all tasks."""
+    between = result.times["between nodes alone"]["forward"].median
+    inside = result.times["inside nodes alone"]["forward"].median
+    costs = {"ideal": ideal_cost, "predicted": measured_cost(result.work, between, inside)}
+    rows = []
+    for n in degrees:
+        two, one = (result.times[run_name(n, variant)] for variant in VARIANTS[:2])
+        row: dict[str, Any] = {"n": n}
+        for part in ("forward", "step"):
+            row[f"{part} two ms"] = two[part].median * 1e3
+            row[f"{part} one ms"] = one[part].median * 1e3
+            row[f"{part} one/two"] = two[part].speedup_over(one[part])
+            for name, cost in costs.items():
+                simulated = {variant: run_seconds(n, variant, cost)[part] for variant in VARIANTS[:2]}
+                if name == "predicted":
+                    outside = sum(
+                        seconds
+                        for direction, seconds in result.work.outside.items()
+                        if part in (direction, "step")
+                    )
+                    simulated = {variant: seconds + outside for variant, seconds in simulated.items()}
+                    row[f"{part} two predicted ms"] = simulated["two lanes"] * 1e3
+                row[f"{part} {name}"] = simulated["one lane"] / simulated["two lanes"]
+        rows.append(row)
+    return rows
+
+
+def summary(result: Result, degrees: list[int]) -> dict[str, Any]:
+    """At each variant's best n, by part: the ratios of medians to two lanes."""
+    found: dict[str, Any] = {}
+    for part in ("forward", "step"):
+        at = {variant: best(result, degrees, variant, part) for variant in VARIANTS[:2]}
+        two, one = (result.times[run_name(at[v], v)][part] for v in VARIANTS[:2])
+        whole = result.times[run_name(1, "sequential")][part]
+        found[part] = {
+            "best_n": at,
+            "one_lane_over_two": two.speedup_over(one),
+            "sequential_over_two": two.speedup_over(whole),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="n to run")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of each rank")
+    parser.add_argument("--top-k", type=int, default=Setting.top_k)
+    parser.add_argument("--d-model", type=int, default=Setting.d_model)
+    parser.add_argument("--d-hidden", type=int, default=Setting.d_hidden)
+    parser.add_argument("--num-experts", type=int, default=Setting.num_experts)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON")
+    args = parser.parse_args()
+    setting = Setting(
+        tokens=args.tokens,
+        top_k=args.top_k,
+        d_model=args.d_model,
+        d_hidden=args.d_hidden,
+        num_experts=args.num_experts,
+    )
+    if setting.tokens % setting.num_experts or setting.num_experts % NODES:
+        parser.error("--num-experts must divide --tokens and be even: every expert gets as many rows")
+    if setting.top_k > setting.num_experts // 2 and setting.top_k != setting.num_experts:
+        parser.error("--top-k must be at most half of --num-experts")
+    degrees = sorted({1, *args.degrees})
+    started = machine()
+    result: Result = launch(
+        WORLD,
+        run_rank,
+        args.link,
+        INFINITE,
+        (setting, degrees, args.rounds),
+        ranks_per_node=RANKS_PER_NODE,
+        timeout_seconds=1500,
+    )[0]
+    rows, at_best = report_rows(result, degrees), summary(result, degrees)
+    rates = result.bytes_per_second
+    print(f"{NODES} nodes of {RANKS_PER_NODE} ranks on {started['usable_cores']} cores, one thread each")
+    print(setting)
+    print(
+        f"{args.link} links, MB/s of a rank: {rates['inter'] / 1e6:.2f} between nodes, "
+        f"{rates['intra'] / 1e6:.2f} inside; medians of {args.rounds} rounds"
+    )
+    print(f"load average before, between and after: {', '.join(f'{load:.1f}' for load in result.load)}")
+    print(
+        f"a forward pass: experts {result.work.experts * 1e3:.0f} ms (afterwards "
+        f"{result.work_afterwards.experts * 1e3:.0f}), "
+        f"between nodes {result.times['between nodes alone']['forward'].median * 1e3:.0f} ms, "
+        f"inside nodes {result.times['inside nodes alone']['forward'].median * 1e3:.0f} ms, "
+        f"outside its schedule {result.work.outside['forward'] * 1e3:.0f} ms"
+    )
+    print(table(rows))
+    for part, found in at_best.items():
+        one, whole = found["one_lane_over_two"], found["sequential_over_two"]
+        print(
+            f"{part}, each at its best n ({found['best_n']}): one lane takes {one:.2f} x the time of two, "
+            f"in sequence {whole:.2f} x"
+        )
+    expected = 2 * (setting.between_bytes + setting.inside_bytes)
+    print(f"bytes sent in a step: {result.traffic['rows']} of rows (expected {expected}), {result.traffic}")
+    stem = args.out / f"esp_{args.link}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    chrome_trace(f"{stem}.trace.json", {name: bars(spans) for name, spans in result.spans.items()})
+    write_json(
+        f"{stem}.json",
+        setting=asdict(setting),
+        link=args.link,
+        bytes_per_second=rates,
+        machine_before=started,
+        load_average_1min=result.load,
+        rounds=args.rounds,
+        work=asdict(result.work),
+        work_afterwards=asdict(result.work_afterwards),
+        rows=rows,
+        at_best_n=at_best,
+        times=result.times,
+        traffic_bytes=result.traffic,
+    )
+    print(f"wrote {stem}.json, {stem}.trace.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Experts beside data and model parallelism: the meshes of DP x MP x EP x ESP, the reduction of gradients
+after backward, and the norm of all of them (FSMoE, section 2.2 and Fig. 2).
+
+The same P ranks are laid out twice: the dense part over ("dp", "mp"), the experts over ("edp", "ep", "esp").
+Model parallelism of the dense part is `torch.distributed.tensor.parallel`'s, over ``meshes.dense["mp"]``;
+the experts' is `MoELayer(mesh=meshes.experts)`. Every token meets the MoE layer on one rank alone: tokens
+that the ranks of "mp" hold alike must be split among them before it (Fig. 2's ReduceScatter).
+
+What backward leaves in ``.grad``, and over whom it is summed:
+
+| parameters | .grad is from | summed over |
+|---|---|---|
+| plain dense ones, the gate and shared experts among them | this rank's tokens | all P ranks |
+| plain dense ones named ``replicated`` | its "mp" group's tokens | all P ranks, divided by MP |
+| DTensors split over "mp" | its "mp" group's tokens | "dp" |
+| DTensors replicated over "mp" | either: its placement is Partial or Replicate | as the first or the second |
+| experts (``allreduce = False``) | the tokens of its "ep" x "esp" ranks | "edp" |
+
+Letters: P ranks; DP, MP, EDP, EP, ESP the sizes of the dimensions: P = DP * MP = EDP * EP * ESP.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+from pmoe.comm.grid import ACROSS, INSIDE
+from pmoe.layer import MoELayer
+
+DP, MP, EDP = "dp", "mp", "edp"
+"""Names of the meshes' other dimensions."""
+
+BUCKET_BYTES = 32 << 20
+"""Of gradients that share one all-reduce. Two buckets are under way at a time: the memory that this takes."""
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The P ranks, laid out for the dense part and for the experts. Made by `make_meshes`."""
+
+    dense: DeviceMesh
+    """("dp", "mp")"""
+    sparse: DeviceMesh
+    """("edp", "ep", "esp")"""
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """("ep", "esp") around this rank: what a `MoELayer` takes as mesh."""
+        return self.sparse[ACROSS, INSIDE]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dense.size()
+
+    def size(self, name: str) -> int:
+        """Of the dimension "dp", "mp", "edp", "ep" or "esp"."""
+        return dist.get_world_size(self.group(name))
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """This rank's group along a dimension."""
+        return (self.dense if name in (DP, MP) else self.sparse).get_group(name)
+
+
+def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | None = None) -> Meshes:
+    """Lays the ranks of the default group out as ("dp", "mp") and as ("edp", "ep", "esp").
+
+    mp: ranks that share a dense layer. ep: ranks over which experts are spread. esp: ranks over which each
+    expert's hidden columns are split, such as where there are more ranks than experts. What is left is
+    data-parallel: DP = P / mp copies of the dense part, EDP = P / (ep * esp) of the experts. Ranks of "mp"
+    and of "esp" are neighbours: of one node. device_type: None goes by the backend.
+
+    Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp" and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and
+    (1, 3), "edp" each rank alone.
+
+    Every rank must call it alike; a second call with the same arguments returns the same meshes, so that no
+    groups pile up. Raises ValueError where the sizes do not tile the ranks.
+    """
+    for name, size in {"mp": mp, "ep": ep, "esp": esp}.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} ({size!r}) must be an int of at least 1")
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("torch.distributed must be initialised (init_process_group) before make_meshes")
+    num_ranks = dist.get_world_size()
+    if num_ranks % mp:
+        raise ValueError(f"mp ({mp}) must divide the number of ranks ({num_ranks})")
+    if num_ranks % (ep * esp):
+        raise ValueError(f"ep * esp ({ep} * {esp}) must divide the number of ranks ({num_ranks})")
+    if device_type is None:
+        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, {})
+    key = (mp, ep, esp, device_type)
+    if key not in made:
+        dense = init_device_mesh(device_type, (num_ranks // mp, mp), mesh_dim_names=(DP, MP))
+        shape = (num_ranks // (ep * esp), ep, esp)
+        made[key] = Meshes(dense, init_device_mesh(device_type, shape, mesh_dim_names=(EDP, ACROSS, INSIDE)))
+    return made[key]
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Meshes]]
+_made = weakref.WeakKeyDictionary()
+"""By default group: another one may follow in the same process."""
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether data-parallel wrappers must leave this parameter alone: DistributedDataParallel, by
+    ``_set_params_and_buffers_to_ignore_for_model(model, names)`` with the names of these."""
+    return not getattr(parameter, "allreduce", True)
+
+
+@torch.no_grad()
+def reduce_gradients(
+    model: nn.Module,
+    meshes: Meshes,
+    *,
+    divide_by: float | Tensor | None = None,
+    experts_only: bool = False,
+    replicated: Iterable[nn.Parameter] = (),
+) -> None:
+    """After backward, makes each gradient that of one process whose loss is the sum of all ranks' losses,
+    divided by divide_by.
+
+    divide_by: None is P, for the mean of P losses, each of its rank's own tokens. DP, where the ranks of "mp"
+        compute one loss alike (from an output that a DTensor gathered: torch counts its gradient once). 1 for
+        the sum. The number of all ranks' tokens, a tensor if need be, where losses are sums over tokens.
+    experts_only: the dense part is another's to reduce, such as DistributedDataParallel's; for what it must
+        leave out, see `is_expert`.
+    replicated: plain dense parameters whose gradients the ranks of "mp" hold alike, whole: those of modules
+        that get the same tokens and the same output gradients on each of them. Not what comes behind a split
+        of the tokens (the gate, say), nor what comes before one by plain indexing, whose gradient is of this
+        rank's part alone. DTensors tell by themselves and must not be named.
+
+    Gradients change in place, in few all-reduces, the same ones on every rank: one that is None counts as
+    zero and becomes zero, even where it is None everywhere (requires_grad=False is for what is not trained).
+
+    Raises ValueError where a `MoELayer` of the model is not of these meshes, a DTensor is not on
+    ``meshes.dense["mp"]``, a gradient is sparse, or ``replicated`` or ``divide_by`` are wrong.
+    """
+    divide_by = _checked_divisor(meshes.num_ranks if divide_by is None else divide_by)
+    _check_layers(model, meshes)
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    alike = _checked_replicated(model, replicated)
+    groups = {"all": dist.group.WORLD, DP: meshes.group(DP), EDP: meshes.group(EDP)}
+    scaled: dict[tuple[int, object, object], list[Tensor]] = {}
+    summed: dict[tuple[str, object, object], list[Tensor]] = {}
+    for name, parameter in named.items():
+        if experts_only and not is_expert(parameter):
+            continue
+        over, copies, gradient = _summand(name, parameter, meshes, id(parameter) in alike)
+        scaled.setdefault((copies, gradient.device, gradient.dtype), []).append(gradient)
+        summed.setdefault((over, gradient.device, gradient.dtype), []).append(gradient)
+    for (copies, _, _), gradients in scaled.items():
+        torch._foreach_div_(gradients, divide_by * copies)
+    _all_reduce(
+        (groups[over], bucket)
+        for (over, _, _), gradients in summed.items()
+        if dist.get_world_size(groups[over]) > 1
+        for bucket in _buckets(gradients)
+    )
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    model: nn.Module,
+    max_norm: float,
+    meshes: Meshes,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` of the model that all ranks hold together; call it on every rank,
+    after the gradients are reduced.
+
+    Returns the norm over all gradients before clipping, the same on every rank, in float32 or wider. Each
+    value counts once however many ranks hold it: plain dense ones, experts, what experts that are split over
+    "esp" hold alike (their ``num_copies``), DTensors of any mesh. Gradients are scaled in place by
+    min(1, max_norm / (norm + 1e-6)). One all-reduce of a scalar; the host waits for nothing unless
+    error_if_nonfinite, which raises RuntimeError on every rank where the norm is NaN or infinite.
+    """
+    norm_type = float(norm_type)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm ({max_norm}) must be a number of at least 0")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
+    gradients: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient, copies = _local(parameter.grad), _num_copies(name, parameter, meshes)
+            gradients.setdefault((gradient.device, gradient.dtype, copies), []).append(gradient)
+    norm = _norm(gradients, norm_type, _device_of(model, meshes))
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of all gradients ({norm.item()}) must be finite, or "
+            "error_if_nonfinite False"
+        )
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for (device, *_), tensors in gradients.items():
+        torch._foreach_mul_(tensors, scale.to(device))
+    return norm
+
+
+def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) -> tuple[str, int, Tensor]:
+    """(over whom it is summed, how many of those hold it alike, this rank's part of the gradient)."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    if gradient.layout != torch.strided:
+        raise ValueError(f"the gradient of {name} ({gradient.layout}) must be dense (torch.strided)")
+    if is_expert(parameter):
+        return EDP, 1, _local(gradient)
+    if not isinstance(parameter, DTensor):
+        return "all", meshes.size(MP) if alike else 1, _local(gradient)
+    assert isinstance(gradient, DTensor)
+    mesh = parameter.device_mesh
+    if mesh != meshes.dense[MP]:
+        raise ValueError(
+            f'{name} (a DTensor on {mesh}) must be on meshes.dense["mp"]; where a wrapper reduces its '
+            "gradient, use experts_only=True"
+        )
+    (wanted,), (found,) = parameter.placements, gradient.placements
+    if wanted.is_replicate() and found == Partial():
+        # Summed with the others of its bucket, not in a collective of its own.
+        local = _local(gradient)
+        parameter.grad = DTensor.from_local(local, mesh, (wanted,), run_check=False)
+        return "all", 1, local
+    if found != wanted:  # of an embedding split by rows it is whole on each rank
+        parameter.grad = gradient = gradient.redistribute(placements=(wanted,))
+    if wanted.is_replicate():
+        return "all", meshes.size(MP), _local(gradient)
+    return DP, 1, _local(gradient)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The memory of this rank behind a DTensor and behind a collective under way."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    return tensor
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket, size_bytes = list[Tensor](), 0
+    for gradient in gradients:
+        if bucket and size_bytes + gradient.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size_bytes = [], 0
+        bucket.append(gradient)
+        size_bytes += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def _all_reduce(buckets: Iterable[tuple[dist.ProcessGroup | None, list[Tensor]]]) -> None:
+    """Sums each bucket over its group, in place; one is packed while the one before travels."""
+    before: tuple[dist.Work | None, Tensor, list[Tensor]] | None = None
+    for group, bucket in buckets:
+        (first, *others) = bucket
+        is_flat = not others and first.is_contiguous()
+        flat = first.view(-1) if is_flat else torch.cat([each.reshape(-1) for each in bucket])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        if before is not None:
+            _unpack(*before)
+        before = (work, flat, [] if is_flat else bucket)
+    if before is not None:
+        _unpack(*before)
+
+
+def _unpack(work: dist.Work | None, flat: Tensor, bucket: list[Tensor]) -> None:
+    if work is not None:
+        work.wait()
+    if bucket:
+        parts = flat.split([each.numel() for each in bucket])
+        torch._foreach_copy_(
+            bucket, [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
+        )
+
+
+def _num_copies(name: str, parameter: nn.Parameter, meshes: Meshes) -> int:
+    """How many of the P ranks hold each value of this gradient."""
+    if is_expert(parameter):
+        copies: int = getattr(parameter, "num_copies", 1)
+        return meshes.size(EDP) * copies
+    gradient, parts = parameter.grad, 1
+    if isinstance(gradient, DTensor):
+        for dimension, placement in enumerate(gradient.placements):
+            if placement.is_partial():
+                raise ValueError(f"the gradient of {name} ({placement}) must be reduced before it is clipped")
+            parts *= 1 if placement.is_replicate() else gradient.device_mesh.size(dimension)
+    return meshes.num_ranks // parts
+
+
+def _norm(
+    gradients: dict[tuple[torch.device, torch.dtype, int], list[Tensor]],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Over all ranks, in float32 or wider."""
+    is_largest, dtype = math.isinf(norm_type), torch.float32
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (_, of_dtype, copies), tensors in gradients.items():
+        dtype = torch.promote_types(dtype, of_dtype)
+        filled = [each for each in tensors if each.numel()]
+        if not filled:
+            continue
+        wide = torch.promote_types(of_dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(filled, norm_type, dtype=wide)).to(device, torch.float64)
+        if is_largest:
+            total = torch.maximum(total, norms.max())
+        else:
+            total = total + norms.pow(norm_type).sum() / copies
+    dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+    return (total if is_largest else total.pow(1 / norm_type)).to(dtype)
+
+
+def _device_of(model: nn.Module, meshes: Meshes) -> torch.device:
+    """Where scalars are reduced. Not the first gradient's: a rank may have none."""
+    first = next(model.parameters(), None)
+    return torch.empty(0, device=meshes.dense.device_type).device if first is None else _local(first).device
+
+
+def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
+    if isinstance(divide_by, Tensor) and divide_by.dim() == 0:
+        # On a device it stays there: its value is not looked at.
+        return divide_by if divide_by.device.type != "cpu" else _checked_divisor(divide_by.item())
+    if isinstance(divide_by, Tensor | bool) or not divide_by > 0:
+        raise ValueError(f"divide_by ({divide_by!r}) must be None, a positive number or a scalar tensor")
+    return divide_by
+
+
+def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) -> set[int]:
+    known = {id(each): (name, each) for name, each in model.named_parameters()}
+    found = {id(each) for each in replicated}
+    if not found <= set(known):
+        raise ValueError(
+            f"replicated ({len(found - set(known))} of {len(found)}) must be parameters of the model"
+        )
+    for name, parameter in (known[each] for each in found):
+        kind = (
+            "an expert's" if is_expert(parameter) else "a DTensor" if isinstance(parameter, DTensor) else ""
+        )
+        if kind:
+            raise ValueError(f"replicated ({name}, {kind}) must be plain dense parameters")
+    return found
+
+
+def _check_layers(model: nn.Module, meshes: Meshes) -> None:
+    wanted = (meshes.size(ACROSS), meshes.size(INSIDE))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        found = (layer.grid.across.size, layer.grid.inside.size)
+        if found != wanted:
+            raise ValueError(
+                f"{name or 'model'} (a MoELayer of ep {found[0]}, esp {found[1]}) must be built with "
+                f"mesh=meshes.experts (ep {wanted[0]}, esp {wanted[1]})"
+            )

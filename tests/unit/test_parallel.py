@@ -1,0 +1,69 @@
+"""What of parallelism needs no second rank: arguments, and the marks by which parameters are told apart."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pmoe
+from pmoe.experts import FFNExperts
+from pmoe.experts.base import Experts, Shard
+from pmoe.parallel import is_expert, make_meshes
+
+
+@pytest.mark.parametrize("name", ["mp", "ep", "esp"])
+@pytest.mark.parametrize("value", [0, -2, 1.0, True, "2", None])
+def test_sizes_that_are_no_counts_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} \({value!r}\) must be an int of at least 1"):
+        make_meshes(**{name: value})
+
+
+def test_meshes_need_ranks() -> None:
+    with pytest.raises(RuntimeError, match=r"torch.distributed must be initialised"):
+        make_meshes()
+
+
+def test_only_routed_experts_are_experts() -> None:
+    layer = pmoe.MoELayer(4, 6, 2, shared_expert=3)
+    found = {name for name, each in layer.named_parameters() if is_expert(each)}
+    assert found == {"experts.w1", "experts.w2", "experts.b1", "experts.b2"}
+
+
+def experts_of(count: int) -> FFNExperts:
+    experts = FFNExperts(4, 6, 2, activation="relu", shard=Shard(count - 1, count))
+    experts.mark_parameters()
+    return experts
+
+
+def assign(experts: Experts) -> Experts:
+    state = {name: value.detach().clone() for name, value in experts.state_dict().items()}
+    experts.load_state_dict(state, assign=True)
+    return experts
+
+
+WAYS: dict[str, Callable[[Experts], nn.Module]] = {
+    "as it is": lambda experts: experts,
+    "copied": copy.deepcopy,
+    "unpickled": lambda experts: pickle.loads(pickle.dumps(experts)),
+    "converted": lambda experts: experts.to(torch.float64),
+    "made empty": lambda experts: experts.to_empty(device="cpu"),
+    "assigned": assign,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_all_parts_of_an_expert_hold_stays_marked_as_copies(way: str) -> None:
+    marked = WAYS[way](experts_of(3))
+    copies = {name: getattr(each, "num_copies", 1) for name, each in marked.named_parameters()}
+    assert copies == {"w1": 1, "w2": 1, "b1": 1, "b2": 3}
+    assert all(is_expert(each) for each in marked.parameters())
+
+
+def test_whole_experts_have_no_copies() -> None:
+    assert not any(hasattr(each, "num_copies") for each in experts_of(1).parameters())

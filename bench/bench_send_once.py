@@ -1,15 +1,16 @@
 """How much less is sent where a token goes once to a rank that holds several of its experts?
 
 4 gloo ranks, an untrained gate, so that a token's experts are any. Prints the bytes of rows and of scalars
-(routing weights, their gradients, and whose row is whose) that all ranks send in forward and in backward, with
-`MoELayer(send_once=True)` and without, their ratio beside the one that counting says, and the largest difference
-of the two outputs and of the input's gradients.
+(routing weights, their gradients, and whose row is whose) that all ranks send in forward and in backward,
+with `MoELayer(send_once=True)` and without, their ratio beside the one that counting says, and the largest
+difference of the two outputs and of the input's gradients.
 
     python bench/bench_send_once.py                  # top_k = 8 of 64 experts
     python bench/bench_send_once.py --top-k 2 --num-experts 8
 
-A token sends top_k rows, a share 1 / W of which would go to its own rank. With send_once it sends one to each rank
-that holds any of its experts: of those E / W experts it has none with the probability C(E - E/W, K) / C(E, K).
+A token sends top_k rows, a share 1 / W of which would go to its own rank. With send_once it sends one to
+each rank that holds any of its experts: of those E / W experts it has none with the probability C(E - E/W,
+K) / C(E, K).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pmoe.ordering.base import Order
 from pmoe.pipeline.buffers import pool
 from pmoe.pipeline.callbacks import Callback
 from pmoe.planner.restore import Restore
+from pmoe.reducer import GradientReducer
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "Dispatch",
     "Experts",
     "Gate",
+    "GradientReducer",
     "MoELayer",
     "Order",
     "Restore",

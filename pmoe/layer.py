@@ -41,7 +41,7 @@ from pmoe.pipeline.callbacks import Callback, Hooks
 from pmoe.pipeline.decide import Choice, Chooser, bound, parse_bytes, profile_of
 from pmoe.pipeline.footprint import Memory, Shape, counted_rows, predict
 from pmoe.pipeline.passes import Inputs, run_experts
-from pmoe.pipeline.plan import Degrees, Modules, Ordered, Plan, make_plan
+from pmoe.pipeline.plan import Degrees, Gradients, Modules, Ordered, Plan, make_plan
 from pmoe.pipeline.schedule import Stages, local_pieces
 from pmoe.pipeline.search import load_table, search
 from pmoe.pipeline.search import table as search_table
@@ -234,7 +234,8 @@ class MoELayer(nn.Module):
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.row_counts: Shared | None = None
         self.traffic = Traffic()
-        self.gradients: Callable[[], dist.Work | None] | None = None
+        self.gradients: Gradients | None = None  # set by `pmoe.GradientReducer`
+        self.max_tokens = 0
         self.order = make_order(order)
         self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
         self.scalars, self.sharing = FlatDispatch(), Sharing(self.grid.inside, self.traffic)
@@ -259,7 +260,7 @@ class MoELayer(nn.Module):
         self._chooser: tuple[object, Chooser] | None = None
         self._table: tuple[object, GranularitySearch] | None = None
         self._solver: tuple[object, Solver] | None = None
-        self.t_gar = 0.0
+        self.t_gar = 0.0  # seconds of other layers' gradients in backward, for the solver
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(gate, str):
             given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
@@ -597,7 +598,8 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The last loss is attached to a graph, which neither copies nor pickles; the rest is found again.
-        return {**self.__dict__, "l_aux": None, "_table": None, "_chooser": None, "_solver": None}
+        found_again = dict.fromkeys(("l_aux", "_table", "_chooser", "_solver", "gradients"))
+        return {**self.__dict__, **found_again}
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "
@@ -699,7 +701,7 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
 
     layer.l_aux = routing.l_aux
     layer.tokens_per_expert = shared.send.sum(0).flatten()
-    layer.row_counts = shared.on_host()
+    layer.row_counts, layer.max_tokens = shared.on_host(), shared.max_tokens
 
     autocast_dtype = _autocast_dtype(x)
     rows_TM = routed.x_TM

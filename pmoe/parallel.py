@@ -224,8 +224,8 @@ def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) ->
     mesh = parameter.device_mesh
     if mesh != meshes.dense[MP]:
         raise ValueError(
-            f'{name} (a DTensor on {mesh}) must be on meshes.dense["mp"]; where a wrapper reduces its '
-            "gradient, use experts_only=True"
+            f'{name} (a DTensor over ranks {mesh.mesh.tolist()}) must be on meshes.dense["mp"]; where a '
+            "wrapper reduces its gradient, use experts_only=True"
         )
     (wanted,), (found,) = parameter.placements, gradient.placements
     if wanted.is_replicate() and found == Partial():
@@ -295,7 +295,9 @@ def _num_copies(name: str, parameter: nn.Parameter, meshes: Meshes) -> int:
     if isinstance(gradient, DTensor):
         for dimension, placement in enumerate(gradient.placements):
             if placement.is_partial():
-                raise ValueError(f"the gradient of {name} ({placement}) must be reduced before it is clipped")
+                raise ValueError(
+                    f"the gradient of {name} (a summand on each rank) must be reduced before it is clipped"
+                )
             parts *= 1 if placement.is_replicate() else gradient.device_mesh.size(dimension)
     return meshes.num_ranks // parts
 
@@ -343,7 +345,7 @@ def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) ->
     found = {id(each) for each in replicated}
     if not found <= set(known):
         raise ValueError(
-            f"replicated ({len(found - set(known))} of {len(found)}) must be parameters of the model"
+            f"replicated ({len(found - set(known))} of {len(found)} unknown) must be parameters of the model"
         )
     for name, parameter in (known[each] for each in found):
         kind = (

@@ -181,7 +181,7 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> Links:
     """
     known = _links.setdefault(group, {})
     if topology not in known:
-        options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": _timeout(group)}
+        options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
         if len(topology.global_ranks) < dist.get_world_size():
             options["use_local_synchronization"] = True
             _check_number_of_groups(Ranks(group))
@@ -216,7 +216,7 @@ def _check_number_of_groups(ranks: Ranks) -> None:
         )
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The group's own: new groups would have torch's default. None where the backend does not tell."""
     try:
         backend: Any = group._get_backend(group._device_types[0])

@@ -374,7 +374,7 @@ class _Pass:
                 every | actions,
                 self.source_TM,
                 self.plan.grid.all,
-                in_steps=self.plan.in_steps,
+                in_steps=self.plan.in_steps or Kind.GRADIENTS in {task.kind for task in self.schedule.tasks},
             )
         finally:
             self.arena.close()
@@ -670,7 +670,9 @@ class _Backward(_Pass):
 
     def run(self) -> list[Tensor | None]:
         """The gradients of ``inputs.all``."""
-        sharded = self.plan.stages.sharded
+        sharded, gradients = self.plan.stages.sharded, self.plan.gradients
+        if gradients is not None:
+            gradients.begins()
         self.run_schedule(
             {
                 Kind.GATHER_AGAIN: self.gather_again,
@@ -683,7 +685,7 @@ class _Backward(_Pass):
                 Kind.SHARE_WEIGHTS: self.sum_weights,
                 Kind.SHARED: self.shared_gradient,
                 Kind.SHARED_WGRAD: self.shared_weight_gradient,
-                Kind.GRADIENTS: lambda _: self.plan.gradients() if self.plan.gradients is not None else None,
+                Kind.GRADIENTS: lambda _: None if gradients is None else gradients.inside(),
                 Kind.COPY_ROWS_IN: lambda i: self.fetch_rows((i, "")),
                 Kind.COPY_HIDDEN_IN: lambda i: self.fetch_hidden((i, "")),
                 Kind.LOCAL_COPY_ROWS_IN: lambda i: self.fetch_rows((i, "_L")),
@@ -697,6 +699,8 @@ class _Backward(_Pass):
                 Kind.WEIGHTS: self.return_weights,
             }
         )
+        if gradients is not None:
+            gradients.ends()
         journey = self.cut.weights
         if journey is not None:
             self.grad_weight[journey.slot] = self.grad_weight_home

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -130,6 +131,19 @@ Joined = tuple[tuple[tuple[int, Runs], ...], ...]
 """For each chunk of backward, the chunks of forward that it has rows of, and which."""
 
 
+class Gradients(Protocol):
+    """Other layers' gradients, which a layer's backward pass may carry (FSMoE, Section 5)."""
+
+    def begins(self) -> None:
+        """The backward pass begins."""
+
+    def inside(self) -> dist.Work | None:
+        """The task of its schedule: what travels between the last S and the first R."""
+
+    def ends(self) -> None:
+        """It has ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """All that forward and backward of one call need beside tensors. It is decided once: the routing that
@@ -151,7 +165,7 @@ class Plan:
     sharing: Sharing
     hooks: Hooks
     shared: Experts | None
-    gradients: Callable[[], dist.Work | None] | None
+    gradients: Gradients | None
     forward: Cut
     backward: Cut
     joined_received: Joined | None
@@ -200,7 +214,7 @@ class Modules:
     sharing: Sharing
     hooks: Hooks
     shared: Experts | None
-    gradients: Callable[[], dist.Work | None] | None
+    gradients: Gradients | None
     sequential: bool
     rotates: bool
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 
-from bench.links import INFINITE, LinkUnavailableError, ModelledLink, launch, measure_rate
+from bench.links import INFINITE, LinkUnavailableError, ModelledLink, ModelledLinks, launch, measure_rate
 from bench.timing import Timing, interleaved, table, write_json
 
 RATE = 10e6  # bytes per second
@@ -90,6 +91,60 @@ def test_a_rate_must_be_positive(rate: float) -> None:
 def test_a_latency_must_be_finite_and_not_negative(latency: float) -> None:
     with pytest.raises(ValueError, match=rf"latency_seconds \({latency}\)"):
         ModelledLink().set_rate(1, latency)
+
+
+# ---- the model of two levels, by hand: nodes of ranks (0, 1), (2, 3), ...
+
+
+@pytest.fixture
+def links(clock: Clock) -> ModelledLinks:
+    links = ModelledLinks(ranks_per_node=2, clock=clock)
+    links.set_rates(inter=10, intra=100)
+    return links
+
+
+def test_a_group_inside_a_node_passes_the_link_there_beside_what_passes_between_nodes(
+    links: ModelledLinks,
+) -> None:
+    assert links.carry([0, 2], 0, [50, 20], [50, 20]) == 102
+    assert links.carry([0, 1], 0, [70, 100], [70, 100]) == 101
+    assert links.carry([1, 3], 1, [30, 0], [30, 0]) == 105
+    assert links.carry([2, 3], 1, [200, 0], [200, 0]) == 103
+
+
+def test_bytes_for_a_peer_in_the_same_node_do_not_cross_nodes(links: ModelledLinks) -> None:
+    everyone = [0, 1, 2, 3]
+    assert links.carry(everyone, 2, [20, 20, 999, 300], [10, 0, 999, 50]) == 104
+    assert (links.bytes_sent, links.bytes_sent_inside) == (40, 300)
+    assert links.carry([0, 1], 1, [100, 0], [0, 0]) == 104  # the link inside has been free since 103
+    links.reset_bytes_sent()
+    assert (links.bytes_sent, links.bytes_sent_inside) == (0, 0)
+
+
+def test_a_message_of_both_sorts_takes_the_longer_of_the_two(links: ModelledLinks) -> None:
+    assert links.carry([0, 1, 2, 3], 0, [0, 500, 10, 10], [0, 500, 10, 10]) == 105
+
+
+def test_a_link_that_a_message_does_not_pass_is_not_waited_for(links: ModelledLinks) -> None:
+    links.carry([0, 2], 0, [0, 1000], [0, 1000])
+    assert links.carry([0, 1], 0, [0, 10], [0, 10]) == 100.1
+    assert links.carry([0], 0, [10], [10]) <= 100  # a rank alone sends nothing
+
+
+def test_with_one_rank_a_node_all_bytes_cross_nodes(clock: Clock) -> None:
+    links = ModelledLinks(clock=clock)
+    links.set_rates(inter=10, intra=1)
+    assert links.carry([0, 1], 0, [7, 20], [7, 20]) == 102
+    assert (links.bytes_sent, links.bytes_sent_inside) == (20, 0)
+
+
+def test_each_level_has_a_rate_and_a_latency_of_its_own(links: ModelledLinks) -> None:
+    links.set_rates(inter=100, intra=10, inter_latency_seconds=1, intra_latency_seconds=3)
+    assert links.carry([0, 2], 0, [0, 100], [0, 100]) == 102
+    assert links.carry([0, 1], 0, [0, 10], [0, 10]) == 104
+    links.set_rate(10)  # between nodes only
+    assert links.carry([0, 2], 0, [0, 100], [0, 100]) == 112
+    assert links.carry([0, 1], 0, [0, 10], [0, 10]) == 108
 
 
 # ---- two ranks on the modelled link: every function below returns what it saw, the tests judge
@@ -399,6 +454,41 @@ def test_issuing_small_collectives_never_deadlocks(seen: Seen) -> None:
     assert each(seen, a_thousand_reductions_of_passing_tensors) == [2000.0] * 2
 
 
+# ---- two nodes of two ranks
+
+
+def on_two_levels(link: Any) -> dict[str, Any]:
+    """Even all-to-alls of BIG bytes for each member, over the world and both dimensions of a mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "esp"))
+    link.set_rates(inter=RATE, intra=2 * RATE, intra_latency_seconds=0.1)
+    seen: dict[str, Any] = {}
+    for name, group in (("world", None), ("ep", mesh.get_group("ep")), ("esp", mesh.get_group("esp"))):
+        size = dist.get_world_size(group)
+        rows = torch.full((size * BIG,), dist.get_rank(), dtype=torch.uint8)
+        received = torch.empty_like(rows)
+        link.reset_bytes_sent()
+        dist.barrier()
+        seconds = seconds_of(partial(dist.all_to_all_single, received, rows, group=group))
+        sent = (link.bytes_sent, link.bytes_sent_inside)
+        seen[name] = (seconds, *sent, received[::BIG].tolist())
+    return seen
+
+
+def test_groups_of_a_mesh_pass_the_links_that_lie_between_their_ranks() -> None:
+    seen = launch(4, on_two_levels, "modelled", INFINITE, ranks_per_node=2, timeout_seconds=90)
+    for rank, found in enumerate(seen):
+        node, place = divmod(rank, 2)
+        seconds, *rest = found["world"]
+        assert rest == [2 * BIG, BIG, [0, 1, 2, 3]]
+        assert seconds >= 2 * BIG_SECONDS
+        seconds, *rest = found["ep"]
+        assert rest == [BIG, 0, [place, 2 + place]]
+        assert seconds >= BIG_SECONDS
+        seconds, *rest = found["esp"]
+        assert rest == [0, BIG, [2 * node, 2 * node + 1]]
+        assert seconds >= 0.1 + BIG_SECONDS / 2
+
+
 # ---- failures
 
 
@@ -429,6 +519,12 @@ def test_a_dead_peer_raises_on_the_survivor_and_both_are_told() -> None:
 def test_launch_refuses_bad_arguments_before_it_starts_anything(arguments: tuple, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         launch(2, one_rank_dies, *arguments)
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 3])
+def test_launch_refuses_nodes_that_the_ranks_do_not_fill(ranks_per_node: int) -> None:
+    with pytest.raises(ValueError, match=rf"ranks_per_node \({ranks_per_node}\) must .* world \(4\)"):
+        launch(4, one_rank_dies, "modelled", 1e6, ranks_per_node=ranks_per_node)
 
 
 def test_the_real_link_refuses_a_latency() -> None:
@@ -485,6 +581,40 @@ def test_the_real_link_carries_all_bytes_at_its_rate_and_leaves_nothing_behind()
         assert max(ends) - min(starts) >= (2 * BIG - free_bytes) / (2 * rate)
     assert min(sent) >= BIG
     assert all(is_right)
+    assert not [name for name in os.listdir("/run/netns") if name.startswith("pmoe")]
+
+
+def on_two_real_nodes(link: Any) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "esp"))
+    link.set_rates(inter=RATE, intra=2 * RATE)
+    seen: dict[str, Any] = {}
+    for name in ("ep", "esp"):
+        group = mesh.get_group(name)
+        rows, received = torch.zeros(2, 2 * BIG, dtype=torch.uint8)
+        dist.barrier()
+        link.reset_bytes_sent()
+        dist.barrier()
+        span = span_of(partial(dist.all_to_all_single, received, rows, group=group))
+        dist.barrier()
+        seen[name] = (span, link.bytes_sent, link.bytes_sent_inside)
+    return seen
+
+
+@pytest.mark.slow
+def test_the_real_links_of_two_nodes_each_carry_what_is_theirs() -> None:
+    try:
+        results = launch(4, on_two_real_nodes, "real", RATE, ranks_per_node=2, timeout_seconds=90)
+    except LinkUnavailableError as reason:
+        pytest.skip(str(reason))
+    free_bytes, small = 128 << 10, BIG // 2  # barriers and connections take some bytes, too
+    for name, share, ranks in (("ep", 4 * BIG / (4 * RATE), 4), ("esp", 2 * BIG / (4 * RATE), 2)):
+        for first in range(0, 4, ranks):
+            starts, ends = zip(*(each[name][0] for each in results[first : first + ranks]), strict=True)
+            assert max(ends) - min(starts) >= share - free_bytes / (4 * RATE)
+        for _, between, inside in (each[name] for each in results):  # of the two ranks of a node
+            assert (between >= 2 * BIG) == (name == "ep")
+            assert (inside >= 2 * BIG) == (name == "esp")
+            assert min(between, inside) < small
     assert not [name for name in os.listdir("/run/netns") if name.startswith("pmoe")]
 
 

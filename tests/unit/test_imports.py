@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"pmoe.integrations", "pmoe.cli"},
     {"pmoe.graph"},
     {"pmoe"},  # __init__.py, which names what users import
-    {"pmoe.parallel"},
+    {"pmoe.parallel", "pmoe.reducer"},
     {"pmoe.layer"},
     {"pmoe.pipeline"},
     {"pmoe.planner"},

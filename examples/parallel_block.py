@@ -1,0 +1,160 @@
+"""Trains transformer blocks on data, model, expert and expert-sharding parallelism at once (FSMoE, Fig. 2).
+
+    torchrun --standalone --nproc-per-node 4 examples/parallel_block.py                    # Fig. 2: all are 2
+    torchrun --standalone --nproc-per-node 4 examples/parallel_block.py --mp 2 --ep 4 --esp 1
+    torchrun --standalone --nproc-per-node 1 examples/parallel_block.py --mp 1 --ep 1 --esp 1
+
+The attention is split over the ranks of "mp" by torch.distributed.tensor.parallel; the experts are spread
+over those of "ep", and each expert over those of "esp". Between attentions each rank has a part of every
+sequence, for the MoE layer, the norms, the embedding and the loss. The data are random: most tokens follow
+from the one before. Whatever the sizes, the whole batch is the same, and so are loss and norm, but for the
+load-balance loss: each rank balances its own tokens. One rank a GPU where there are GPUs, else gloo on the
+CPU.
+
+Letters: B sequences of a "dp" group, S tokens of a sequence, M = d_model.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from lm_ranks import leave, start_ranks, stop_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import pmoe
+from pmoe.parallel import Meshes, clip_grad_norm, make_meshes, reduce_gradients
+
+VOCABULARY, HEAD, GLOBAL_BATCH, LENGTH, AUX_WEIGHT, MAX_NORM = 64, 16, 8, 32, 0.01, 1.0
+
+
+class Attention(nn.Module):
+    """Causal attention with as many heads as its columns hold: on each rank of "mp" its own."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, x_BSM: Tensor) -> Tensor:
+        q, k, v = (each(x_BSM).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y_BSM: Tensor = self.out(heads.transpose(1, 2).flatten(-2))
+        return y_BSM
+
+
+class Block(nn.Module):
+    def __init__(self, d_model: int, num_experts: int, meshes: Meshes) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.attention = Attention(d_model)
+        self.moe = pmoe.MoELayer(d_model, 2 * d_model, num_experts, 2, pipeline=2, mesh=meshes.experts)
+
+    def forward(self, x_BSM: Tensor) -> Tensor:
+        """x and what is returned: this rank's part of the sequences."""
+        x_BSM = x_BSM + self.attention(self.norm1(x_BSM))
+        return x_BSM + self.moe(self.norm2(x_BSM))
+
+
+class Model(nn.Module):
+    def __init__(self, d_model: int, num_experts: int, meshes: Meshes) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, d_model), nn.Linear(d_model, VOCABULARY)
+        self.blocks = nn.ModuleList(Block(d_model, num_experts, meshes) for _ in range(2))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSM = self.embed(tokens_BS)
+        for block in self.blocks:
+            x_BSM = block(x_BSM)
+        logits: Tensor = self.head(x_BSM)
+        return logits
+
+
+def split_attention(model: Model, meshes: Meshes) -> None:
+    """Fig. 2's MP: sequences are gathered before each attention, and what its ranks made is summed and split
+    again behind it (ReduceScatter). All else is copied to every rank and sees that rank's tokens."""
+    part = Shard(1)
+    plan = {
+        "attention": PrepareModuleInput(input_layouts=part, desired_input_layouts=Replicate()),
+        "attention.q": ColwiseParallel(),
+        "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=part),
+    }
+    for block in model.blocks:
+        parallelize_module(block, meshes.dense["mp"], plan)
+
+
+def sequences(step: int, meshes: Meshes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, this rank's part of its "dp" group's share of the batch."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+    for at in range(LENGTH):  # each token is decided by the one before, three times in four
+        is_ruled = torch.rand(GLOBAL_BATCH, generator=generator) < 0.75
+        tokens[:, at + 1] = torch.where(is_ruled, (5 * tokens[:, at] + 3) % VOCABULARY, tokens[:, at + 1])
+    group, part = (meshes.dense.get_local_rank(name) for name in ("dp", "mp"))
+    tokens = tokens.chunk(meshes.size("dp"))[group].to(device)
+    inputs, targets = (each.chunk(meshes.size("mp"), dim=1)[part] for each in (tokens[:, :-1], tokens[:, 1:]))
+    return inputs, targets
+
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    meshes = make_meshes(mp=arguments.mp, ep=arguments.ep, esp=arguments.esp)
+    torch.manual_seed(0)  # all ranks get the same dense part, and together the experts of one process
+    model = Model(arguments.d_model, arguments.experts, meshes).to(device)
+    split_attention(model, meshes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    say(
+        f"{meshes.num_ranks} ranks: dp {meshes.size('dp')} x mp {meshes.size('mp')}; "
+        f"edp {meshes.size('edp')} x ep {meshes.size('ep')} x esp {meshes.size('esp')}"
+    )
+    for step in range(arguments.steps):
+        inputs, targets = sequences(step, meshes, device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        auxiliary = sum(block.moe.l_aux for block in model.blocks)
+        (loss + AUX_WEIGHT * auxiliary).backward()
+        reduce_gradients(model, meshes)
+        norm = clip_grad_norm(model, MAX_NORM, meshes)
+        optimizer.step()
+        mean = loss.detach() / meshes.num_ranks
+        dist.all_reduce(mean)
+        if step % 5 == 0 or step == arguments.steps - 1:
+            say(f"step {step:3}: loss {mean.item():.4f}, gradient norm {norm.item():.4f}")
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    for name in ("mp", "ep", "esp"):
+        parser.add_argument(f"--{name}", type=int, default=2, help=f'ranks of "{name}" (default: 2)')
+    parser.add_argument("--experts", type=int, default=4, help="in all (default: 4)")
+    parser.add_argument("--d-model", type=int, default=64, help=f"a multiple of {HEAD} * mp (default: 64)")
+    parser.add_argument("--steps", type=int, default=30, help="(default: 30)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    ranks = start_ranks()
+    try:
+        train(arguments, ranks.device)
+    finally:
+        stop_ranks()
+
+
+if __name__ == "__main__":
+    main()
+    leave()

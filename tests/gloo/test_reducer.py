@@ -1,0 +1,240 @@
+"""Gradients that are all-reduced inside the backward pass equal plain all-reduces, wherever the pieces are
+cut."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pmoe
+from pmoe import reducer
+from pmoe.pipeline import engine, solve
+from pmoe.pipeline.schedule import Kind
+from pmoe.planner.costs import Fit, LineCost
+from pmoe.planner.gradient_partition import Partition, Share
+from pmoe.planner.profile import Operations
+from tests.pool import ranks
+
+D_MODEL, LAYERS = 8, 3
+
+
+class Block(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.dense = nn.Sequential(nn.Linear(D_MODEL, 16), nn.GELU(), nn.Linear(16, D_MODEL))
+        self.moe = pmoe.MoELayer(D_MODEL, 12, 4, 2, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dense(x)
+        return x + self.moe(x)
+
+
+class Model(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(D_MODEL, D_MODEL)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(LAYERS))
+        self.unused = nn.Linear(D_MODEL, 2)
+        self.last = nn.Linear(D_MODEL, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def build(options: dict[str, Any]) -> Model:
+    torch.manual_seed(5)
+    return Model({"dtype": torch.float64, **options}).double()
+
+
+def operations() -> Operations:
+    def fit(beta: float) -> Fit:
+        return Fit(line=LineCost(1e-5, beta), r_squared=1.0, num_sizes=3)
+
+    return Operations(
+        num_across=2,
+        num_inside=1,
+        gemm=fit(1e-6),
+        all_to_all=fit(1e-8),
+        all_gather=fit(1e-8),
+        reduce_scatter=fit(1e-8),
+        all_reduce=fit(1e-7),
+        seconds=0.0,
+    )
+
+
+def step(model: Model, rank: int, at: int) -> None:
+    generator = torch.Generator().manual_seed(10 * at + rank)
+    x = torch.randn(6 + rank, D_MODEL, dtype=torch.float64, generator=generator)
+    y = model(x)
+    (y.square().sum() + sum(block.moe.l_aux for block in model.blocks)).backward()
+
+
+def plain(model: Model, world: int) -> None:
+    for parameter in model.parameters():
+        if getattr(parameter, "allreduce", True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+
+
+def job(
+    rank: int, world: int, options: dict[str, Any], partition: Partition | bool | None, accumulate: bool
+) -> dict[str, Any]:
+    """The largest difference between both ways in three steps, and what was sent inside the layers."""
+    if options.pop("esp", None):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "esp"))
+        options["mesh"] = mesh
+    ours, theirs = build(options), build(options)
+    inside: list[int] = []
+
+    class Counted(pmoe.GradientReducer):
+        def _all_reduce(self, begin: int, end: int) -> dist.Work:
+            inside.append(end - begin)
+            return super()._all_reduce(begin, end)
+
+    with (
+        mock.patch.object(solve, "operations_of", lambda *_: operations()),
+        mock.patch.object(reducer, "operations_of", lambda *_: operations()),
+        mock.patch.object(reducer, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
+    ):
+        hook = Counted(ours, partition=partition)
+        worst = 0.0
+        for at in range(3):
+            for model in (ours, theirs):
+                model.zero_grad(set_to_none=at != 1)
+            if accumulate:
+                with hook.no_sync():
+                    step(ours, rank, 50 + at)
+                step(theirs, rank, 50 + at)
+            step(ours, rank, at)
+            step(theirs, rank, at)
+            hook.finish()
+            plain(theirs, world)
+            for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                if getattr(a, "allreduce", True):
+                    assert a.grad is not None, name
+                    worst = max(worst, float((a.grad - b.grad).abs().max()))
+    found = hook.partition
+    return {"worst": worst, "messages": len(inside), "bytes": sum(inside), "found": found}
+
+
+OPTIONS = [
+    {"pipeline": 2},
+    {"pipeline": 3, "memory_reuse": "S4"},
+    {"pipeline": "solve", "memory_reuse": "S4"},
+    {"pipeline": 2, "esp": True, "shared_expert": 6},
+    {"pipeline": 2, "dispatch": "hierarchical_2d", "nodes": 1},
+]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_equal_plain_all_reduces(world: int, options: dict[str, Any], accumulate: bool) -> None:
+    dense = sum(p.numel() * 8 for p in build({}).parameters() if getattr(p, "allreduce", True))
+    for found in ranks(world).run(job, dict(options), None, accumulate):
+        assert found["worst"] < 1e-12
+        assert found["found"] is not None
+        if "shared_expert" not in options:
+            assert found["bytes"] == 3 * dense, "every byte once a step"
+
+
+def pieces(*sizes: int) -> Partition:
+    """Bytes by place: dense parts and MoE layers in turn, the last one's dense part, the end."""
+    *shares, end = sizes
+    return Partition(
+        shares=tuple(
+            Share(moe_bytes=size if at % 2 else 0, dense_bytes=0 if at % 2 else size, t_gar=0.0, degree=2)
+            for at, size in enumerate(shares)
+        ),
+        end_bytes=end,
+        sources=(sum(sizes),),
+        plain_seconds=1.0,
+        filled_seconds=1.0,
+        exposed_seconds=1.0,
+    )
+
+
+@pytest.mark.parametrize("sizes", [(0, 100, 0, 1000, 200, 700, 500, 0), (0, 216, 0, 900, 301, 2001, 7, 0)])
+def test_pieces_may_be_cut_anywhere(sizes: tuple[int, ...]) -> None:
+    for found in ranks(2).run(job, {"pipeline": 2}, pieces(*sizes), False):
+        assert found["worst"] < 1e-12
+        assert found["messages"] > 3 * 2
+
+
+def test_without_a_partition_all_is_sent_at_the_end() -> None:
+    for found in ranks(2).run(job, {"pipeline": 2}, False, False):
+        assert found["worst"] < 1e-12
+        assert found["found"] is None
+        assert found["messages"] == 3
+
+
+def lane_job(rank: int, world: int) -> list[list[str]]:
+    """The names of the tasks of the lane between nodes, in the order in which they ran."""
+    model = build({"pipeline": 2, "bypass_local": False})
+    with (
+        mock.patch.object(reducer, "operations_of", lambda *_: operations()),
+        mock.patch.object(reducer, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
+    ):
+        hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
+        step(model, rank, 0)
+        hook.finish()
+        with engine.recording() as journal:
+            step(model, rank, 1)
+        hook.finish()
+    spans = [
+        span for span in journal.spans if span.direction == "backward" and span.lane.value == "communicate"
+    ]
+    spans.sort(key=lambda span: span.start)
+    assert any(span.kind is Kind.GRADIENTS for span in spans)
+    return [[span.name for span in spans]]
+
+
+def test_gradients_travel_behind_the_last_dispatch_and_before_the_first_combine() -> None:
+    for ((names),) in ranks(2).run(lane_job):
+        assert names == ["S0", "S1", "GAR", "R0", "R1", "P"] * LAYERS
+
+
+def changing_job(rank: int, world: int) -> str:
+    model = build({"pipeline": 2})
+    with mock.patch.object(reducer, "operations_of", lambda *_: operations()):
+        hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
+        step(model, rank, 0)
+        hook.finish()
+        for parameter in model.last.parameters():
+            parameter.requires_grad_(False)
+        try:
+            step(model, rank, 1)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_gradient_that_does_not_come_is_named() -> None:
+    for message in ranks(2).run(changing_job):
+        assert "the gradient of last." in message
+
+
+def test_a_copy_of_the_model_carries_no_gradients_and_remove_takes_the_hooks_off() -> None:
+    model = build({"pipeline": 2})
+    hook = pmoe.GradientReducer(model)
+    assert all(block.moe.gradients is None for block in copy.deepcopy(model).blocks)
+    assert all(block.moe.gradients is not None for block in model.blocks)
+    hook.remove()
+    assert all(block.moe.gradients is None for block in model.blocks)
+    step(model, 0, 0)
+
+
+def test_a_model_without_dense_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="has nothing to reduce"):
+        pmoe.GradientReducer(pmoe.MoELayer(D_MODEL, 12, 4, gate="random"))

@@ -95,7 +95,8 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     if num_ranks % (ep * esp):
         raise ValueError(f"ep * esp ({ep} * {esp}) must divide the number of ranks ({num_ranks})")
     if device_type is None:
-        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        has_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+        device_type = "cuda" if has_nccl else "cpu"
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
@@ -233,7 +234,7 @@ def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) ->
         local = _local(gradient)
         parameter.grad = DTensor.from_local(local, mesh, (wanted,), run_check=False)
         return "all", 1, local
-    if found != wanted:  # of an embedding split by rows it is whole on each rank
+    if found != wanted:  # of an embedding split by rows it is whole on each rank; all must reduce as much
         parameter.grad = gradient = gradient.redistribute(placements=(wanted,))
     if wanted.is_replicate():
         return "all", meshes.size(MP), _local(gradient)

@@ -232,6 +232,8 @@ def trained(rank: int, world: int, case: Case) -> dict[str, Any]:
         optimizer.zero_grad()
         loss_of(case, shared, meshes, step).backward()
         reduce_gradients(model, meshes, **arguments)
+        for each in model.parameters():  # a gradient lies as its parameter does
+            assert not isinstance(each, DTensor) or each.grad.placements == each.placements
         if step == 0:
             found["gradients"] = gradients(model)
         norm = clip_grad_norm(model, MAX_NORM, meshes, case.norm_type)

@@ -88,25 +88,28 @@ def task_seconds(shape: Shape, profile: Profile, num_tokens: int, n: int, task: 
     """How long a task takes alone, for evenly routed rows: products by their multiply-adds, messages and
     copies by their bytes. What only moves rows inside the device costs nothing here."""
     rows = num_tokens * shape.top_k / n
-    ranks, size = shape.num_ranks, shape.element_size
+    ranks, size = shape.num_across, shape.element_size
     travelling = (ranks - 1) / ranks if shape.bypass_local else 1.0
     stays = task.kind.name.startswith("LOCAL")
     share = rows * ((1 - travelling) if stays else travelling)
     hidden, active = shape.columns.hidden, shape.columns.scratch
     kind = Kind[task.kind.name.removeprefix("LOCAL_")] if stays and task.kind is not Kind.LOCAL else task.kind
+    gathered = share * shape.inside
     if kind in (Kind.LOCAL, Kind.COMPUTE, Kind.WGRAD):
-        return profile.compute(share * shape.d_model * (hidden + active))
+        return profile.compute(gathered * shape.d_model * (hidden + active))
     if kind is Kind.RECOMPUTE:
-        return profile.compute(share * shape.d_model * hidden)
+        return profile.compute(gathered * shape.d_model * hidden)
     if kind in (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE):
         crossing = (ranks - 1) / ranks  # what a rank sends to itself crosses no link
         return profile.message(rows * crossing * shape.d_model * size)
-    if kind is Kind.WEIGHTS:
+    if kind in (Kind.ALL_GATHER, Kind.ALL_GATHER_AGAIN, Kind.REDUCE_SCATTER):
+        return profile.message(rows * (shape.inside - 1) * shape.d_model * size)
+    if kind in (Kind.WEIGHTS, Kind.SHARE_WEIGHTS):
         return profile.message(n * share * shape.weight_size)
     if task.lane in (Lane.COPY_OUT, Lane.COPY_IN):
         columns = shape.d_model if "ROWS" in kind.name else hidden
         copies = profile.copy_out if task.lane is Lane.COPY_OUT else profile.copy_in
-        return copies(share * columns * size)
+        return copies(gathered * columns * size)
     return 0.0
 
 
@@ -133,7 +136,8 @@ def _speeds(profile: Profile, lanes: set[Lane]) -> dict[Lane, float]:
     sigma, mu, eta = profile.interference.speeds(
         compute=True, communicate=Lane.COMMUNICATE in lanes, copy=copies
     )
-    return {Lane.COMPUTE: sigma, Lane.COMMUNICATE: mu, Lane.COPY_OUT: eta, Lane.COPY_IN: eta}
+    links = dict.fromkeys((Lane.COMMUNICATE, Lane.INTRA_NODE), mu)
+    return {Lane.COMPUTE: sigma, **links, Lane.COPY_OUT: eta, Lane.COPY_IN: eta}
 
 
 def step_seconds(
@@ -156,11 +160,12 @@ def _eq10_lanes(
 ) -> list[tuple[float, float, float]]:
     """Eq. 10's three terms, of forward and of backward."""
     travelling = (shape.num_ranks - 1) / shape.num_ranks if shape.bypass_local else float(shape.travels)
+    travelling /= shape.inside  # b counts rows once they are gathered
     return [
         lane_seconds(
             restore,
             direction,
-            b=num_tokens * shape.top_k,
+            b=num_tokens * shape.top_k * shape.inside,
             M=shape.d_model,
             H=shape.columns.scratch,
             rates=profile.rates(shape.element_size),

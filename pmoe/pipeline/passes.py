@@ -378,6 +378,8 @@ class _Pass:
             )
         finally:
             self.arena.close()
+            self.own.clear()  # a lane's thread may hold this pass a moment longer
+            self.home = None
 
 
 class _Forward(_Pass):

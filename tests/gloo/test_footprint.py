@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
 from pmoe.pipeline.buffers import Arena
@@ -74,14 +75,46 @@ def test_the_peak_on_every_rank_is_within_two_percent_of_the_prediction(
         assert bound >= 1
 
 
-def skewed_job(rank: int, world: int, folder: str, share: float) -> dict[str, Any]:
+_meshes: dict[int, DeviceMesh] = {}
+
+
+def sharded(world: int, esp: int) -> dict[str, Any]:
+    """Options of a layer whose experts are split over esp ranks."""
+    if esp == 1:
+        return {}
+    if esp not in _meshes:
+        _meshes[esp] = init_device_mesh("cpu", (world // esp, esp), mesh_dim_names=("ep", "esp"))
+    return {"mesh": _meshes[esp]}
+
+
+def sharded_job(rank: int, world: int, pair: pmoe.Restore, n: int, esp: int) -> tuple[float, float]:
+    layer = build(pipeline=n, memory_reuse=pair, **sharded(world, esp))
+    generator = torch.Generator().manual_seed(rank)
+    found = step_bytes(layer, torch.randn(TOKENS - 37 * rank, D_MODEL, generator=generator))
+    predicted = layer.predict_memory(TOKENS - 37 * rank, layer.row_counts)
+    return predicted.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("world, esp", [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+def test_the_peak_of_sharded_experts_is_within_two_percent_of_the_prediction(
+    pair: pmoe.Restore, world: int, esp: int, n: int
+) -> None:
+    for exact, bound in ranks(world).run(sharded_job, pair, n, esp):
+        assert exact == pytest.approx(1, rel=0.02)
+        assert bound >= 1
+
+
+def skewed_job(rank: int, world: int, folder: str, share: float, esp: int = 1) -> dict[str, Any]:
     """All tokens of all ranks to one expert; the budget is ``share`` of what keep/keep takes at n = 1."""
     import os
 
     os.environ["PMOE_CACHE"] = folder
-    plain = build(pipeline=1, memory_reuse=pmoe.Restore("keep", "keep"))
+    mesh = sharded(world, esp)
+    plain = build(pipeline=1, memory_reuse=pmoe.Restore("keep", "keep"), **mesh)
     budget = int(share * plain.predict_memory(TOKENS).promised)
-    layer = build(pipeline=True, memory_reuse=True, memory_budget=budget)
+    layer = build(pipeline=True, memory_reuse=True, memory_budget=budget, **mesh)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, D_MODEL, generator=generator)
     x[:, 0] = 1
@@ -101,13 +134,14 @@ def skewed_job(rank: int, world: int, folder: str, share: float) -> dict[str, An
     }
 
 
+@pytest.mark.parametrize("esp", [1, 2])
 @pytest.mark.parametrize("share", [0.9, 0.35])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_budget_is_kept_when_all_tokens_of_all_ranks_go_to_one_expert(
-    world: int, share: float, tmp_path: Path
+    world: int, share: float, esp: int, tmp_path: Path
 ) -> None:
-    found = ranks(world).run(skewed_job, str(tmp_path), share)
-    owner = found[2 * world // 4]
+    found = ranks(world).run(skewed_job, str(tmp_path), share, esp)
+    owner = found[2 * world // 4 if esp == 1 else (2 * world // 2 // 4) * 2]
     assert owner["received"] == world * TOKENS
     assert share > 0.5 or owner["plain"] > 1.5 * owner["budget"]
     for got in found:

@@ -247,11 +247,6 @@ class MoELayer(nn.Module):
         self.callbacks = tuple(callbacks)
         self.callback_modules = nn.ModuleList(each for each in callbacks if isinstance(each, nn.Module))
         self.hooks = Hooks.of(callbacks)
-        if self.hooks and self.grid.is_sharded:
-            raise ValueError(
-                f"callbacks ({', '.join(type(each).__name__ for each in callbacks)}) must override only "
-                "before_moe_start and before_moe_end where experts are sharded over the ranks of a node"
-            )
         if pipeline_backward not in (None, fixed_degree(pipeline)) and (self.hooks or self.send_once):
             name = "callbacks see chunks" if self.hooks else "rows travel once (send_once=True)"
             raise ValueError(
@@ -328,6 +323,7 @@ class MoELayer(nn.Module):
             local=local,
             remote=self.ranks.size > 1 or not local,
             sharded=self.grid.is_sharded,
+            hooked=self.grid.is_sharded and bool(self.hooks),
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=self.one_lane,

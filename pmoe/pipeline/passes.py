@@ -207,7 +207,7 @@ class _Pass:
         self.plan.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
 
     def gather(self, i: int) -> None:
-        self.leave("send", self.received, i, self.source_TM)
+        self.leave("send", "arrived" if self.plan.stages.sharded else self.received, i, self.source_TM)
 
     def leave(self, name: str, received: str, i: int, source_TM: Tensor) -> None:
         """Rows of chunk i into the buffer that is sent. What hooks make of them has its own columns and type,
@@ -220,6 +220,10 @@ class _Pass:
         leaving = self.on_leaving(i, rows_NM, name)
         self.own[f"{name}.{i}"] = leaving
         self.own[f"{received}.{i}"] = leaving.new_empty(self.cut.chunks[i].num_arrived, leaving.shape[1])
+
+    def open(self, i: int) -> None:
+        """Callbacks on the rows that S brought, before they are gathered inside the node."""
+        self.own[f"opened.{i}"] = self.on_arrival(i, self.buffer("arrived", i))
 
     def changes_leaving(self) -> bool:
         """Whether hooks see what leaves or what arrives: their graphs may hold it."""
@@ -254,7 +258,12 @@ class _Pass:
         )
 
     def all_gather(self, i: int) -> None:
-        self.gather_inside("arrived", self.received, "copies", i)
+        self.gather_inside("opened" if self.plan.stages.hooked else "arrived", self.received, "copies", i)
+
+    def arrived(self, i: int) -> Tensor:
+        """What the experts get: behind the hooks, which have run already where experts are sharded."""
+        rows = self.buffer(self.received, i)
+        return rows if self.plan.stages.hooked else self.on_arrival(i, rows)
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
         """Rows that have arrived, replicated where they came once for several experts."""
@@ -272,7 +281,7 @@ class _Pass:
         return self.temporary(f"{self.sent_back}_sorted", i)
 
     def leaving_buffer(self, i: int) -> Tensor:
-        if self.changes_returning():
+        if self.changes_returning() and not self.plan.stages.hooked:
             return self.own_buffer(self.sent_back, i)
         return self.buffer(self.sent_back, i)
 
@@ -286,12 +295,26 @@ class _Pass:
                 leaving.zero_().index_add_(0, regroup, rows_NM)
             else:
                 leaving.index_copy_(0, regroup, rows_NM)
+        if self.plan.stages.hooked:
+            self.own_buffer("leaving", i)  # hooks' graphs may hold it
         if self.plan.stages.sharded:
             self.buffer("leaving", i), self.buffer("parts", i)  # made here, on the compute lane
+        elif self.changes_returning():
+            self.return_changed(self.sent_back, i, self.leaving_buffer(i))
+
+    def return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
+        """What hooks make of results, ready to leave, and memory for what comes home."""
+        leaving = self.on_returning(i, rows_NM)
+        self.own[f"{name}.{i}"] = leaving
+        self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
+
+    def close(self, i: int) -> None:
+        """Callbacks on the sums that RS made."""
+        leaving = self.buffer("leaving", i)
         if self.changes_returning():
-            leaving = self.on_returning(i, self.leaving_buffer(i))
-            self.own[f"{self.sent_back}.{i}"] = leaving
-            self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
+            self.return_changed("closed", i, leaving)
+        else:
+            self.own[f"closed.{i}"] = leaving
 
     def changes_returning(self) -> bool:
         raise NotImplementedError
@@ -320,7 +343,9 @@ class _Pass:
 
     def combine(self, i: int) -> dist.Work | None:
         chunk = self.cut.chunks[i]
-        leaving = self.buffer("leaving" if self.plan.stages.sharded else self.sent_back, i)
+        stages = self.plan.stages
+        name = "closed" if stages.hooked else "leaving" if stages.sharded else self.sent_back
+        leaving = self.buffer(name, i)
         home = self.own[f"came.{i}"] if f"came.{i}" in self.own else self.home_rows(i, chunk.sent)
         return self.plan.combine.exchange(leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1])
 
@@ -363,6 +388,8 @@ class _Pass:
         every = {
             Kind.GATHER: self.gather,
             Kind.DISPATCH: self.dispatch,
+            Kind.OPEN: self.open,
+            Kind.CLOSE: self.close,
             Kind.ALL_GATHER: self.all_gather,
             Kind.REDUCE_SCATTER: self.reduce_scatter,
             Kind.COMBINE: self.combine,
@@ -509,7 +536,7 @@ class _Forward(_Pass):
         if self.weight_received is None:
             self.weight_received = self._sorted_weights()
             self.weight_of_chunk = split_by_chunk(self.weight_received, self.cut)
-        arrived = self.on_arrival(i, self.buffer("T_DI", i))
+        arrived = self.arrived(i)
         out_NM = self.result_of(i)
         rows_NM = self.in_expert_order("T_DI", i, arrived)
         self._compute((i, ""), rows_NM, self.weight_of_chunk[i], out_NM)
@@ -681,8 +708,9 @@ class _Backward(_Pass):
                 Kind.DISPATCH_AGAIN: lambda i: self.send_rows(
                     "send_again", "arrived_again" if sharded else "T_DI", i
                 ),
+                Kind.OPEN_AGAIN: self.open_again,
                 Kind.ALL_GATHER_AGAIN: lambda i: self.gather_inside(
-                    "arrived_again", "T_DI", "copies_again", i
+                    "opened_again" if self.plan.stages.hooked else "arrived_again", "T_DI", "copies_again", i
                 ),
                 Kind.SHARE_WEIGHTS: self.sum_weights,
                 Kind.SHARED: self.shared_gradient,
@@ -784,14 +812,21 @@ class _Backward(_Pass):
             like = None if hooks.has("after_dispatch") else x_TM
             rows, _ = callbacks.forward(hooks, "before_dispatch", rows, i, like, keep=False)
         self.own[f"send_again.{i}"] = rows
-        self.own[f"T_DI.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
+        arrived = "arrived_again" if self.plan.stages.sharded else "T_DI"
+        self.own[f"{arrived}.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
 
-    def arrived_again(self, i: int) -> Tensor:
-        arrived = self.buffer("T_DI", i)
+    def opened_again(self, i: int, rows: Tensor) -> Tensor:
         if self.hooks.has("after_dispatch"):
             x_TM = self.given.inputs.x_TM
-            arrived, _ = callbacks.forward(self.hooks, "after_dispatch", arrived, i, x_TM, keep=False)
-        return arrived
+            rows, _ = callbacks.forward(self.hooks, "after_dispatch", rows, i, x_TM, keep=False)
+        return rows
+
+    def open_again(self, i: int) -> None:
+        self.own[f"opened_again.{i}"] = self.opened_again(i, self.buffer("arrived_again", i))
+
+    def arrived_again(self, i: int) -> Tensor:
+        rows = self.buffer("T_DI", i)
+        return rows if self.plan.stages.hooked else self.opened_again(i, rows)
 
     def parts(self, unit: Unit) -> list[tuple[Kept, Runs]]:
         """What forward kept, by chunk of forward, with where its rows stand here."""
@@ -880,7 +915,7 @@ class _Backward(_Pass):
 
     def input_gradient(self, i: int) -> None:
         out_NM = self.result_of(i)
-        grad_NM = self.in_expert_order("dT_DO", i, self.on_arrival(i, self.buffer("dT_DO", i)))
+        grad_NM = self.in_expert_order("dT_DO", i, self.arrived(i))
         grad_weight_N = self._input_gradient((i, ""), grad_NM, self.weight_of_chunk[i], out_NM)
         self.in_source_order(i, out_NM)
         self.grad_weight_of_chunk[i].copy_(grad_weight_N)

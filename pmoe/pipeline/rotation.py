@@ -33,10 +33,12 @@ from pmoe.pipeline.schedule import (
     Stages,
     Task,
     check_degree,
+    close_tasks,
     combine_tasks,
     dispatch_tasks,
     finished,
     make_task,
+    open_tasks,
     return_weights,
     send_weights,
     shared_backward,
@@ -123,7 +125,11 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
         dispatch(1)
     if stages.shared:
         tasks.append(make_task(Kind.SHARED, -1, ["T_I"], ["T_S"]))
+    if stages.hooked:
+        tasks += open_tasks(0, "T_DI")
     for i, at in _units(range(n), local, remote):
+        if stages.hooked and i + 1 < n:
+            tasks += open_tasks(i + 1, "T_DI")
         compute(i, at)
         if not remote:
             tasks.append(_output("T_O", i, stages))
@@ -132,9 +138,15 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
                 rings.put("leaving", f"leaving.{i}")
                 rings.put("parts", f"parts.{i}")
             tasks += combine_tasks(i, stages, "T_DO", "home")
+            if stages.hooked and i > 0:
+                tasks += close_tasks(i - 1, "home")
             dispatch(i + 2)
-            if i > 0:
-                tasks.append(_output("T_O", i - 1, stages))
+            done = i - 1 - stages.hooked
+            if done >= 0:
+                tasks.append(_output("T_O", done, stages))
+    if stages.hooked:
+        tasks += close_tasks(n - 1, "home")
+        tasks += [_output("T_O", n - 2, stages)] if n > 1 else []
     if remote:
         tasks.append(_output("T_O", n - 1, stages))
     return finished("forward", tasks, stages, rings.slots)
@@ -184,6 +196,13 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             rings.put("copies", f"copies.{i}")
         rings.put("dT_DO", f"dT_DO.{i}")
         tasks.extend(dispatch_tasks(i, stages, "dT_O", "dT_DO"))
+
+    def unpack(place: int) -> None:
+        """The callbacks of the chunk at that place, and its AGs."""
+        if stages.hooked and place < n:
+            if dispatched == "communicate":
+                tasks.extend(open_tasks(chunks[place], "T_DI", again=True))
+            tasks.extend(open_tasks(chunks[place], "dT_DO"))
 
     def fetch(i: int, at: str) -> None:
         """H of what forward offloaded of a unit."""
@@ -250,18 +269,27 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     if stages.shared:
         tasks += shared_backward()
     fetch(*units[0])
+    unpack(0)
     for place, (i, at) in enumerate(units):
+        if stages.hooked:
+            unpack(place + 1)
         for unit in units[place + 1 : place + 2]:
             fetch(*unit)
         compute(i, at)
         if not remote:
             tasks.append(_output("dT_I", i, stages))
         elif not at:
+            if stages.hooked and i < n - 1:
+                tasks += close_tasks(i + 1, "dhome")
             dispatch(n - 1 - i + 2)
-            if i < n - 1:
-                tasks.append(_output("dT_I", i + 1, stages))
+            done = i + 1 + stages.hooked
+            if done < n:
+                tasks.append(_output("dT_I", done, stages))
             if i == 0:
                 tasks += return_weights(chunks, stages)
+    if stages.hooked:
+        tasks += close_tasks(0, "dhome")
+        tasks += [_output("dT_I", 1, stages)] if n > 1 else []
     if remote:
         tasks.append(_output("dT_I", 0, stages))
     if stages.gradients:

@@ -55,6 +55,9 @@ class Kind(str, enum.Enum):
     ALL_GATHER = "AG"  # the ranks that share experts give each other the rows that S brought them
     REDUCE_SCATTER = "RS"  # they sum what each made of all rows, and each takes its own rows' sums
     SHARE_WEIGHTS = "PG"  # the same two of routing weights and of their gradients
+    OPEN = "HA"  # callbacks see rows between S and AG, and what returns between RS and R: where experts are
+    CLOSE = "HB"  # sharded these are tasks of their own, elsewhere a part of C
+    OPEN_AGAIN = "HAI"
     SHARED = "X"  # the shared expert on all tokens; gradient of its input in backward
     SHARED_WGRAD = "XW"  # its weight gradients
     GRADIENTS = "GAR"  # data-parallel gradients of other layers, as many as hide here
@@ -122,13 +125,14 @@ class Stages:
     """Which stages a layer has beside its experts' own: the same on every rank.
 
     local: rows may stay on their rank. remote: rows may travel. sharded: experts are split over the ranks of
-    a node. shared: there is a shared expert. gradients: backward carries other layers' gradients. one_lane:
-    what is sent inside the node waits for what is sent between nodes (what FSMoE is measured against).
-    """
+    a node. hooked: and callbacks see them there. shared: there is a shared expert. gradients: backward
+    carries other layers' gradients. one_lane: what is sent inside the node waits for what is sent between
+    nodes (what FSMoE is measured against)."""
 
     local: bool
     remote: bool
     sharded: bool = False
+    hooked: bool = False
     shared: bool = False
     gradients: bool = False
     one_lane: bool = False
@@ -140,6 +144,10 @@ class Stages:
             raise ValueError(
                 f"local ({self.local}) must be False and remote ({self.remote}) True where experts are "
                 "sharded: their rows all pass the ranks of the node"
+            )
+        if self.hooked and not self.sharded:
+            raise ValueError(
+                "hooked (True) must be False where experts are not sharded: C holds the hooks then"
             )
 
 
@@ -167,6 +175,7 @@ def forward_schedule(n: int, stages: Stages, ahead: int | None = None) -> Schedu
         tasks += [_local_forward(j) for j in range(early)]
     if remote:
         for i in range(n):
+            tasks += _open_for(i, n, ahead, stages, "T_DI")
             tasks.append(make_task(Kind.COMPUTE, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"]))
             tasks += _after_compute(
                 i, n, ahead, stages, source="T_I", received="T_DI", result="T_DO", home="home"
@@ -202,6 +211,7 @@ def backward_schedule(n: int, stages: Stages, ahead: int | None = None) -> Sched
         tasks.append(make_task(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"]))
     if remote:
         for i in range(n):
+            tasks += _open_for(i, n, ahead, stages, "dT_DO")
             reads = [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}"]
             tasks.append(make_task(Kind.COMPUTE, i, reads, [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]))
             tasks += _after_compute(
@@ -327,18 +337,36 @@ def dispatch_tasks(i: int, stages: Stages, source: str, received: str, again: bo
         make_task(gather, i, [f"{source}.{i}"], [f"{send}.{i}"]),
         make_task(dispatch, i, [f"{send}.{i}"], [f"{here}.{i}"]),
     ]
-    if stages.sharded:
+    if stages.sharded and not stages.hooked:
         tasks.append(make_task(all_gather, i, [f"{here}.{i}"], [f"{received}.{i}", f"copies{suffix}.{i}"]))
     return tasks
 
 
+def open_tasks(i: int, received: str, again: bool = False) -> list[Task]:
+    """What a hooked layer does with the rows that S brought: callbacks, then AG."""
+    suffix = "_again" * again
+    open_, all_gather = (Kind.OPEN_AGAIN, Kind.ALL_GATHER_AGAIN) if again else (Kind.OPEN, Kind.ALL_GATHER)
+    return [
+        make_task(open_, i, [f"arrived{suffix}.{i}"], [f"opened{suffix}.{i}"]),
+        make_task(all_gather, i, [f"opened{suffix}.{i}"], [f"{received}.{i}", f"copies{suffix}.{i}"]),
+    ]
+
+
 def combine_tasks(i: int, stages: Stages, result: str, home: str) -> list[Task]:
-    """R of a chunk, after RS where experts are sharded."""
+    """R of a chunk, after RS where experts are sharded; `close_tasks` has R where callbacks come between."""
     if not stages.sharded:
         return [make_task(Kind.COMBINE, i, [f"{result}.{i}"], [f"{home}.{i}"])]
+    summed = make_task(Kind.REDUCE_SCATTER, i, [f"{result}.{i}"], [f"leaving.{i}", f"parts.{i}"])
+    if stages.hooked:
+        return [summed]
+    return [summed, make_task(Kind.COMBINE, i, [f"leaving.{i}"], [f"{home}.{i}"])]
+
+
+def close_tasks(i: int, home: str) -> list[Task]:
+    """What a hooked layer does with the sums of RS: callbacks, then R."""
     return [
-        make_task(Kind.REDUCE_SCATTER, i, [f"{result}.{i}"], [f"leaving.{i}", f"parts.{i}"]),
-        make_task(Kind.COMBINE, i, [f"leaving.{i}"], [f"{home}.{i}"]),
+        make_task(Kind.CLOSE, i, [f"leaving.{i}"], [f"closed.{i}"]),
+        make_task(Kind.COMBINE, i, [f"closed.{i}"], [f"{home}.{i}"]),
     ]
 
 
@@ -387,8 +415,23 @@ def _communication_first(n: int, ahead: int | None, stages: Stages, source: str,
 def _after_compute(
     i: int, n: int, ahead: int | None, stages: Stages, *, source: str, received: str, result: str, home: str
 ) -> list[Task]:
-    """R of chunk i, and behind it the next S that ``ahead`` allows."""
+    """R of chunk i, and behind it the next S that ``ahead`` allows. Callbacks between RS and R come a chunk
+    later: the experts do not wait for the sums."""
     tasks = combine_tasks(i, stages, result, home)
+    if stages.hooked:
+        late = range(max(i - 1, 0), i) if ahead != 0 else ()
+        last = (i,) if i == n - 1 or ahead == 0 else ()
+        tasks += [task for each in (*late, *last) for task in close_tasks(each, home)]
     if ahead is not None and i + ahead + 1 < n:
         tasks += dispatch_tasks(i + ahead + 1, stages, source, received)
     return tasks
+
+
+def _open_for(i: int, n: int, ahead: int | None, stages: Stages, received: str) -> list[Task]:
+    """Callbacks and AG, before the experts of chunk i and a chunk ahead of them where S is."""
+    if not stages.hooked:
+        return []
+    if ahead == 0:
+        return open_tasks(i, received)
+    chunks = range(i + 1, min(i + 2, n)) if i else range(min(2, n))
+    return [task for each in chunks for task in open_tasks(each, received)]

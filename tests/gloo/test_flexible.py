@@ -357,6 +357,60 @@ def test_callbacks_equal_the_definition(world: int, reuse: Any, shared: int | No
         check(world, Case(4, 2, shared=shared, options=options))
 
 
+@pytest.mark.parametrize("one_lane", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("world, ep, esp", [(2, 1, 2), (4, 2, 2), (4, 1, 4)])
+@pytest.mark.parametrize("reuse", [False, "S4", pmoe.Restore("offload", "keep")], ids=str)
+def test_callbacks_of_sharded_experts_equal_the_definition(
+    world: int, ep: int, esp: int, reuse: Any, n: int, one_lane: bool
+) -> None:
+    options = {"pipeline": n, "memory_reuse": reuse, "callbacks": (Doubling(),), "one_lane": one_lane}
+    check(world, Case(4, 2, ep, esp, shared=5, options=options))
+
+
+class Sine(pmoe.Callback):
+    """One hook alone: the others are not even called."""
+
+
+def sine(point: str) -> pmoe.Callback:
+    return type(f"Sine_{point}", (Sine,), {point: lambda self, rows, chunk: rows.sin()})()
+
+
+def sine_job(
+    rank: int, world: int, point: str, esp: int, reuse: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Against the flat layer's: a hook on all rows of a chunk is the same wherever rows go."""
+    xs, grads = inputs(world)
+    found = []
+    for sharded in (True, False):
+        torch.manual_seed(7)
+        mesh = {"mesh": mesh_of(world // esp, esp, False)} if sharded else {}
+        layer = pmoe.MoELayer(
+            D_MODEL,
+            D_HIDDEN,
+            4,
+            2,
+            dtype=torch.float64,
+            pipeline=2,
+            memory_reuse=reuse,
+            callbacks=[sine(point)],
+            **mesh,
+        )
+        x = xs[rank].clone().requires_grad_()
+        y = layer(x)
+        (y * grads[rank]).sum().backward()
+        found += [y.detach(), x.grad]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("reuse", [False, "S4"])
+@pytest.mark.parametrize("point", ["before_dispatch", "after_dispatch", "before_combine", "after_combine"])
+def test_one_hook_alone_is_the_same_for_sharded_experts(point: str, reuse: Any) -> None:
+    for y, dx, y_flat, dx_flat in ranks(4).run(sine_job, point, 2, reuse):
+        assert relative_error(y, y_flat) < 1e-12
+        assert relative_error(dx, dx_flat) < 1e-12
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_einsum_order_equals_the_definition(world: int, n: int) -> None:

@@ -583,6 +583,7 @@ FLEXIBLE: list[dict[str, Any]] = [
     {"send_once": True},
     {"shared_expert": 5, "shared_gate": True},
     {"callbacks": True},
+    {"callbacks": True, "esp": 2},
     {"callbacks": True, "send_once": True, "shared_expert": 5},
     {"dispatch": "hierarchical_1d", "nodes": 2},
     {"dispatch": "hierarchical_2d", "nodes": 2},

@@ -701,6 +701,8 @@ ROWS = {
     "local": {"local": True, "remote": False},
     "remote": {"local": False, "remote": True},
     "both": {"local": True, "remote": True},
+    "sharded": {"local": False, "remote": True, "sharded": True, "shared": True, "gradients": True},
+    "hooked": {"local": False, "remote": True, "sharded": True, "hooked": True},
 }
 
 

@@ -96,6 +96,47 @@ FORWARD = {
         O1 compute L0 R1
         O2 compute L1 R2
     """,
+    (2, "sharded"): """
+        G0  compute
+        P   communicate
+        PG  intra-node P
+        S0  communicate G0
+        AG0 intra-node S0
+        G1  compute
+        S1  communicate G1
+        AG1 intra-node S1
+        X   compute
+        C0  compute AG0 PG
+        RS0 intra-node C0
+        R0  communicate RS0
+        C1  compute AG1 PG
+        RS1 intra-node C1
+        R1  communicate RS1
+        O0  compute R0 X
+        O1  compute R1 X
+    """,
+    (2, "hooked"): """
+        G0  compute
+        P   communicate
+        PG  intra-node P
+        S0  communicate G0
+        G1  compute
+        S1  communicate G1
+        HA0 compute S0
+        AG0 intra-node HA0
+        HA1 compute S1
+        AG1 intra-node HA1
+        C0  compute AG0 PG
+        RS0 intra-node C0
+        C1  compute AG1 PG
+        RS1 intra-node C1
+        HB0 compute RS0
+        R0  communicate HB0
+        HB1 compute RS1
+        R1  communicate HB1
+        O0  compute R0
+        O1  compute R1
+    """,
 }
 
 BACKWARD = {
@@ -191,19 +232,65 @@ BACKWARD = {
         O1  compute L0 R1
         O2  compute L1 R2
     """,
+    (2, "sharded"): """
+        G0  compute
+        S0  communicate G0
+        AG0 intra-node S0
+        G1  compute
+        S1  communicate G1
+        AG1 intra-node S1
+        X   compute
+        XW  compute X
+        C0  compute AG0
+        RS0 intra-node C0
+        R0  communicate RS0
+        C1  compute AG1
+        RS1 intra-node C1
+        R1  communicate RS1
+        W0  compute C0
+        PG  intra-node C0 C1
+        P   communicate PG
+        W1  compute C1 W0
+        O0  compute R0 X
+        O1  compute R1 X
+    """,
+    (2, "with gradients"): """
+        G0  compute
+        S0  communicate G0
+        AG0 intra-node S0
+        G1  compute
+        S1  communicate G1
+        GAR communicate
+        AG1 intra-node S1
+        C0  compute AG0
+        RS0 intra-node C0
+        R0  communicate RS0
+        C1  compute AG1
+        RS1 intra-node C1
+        R1  communicate RS1
+        W0  compute C0
+        PG  intra-node C0 C1
+        P   communicate PG
+        W1  compute C1 W0
+        O0  compute R0
+        O1  compute R1
+    """,
 }
 
 ROWS = {
     "local": {"local": True, "remote": False},
     "remote": {"local": False, "remote": True},
     "both": {"local": True, "remote": True},
+    "sharded": {"local": False, "remote": True, "sharded": True, "shared": True},
+    "with gradients": {"local": False, "remote": True, "sharded": True, "gradients": True},
+    "hooked": {"local": False, "remote": True, "sharded": True, "hooked": True},
 }
 BUILD = {"forward": forward_schedule, "backward": backward_schedule}
 
 # What a pass may read without having written it.
 INPUTS = {
-    "forward": ("T_I.", "T_I_L.", "weight"),
-    "backward": ("dT_O.", "dT_O_L.", "T_DI.", "T_DI_L.", "T_M.", "T_M_L.", "dw"),
+    "forward": ("T_I", "weight"),
+    "backward": ("dT_O", "T_DI.", "T_DI_L.", "T_M.", "T_M_L.", "dw"),
 }
 
 
@@ -304,8 +391,39 @@ def test_the_next_chunk_is_sent_before_a_chunk_returns_and_a_chunk_returns_befor
 def test_only_what_travels_is_on_the_communication_lane(direction: str) -> None:
     for _, _, schedule in every_variant(direction):
         for task in schedule.tasks:
-            travels = task.kind in (Kind.WEIGHTS, Kind.DISPATCH, Kind.COMBINE)
+            travels = task.kind in (Kind.WEIGHTS, Kind.DISPATCH, Kind.COMBINE, Kind.GRADIENTS)
+            inside = task.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SHARE_WEIGHTS)
             assert (task.lane is Lane.COMMUNICATE) == travels, task
+            assert (task.lane is Lane.INTRA_NODE) == inside, task
+
+
+@pytest.mark.parametrize("direction", BUILD)
+def test_on_one_lane_the_same_tasks_wait_for_the_same(direction: str) -> None:
+    for n, rows in itertools.product((1, 3), ("sharded", "hooked")):
+        two = BUILD[direction](n, Stages(**ROWS[rows]))
+        one = BUILD[direction](n, Stages(**ROWS[rows], one_lane=True))
+        assert [(task.name, task.waits) for task in one.tasks] == [(t.name, t.waits) for t in two.tasks]
+        assert {task.lane for task in one.tasks} == {Lane.COMPUTE, Lane.COMMUNICATE}
+
+
+def test_all_are_gathered_before_any_is_summed_as_fsmoe_has_it() -> None:
+    stages = Stages(local=False, remote=True, sharded=True, gradients=True)
+    schedule = backward_schedule(3, stages)
+    assert names(schedule, Lane.COMMUNICATE) == "S0 S1 S2 GAR R0 R1 R2 P"
+    assert names(schedule, Lane.INTRA_NODE) == "AG0 AG1 AG2 RS0 RS1 RS2 PG"
+
+
+def test_callbacks_of_a_chunk_run_before_the_experts_of_the_one_before() -> None:
+    schedule = forward_schedule(3, Stages(local=False, remote=True, sharded=True, hooked=True))
+    assert names(schedule, Lane.COMPUTE) == "G0 G1 G2 HA0 HA1 C0 HA2 C1 HB0 C2 HB1 HB2 O0 O1 O2"
+    assert names(schedule, Lane.INTRA_NODE) == "PG AG0 AG1 RS0 AG2 RS1 RS2"
+
+
+def test_stages_that_cannot_be_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"local \(True\) must be False and remote \(True\) True"):
+        Stages(local=True, remote=True, sharded=True)
+    with pytest.raises(ValueError, match=r"hooked \(True\) must be False"):
+        Stages(local=False, remote=True, hooked=True)
 
 
 @pytest.mark.parametrize("direction", BUILD)

@@ -208,6 +208,8 @@ class ModelledLinks:
 
     def __init__(self, ranks_per_node: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self.ranks_per_node = ranks_per_node
+        self.holds_all_reduces = False
+        """Whether all-reduces pass the links too: as rings, each rank sending 2 (W - 1) / W of the bytes."""
         self.inter, self.intra = ModelledLink(clock=clock), ModelledLink(clock=clock)
 
     def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
@@ -326,6 +328,13 @@ class _ModelledGroup(dist.ProcessGroup):
             work, self._links.carry(self._ranks, self.rank(), sent_bytes, received_bytes), output
         )
 
+    def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Work:
+        work = self._gloo.allreduce(tensors, *options)
+        if not self._links.holds_all_reduces:
+            return work
+        each = [2 * sum(tensor.nbytes for tensor in tensors) // self.size()] * self.size()
+        return _LinkWork(work, self._links.carry(self._ranks, self.rank(), each, each), tensors[0])
+
     # torch 2.13 asks for this name first; through the other one the caller would get c10d's holder of a
     # Python work, and that never says is_completed().
     all_to_all_single = alltoall_base
@@ -344,7 +353,6 @@ def _forwarded_to_gloo(name: str) -> Callable[..., Work]:
 # thousand all_reduces. These are the collectives that the trampoline covers and gloo has.
 for _name in (
     "allgather",
-    "allreduce",
     "allreduce_coalesced",
     "barrier",
     "broadcast",

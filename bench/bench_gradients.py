@@ -1,0 +1,224 @@
+"""Data-parallel gradients in the backward pass: how much of their all-reduce is left to wait for?
+
+A few blocks, each a dense part and an MoE layer, on ranks that are a node each, behind a slow link: their
+all-to-alls and the all-reduce of the dense gradients share it. Times a step without any reduction, with plain
+all-reduces behind backward, and with `pmoe.GradientReducer`'s pieces inside it; what a way takes beyond the
+first is its exposed time.
+
+    python bench/bench_gradients.py                       # modelled link: all-reduces are held back too
+    sudo python bench/bench_gradients.py --link real      # network namespaces on one token bucket
+
+The rate is set so that a layer's all-to-alls take ``link_share`` of its forward computing. At 1 and more the
+lane between nodes is full in the MoE layers, and only dense parts can hide gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+import pmoe
+from bench.links import INFINITE, launch
+from bench.timing import Timing, interleaved, table, write_json
+from pmoe.reducer import is_dense
+
+WAYS = ("no reduction", "plain", "partitioned")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Letters as in DESIGN.md. dense: products of (d_model, 2 d_model) and back in each block."""
+
+    tokens: int = 1024
+    d_model: int = 512
+    d_hidden: int = 4096
+    num_experts: int = 4
+    blocks: int = 4
+    dense: int = 1
+    n: int = 4
+    link_share: float = 0.5
+
+
+class Block(nn.Module):
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        wide = 2 * setting.d_model
+        self.dense = nn.ModuleList(
+            nn.Sequential(nn.Linear(setting.d_model, wide), nn.GELU(), nn.Linear(wide, setting.d_model))
+            for _ in range(setting.dense)
+        )
+        self.moe = pmoe.MoELayer(
+            setting.d_model, setting.d_hidden, setting.num_experts, pipeline=setting.n, gate="topk"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.dense:
+            x = x + part(x)
+        return x + self.moe(x)
+
+
+def make_model(setting: Setting) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(setting) for _ in range(setting.blocks)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 brings home. predicted: exposed seconds by the partition, plain and after both steps."""
+
+    bytes_per_second: float
+    dense_bytes: int
+    times: dict[str, Timing]
+    predicted: dict[str, float]
+    pieces: dict[str, int]
+    difference: float
+    load: float
+
+
+def run_rank(link: Any, setting: Setting, rounds: int, folder: str) -> Result:
+    os.environ["PMOE_CACHE"] = folder
+    if hasattr(link, "holds_all_reduces"):
+        link.holds_all_reduces = True
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(setting.tokens, setting.d_model)
+    rate = _rate(link, setting, x)
+    models = {way: make_model(setting) for way in WAYS}
+    hooks = {
+        "no reduction": pmoe.GradientReducer(models["no reduction"], partition=False),
+        "plain": pmoe.GradientReducer(models["plain"], partition=False),
+        "partitioned": pmoe.GradientReducer(models["partitioned"]),
+    }
+
+    def step(way: str, reduces: bool = True) -> None:
+        model, hook = models[way], hooks[way]
+        model.zero_grad(set_to_none=True)
+        if reduces:
+            model(x).square().mean().backward()
+            hook.finish()
+        else:
+            with hook.no_sync():
+                model(x).square().mean().backward()
+
+    for way in WAYS:  # the first pass shows what there is to hide
+        step(way)
+    step("plain")
+    step("partitioned")
+    pairs = zip(models["plain"].parameters(), models["partitioned"].parameters(), strict=True)
+    difference = max(float((a.grad - b.grad).abs().max() / a.grad.abs().max()) for a, b in pairs)
+    runs: dict[str, Callable[[], Any]] = {
+        "no reduction": lambda: step("no reduction", reduces=False),
+        "plain": lambda: step("plain"),
+        "partitioned": lambda: step("partitioned"),
+    }
+    times = interleaved(runs, rounds)
+    found = hooks["partitioned"].partition
+    assert found is not None
+    dense_bytes = sum(p.nbytes for p in models["plain"].parameters() if is_dense(p))
+    return Result(
+        bytes_per_second=rate,
+        dense_bytes=dense_bytes,
+        times=times,
+        predicted={
+            "plain": found.plain_seconds,
+            "after step 1": found.filled_seconds,
+            "partitioned": found.exposed_seconds,
+        },
+        pieces={
+            "beside dense parts": sum(share.dense_bytes for share in found.shares),
+            "inside MoE layers": sum(share.moe_bytes for share in found.shares),
+            "at the end": found.end_bytes,
+        },
+        difference=difference,
+        load=os.getloadavg()[0],
+    )
+
+
+def _rate(link: Any, setting: Setting, x: Tensor) -> float:
+    """Bytes a second at which a layer's two all-to-alls take that share of its computing, and sets it."""
+    link.set_rate(INFINITE)
+    layer = make_model(setting)[0].moe
+    layer.sequential = True
+    with torch.no_grad():
+        layer(x)
+        sent = layer.traffic.rows
+        seconds = []
+        for _ in range(5):
+            dist.barrier()
+            start = time.perf_counter()
+            layer(x)
+            seconds.append(time.perf_counter() - start)
+    numbers = torch.tensor([sorted(seconds)[2], float(sent)], dtype=torch.float64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    rate = float(numbers[1] / numbers[0]) / setting.link_share
+    link.set_rate(rate)
+    return rate
+
+
+def report(result: Result, setting: Setting) -> dict[str, Any]:
+    base = result.times["no reduction"].median
+    rows = []
+    for way in WAYS:
+        taken = result.times[way].median
+        rows.append(
+            {
+                "way": way,
+                "step ms": round(taken * 1e3, 1),
+                "exposed ms": round((taken - base) * 1e3, 1),
+                "predicted exposed ms": round(result.predicted.get(way, 0.0) * 1e3, 1),
+            }
+        )
+    print(table(rows))
+    plain, ours = (result.times[way].median - base for way in WAYS[1:])
+    print(f"\nexposed: {plain * 1e3:.0f} -> {ours * 1e3:.0f} ms, {1 - ours / plain:.0%} less")
+    print(f"a step: {result.times['partitioned'].speedup_over(result.times['plain']):.2f} x as fast as plain")
+    print(
+        f"bytes of {result.dense_bytes}: {result.pieces}; largest relative difference {result.difference:.1e}"
+    )
+    print(f"link {result.bytes_per_second / 1e6:.1f} MB/s, load {result.load:.1f}")
+    return {
+        "setting": asdict(setting),
+        "rows": rows,
+        "exposed_seconds": {"plain": plain, "partitioned": ours},
+        "times": {way: timing.as_dict() for way, timing in result.times.items()},
+        "predicted": result.predicted,
+        "pieces": result.pieces,
+        "dense_bytes": result.dense_bytes,
+        "largest_relative_difference": result.difference,
+        "bytes_per_second": result.bytes_per_second,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    for name, value in asdict(Setting()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    args = parser.parse_args()
+    setting = Setting(**{name: getattr(args, name) for name in asdict(Setting())})
+    with tempfile.TemporaryDirectory() as folder:
+        result = launch(
+            args.ranks, run_rank, link=args.link, rate=INFINITE, args=(setting, args.rounds, folder)
+        )
+    found = report(result[0], setting)
+    if args.json:
+        write_json(args.json, **found)
+
+
+if __name__ == "__main__":
+    main()

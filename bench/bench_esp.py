@@ -137,21 +137,81 @@ def messages_alone(setting: Setting, group: dist.ProcessGroup, sent: Sequence[in
     return run
 
 
-def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dict[str, Timing]]:
-    """Every run once a round, each round from another one on; the slowest rank's times."""
-    samples = torch.zeros(len(runs), len(PARTS), rounds, dtype=torch.float64)
-    every = list(runs.values())
-    for round_ in range(-warmup, rounds):
+class Neighbours:
+    """What other processes take of the machine's cores: ratios need all of them (Linux)."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), time.process_time()
+
+    def share(self) -> float:
+        """Of all cores, since `start`: what neither this process nor its peers used. A collective."""
+        own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
+        dist.all_reduce(own)
+        seconds = time.monotonic() - self._began
+        return max(0.0, (_busy_seconds() - self._busy - own.item()) / (seconds * (os.cpu_count() or 1)))
+
+    def wait(self, patience_seconds: float, most: float = 0.1) -> None:
+        """Returns on all ranks when others take at most that share, or when rank 0's patience is over."""
+        end = time.monotonic() + patience_seconds
+        while dist.get_rank() == 0 and time.monotonic() < end:
+            self._began, self._busy = time.monotonic(), _busy_seconds()
+            time.sleep(2)
+            if (_busy_seconds() - self._busy) / (2 * (os.cpu_count() or 1)) <= most:
+                break
+        dist.barrier()
+
+
+def _busy_seconds() -> float:
+    """Of all cores since the machine started."""
+    user, nice, system, _idle, _io, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
+    return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """times: the slowest rank's, of the rounds that count. neighbours: the share of the machine that other
+    processes took, of all rounds; rounds: which of them count."""
+
+    times: dict[str, dict[str, Timing]]
+    neighbours: list[float]
+    rounds: list[int]
+
+
+def measure(runs: dict[str, Run], rounds: int, patience_seconds: float) -> Measured:
+    """Every run once a round, each round from another one on. Of twice as many rounds at most those count in
+    which other processes left the machine alone, or else those in which they took least."""
+    every, neighbours = list(runs.values()), Neighbours()
+    shares: list[float] = []
+    taken: list[torch.Tensor] = []
+    for run in every:
+        run()
+    while len(shares) < 2 * rounds and sum(share <= QUIET for share in shares) < rounds:
+        neighbours.wait(patience_seconds)
+        samples = torch.zeros(len(runs), len(PARTS), dtype=torch.float64)
+        neighbours.start()
         for turn in range(len(every)):
-            i = (turn + round_) % len(every)
+            i = (turn + len(shares)) % len(every)
             times = every[i]()
-            if round_ >= 0:
-                samples[i, :, round_] = torch.tensor([times[part] for part in PARTS])
-    dist.all_reduce(samples, op=dist.ReduceOp.MAX)
-    return {
-        name: {part: Timing(tuple(samples[i, j].tolist())) for j, part in enumerate(PARTS)}
+            samples[i] = torch.tensor([times[part] for part in PARTS])
+        shares.append(neighbours.share())
+        shared = torch.tensor(shares[-1:], dtype=torch.float64)
+        dist.broadcast(shared, 0)  # each rank's clock is its own
+        shares[-1] = shared.item()
+        dist.all_reduce(samples, op=dist.ReduceOp.MAX)
+        taken.append(samples)
+    kept = sorted(sorted(range(len(shares)), key=lambda at: shares[at])[:rounds])
+    times = {
+        name: {part: Timing(tuple(float(taken[at][i, j]) for at in kept)) for j, part in enumerate(PARTS)}
         for i, name in enumerate(runs)
     }
+    return Measured(times, shares, kept)
+
+
+QUIET = 0.1
+"""Share of the machine that other processes may take in a round that counts."""
 
 
 @dataclass(frozen=True)
@@ -247,10 +307,14 @@ class Result:
     work: Work
     work_afterwards: Work
     bytes_per_second: dict[str, float]
-    times: dict[str, dict[str, Timing]]
+    measured: Measured
     traffic: dict[str, int]
     spans: dict[str, list[Span]]
     load: list[float]
+
+    @property
+    def times(self) -> dict[str, dict[str, Timing]]:
+        return self.measured.times
 
 
 def run_name(n: int, variant: str) -> str:
@@ -271,10 +335,11 @@ def recorded(step: Step, n: int, variant: str, runs: int = 3) -> list[Span]:
     return sorted(found, key=lambda each: each[0])[runs // 2][1]
 
 
-def run_rank(link: Any, setting: Setting, degrees: list[int], rounds: int) -> Result:
+def run_rank(link: Any, setting: Setting, degrees: list[int], rounds: int, patience_seconds: float) -> Result:
     mesh = make_mesh()
     step = Step(setting, mesh)
     link.set_rates(inter=INFINITE, intra=INFINITE)
+    Neighbours().wait(patience_seconds)
     work = measure_work(step, rounds)
     load = [os.getloadavg()[0]]
     rates = {"inter": setting.between_bytes / work.experts, "intra": setting.inside_bytes / work.experts}
@@ -288,7 +353,7 @@ def run_rank(link: Any, setting: Setting, degrees: list[int], rounds: int) -> Re
     }
     for n, variant in runs_of(degrees):
         runs[run_name(n, variant)] = functools.partial(step, n, variant)
-    times = measure(runs, rounds)
+    measured = measure(runs, rounds, patience_seconds)
     load.append(os.getloadavg()[0])
     before = asdict(step.layer.traffic)
     step(degrees[-1], "two lanes")
@@ -297,7 +362,7 @@ def run_rank(link: Any, setting: Setting, degrees: list[int], rounds: int) -> Re
     link.set_rates(inter=INFINITE, intra=INFINITE)
     again = measure_work(step, rounds)
     load.append(os.getloadavg()[0])
-    return Result(work, again, rates, times, traffic, spans, load)
+    return Result(work, again, rates, measured, traffic, spans, load)
 
 
 # ---- the report
@@ -358,6 +423,7 @@ def main() -> None:
     parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
     parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="n to run")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds a round to wait for idle cores")
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of each rank")
     parser.add_argument("--top-k", type=int, default=Setting.top_k)
     parser.add_argument("--d-model", type=int, default=Setting.d_model)
@@ -383,9 +449,9 @@ def main() -> None:
         run_rank,
         args.link,
         INFINITE,
-        (setting, degrees, args.rounds),
+        (setting, degrees, args.rounds, args.patience),
         ranks_per_node=RANKS_PER_NODE,
-        timeout_seconds=1500,
+        timeout_seconds=3600,
     )[0]
     rows, at_best = report_rows(result, degrees), summary(result, degrees)
     rates = result.bytes_per_second
@@ -394,6 +460,11 @@ def main() -> None:
     print(
         f"{args.link} links, MB/s of a rank: {rates['inter'] / 1e6:.2f} between nodes, "
         f"{rates['intra'] / 1e6:.2f} inside; medians of {args.rounds} rounds"
+    )
+    shares = [result.measured.neighbours[at] for at in result.measured.rounds]
+    print(
+        f"other processes took {min(shares):.0%} to {max(shares):.0%} of the machine; of "
+        f"{len(result.measured.neighbours)} rounds {len(shares)} count"
     )
     print(f"load average before, between and after: {', '.join(f'{load:.1f}' for load in result.load)}")
     print(
@@ -422,6 +493,8 @@ def main() -> None:
         bytes_per_second=rates,
         machine_before=started,
         load_average_1min=result.load,
+        share_of_other_processes=result.measured.neighbours,
+        rounds_that_count=result.measured.rounds,
         rounds=args.rounds,
         work=asdict(result.work),
         work_afterwards=asdict(result.work_afterwards),

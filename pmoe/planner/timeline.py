@@ -89,6 +89,14 @@ COLOURS: Mapping[str, str] = {
     "GI": "#cc88aa",
     "M": "#ddaa33",
     "LM": "#117733",
+    "AG": "#332288",
+    "RS": "#88ccee",
+    "AGI": "#6655aa",
+    "PG": "#dddddd",
+    "X": "#44aa99",
+    "XW": "#99ddcc",
+    "GAR": "#882255",
+    **dict.fromkeys(("HA", "HB", "HAI"), "#999933"),
     **dict.fromkeys(("DI", "LDI", "HI", "LHI"), "#994455"),
     **dict.fromkeys(("DM", "LDM", "HM", "LHM"), "#ee99aa"),
 }
@@ -109,17 +117,27 @@ MEANING: Mapping[str, str] = {
     "GI": "GI gather again",
     "M": "M hidden recomputed",
     "LM": "LM hidden recomputed, rows that stay",
+    "AG": "AG gather inside the node",
+    "RS": "RS sum inside the node",
+    "AGI": "AGI gather again",
+    "PG": "PG routing weights inside the node",
+    "X": "X shared expert",
+    "XW": "XW its weight gradients",
+    "GAR": "GAR other layers' gradients",
+    "HA": "HA, HB callbacks",
     "DI": "DI, HI copies of T_DI",
     "DM": "DM, HM copies of T_M",
 }
 
-SHARED: Mapping[str, str] = dict.fromkeys(("LDI", "HI", "LHI"), "DI") | dict.fromkeys(
-    ("LDM", "HM", "LHM"), "DM"
+SHARED: Mapping[str, str] = (
+    dict.fromkeys(("LDI", "HI", "LHI"), "DI")
+    | dict.fromkeys(("LDM", "HM", "LHM"), "DM")
+    | dict.fromkeys(("HB", "HAI"), "HA")
 )
 """Kinds that share another's line in the legend."""
 
 
-LANES = ("communicate", "compute", "copy out", "copy in")
+LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """From the top. Copies are shown where there are any."""
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from pmoe.pipeline import Kind, Stages, backward_schedule, forward_schedule, sequential
+from pmoe.pipeline import Kind, Lane, Stages, backward_schedule, forward_schedule, sequential
+from pmoe.planner import timeline
 from pmoe.planner.costs import fit_line
 from pmoe.planner.degree import adaptive_degree, check_pipeline, fixed_degree
 from pmoe.planner.simulator import makespan, simulate
@@ -146,3 +147,10 @@ def test_the_drawing_and_the_trace_hold_every_bar(tmp_path) -> None:
         ("S0", "communicate", 0, 1e6),
         ("L0", "compute", 0, 2e6),
     ]
+
+
+def test_every_kind_of_task_and_every_lane_can_be_drawn() -> None:
+    for kind in Kind:
+        assert kind.value in timeline.COLOURS, kind
+        assert timeline.SHARED.get(kind.value, kind.value) in timeline.MEANING, kind
+    assert {lane.value for lane in Lane} == set(timeline.LANES)

@@ -75,8 +75,8 @@ class MoELayer(nn.Module):
         d_hidden: H, width of an expert's hidden layer.
         num_experts: E, over all ranks; the group's size must divide it.
         top_k: K, experts a token.
-        gate: "topk" (softmax, top-k, renormalised where top_k > 1), "switch" (top-1, the probability), or
-            a module that maps (T, M) to a `pmoe.Routing`.
+        gate: "topk" (softmax, top-k, renormalised where top_k > 1), "switch" (top-1, the probability),
+            another name of `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
         expert: "ffn", "swiglu", or a callable that builds one expert, a module from (N, M) to (N, M): called
             as expert(d_model, d_hidden) if it takes two arguments, else expert(), once a local expert. A
             `torch.nn.ModuleList` of this rank's experts, or a `pmoe.experts.Experts`, is taken as it is.
@@ -102,15 +102,16 @@ class MoELayer(nn.Module):
             input's gradient hold to for any routing, parameters' gradients aside. n (if ``pipeline`` is True)
             and the pair (if ``memory_reuse`` is) are chosen for it, by predicted time; a budget that nothing
             holds is a ValueError at the call, on every rank, that says what the least would be.
-        group: the process group; None is the default group, or one rank where none is initialised. mesh:
-        instead of group, a `torch.distributed.device_mesh` of the dimensions "ep" and "esp": experts are
-            spread over "ep", and each expert's hidden columns are split over "esp", the ranks of a node
+        group: the process group; None is the default group, or one rank where none is initialised.
+        mesh: instead of group, a `torch.distributed.device_mesh` of the dimensions "ep" and "esp": experts
+            are spread over "ep", and each expert's hidden columns are split over "esp", the ranks of a node
             (FSMoE's ESP): its tokens are gathered there before it and its partial outputs summed behind it.
             Each rank has tokens of its own. "ffn" and "swiglu" are split; a `pmoe.experts.Experts` must be a
             part already.
         order: "sorted", "einsum" (GShard's, the slow reference), or a `pmoe.Order`.
         dispatch: how rows travel to their experts: "flat", "hierarchical_1d" or "hierarchical_2d", or a
-            `pmoe.Dispatch`. combine: how they return; None is as dispatch.
+            `pmoe.Dispatch`.
+        combine: how they return, a name or a `pmoe.Combine`; None is as dispatch.
         nodes: for the hierarchical ones, ranks a node, or the node of each rank; None asks the launcher's
             LOCAL_WORLD_SIZE.
         send_once: with top_k > 1, a token goes once to a rank that holds several of its experts, and comes
@@ -205,6 +206,13 @@ class MoELayer(nn.Module):
             raise ValueError(f"dtype ({dtype}) must be a floating-point type")
         check_pipeline(pipeline)
         check_backward(pipeline, pipeline_backward)
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh ({mesh!r}) must be a torch.distributed.device_mesh.DeviceMesh")
+        for name, flag in {"send_once": send_once, "shared_gate": shared_gate, "one_lane": one_lane}.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} ({flag!r}) must be True or False")
+        if not isinstance(callbacks, Sequence):
+            raise TypeError(f"callbacks ({callbacks!r}) must be a list of pmoe.Callback objects")
         if mesh is not None and group is not None:
             raise ValueError("group and mesh must not be given both: a mesh brings its groups")
         self.grid = Grid.of_group(group) if mesh is None else Grid.of_mesh(mesh)
@@ -246,7 +254,6 @@ class MoELayer(nn.Module):
                 raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
         self.callbacks = tuple(callbacks)
         self.callback_modules = nn.ModuleList(each for each in callbacks if isinstance(each, nn.Module))
-        self.hooks = Hooks.of(callbacks)
         if pipeline_backward not in (None, fixed_degree(pipeline)) and (self.hooks or self.send_once):
             name = "callbacks see chunks" if self.hooks else "rows travel once (send_once=True)"
             raise ValueError(
@@ -257,6 +264,7 @@ class MoELayer(nn.Module):
         self._solver: tuple[object, Solver] | None = None
         self.t_gar = 0.0  # seconds of other layers' gradients in backward, for the solver
         options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.trusts_gate = isinstance(gate, str)  # a gate that the layer made returns what it should
         if isinstance(gate, str):
             given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
             sizes = (d_model, num_experts, top_k)
@@ -272,7 +280,13 @@ class MoELayer(nn.Module):
         else:
             raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
         self.gate = gate
-        self.trusts_gate = type(gate) in GATES.values()  # a gate of ours returns what it should
+        if isinstance(gate, SoftGate) and shared_expert is not None:
+            raise ValueError(f"shared_expert ({shared_expert}) must be None with SoftMoE, which mixes tokens")
+        if not self.trusts_gate and capacity_factor is not None and _decides_capacity(gate):
+            raise ValueError(
+                f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
+                "decides itself what is kept"
+            )
         self.experts = self._make_experts(expert, activation, bias, options)
         self.experts.mark_parameters()
         self.shared_expert = self._make_shared(shared_expert, expert, activation, bias, options)
@@ -328,6 +342,11 @@ class MoELayer(nn.Module):
             gradients=self.gradients is not None,
             one_lane=self.one_lane,
         )
+
+    @property
+    def hooks(self) -> Hooks:
+        """The callbacks' hooks inside the layer. Asked anew each time: modules may have new parameters."""
+        return Hooks.of(self.callbacks)
 
     @property
     def modules_of_plan(self) -> Modules:
@@ -474,6 +493,7 @@ class MoELayer(nn.Module):
             )
         unknown = {
             f"the gate is a {type(self.gate).__name__}": type(self.gate) not in (TopKGate, SwitchGate),
+            "gate is a module": not self.trusts_gate and name == "memory_budget",
             f"the order is a {type(self.order).__name__}": not isinstance(self.order, SortedOrder),
             "rows do not travel by flat all-to-alls": self.dispatch.in_steps or self.combine.in_steps,
             "rows travel once (send_once=True)": self.send_once,
@@ -532,10 +552,10 @@ class MoELayer(nn.Module):
                     f"expert (a {type(expert).__name__} of {given.num_local_experts}) must hold this rank's "
                     f"{local} experts"
                 )
-            if self.grid.is_sharded and isinstance(given, ModuleExperts):
+            if given.shard != self.shard:
                 raise ValueError(
-                    f"expert (a {type(expert).__name__}) must be ffn or swiglu, or a pmoe.experts.Experts of "
-                    "this rank's columns, where experts are sharded over the ranks of a node"
+                    f"expert (a {type(expert).__name__}, {given.shard}) must hold this rank's part of the "
+                    f"hidden columns ({self.shard}), where experts are sharded over the ranks of a node"
                 )
             return given
         if self.grid.is_sharded and callable(expert):
@@ -571,6 +591,8 @@ class MoELayer(nn.Module):
             made: Experts = ModuleExperts([shared])
             made.is_parallel = False
             return made
+        if not isinstance(shared, int) or isinstance(shared, bool):
+            raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
         _check_sizes(shared_expert=shared)
         kind = expert if isinstance(expert, str) else "ffn"
         stacked = make_stacked(kind, self.d_model, shared, 1, activation, bias, **options)
@@ -655,7 +677,7 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     # Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
     slots = _slots(layer, routed) if rotates else None
     shared_weight_T = _shared_weight(layer, routed.x_TM)
-    operands = (*parameters, *shared_parameters, *layer.hooks.parameters)
+    operands = (*parameters, *shared_parameters, *modules.hooks.parameters)
     exchange = CountsExchange(
         layer.grid,
         count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts, tokens),
@@ -714,7 +736,7 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
         parameters=parameters,
         shared_weight_T=shared_weight_T,
         shared_parameters=shared_parameters,
-        hook_parameters=layer.hooks.parameters,
+        hook_parameters=modules.hooks.parameters,
     )
     inside = autocast_dtype is not None and layer.experts.runs_under_autocast
     with torch.autocast(x.device.type, enabled=inside, dtype=autocast_dtype):
@@ -870,7 +892,7 @@ def _route(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> _Routed:
         return _nothing_routed(layer, error)
     fault: Tensor | Fault = Fault.NONE
     if not layer.trusts_gate:
-        routing, fault = _harmless(routing, x_TM.shape[0], layer.num_experts)
+        routing, fault = _harmless(routing, x_TM, layer.num_experts)
     if layer.check_finite and routing.logits is not None:
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
@@ -917,9 +939,9 @@ def _decides_capacity(gate: nn.Module) -> bool:
     return bool(getattr(gate, "decides_capacity", False))
 
 
-def _harmless(routing: Routing, num_tokens: int, num_experts: int) -> tuple[Routing, Tensor]:
+def _harmless(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
     """A routing that nothing breaks on, and the `Fault` of the one that was given, on the device."""
-    expert, weight, token = routing.expert, routing.weight, routing.token
+    expert, weight, token, num_tokens = routing.expert, routing.weight, routing.token, x_TM.shape[0]
     found = {
         Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
         Fault.WEIGHT: ~weight.isfinite().all(),
@@ -928,7 +950,9 @@ def _harmless(routing: Routing, num_tokens: int, num_experts: int) -> tuple[Rout
         found[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
         token = token.clamp(0, max(num_tokens - 1, 0))
     fault = torch.stack([holds.long() * int(kind) for kind, holds in found.items()]).amax()
-    return replace(routing, expert=expert.clamp(0, num_experts - 1), token=token), fault
+    # Routing weights of all ranks travel together: in one type.
+    weight = weight.to(torch.float64 if x_TM.dtype == torch.float64 else torch.float32)
+    return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
 
 
 def _nothing_routed(layer: MoELayer, error: Exception) -> _Routed:
@@ -978,6 +1002,10 @@ def _check_routing(layer: MoELayer, routing: object, num_tokens: int) -> None:
     name = type(layer.gate).__name__
     if not isinstance(routing, Routing):
         raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")
+    for field in ("expert", "weight", "l_aux"):
+        value = getattr(routing, field)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"gate ({name}) returned {field} ({value!r}); it must be a tensor")
     shape = tuple(routing.expert.shape)
     rows = num_tokens if routing.token is None and routing.mix is None else shape[:1] and shape[0]
     if len(shape) != 2 or shape[0] != rows or tuple(routing.weight.shape) != shape:
@@ -985,12 +1013,15 @@ def _check_routing(layer: MoELayer, routing: object, num_tokens: int) -> None:
             f"gate ({name}) returned expert of shape {shape} and weight of shape "
             f"{tuple(routing.weight.shape)}; both must be (T, K) with T = {num_tokens}"
         )
-    wanted = {"keep": shape, "token": shape[:1]}
-    for field, of_shape in wanted.items():
+    if not routing.weight.is_floating_point():
+        raise TypeError(f"gate ({name}) returned weight of dtype {routing.weight.dtype}; it must be floating")
+    wanted = {"keep": (shape, torch.bool), "token": (shape[:1], torch.int64)}
+    for field, (of_shape, dtype) in wanted.items():
         value = getattr(routing, field)
-        if value is not None and tuple(value.shape) != of_shape:
+        if value is not None and (tuple(value.shape) != of_shape or value.dtype != dtype):
             raise ValueError(
-                f"gate ({name}) returned {field} of shape {tuple(value.shape)}; it must be {of_shape}"
+                f"gate ({name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; it "
+                f"must be {of_shape} of {dtype}"
             )
     if routing.token is not None and (shape[1] != 1 or routing.keep is not None):
         raise ValueError(

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ class GradientReducer:
         group: dist.ProcessGroup | None = None,
         *,
         average: bool = True,
-        partition: Partition | bool | None = None,
+        partition: Partition | Literal[False] | None = None,
     ) -> None:
         # A group of its own: the lane between nodes sends here while another may use the given one.
         self.ranks, self.average = Ranks(_own(Ranks(group))), average
@@ -113,6 +113,8 @@ class GradientReducer:
             raise ValueError("model (without dense parameters that require gradients) has nothing to reduce")
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         self.partition: Partition | None = None
+        if partition is not None and partition is not False and not isinstance(partition, Partition):
+            raise TypeError(f"partition ({partition!r}) must be None, False or a Partition")
         self._given = partition
         self._syncs = True
         self._learnt: _Learnt | None = _Learnt()
@@ -222,6 +224,8 @@ class GradientReducer:
         self._send(pieces)
 
     def _send(self, pieces: Sequence[tuple[int, int]]) -> None:
+        if self.ranks.group is None:
+            return  # one rank alone
         self._works += [self._all_reduce(begin, end) for begin, end in pieces]
 
     def _all_reduce(self, begin: int, end: int) -> dist.Work:
@@ -308,10 +312,8 @@ class GradientReducer:
 
     def _agrees(self, learnt: _Learnt, order: list[int]) -> bool:
         """Whether every rank saw the same, so that pieces may be sent before the end. Collective."""
-        if self._given is False or not learnt.events or len(self._flats) > 1:
+        if self._given is False or not learnt.events or len(self._flats) > 1 or self.ranks.size == 1:
             return False
-        if self.ranks.size == 1:
-            return True
         told: list[Any] = [None] * self.ranks.size
         mine = (order, [(layer, ready) for layer, ready, _ in learnt.events])
         dist.all_gather_object(told, mine, group=self.ranks.group)
@@ -320,6 +322,12 @@ class GradientReducer:
     def _plan(self, learnt: _Learnt, tail: float) -> None:
         """The partition, and what it means in bytes of the buffer."""
         given = self._given
+        places = 2 * len(learnt.events) + 1
+        if isinstance(given, Partition) and len(given.shares) != places:
+            raise ValueError(
+                f"partition (of {len(given.shares)} layers) must have {places}: the dense parts and the "
+                f"{len(learnt.events)} MoE layers in turn"
+            )
         self.partition = given if isinstance(given, Partition) else self._found(learnt, tail)
         for share, (layer, _, _) in zip(self.partition.shares[1::2], learnt.events, strict=True):
             self.layers[layer].t_gar = share.t_gar

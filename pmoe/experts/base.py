@@ -83,6 +83,8 @@ class Experts(nn.Module, abc.ABC):
     """
 
     num_local_experts: int
+    shard = WHOLE
+    """Which part of every expert's hidden columns these are."""
     is_parallel = True
     """False for experts that every rank has alike, whose parameters are as any dense layer's."""
     runs_under_autocast = False

@@ -588,3 +588,31 @@ def measured_job(rank: int, world: int, folder: str) -> bool:
 
 def test_solved_degrees_are_measured_on_the_live_groups(tmp_path: Any) -> None:
     assert all(ranks(2).run(measured_job, str(tmp_path)))
+
+
+def chosen_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> float:
+    """A sharded layer that chooses for itself, against one that does not."""
+    os.environ["PMOE_CACHE"] = folder
+    found = []
+    for given in ({"pipeline": 1}, options):
+        torch.manual_seed(7)
+        layer = pmoe.MoELayer(
+            D_MODEL, D_HIDDEN, 4, 2, dtype=torch.float64, mesh=mesh_of(world // 2, 2, False), **given
+        )
+        x = torch.randn(1500 + rank, D_MODEL, dtype=torch.float64, requires_grad=True)
+        layer(x).square().sum().backward()
+        found.append(torch.cat([x.grad.flatten(), *(p.grad.flatten() for p in layer.parameters())]))
+    return float((found[0] - found[1]).abs().max() / found[0].abs().max())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline": True},
+        {"pipeline": True, "memory_reuse": True},
+        {"pipeline": 2, "memory_reuse": True, "memory_budget": "64MiB"},
+    ],
+    ids=str,
+)
+def test_sharded_layers_choose_for_themselves(options: dict[str, Any], tmp_path: Any) -> None:
+    assert max(ranks(2).run(chosen_job, str(tmp_path), options)) < 1e-12

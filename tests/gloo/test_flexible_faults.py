@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import pmoe
+import pmoe.experts
+import pmoe.gates
 from pmoe.gates import Routing
 from tests.pool import Pool, ranks
 
@@ -41,6 +43,18 @@ class Broken(nn.Module):
             given["keep"] = torch.ones(num_tokens + 1, 1, dtype=torch.bool)
         elif self.fault == "token":
             given["token"] = torch.arange(num_tokens).flip(0)
+        elif self.fault == "float keep":
+            given["keep"] = torch.ones(num_tokens, 1)
+        elif self.fault == "float token":
+            given["token"] = torch.arange(num_tokens).float()
+        elif self.fault == "int weight":
+            given["weight"] = expert
+        elif self.fault == "wide weight":
+            given["weight"] = weight.double()
+        elif self.fault == "no weight":
+            given["weight"] = None
+        elif self.fault == "no loss":
+            given["l_aux"] = None
         elif self.fault == "nothing":
             return expert
         return Routing(**given)
@@ -72,6 +86,14 @@ GATES = {
     "shape": ("gate (Broken) returned expert of shape", "its gate raised an error"),
     "keep": ("gate (Broken) returned keep of shape (8, 1)", "its gate raised an error"),
     "token": ("tokens that do not ascend", "tokens that do not ascend"),
+    "float keep": (
+        "gate (Broken) returned keep of shape (7, 1) and dtype torch.float32",
+        "its gate raised an error",
+    ),
+    "float token": ("gate (Broken) returned token of shape (7,) and dtype", "its gate raised an error"),
+    "int weight": ("gate (Broken) returned weight of dtype torch.int64", "its gate raised an error"),
+    "no weight": ("gate (Broken) returned weight (None)", "its gate raised an error"),
+    "no loss": ("gate (Broken) returned l_aux (None)", "its gate raised an error"),
     "nothing": ("gate (Broken) must return a pmoe.Routing", "its gate raised an error"),
 }
 
@@ -86,6 +108,11 @@ def test_a_malformed_routing_of_one_rank_is_raised_by_all_before_any_row_travels
         assert (own if rank == 1 else others) in told, (rank, told)
         assert "rank 1" in told or rank == 1
         assert sent == 0 and next_step == 1.0
+
+
+def test_weights_that_one_rank_has_wider_travel_in_the_type_of_all() -> None:
+    for told, sent, next_step in ranks(2).run(gate_job, "wide weight", 1, {}):
+        assert told == "no error" and sent > 0 and next_step == 1.0
 
 
 class Hooked(pmoe.Callback):
@@ -191,6 +218,14 @@ def build_job(rank: int, world: int) -> list[str]:
         build(shared_expert=0),
         build(gate="soft", capacity_factor=1.0),
         build(gate="hash", z_loss_weight=0.1),
+        build(gate="soft", shared_expert=8),
+        build(gate=pmoe.gates.ExpertChoiceGate(D_MODEL, 4, 2), capacity_factor=1.0),
+        build(gate=pmoe.gates.TopKGate(D_MODEL, 4, 2), memory_budget="1GiB"),
+        build(mesh=mesh, expert=pmoe.experts.FFNExperts(D_MODEL, D_HIDDEN, 4)),
+        build(mesh=3),
+        build(callbacks=pmoe.Callback()),
+        build(send_once="yes"),
+        build(shared_expert="ffn"),
         build(send_once=True, pipeline=2, pipeline_backward=4),
         build(send_once=True, memory_budget="1GiB"),
         build(pipeline="fast"),
@@ -212,6 +247,14 @@ BUILT = [
     "shared_expert (0) must be at least 1",
     "capacity_factor (1.0) must be None: SoftMoE drops nothing",
     "z_loss_weight (0.1) must be left out with gate='hash'",
+    "shared_expert (8) must be None with SoftMoE",
+    "capacity_factor (1.0) must be given to the gate (ExpertChoiceGate)",
+    "memory_budget ('1GiB') must be left out where gate is a module",
+    "must hold this rank's part of the hidden columns",
+    "mesh (3) must be a torch.distributed.device_mesh.DeviceMesh",
+    "must be a list of pmoe.Callback objects",
+    "send_once ('yes') must be True or False",
+    "shared_expert ('ffn') must be None, an int or a torch.nn.Module",
     "pipeline_backward (4) must be pipeline (2) or None where rows travel once",
     "memory_budget ('1GiB') must be left out where rows travel once",
     "pipeline ('fast') must be False, True",

@@ -238,3 +238,32 @@ def test_a_copy_of_the_model_carries_no_gradients_and_remove_takes_the_hooks_off
 def test_a_model_without_dense_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="has nothing to reduce"):
         pmoe.GradientReducer(pmoe.MoELayer(D_MODEL, 12, 4, gate="random"))
+
+
+def test_one_rank_alone_needs_no_group_and_bad_partitions_are_refused() -> None:
+    model = build({"pipeline": 2})
+    hook = pmoe.GradientReducer(model)
+    for at in range(2):
+        step(model, 0, at)
+        hook.finish()
+    assert hook.partition is None
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(TypeError, match=r"partition \('x'\) must be None, False or a Partition"):
+        pmoe.GradientReducer(model, partition="x")  # type: ignore[arg-type]
+
+
+def short_job(rank: int, world: int) -> str:
+    model = build({"pipeline": 2})
+    with mock.patch.object(reducer, "operations_of", lambda *_: operations()):
+        hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 0))
+        step(model, rank, 0)
+        try:
+            hook.finish()
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_partition_of_another_model_is_refused() -> None:
+    for message in ranks(2).run(short_job):
+        assert "partition (of 3 layers) must have 7" in message

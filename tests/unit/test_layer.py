@@ -104,7 +104,11 @@ def test_the_signature_is_the_promised_one() -> None:
         ({"num_experts": True}, TypeError, r"num_experts \(True\) must be an int"),
         ({"top_k": 0}, ValueError, r"top_k \(0\) must be at least 1"),
         ({"top_k": 5}, ValueError, r"top_k \(5\) must be at most num_experts \(4\)"),
-        ({"gate": "noisy"}, ValueError, r"gate \('noisy'\) must be a module or one of batch_prioritised, .*, topk"),
+        (
+            {"gate": "noisy"},
+            ValueError,
+            r"gate \('noisy'\) must be a module or one of batch_prioritised, .*, topk",
+        ),
         ({"gate": 3}, TypeError, r"gate \(3\) must be a name or a torch.nn.Module"),
         ({"gate": "switch", "top_k": 2}, ValueError, r"top_k \(2\) must be 1 with gate='switch'"),
         ({"gate": "switch", "normalize_gate": True}, ValueError, r"normalize_gate \(True\) must be False"),

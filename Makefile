@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 RANKS ?=
 ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 
 # One thread per process: the ranks of a test or of a training run share the cores.
 OMP := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}

@@ -1068,7 +1068,7 @@ def run_both(plan: Plan, inputs: Inputs, now: Callable[[], float]) -> tuple[floa
             weight_received=done.weight_received,
             kept=done.kept,
             wanted=[tensor is not None and tensor.requires_grad for tensor in inputs.all],
-            regroup=done.regroup,
+            regroup=done.regroup if plan.forward.once is not None else None,
             passed=done.passed,
         )
         _Backward(plan, y_TM, given).run()

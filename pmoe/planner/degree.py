@@ -19,7 +19,7 @@ def check_pipeline(pipeline: bool | int | str) -> None:
     if pipeline == SOLVE:
         return
     if not isinstance(pipeline, int):
-        raise TypeError(f'pipeline ({pipeline!r}) must be False, True, "{SOLVE}" or an int')
+        raise TypeError(f'pipeline ({pipeline!r}) must be False, True or an int, or "{SOLVE}"')
     if not isinstance(pipeline, bool) and pipeline < 1:
         raise ValueError(f"pipeline ({pipeline}) must be False, True or an int of at least 1")
 

@@ -25,6 +25,7 @@ from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.profile import Operations
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
+from tests.spread import spread
 
 D_MODEL, D_HIDDEN, AUX = 6, 12, 0.37
 TOKENS = {1: (13,), 2: (9, 0), 4: (5, 0, 11, 2)}
@@ -287,9 +288,10 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("n, n_backward", [(1, None), (3, None), (2, 4), (4, 2)])
-@pytest.mark.parametrize("world, ep, esp", [(2, 1, 2), (4, 2, 2), (4, 1, 4)])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "pair, world, ep, esp, n, n_backward",
+    spread(PAIRS, [(2, 1, 2), (4, 2, 2), (4, 1, 4)], [(1, None), (3, None), (2, 4), (4, 2)], every=4),
+)
 def test_sharded_experts_with_memory_reuse_equal_the_definition(
     pair: pmoe.Restore, world: int, ep: int, esp: int, n: int, n_backward: int | None
 ) -> None:
@@ -318,9 +320,7 @@ def test_dispatch_and_combine_may_differ(combine: str) -> None:
     check(4, Case(4, 2, options=options))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world, top_k, n", spread([1, 2, 4], [1, 2, 4, 8], [1, 2, 3], every=2))
 def test_rows_that_travel_once_equal_the_definition(world: int, top_k: int, n: int) -> None:
     for capacity, load in ((None, "mixed"), (0.6, "mixed"), (None, "one expert")):
         options = {"send_once": True, "pipeline": n, "capacity_factor": capacity}
@@ -357,10 +357,16 @@ def test_callbacks_equal_the_definition(world: int, reuse: Any, shared: int | No
         check(world, Case(4, 2, shared=shared, options=options))
 
 
-@pytest.mark.parametrize("one_lane", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("world, ep, esp", [(2, 1, 2), (4, 2, 2), (4, 1, 4)])
-@pytest.mark.parametrize("reuse", [False, "S4", pmoe.Restore("offload", "keep")], ids=str)
+@pytest.mark.parametrize(
+    "reuse, world, ep, esp, n, one_lane",
+    spread(
+        [False, "S4", pmoe.Restore("offload", "keep")],
+        [(2, 1, 2), (4, 2, 2), (4, 1, 4)],
+        [1, 2, 3],
+        [False, True],
+        every=3,
+    ),
+)
 def test_callbacks_of_sharded_experts_equal_the_definition(
     world: int, ep: int, esp: int, reuse: Any, n: int, one_lane: bool
 ) -> None:
@@ -509,9 +515,7 @@ def kept_in_order(expert_TK: Tensor, factor: float, num_experts: int) -> Tensor:
 OPTIONS = [{"pipeline": 1}, {"pipeline": 3, "memory_reuse": "S4"}, {"pipeline": 2, "send_once": True}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world, gate, options", spread([1, 2, 4], GATES, OPTIONS, every=3))
 def test_every_gate_runs_in_every_layer(world: int, gate: str, options: dict[str, Any]) -> None:
     for found in ranks(world).run(gated_job, gate, options):
         for name, difference in found.items():

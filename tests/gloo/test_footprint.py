@@ -17,6 +17,7 @@ from pmoe.pipeline.buffers import Arena
 from pmoe.planner.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.pool import ranks
+from tests.spread import spread
 
 D_MODEL, D_HIDDEN, TOKENS = 64, 256, 1024
 
@@ -95,9 +96,7 @@ def sharded_job(rank: int, world: int, pair: pmoe.Restore, n: int, esp: int) -> 
     return predicted.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
 
 
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("world, esp", [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+@pytest.mark.parametrize("pair, world, esp, n", spread(ALL_PAIRS, [(2, 2), (4, 2), (4, 4)], [1, 4], every=3))
 def test_the_peak_of_sharded_experts_is_within_two_percent_of_the_prediction(
     pair: pmoe.Restore, world: int, esp: int, n: int
 ) -> None:

@@ -47,6 +47,7 @@ from pmoe.pipeline.lanes import Action, CudaLanes
 from pmoe.pipeline.schedule import Task, link
 from pmoe.planner.restore import ALL_PAIRS
 from tests.pool import ranks
+from tests.spread import spread
 
 D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K = 8, 12, 4, 2
 TOKENS = 1024  # enough rows for pipeline=True to choose two chunks on two ranks
@@ -591,9 +592,9 @@ FLEXIBLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("reuse", [False, "S1", "S3", "S4"])
-@pytest.mark.parametrize("options", FLEXIBLE, ids=str)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "world, options, reuse", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], every=3)
+)
 def test_flexible_layers_never_race_and_no_buffer_is_freed_early(
     world: int, options: dict[str, Any], reuse: Any
 ) -> None:

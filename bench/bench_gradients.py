@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.links import INFINITE, launch
 from bench.timing import Timing, interleaved, table, write_json
-from pmoe.reducer import is_dense
+from pmoe.parallel import is_expert
 
 WAYS = ("no reduction", "plain", "partitioned")
 
@@ -126,7 +126,7 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str) -> Result:
     times = interleaved(runs, rounds)
     found = hooks["partitioned"].partition
     assert found is not None
-    dense_bytes = sum(p.nbytes for p in models["plain"].parameters() if is_dense(p))
+    dense_bytes = sum(p.nbytes for p in models["plain"].parameters() if not is_expert(p))
     return Result(
         bytes_per_second=rate,
         dense_bytes=dense_bytes,

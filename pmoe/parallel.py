@@ -34,7 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from pmoe.comm.grid import ACROSS, INSIDE
+from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
+
+__all__ = ["Meshes", "clip_grad_norm", "is_expert", "make_meshes", "reduce_gradients"]
 
 DP, MP, EDP = "dp", "mp", "edp"
 """Names of the meshes' other dimensions."""
@@ -111,12 +114,6 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Meshes]]
 _made = weakref.WeakKeyDictionary()
 """By default group: another one may follow in the same process."""
-
-
-def is_expert(parameter: Tensor) -> bool:
-    """Whether data-parallel wrappers must leave this parameter alone: DistributedDataParallel, by
-    ``_set_params_and_buffers_to_ignore_for_model(model, names)`` with the names of these."""
-    return not getattr(parameter, "allreduce", True)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import timeout_of
+from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.pipeline.fsmoe import Way, simulated_degrees
 from pmoe.pipeline.solve import layer_costs, operations_of
@@ -74,7 +75,7 @@ class _Learnt:
 class GradientReducer:
     """All-reduces the dense gradients of ``model`` over the ranks of ``group``, inside its backward pass.
 
-    The hook for a trainer is one call a step, in place of its own reduction of what `is_dense` names:
+    The hook for a trainer is one call a step, in place of its own reduction of all but experts' parameters:
 
         reducer = pmoe.GradientReducer(model)
         ...
@@ -108,7 +109,7 @@ class GradientReducer:
         # A group of its own: the lane between nodes sends here while another may use the given one.
         self.ranks, self.average = Ranks(_own(Ranks(group))), average
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_dense(p)]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)]
         if not named:
             raise ValueError("model (without dense parameters that require gradients) has nothing to reduce")
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
@@ -427,11 +428,6 @@ def _own(ranks: Ranks) -> dist.ProcessGroup | None:
     made = dist.new_group(dist.get_process_group_ranks(ranks.group), **options)
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def is_dense(parameter: Tensor) -> bool:
-    """Whether data-parallel ranks hold the parameter alike: all but experts'."""
-    return bool(getattr(parameter, "allreduce", True))
 
 
 def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:

@@ -180,6 +180,13 @@ class Experts(nn.Module, abc.ABC):
         """Adds the parameters' gradients to ``sums``; None stands for a parameter that needs none."""
 
 
+def is_expert(parameter: Tensor) -> bool:
+    """Whether data-parallel wrappers must leave this parameter alone (`Experts.mark_parameters`):
+    DistributedDataParallel, by ``_set_params_and_buffers_to_ignore_for_model(model, names)`` with the names
+    of these."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def _mark_loaded(experts: Experts, _: object) -> None:
     experts.mark_parameters()
 

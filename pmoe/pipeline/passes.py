@@ -401,7 +401,7 @@ class _Pass:
                 every | actions,
                 self.source_TM,
                 self.plan.grid.all,
-                in_steps=self.plan.in_steps or Kind.GRADIENTS in {task.kind for task in self.schedule.tasks},
+                in_steps=self.plan.in_steps or (self.direction == "backward" and self.plan.stages.gradients),
             )
         finally:
             self.arena.close()
@@ -482,7 +482,7 @@ class _Forward(_Pass):
     # ---- hooks
 
     def changes_leaving(self) -> bool:
-        return self.hooks.has("before_dispatch") or self.hooks.has("after_dispatch")
+        return self.hooks.on_dispatch
 
     def on_leaving(self, i: int, rows_NM: Tensor, name: str) -> Tensor:
         return self._through("before_dispatch", i, rows_NM, last="after_dispatch")
@@ -491,7 +491,7 @@ class _Forward(_Pass):
         return self._through("after_dispatch", i, rows)
 
     def changes_returning(self) -> bool:
-        return self.hooks.has("before_combine") or self.hooks.has("after_combine")
+        return self.hooks.on_combine
 
     def on_returning(self, i: int, rows_NM: Tensor) -> Tensor:
         return self._through("before_combine", i, rows_NM, last="after_combine")
@@ -745,7 +745,7 @@ class _Backward(_Pass):
     # ---- hooks, backwards
 
     def changes_leaving(self) -> bool:
-        return self.hooks.has("before_combine") or self.hooks.has("after_combine")
+        return self.hooks.on_combine
 
     def on_leaving(self, i: int, rows_NM: Tensor, name: str) -> Tensor:
         return self._back_through("after_combine", i, rows_NM)
@@ -754,7 +754,7 @@ class _Backward(_Pass):
         return self._back_through("before_combine", i, rows)
 
     def changes_returning(self) -> bool:
-        return self.hooks.has("before_dispatch") or self.hooks.has("after_dispatch")
+        return self.hooks.on_dispatch
 
     def on_returning(self, i: int, rows_NM: Tensor) -> Tensor:
         return self._back_through("after_dispatch", i, rows_NM)
@@ -801,10 +801,8 @@ class _Backward(_Pass):
     def gather_again(self, i: int) -> None:
         x_TM, chunk = self.given.inputs.x_TM, self.cut.chunks[i]
         hooks = self.hooks
-        if not (hooks.has("before_dispatch") or hooks.has("after_dispatch")):
+        if not hooks.on_dispatch:
             self.gather_rows(x_TM, self.buffer("send_again", i), i)
-            if not self.plan.rotates:
-                self.buffer("T_DI", i)
             return
         rows = x_TM.new_empty(chunk.num_sent, x_TM.shape[1])
         self.gather_rows(x_TM, rows, i)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -145,15 +145,9 @@ class Gradients(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """All that forward and backward of one call need beside tensors. It is decided once: the routing that
-    forward used is the one that backward reverses.
-
-    backward: may have another number of chunks than forward; joined_received, joined_local then say where its
-    rows stand in forward's, None where the chunks are the same, as weight_map does for all received rows: the
-    index among forward's. has_drops: whether some slots may have no row that comes home. slot_token: the
-    token of each slot, where the gate does not give all tokens as many. restore: what becomes of T_DI and T_M
-    between the passes. rotates: whether buffers are ring slots; else each chunk has its own."""
+class Modules:
+    """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
+    ranks, and which stages there are."""
 
     experts: Experts
     grid: Grid
@@ -166,6 +160,21 @@ class Plan:
     hooks: Hooks
     shared: Experts | None
     gradients: Gradients | None
+    sequential: bool
+    rotates: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Modules):
+    """All that forward and backward of one call need beside tensors. It is decided once: the routing that
+    forward used is the one that backward reverses.
+
+    backward: may have another number of chunks than forward; joined_received, joined_local then say where its
+    rows stand in forward's, None where the chunks are the same, as weight_map does for all received rows: the
+    index among forward's. has_drops: whether some slots may have no row that comes home. slot_token: the
+    token of each slot, where the gate does not give all tokens as many. restore: what becomes of T_DI and T_M
+    between the passes. rotates: whether buffers are ring slots; else each chunk has its own."""
+
     forward: Cut
     backward: Cut
     joined_received: Joined | None
@@ -174,10 +183,7 @@ class Plan:
     top_k: int
     num_slots: int
     has_drops: bool
-    bypass_local: bool
-    sequential: bool
     restore: Restore
-    rotates: bool
     slot_token: Tensor | None = None
 
     @property
@@ -197,26 +203,6 @@ class Degrees:
     forward: int
     backward: int
     pieces: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Modules:
-    """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
-    ranks, and which stages there are."""
-
-    experts: Experts
-    grid: Grid
-    stages: Stages
-    order: Order
-    dispatch: Dispatch
-    combine: Combine
-    scalars: FlatAllToAll
-    sharing: Sharing
-    hooks: Hooks
-    shared: Experts | None
-    gradients: Gradients | None
-    sequential: bool
-    rotates: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +254,7 @@ def make_plan(
         joined_received = _join(received.sum(1), degrees)
         joined_local = _join(stay, degrees)
     return Plan(
-        **{field.name: getattr(modules, field.name) for field in fields(modules)},
+        **vars(modules),
         forward=forward,
         backward=forward if same else cut(degrees.backward, backward_order),
         joined_received=joined_received,
@@ -277,7 +263,6 @@ def make_plan(
         top_k=top_k,
         num_slots=expert_TK.numel(),
         has_drops=has_drops or forward.once is not None,
-        bypass_local=local,
         restore=restore,
         slot_token=tokens.of_slot,
     )

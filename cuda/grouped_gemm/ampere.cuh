@@ -1,0 +1,205 @@
+// The grouped product with the instructions of sm_80: a ring of stages filled by cp.async, fragments by
+// ldmatrix, products by mma.sync. It runs wherever Hopper's own does not, as machine code or from PTX.
+#pragma once
+#include "box.h"
+#include "common/device.cuh"
+#include "epilogue.h"
+#include "gather.cuh"
+#include "problem.h"
+#include "ring.h"
+#include "tiles.h"
+
+namespace pmoe::ampere {
+
+constexpr int kRows = 128, kColumns = 128, kDepth = 64;
+constexpr int kStages = 3;
+constexpr int kThreads = 256;
+constexpr int kWarpRows = 4, kWarpColumns = 2;  // warps down and across a tile; a warp has 32 rows x 64 columns
+constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
+constexpr int kHalfColumns = kColumns / 2;
+
+struct Shared {
+  alignas(1024) uint8_t a[kStages][kBytesA];
+  alignas(1024) uint8_t b[kStages][kBytesB];
+};
+
+constexpr int kSharedBytes = sizeof(Shared);
+
+PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
+
+template <Form kForm>
+PMOE_HD int steps(const Problem& p, const Tile& tile) {
+  return static_cast<int>(ceil_div(kForm == Form::kWeight ? tile.group_rows : p.k, kDepth));
+}
+
+// Copies one stage's operands. Lines are rows of what lies in memory, as in hopper.cuh.
+template <class T, Form kForm, bool kHalves>
+struct Loader {
+  const Problem& p;
+  BoxCopy<kThreads, 128> tall;
+  BoxCopy<kThreads, kDepth> flat;
+  using Tall = int32_t[BoxCopy<kThreads, 128>::kPerThread];
+  using Flat = int32_t[BoxCopy<kThreads, kDepth>::kPerThread];
+
+  __device__ __forceinline__ Loader(const Problem& problem, int thread) : p(problem), tall(thread), flat(thread) {}
+
+  // Sources of A's lines, where they do not change with the step.
+  __device__ __forceinline__ void find_rows(const Tile& tile, Tall& source) const {
+    PMOE_UNROLL
+    for (int i = 0; i < BoxCopy<kThreads, 128>::kPerThread; ++i) {
+      const int line = tile.row + tall.line(i);
+      source[i] = line < tile.group_rows
+                      ? source_row(p.a_gathered ? p.slot : nullptr, p.top_k, int64_t{tile.group_begin} + line)
+                      : -1;
+    }
+  }
+
+  __device__ __forceinline__ void load(uint8_t* a, uint8_t* b, const Tile& tile, const Tall& rows, int step) const {
+    const int depth = step * kDepth;
+    if constexpr (kForm == Form::kWeight) {
+      Flat of_a, of_b;
+      PMOE_UNROLL
+      for (int i = 0; i < BoxCopy<kThreads, kDepth>::kPerThread; ++i) {
+        const int line = depth + flat.line(i);
+        const bool exists = line < tile.group_rows;
+        const int64_t row = int64_t{tile.group_begin} + line;
+        of_a[i] = exists ? source_row(p.a_gathered ? p.slot : nullptr, p.top_k, row) : -1;
+        of_b[i] = exists ? source_row(p.b_gathered ? p.slot : nullptr, p.top_k, row) : -1;
+      }
+      for (int i = 0; i < 2; ++i) {
+        const int offset = i * box_bytes(kDepth), columns = i * kBoxColumns;
+        flat.template copy<T>(a + offset, p.a, p.a_stride, of_a, tile.row + columns, p.m);
+        flat.template copy<T>(b + offset, p.b, p.b_stride, of_b, tile.column + columns, p.n);
+      }
+      return;
+    }
+    tall.template copy<T>(a, p.a, p.a_stride, rows, depth, p.k);
+    if constexpr (kForm == Form::kForward) {
+      const T* weights = static_cast<const T*>(p.b) + int64_t{tile.expert} * p.n * p.k;
+      const int columns = kHalves ? p.n / 2 : p.n;
+      Tall source;
+      PMOE_UNROLL
+      for (int i = 0; i < BoxCopy<kThreads, 128>::kPerThread; ++i) {
+        const int line = tall.line(i);
+        const int column = tile.column + (kHalves ? line % kHalfColumns : line);
+        source[i] = column < columns ? column + (kHalves && line >= kHalfColumns ? columns : 0) : -1;
+      }
+      tall.template copy<T>(b, weights, p.k, source, depth, p.k);
+    } else {
+      const T* weights = static_cast<const T*>(p.b) + int64_t{tile.expert} * p.k * p.n;
+      Flat source;
+      PMOE_UNROLL
+      for (int i = 0; i < BoxCopy<kThreads, kDepth>::kPerThread; ++i) {
+        const int line = depth + flat.line(i);
+        source[i] = line < p.k ? line : -1;
+      }
+      for (int i = 0; i < 2; ++i)
+        flat.template copy<T>(b + i * box_bytes(kDepth), weights, p.n, source, tile.column + i * kBoxColumns, p.n);
+    }
+  }
+};
+
+// Four 8 x 8 matrices from lines and chunks of a box: lane l gives the address of line l % 8 of matrix l / 8.
+__device__ __forceinline__ const uint8_t* place(const uint8_t* box, int line, int chunk) {
+  return box + chunk_offset(line, chunk);
+}
+
+// A's fragment of 16 rows from `row` on and 16 of the reduction from 16 `i` on.
+template <bool kTranspose>
+__device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4], const uint8_t* a, int row, int i, int lane) {
+  const int matrix = lane / 8, inside = lane % 8;
+  if constexpr (kTranspose) {
+    const int line = i * 16 + matrix / 2 * 8 + inside, column = row + matrix % 2 * 8;
+    ldmatrix_x4_trans(r, place(a + column / kBoxColumns * box_bytes(kDepth), line, column % kBoxColumns / 8));
+  } else {
+    ldmatrix_x4(r, place(a, row + matrix % 2 * 8 + inside, i * 2 + matrix / 2));
+  }
+}
+
+// B's fragments of 16 columns from `column` on: r[0], r[1] of the first 8, r[2], r[3] of the others.
+template <bool kTranspose>
+__device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t* b, int column, int i, int lane) {
+  const int matrix = lane / 8, inside = lane % 8;
+  if constexpr (kTranspose) {
+    const int line = i * 16 + matrix % 2 * 8 + inside, own = column + matrix / 2 * 8;
+    ldmatrix_x4_trans(r, place(b + own / kBoxColumns * box_bytes(kDepth), line, own % kBoxColumns / 8));
+  } else {
+    ldmatrix_x4(r, place(b, column + matrix / 2 * 8 + inside, i * 2 + matrix % 2));
+  }
+}
+
+// A warp's columns: 32 in each half of the tile, so that a gate's and its partner's lie in one thread.
+PMOE_HD constexpr int warp_column(int warp_across, int half) { return half * kHalfColumns + warp_across * 32; }
+
+template <class T, Form kForm>
+__device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* b, float (&d)[2][2][16], int down,
+                                               int across, int lane) {
+  constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
+  PMOE_UNROLL
+  for (int i = 0; i < kDepth / 16; ++i) {
+    uint32_t of_a[2][4];
+    PMOE_UNROLL
+    for (int m = 0; m < 2; ++m) load_fragment_a<kTransposeA>(of_a[m], a, down * 32 + m * 16, i, lane);
+    PMOE_UNROLL
+    for (int half = 0; half < 2; ++half)
+      PMOE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        uint32_t of_b[4];
+        load_fragment_b<kTransposeB>(of_b, b, warp_column(across, half) + j * 16, i, lane);
+        PMOE_UNROLL
+        for (int m = 0; m < 2; ++m) {
+          mma_m16n8k16<T>(&d[m][half][j * 8], of_a[m], of_b[0], of_b[1]);
+          mma_m16n8k16<T>(&d[m][half][j * 8 + 4], of_a[m], of_b[2], of_b[3]);
+        }
+      }
+  }
+}
+
+template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+__global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
+  constexpr bool kHalves = kGated && kEpilogue == Epilogue::kHidden;
+  Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int down = thread / 32 / kWarpColumns, across = thread / 32 % kWarpColumns;
+  const Loader<T, kForm, kHalves> loader(p, thread);
+  TileWalk<kForm> walk(p.ends, p.experts, p.m, kHalves ? p.n / 2 : p.n, {kRows, tile_columns(kHalves)});
+  Tile tile;
+  for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
+    float d[2][2][16];
+    PMOE_UNROLL
+    for (int i = 0; i < 64; ++i) d[i / 32][i / 16 % 2][i % 16] = 0.0f;
+    typename Loader<T, kForm, kHalves>::Tall rows;
+    if constexpr (kForm != Form::kWeight) loader.find_rows(tile, rows);
+    const int end = steps<kForm>(p, tile);
+    for (int step = 0; step < kStages - 1; ++step) {
+      if (step < end) loader.load(shared.a[step], shared.b[step], tile, rows, step);
+      cp_async_commit();
+    }
+    Ring<kStages> ring, filled;
+    for (int i = 0; i < kStages - 1; ++i) filled.advance();
+    for (int step = 0; step < end; ++step, ring.advance(), filled.advance()) {
+      cp_async_wait<kStages - 2>();
+      sync_block();  // everybody's copies of this stage are there, and nobody reads the one filled next
+      const int next = step + kStages - 1;
+      if (next < end) loader.load(shared.a[filled.stage], shared.b[filled.stage], tile, rows, next);
+      cp_async_commit();
+      multiply_stage<T, kForm>(shared.a[ring.stage], shared.b[ring.stage], d, down, across, lane);
+    }
+    cp_async_wait<0>();
+    PMOE_UNROLL
+    for (int m = 0; m < 2; ++m) {
+      Store<T, kForm, kEpilogue, kGated> store(p, tile, down * 32 + m * 16, lane);
+      if constexpr (kHalves) {
+        store.block(d[m][0], d[m][1], tile.column + across * 32);
+      } else {
+        PMOE_UNROLL
+        for (int half = 0; half < 2; ++half)
+          store.block(d[m][half], nullptr, tile.column + warp_column(across, half));
+      }
+      store.finish(tile.column / kColumns * kWarpColumns + across);
+    }
+    sync_block();  // the next tile's first stages are filled at once
+  }
+}
+
+}  // namespace pmoe::ampere

@@ -1,0 +1,19 @@
+#include "ampere.cuh"
+#include "instances.cuh"
+
+namespace pmoe {
+
+namespace {
+
+struct Find {
+  template <Form kForm, Epilogue kEpilogue, bool kGated>
+  AmpereKernel operator()() const {
+    return ampere::grouped_gemm<bf16, kForm, kEpilogue, kGated>;
+  }
+};
+
+}  // namespace
+
+AmpereKernel ampere_bf16(const GroupedGemm& which) { return with_constants(which, Find{}); }
+
+}  // namespace pmoe

@@ -1,0 +1,273 @@
+// The grouped product on Hopper: one warpgroup loads, two multiply. Operands travel by the tensor memory
+// accelerator (gathered ones by cp.async) through a ring of stages in shared memory; warpgroup products read
+// them there. The grid is persistent: while the multiplying warpgroups store a tile, the loading one fills the
+// ring for the next.
+#pragma once
+#include "box.h"
+#include "common/device.cuh"
+#include "epilogue.h"
+#include "gather.cuh"
+#include "problem.h"
+#include "ring.h"
+#include "tiles.h"
+
+namespace pmoe::hopper {
+
+constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile, and of a stage's reduction
+constexpr int kStages = 4;
+constexpr int kLag = 2;  // stages that gathered rows may be behind their announcement
+constexpr int kLoaders = 128, kMultipliers = 256;
+constexpr int kThreads = kLoaders + kMultipliers;
+constexpr int kMultiplierWarps = kMultipliers / 32;
+static_assert(kLag < kStages, "the ring must not wait for itself");
+
+constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
+
+struct Shared {
+  alignas(1024) uint8_t a[kStages][kBytesA];
+  alignas(1024) uint8_t b[kStages][kBytesB];
+  uint64_t full[kStages], empty[kStages];
+};
+
+constexpr int kSharedBytes = sizeof(Shared);
+
+// Columns of the result a tile has; of each half where a tile holds matching columns of both.
+PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
+
+template <Form kForm>
+PMOE_HD int steps(const Problem& p, const Tile& tile) {
+  return static_cast<int>(ceil_div(kForm == Form::kWeight ? tile.group_rows : p.k, kDepth));
+}
+
+#if PMOE_HOPPER_CODE
+
+// Boxes that the accelerator loads of each operand: lines along the rows of what lies in memory.
+//   forward: A 128 rows x 64 of k, B twice 128 rows x 64 of k (twice: of the two halves, or neighbours)
+//   input:   A the same, B four times 64 of k x 64 columns
+//   weight:  A twice 64 rows x 64 of m, B four times 64 rows x 64 columns
+template <Form kForm, bool kHalves>
+struct Loader {
+  const TensorMap& a_map;
+  const TensorMap& b_map;
+  const Problem& p;
+
+  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int step) const {
+    const int row = tile.group_begin;
+    if constexpr (kForm == Form::kWeight) {
+      for (int i = 0; i < 2; ++i)
+        tma_load_2d(a + i * box_bytes(kDepth), &a_map, full, tile.row + i * kBoxColumns, row + step * kDepth);
+    } else {
+      tma_load_2d(a, &a_map, full, step * kDepth, row + tile.row);
+    }
+  }
+
+  __device__ __forceinline__ void load_b(uint8_t* b, uint64_t* full, const Tile& tile, int step) const {
+    if constexpr (kForm == Form::kForward) {
+      const int apart = kHalves ? p.n / 2 : kColumns / 2;
+      for (int i = 0; i < 2; ++i)
+        tma_load_3d(b + i * box_bytes(128), &b_map, full, step * kDepth, tile.column + i * apart, tile.expert);
+    } else {
+      for (int i = 0; i < 4; ++i) {
+        uint8_t* box = b + i * box_bytes(kDepth);
+        const int column = tile.column + i * kBoxColumns;
+        if constexpr (kForm == Form::kInput)
+          tma_load_3d(box, &b_map, full, column, step * kDepth, tile.expert);
+        else
+          tma_load_2d(box, &b_map, full, column, tile.group_begin + step * kDepth);
+      }
+    }
+  }
+};
+
+// One thread issues every load.
+template <Form kForm, bool kHalves>
+__device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves>& loader, Shared& shared,
+                                            TileWalk<kForm> walk) {
+  Ring<kStages> ring;
+  Tile tile;
+  for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x)
+    for (int step = 0, end = steps<kForm>(loader.p, tile); step < end; ++step, ring.advance()) {
+      uint64_t* full = &shared.full[ring.stage];
+      mbarrier_wait(&shared.empty[ring.stage], ring.empty_parity());
+      mbarrier_arrive_expect(full, kBytesA + kBytesB);
+      loader.load_a(shared.a[ring.stage], full, tile, step);
+      loader.load_b(shared.b[ring.stage], full, tile, step);
+    }
+}
+
+// All loading threads copy gathered rows, and the first issues the loads of the other operand. Copies are
+// announced kLag stages later, when they have landed: each thread waits for its own, and makes them visible to
+// warpgroup products, before its warp arrives.
+template <class T, Form kForm, bool kHalves>
+__device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves>& loader, Shared& shared,
+                                               TileWalk<kForm> walk) {
+  constexpr bool kByRow = kForm == Form::kWeight;  // sources change with the step, not with the tile
+  constexpr int kLines = kByRow ? kDepth : kRows;
+  const Problem& p = loader.p;
+  const int thread = static_cast<int>(threadIdx.x);
+  const BoxCopy<kLoaders, kLines> boxes(thread);
+  using Source = int32_t[BoxCopy<kLoaders, kLines>::kPerThread];
+  const bool a_gathered = p.a_gathered, b_gathered = p.b_gathered;
+  Ring<kStages> ring, announced;
+  int issued = 0;
+  const auto announce = [&] {
+    fence_proxy_async();
+    sync_warp();
+    if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced.stage]);
+    announced.advance();
+  };
+  Tile tile;
+  for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
+    Source source;
+    const auto find_sources = [&](int first, int rows) {
+      PMOE_UNROLL
+      for (int i = 0; i < BoxCopy<kLoaders, kLines>::kPerThread; ++i) {
+        const int line = first + boxes.line(i);
+        source[i] = line < rows ? source_row(p.slot, p.top_k, int64_t{tile.group_begin} + line) : -1;
+      }
+    };
+    if constexpr (!kByRow) find_sources(tile.row, tile.group_rows);
+    for (int step = 0, end = steps<kForm>(p, tile); step < end; ++step, ring.advance()) {
+      if constexpr (kByRow) find_sources(step * kDepth, tile.group_rows);
+      uint8_t* a = shared.a[ring.stage];
+      uint8_t* b = shared.b[ring.stage];
+      uint64_t* full = &shared.full[ring.stage];
+      mbarrier_wait(&shared.empty[ring.stage], ring.empty_parity());
+      if (thread == 0) {
+        mbarrier_arrive_expect(full, (a_gathered ? 0 : kBytesA) + (b_gathered ? 0 : kBytesB));
+        if (!a_gathered) loader.load_a(a, full, tile, step);
+        if (!b_gathered) loader.load_b(b, full, tile, step);
+      }
+      if constexpr (kByRow) {
+        if (a_gathered)
+          for (int i = 0; i < 2; ++i)
+            boxes.template copy<T>(a + i * box_bytes(kDepth), p.a, p.a_stride, source,
+                                   tile.row + i * kBoxColumns, p.m);
+        if (b_gathered)
+          for (int i = 0; i < 4; ++i)
+            boxes.template copy<T>(b + i * box_bytes(kDepth), p.b, p.b_stride, source,
+                                   tile.column + i * kBoxColumns, p.n);
+      } else {
+        boxes.template copy<T>(a, p.a, p.a_stride, source, step * kDepth, p.k);
+      }
+      cp_async_commit();
+      if (++issued > kLag) {
+        cp_async_wait<kLag>();
+        announce();
+      }
+    }
+  }
+  cp_async_wait<0>();
+  for (int left = smaller(issued, kLag); left > 0; --left) announce();
+}
+
+// Operands in shared memory as warpgroup products take them: 128-byte swizzle, groups of 8 lines 1024 bytes
+// apart; transposed ones have further columns a box on (PTX ISA, "matrix descriptor").
+__device__ __forceinline__ uint64_t descriptor(const void* p, bool transposed) {
+  const uint64_t leading = transposed ? box_bytes(kDepth) / 16 : 1;
+  return ((shared_address(p) & 0x3FFFFull) >> 4) | leading << 16 | (1024ull / 16) << 32 | 1ull << 62;
+}
+
+// Rows of the reduction beyond the group belong to other experts: their lines become zeros in both operands
+// (in both, for zero times infinity is no zero).
+__device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first, int thread) {
+  constexpr int kBoxes = (kBytesA + kBytesB) / box_bytes(kDepth);
+  constexpr int kBoxesOfA = kBytesA / box_bytes(kDepth);
+  const int chunks = (kDepth - first) * kChunks;
+  for (int i = thread; i < kBoxes * chunks; i += kMultipliers) {
+    const int box = i / chunks;
+    uint8_t* base = box < kBoxesOfA ? shared.a[stage] + box * box_bytes(kDepth)
+                                    : shared.b[stage] + (box - kBoxesOfA) * box_bytes(kDepth);
+    store16_shared(base + first * kLineBytes + i % chunks * 16, Words{{0, 0, 0, 0}});
+  }
+  fence_proxy_async();
+  sync_named(1, kMultipliers);
+}
+
+template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, TileWalk<kForm> walk) {
+  constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
+  constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;  // bytes from one 16 of the reduction to the next
+  constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
+  constexpr bool kHalves = kGated && kEpilogue == Epilogue::kHidden;
+  const int thread = static_cast<int>(threadIdx.x) - kLoaders;
+  const int half = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
+  Ring<kStages> ring;
+  Tile tile;
+  for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
+    float d[128];
+    const int end = steps<kForm>(p, tile);
+    if (end == 0) {
+      PMOE_UNROLL
+      for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+    }
+    int previous = 0;
+    for (int step = 0; step < end; ++step, ring.advance()) {
+      mbarrier_wait(&shared.full[ring.stage], ring.full_parity());
+      if constexpr (kForm == Form::kWeight) {
+        const int left = tile.group_rows - step * kDepth;
+        if (left < kDepth) clear_lines(shared, ring.stage, left, thread);
+      }
+      // Each half of the tile's rows is 8 KiB of A, transposed or not.
+      const uint64_t a = descriptor(shared.a[ring.stage] + half * (kBytesA / 2), kTransposeA);
+      const uint64_t b = descriptor(shared.b[ring.stage], kTransposeB);
+      wgmma_fence();
+      PMOE_UNROLL
+      for (int i = 0; i < kDepth / 16; ++i)
+        wgmma_m64n256k16<T, kTransposeA, kTransposeB>(d, a + i * (kForwardA / 16), b + i * (kForwardB / 16),
+                                                      step + i > 0);
+      wgmma_commit();
+      if (step > 0) {
+        wgmma_wait<1>();
+        if (lane == 0) mbarrier_arrive(&shared.empty[previous]);
+      }
+      previous = ring.stage;
+    }
+    // Also where there was no step: a wait on some paths only would make the compiler add waits of its own.
+    wgmma_wait<0>();
+    pin_accumulators(d);
+    if (end > 0 && lane == 0) mbarrier_arrive(&shared.empty[previous]);
+    Store<T, kForm, kEpilogue, kGated> store(p, tile, half * 64 + warp * 16, lane);
+    constexpr int kBlocks = tile_columns(kHalves) / 32;
+    PMOE_UNROLL
+    for (int i = 0; i < kBlocks; ++i)
+      store.block(d + i * 16, d + (kHalves ? 64 : 0) + i * 16, tile.column + i * 32);
+    store.finish(tile.column / kColumns);
+  }
+}
+
+#endif  // PMOE_HOPPER_CODE
+
+template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                 const Problem p) {
+#if PMOE_HOPPER_CODE
+  constexpr bool kHalves = kGated && kEpilogue == Epilogue::kHidden;
+  Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+  const bool copies = p.a_gathered || p.b_gathered;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&shared.full[i], copies ? 1 + kLoaders / 32 : 1);
+      mbarrier_init(&shared.empty[i], kMultiplierWarps);
+    }
+    fence_mbarrier_init();
+  }
+  sync_block();
+  const int columns = kHalves ? p.n / 2 : p.n;
+  const TileWalk<kForm> walk(p.ends, p.experts, p.m, columns, {kRows, tile_columns(kHalves)});
+  if (threadIdx.x < kLoaders) {
+    fewer_registers<40>();
+    const Loader<kForm, kHalves> loader{a_map, b_map, p};
+    if (copies)
+      load_by_copies<T>(loader, shared, walk);
+    else if (threadIdx.x == 0)
+      load_by_tma(loader, shared, walk);
+  } else {
+    more_registers<232>();
+    multiply<T, kForm, kEpilogue, kGated>(p, shared, walk);
+  }
+#endif
+}
+
+}  // namespace pmoe::hopper

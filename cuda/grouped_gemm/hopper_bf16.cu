@@ -1,0 +1,19 @@
+#include "hopper.cuh"
+#include "instances.cuh"
+
+namespace pmoe {
+
+namespace {
+
+struct Find {
+  template <Form kForm, Epilogue kEpilogue, bool kGated>
+  HopperKernel operator()() const {
+    return hopper::grouped_gemm<bf16, kForm, kEpilogue, kGated>;
+  }
+};
+
+}  // namespace
+
+HopperKernel hopper_bf16(const GroupedGemm& which) { return with_constants(which, Find{}); }
+
+}  // namespace pmoe

@@ -1,0 +1,10 @@
+// In how many parts each kernel leaves a row's inner products.
+#pragma once
+#include "common/host_device.h"
+
+namespace pmoe {
+
+constexpr int hopper_row_dot_parts(int columns) { return static_cast<int>(ceil_div(columns, 256)); }
+constexpr int ampere_row_dot_parts(int columns) { return static_cast<int>(ceil_div(columns, 128)) * 2; }
+
+}  // namespace pmoe

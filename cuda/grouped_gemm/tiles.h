@@ -1,0 +1,79 @@
+// Which tile of the result each block computes, and when: group search and tile order.
+//
+// A persistent grid of G blocks: block b computes tiles b, b + G, b + 2G, ... of one numbering of all tiles.
+// Every role of a block walks it by itself and finds the same tiles. Tiles are numbered by expert, inside an
+// expert by bands of kBand row tiles, inside a band down the rows first: the tiles that are computed at one time
+// then form a block of the result, and share rows and columns of the operands in the L2 cache.
+#pragma once
+#include "common/host_device.h"
+#include "problem.h"
+
+namespace pmoe {
+
+constexpr int kBand = 16;
+
+struct Tile {
+  int expert;
+  int group_begin, group_rows;  // all rows of the expert
+  int row;                      // first row of the tile: of the group, or of the result where its rows are m
+  int rows;                     // rows of the tile that exist
+  int column;                   // first column of the result (of each half, where columns are halved)
+};
+
+struct TileShape {
+  int rows, columns;  // of the result, of one tile
+};
+
+template <Form kForm>
+class TileWalk {
+ public:
+  // columns: of the result; of one half where columns are halved.
+  PMOE_HD TileWalk(const int32_t* ends, int experts, int m, int columns, TileShape shape)
+      : ends_(ends),
+        experts_(experts),
+        m_(m),
+        shape_(shape),
+        across_(static_cast<int>(ceil_div(columns, shape.columns))) {
+    load_group();
+  }
+
+  // Finds tile number `index`, no smaller than in the call before; false when there is none.
+  PMOE_HD bool find(int64_t index, Tile& tile) {
+    while (expert_ < experts_ && index - before_ >= int64_t{down_} * across_) {
+      before_ += int64_t{down_} * across_;
+      ++expert_;
+      begin_ = end_;
+      load_group();
+    }
+    if (expert_ >= experts_) return false;
+    const int64_t inside = index - before_;
+    const int64_t band = inside / (int64_t{kBand} * across_);
+    const int first = static_cast<int>(band) * kBand;
+    const int height = smaller(kBand, down_ - first);
+    const int rest = static_cast<int>(inside - band * kBand * across_);
+    tile.expert = expert_;
+    tile.group_begin = begin_;
+    tile.group_rows = end_ - begin_;
+    tile.row = (first + rest % height) * shape_.rows;
+    tile.rows = smaller(shape_.rows, lines() - tile.row);
+    tile.column = rest / height * shape_.columns;
+    return true;
+  }
+
+ private:
+  PMOE_HD int lines() const { return kForm == Form::kWeight ? m_ : end_ - begin_; }
+
+  PMOE_HD void load_group() {
+    if (expert_ < experts_) end_ = ends_[expert_];
+    down_ = static_cast<int>(ceil_div(lines(), shape_.rows));
+  }
+
+  const int32_t* ends_;
+  int experts_, m_;
+  TileShape shape_;
+  int across_, down_ = 0;
+  int expert_ = 0, begin_ = 0, end_ = 0;
+  int64_t before_ = 0;
+};
+
+}  // namespace pmoe

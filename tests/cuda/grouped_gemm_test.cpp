@@ -1,0 +1,416 @@
+// Both grouped products on the CPU, every thread of them, against a plain loop.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "common/device.cuh"
+#include "grouped_gemm/ampere.cuh"
+#include "grouped_gemm/hopper.cuh"
+#include "grouped_gemm/parts.h"
+
+using namespace pmoe;
+
+namespace {
+
+struct Random {
+  std::mt19937 engine;
+  float operator()() { return std::uniform_real_distribution<float>(-1, 1)(engine); }
+};
+
+template <class T>
+std::vector<T> random_rows(Random& random, size_t count, float scale = 1) {
+  std::vector<T> rows(count + 8);
+  for (auto& each : rows) each = narrow<T>(scale * random());
+  return rows;
+}
+
+template <class T>
+T* aligned(std::vector<T>& v) {
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(v.data()) + 15) & ~uintptr_t{15});
+}
+
+struct Case {
+  std::vector<int> groups;
+  int m = 0, n = 0, k = 0;
+  bool hopper = true, gated = false, gathered_a = false, gathered_b = false, bias = false, weighted = false;
+  Activation activation = Activation::kGelu;
+  bool wide = false, accumulates = false, weighs_active = false, no_hidden = false;
+  int top_k = 1, spare_rows = 0;
+  unsigned grid = 2, seed = 1;
+  int eagerness = 50;
+};
+
+TensorMap map_2d(const void* base, int64_t columns, int64_t rows, int64_t stride, int lines) {
+  return {static_cast<const uint8_t*>(base), 2, {columns, rows, 1}, {2, stride * 2, 0}, {64, lines, 1}, 2};
+}
+
+TensorMap map_3d(const void* base, int64_t columns, int64_t rows, int64_t experts, int lines) {
+  return {static_cast<const uint8_t*>(base), 3, {columns, rows, experts}, {2, columns * 2, columns * rows * 2},
+          {64, lines, 1}, 2};
+}
+
+int failures = 0;
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  if (++failures < 20) std::printf("FAILED: %s\n", what.c_str());
+}
+
+std::string told(const Case& c, const char* form) {
+  std::string text = std::string(form) + (c.hopper ? " hopper" : " ampere") + " groups";
+  for (int g : c.groups) text += " " + std::to_string(g);
+  return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) + " gated " +
+         std::to_string(c.gated) + " gathered " + std::to_string(c.gathered_a) + std::to_string(c.gathered_b) +
+         " bias " + std::to_string(c.bias) + " weighted " + std::to_string(c.weighted) + " seed " +
+         std::to_string(c.seed);
+}
+
+template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+void run(const Case& c, const Problem& p) {
+  const TensorMap a = kForm == Form::kWeight ? map_2d(p.a, c.m, larger(p.rows, 1), p.a_stride, 64)
+                                             : map_2d(p.a, c.k, larger(p.rows, 1), p.a_stride, 128);
+  const TensorMap b = kForm == Form::kForward ? map_3d(p.b, c.k, c.n, p.experts, 128)
+                      : kForm == Form::kInput ? map_3d(p.b, c.n, c.k, p.experts, 64)
+                                              : map_2d(p.b, c.n, larger(p.rows, 1), p.b_stride, 64);
+  if (c.hopper)
+    emu::launch(c.grid, hopper::kThreads, c.seed,
+                [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kGated>(a, b, p); }, c.eagerness);
+  else
+    emu::launch(c.grid, ampere::kThreads, c.seed,
+                [&] { ampere::grouped_gemm<T, kForm, kEpilogue, kGated>(p); }, c.eagerness);
+}
+
+template <class T>
+struct Operands {
+  int total = 0, rows = 0, sources = 0;
+  std::vector<int32_t> ends, slot;
+  std::vector<float> weight;
+
+  Operands(const Case& c, Random& random) {
+    for (int g : c.groups) ends.push_back(total += g);
+    rows = total + c.spare_rows;
+    const int slots = static_cast<int>(ceil_div(larger(rows, 1), c.top_k)) * c.top_k;
+    sources = slots / c.top_k;
+    slot.resize(slots);
+    for (int i = 0; i < slots; ++i) slot[i] = i;
+    std::shuffle(slot.begin(), slot.end(), random.engine);
+    for (int i = 0; i < slots; ++i) weight.push_back(0.25f + 0.5f * random());
+  }
+
+  int source(const Case& c, bool gathered, int r) const { return gathered ? slot[r] / c.top_k : r; }
+  bool by_slot(const Case& c) const { return c.gathered_a || c.gathered_b; }
+  float weight_of(const Case& c, int r) const { return c.weighted ? weight[by_slot(c) ? slot[r] : r] : 1.0f; }
+  int expert(int r) const {
+    int e = 0;
+    while (r >= ends[e]) ++e;
+    return e;
+  }
+};
+
+template <class T>
+void common(const Case& c, const Operands<T>& o, Problem& p) {
+  p.ends = o.ends.data();
+  p.slot = o.by_slot(c) ? o.slot.data() : nullptr;
+  p.top_k = c.top_k;
+  p.experts = static_cast<int>(c.groups.size());
+  p.rows = o.rows;
+  p.m = c.m, p.n = c.n, p.k = c.k;
+  p.a_gathered = c.gathered_a, p.b_gathered = c.gathered_b;
+  p.weight = c.weighted ? o.weight.data() : nullptr;
+  p.activation = c.activation;
+  emu::forget_arrays();
+  emu::register_array("ends", o.ends.data(), o.ends.size() * 4, false);
+  emu::register_array("slot", o.slot.data(), o.slot.size() * 4, false);
+  emu::register_array("weight", o.weight.data(), o.weight.size() * 4, false);
+}
+
+constexpr uint16_t kPoison = 0xFFFF;  // a NaN in both types
+
+template <class T>
+bool is_poison(T x) {
+  return x.bits == kPoison;
+}
+
+// |got - expected| within the rounding of T, and of sums in another order.
+template <class T>
+void expect_close(float got, double expected, double magnitude, const std::string& what) {
+  const double unit = std::is_same_v<T, bf16> ? 1.0 / 256 : 1.0 / 2048;
+  const double allowed = unit * std::fabs(expected) + 1e-5 * magnitude + 1e-6;
+  expect(std::fabs(got - expected) <= allowed,
+         what + ": " + std::to_string(got) + " is not " + std::to_string(expected));
+}
+
+template <class T, Form kForm>
+void test_plain(const Case& c) {
+  Random random{std::mt19937(c.seed)};
+  const Operands<T> o(c, random);
+  const int experts = static_cast<int>(c.groups.size()), stride = c.k + 8;
+  const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
+  auto a_memory = random_rows<T>(random, size_t(sources) * stride), b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
+  auto bias_memory = random_rows<T>(random, size_t(experts) * c.n);
+  T *a = aligned(a_memory), *b = aligned(b_memory), *bias = aligned(bias_memory);
+  std::vector<T> d_memory(size_t(larger(o.rows, 1)) * c.n + 8, T{kPoison});
+  T* d = aligned(d_memory);
+  Problem p;
+  common(c, o, p);
+  p.a = a, p.a_stride = stride, p.b = b, p.d = d, p.d_stride = c.n;
+  if (c.bias) p.bias = bias;
+  emu::register_array("A", a, size_t(sources) * stride * 2, false);
+  emu::register_array("B", b, size_t(experts) * c.n * c.k * 2, false);
+  emu::register_array("bias", bias, size_t(experts) * c.n * 2, false);
+  emu::register_array("D", d, size_t(larger(o.rows, 1)) * c.n * 2, true);
+  const auto text = told(c, kForm == Form::kForward ? "forward" : "input");
+  try {
+    run<T, kForm, Epilogue::kPlain, false>(c, p);
+  } catch (const emu::Error& error) {
+    return expect(false, text + ": " + error.what());
+  }
+  for (int r = 0; r < o.rows; ++r)
+    for (int j = 0; j < c.n; ++j) {
+      const T found = d[size_t(r) * c.n + j];
+      if (r >= o.total) {
+        expect(is_poison(found), text + ": a row beyond all groups was written");
+        continue;
+      }
+      const int e = o.expert(r);
+      double sum = c.bias ? widen(bias[size_t(e) * c.n + j]) : 0, size = 0;
+      for (int i = 0; i < c.k; ++i) {
+        const double x = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]);
+        const double y = kForm == Form::kForward ? widen(b[(size_t(e) * c.n + j) * c.k + i])
+                                                 : widen(b[(size_t(e) * c.k + i) * c.n + j]);
+        sum += x * y, size += std::fabs(x * y);
+      }
+      expect_close<T>(widen(found), sum * o.weight_of(c, r), size, text);
+    }
+}
+
+template <class T, bool kGated>
+void test_hidden(const Case& c) {
+  Random random{std::mt19937(c.seed)};
+  const Operands<T> o(c, random);
+  const int experts = static_cast<int>(c.groups.size()), stride = c.k, hidden = kGated ? c.n / 2 : c.n;
+  const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
+  auto a_memory = random_rows<T>(random, size_t(sources) * stride), b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
+  auto bias_memory = random_rows<T>(random, size_t(experts) * c.n);
+  T *a = aligned(a_memory), *b = aligned(b_memory), *bias = aligned(bias_memory);
+  std::vector<T> d_memory(size_t(larger(o.rows, 1)) * c.n + 8, T{kPoison}), active_memory(size_t(larger(o.rows, 1)) * hidden + 8, T{kPoison});
+  T *d = aligned(d_memory), *active = aligned(active_memory);
+  Problem p;
+  common(c, o, p);
+  p.a = a, p.a_stride = stride, p.b = b, p.d = c.no_hidden ? nullptr : d, p.d_stride = c.n;
+  p.active = active, p.active_stride = hidden;
+  if (c.bias) p.bias = bias;
+  emu::register_array("A", a, size_t(sources) * stride * 2, false);
+  emu::register_array("B", b, size_t(experts) * c.n * c.k * 2, false);
+  emu::register_array("bias", bias, size_t(experts) * c.n * 2, false);
+  emu::register_array("T_M", d, size_t(larger(o.rows, 1)) * c.n * 2, true);
+  emu::register_array("active", active, size_t(larger(o.rows, 1)) * hidden * 2, true);
+  const auto text = told(c, "hidden");
+  try {
+    run<T, Form::kForward, Epilogue::kHidden, kGated>(c, p);
+  } catch (const emu::Error& error) {
+    return expect(false, text + ": " + error.what());
+  }
+  for (int r = 0; r < o.rows; ++r)
+    for (int j = 0; j < hidden; ++j) {
+      if (r >= o.total) {
+        expect(is_poison(active[size_t(r) * hidden + j]), text + ": a row beyond all groups was written");
+        continue;
+      }
+      const int e = o.expert(r);
+      float x[2] = {0, 0};
+      for (int half = 0; half < (kGated ? 2 : 1); ++half) {
+        const int column = half * hidden + j;
+        double sum = c.bias ? widen(bias[size_t(e) * c.n + column]) : 0, size = 0;
+        for (int i = 0; i < c.k; ++i) {
+          const double u = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]), v = widen(b[(size_t(e) * c.n + column) * c.k + i]);
+          sum += u * v, size += std::fabs(u * v);
+        }
+        x[half] = static_cast<float>(sum);
+        if (c.no_hidden) {
+          expect(is_poison(d[size_t(r) * c.n + column]), text + ": T_M was written");
+          x[half] = widen(narrow<T>(x[half]));
+        } else {
+          expect_close<T>(widen(d[size_t(r) * c.n + column]), sum, size, text + " T_M");
+          x[half] = widen(d[size_t(r) * c.n + column]);  // the activated one is of the rounded one
+        }
+      }
+      const double expected = kGated ? silu(x[0]) * x[1] : activate(c.activation, x[0]);
+      expect_close<T>(widen(active[size_t(r) * hidden + j]), expected, c.no_hidden ? 2000 * std::fabs(expected) + 50 : 1, text + " active");
+    }
+}
+
+template <class T, bool kGated>
+void test_hidden_gradient(const Case& c) {
+  Random random{std::mt19937(c.seed)};
+  const Operands<T> o(c, random);
+  const int experts = static_cast<int>(c.groups.size()), stride = c.k, width = kGated ? 2 * c.n : c.n;
+  const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
+  const size_t rows = larger(o.rows, 1);
+  auto a_memory = random_rows<T>(random, size_t(sources) * stride), b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
+  auto hidden_memory = random_rows<T>(random, rows * width, 2);
+  T *a = aligned(a_memory), *b = aligned(b_memory), *hidden = aligned(hidden_memory);
+  std::vector<T> d_memory(rows * width + 8, T{kPoison}), active_memory(rows * c.n + 8, T{kPoison});
+  T *d = aligned(d_memory), *active = aligned(active_memory);
+  const int parts = c.hopper ? hopper_row_dot_parts(c.n) : ampere_row_dot_parts(c.n);
+  std::vector<float> dots(parts * rows, NAN);
+  Problem p;
+  common(c, o, p);
+  p.a = a, p.a_stride = stride, p.b = b, p.d = d, p.d_stride = width, p.active = active, p.active_stride = c.n;
+  p.hidden = hidden, p.hidden_stride = width, p.row_dots = dots.data(), p.weighs_active = c.weighs_active;
+  emu::register_array("A", a, size_t(sources) * stride * 2, false);
+  emu::register_array("B", b, size_t(experts) * c.n * c.k * 2, false);
+  emu::register_array("T_M", hidden, rows * width * 2, false);
+  emu::register_array("dT_M", d, rows * width * 2, true);
+  emu::register_array("active", active, rows * c.n * 2, true);
+  emu::register_array("row_dots", dots.data(), dots.size() * 4, true);
+  const auto text = told(c, "hidden gradient");
+  try {
+    run<T, Form::kInput, Epilogue::kHiddenGradient, kGated>(c, p);
+  } catch (const emu::Error& error) {
+    return expect(false, text + ": " + error.what());
+  }
+  for (int r = 0; r < o.total; ++r) {
+    const int e = o.expert(r);
+    const double weight = o.weight_of(c, r);
+    double dot = 0, dot_size = 0;
+    for (int j = 0; j < c.n; ++j) {
+      double grad = 0, size = 0;
+      for (int i = 0; i < c.k; ++i) {
+        const double u = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]), v = widen(b[(size_t(e) * c.k + i) * c.n + j]);
+        grad += u * v, size += std::fabs(u * v);
+      }
+      const float x = widen(hidden[size_t(r) * width + j]);
+      double value;
+      if (kGated) {
+        const float up = widen(hidden[size_t(r) * width + c.n + j]);
+        value = double(silu(x)) * up;
+        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * up * silu_derivative(x), 2 * size, text + " gate");
+        expect_close<T>(widen(d[size_t(r) * width + c.n + j]), weight * grad * silu(x), 2 * size, text + " up");
+      } else {
+        value = activate(c.activation, x);
+        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * activation_derivative(c.activation, x), 2 * size, text + " dT_M");
+      }
+      dot += value * grad, dot_size += std::fabs(value) * size;
+      expect_close<T>(widen(active[size_t(r) * c.n + j]), value * (c.weighs_active ? weight : 1), 1, text + " active");
+    }
+    float found = 0;
+    for (int part = 0; part < parts; ++part) found += dots[part * rows + r];
+    expect(std::fabs(found - dot) <= 1e-5 * dot_size + 1e-6, text + " row dot: " + std::to_string(found) + " is not " + std::to_string(dot));
+  }
+}
+
+template <class T>
+void test_weight(const Case& c) {
+  Random random{std::mt19937(c.seed)};
+  const Operands<T> o(c, random);
+  const int experts = static_cast<int>(c.groups.size());
+  const size_t rows_a = c.gathered_a ? o.sources : larger(o.rows, 1), rows_b = c.gathered_b ? o.sources : larger(o.rows, 1);
+  const int stride_a = c.m + 8, stride_b = c.n + 16;
+  auto a_memory = random_rows<T>(random, rows_a * stride_a), b_memory = random_rows<T>(random, rows_b * stride_b);
+  T *a = aligned(a_memory), *b = aligned(b_memory);
+  // What lies behind a group must not be touched by arithmetic: infinity times zero is no zero.
+  for (int r = o.total; r < o.rows; ++r) {
+    if (!c.gathered_a) for (int i = 0; i < c.m; ++i) a[r * stride_a + i] = narrow<T>(INFINITY);
+    if (!c.gathered_b) for (int i = 0; i < c.n; ++i) b[r * stride_b + i] = narrow<T>(INFINITY);
+  }
+  const size_t count = size_t(experts) * c.m * c.n;
+  std::vector<float> wide_memory(count + 8, NAN);
+  std::vector<T> narrow_memory(count + 8, T{kPoison});
+  float* wide = aligned(wide_memory);
+  T* thin = aligned(narrow_memory);
+  std::vector<float> before(count, 0);
+  if (c.accumulates)
+    for (size_t i = 0; i < count; ++i) wide[i] = before[i] = random();
+  Problem p;
+  common(c, o, p);
+  p.a = a, p.b = b, p.a_stride = stride_a, p.b_stride = stride_b;
+  p.d = c.wide ? static_cast<void*>(wide) : thin, p.d_stride = c.n, p.wide = c.wide, p.accumulates = c.accumulates;
+  emu::register_array("A", a, rows_a * stride_a * 2, false);
+  emu::register_array("B", b, rows_b * stride_b * 2, false);
+  emu::register_array("D", p.d, count * (c.wide ? 4 : 2), true);
+  const auto text = told(c, "weight");
+  try {
+    run<T, Form::kWeight, Epilogue::kPlain, false>(c, p);
+  } catch (const emu::Error& error) {
+    return expect(false, text + ": " + error.what());
+  }
+  for (int e = 0; e < experts; ++e)
+    for (int i = 0; i < c.m; ++i)
+      for (int j = 0; j < c.n; ++j) {
+        const size_t at = (size_t(e) * c.m + i) * c.n + j;
+        double sum = before[at], size = 0;
+        for (int r = e ? o.ends[e - 1] : 0; r < o.ends[e]; ++r) {
+          const double x = widen(a[o.source(c, c.gathered_a, r) * stride_a + i]), y = widen(b[o.source(c, c.gathered_b, r) * stride_b + j]);
+          sum += x * y, size += std::fabs(x * y);
+        }
+        if (c.wide)
+          expect(std::fabs(wide[at] - sum) <= 1e-5 * size + 1e-6, text + ": " + std::to_string(wide[at]) + " is not " + std::to_string(sum));
+        else
+          expect_close<T>(widen(thin[at]), sum, size, text);
+      }
+}
+
+void every_form(Case c) {
+  for (bool hopper : {true, false}) {
+    c.hopper = hopper;
+    test_plain<bf16, Form::kForward>(c);
+    test_plain<bf16, Form::kInput>(c);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool thorough = argc > 1 && std::string(argv[1]) == "thorough";
+  unsigned seed = 1;
+  // Sizes around tile edges, empty groups, one row; columns and depth that end inside a tile.
+  const std::vector<std::vector<int>> groups = {{0}, {1}, {0, 3, 0}, {127, 129}, {128, 0, 1}, {40, 300}};
+  for (const auto& each : groups) {
+    Case c;
+    c.groups = each, c.seed = ++seed, c.n = 264, c.k = 72, c.eagerness = seed * 37 % 101, c.grid = 1 + seed % 3;
+    c.spare_rows = seed % 2 ? 5 : 0;
+    every_form(c);
+    c.gathered_a = true, c.top_k = 1 + seed % 3, c.bias = true, c.weighted = true, c.n = 40, c.k = 136;
+    every_form(c);
+    for (bool hopper : {true, false}) {
+      c.hopper = hopper;
+      c.gathered_a = seed % 2, c.k = 72, c.n = 272, c.bias = seed % 3 == 0;
+      c.activation = static_cast<Activation>(1 + seed % 3);
+      test_hidden<bf16, true>(c);
+      c.n = 136;
+      test_hidden<fp16, false>(c);
+      c.no_hidden = seed % 2, c.n = 144;
+      test_hidden<bf16, true>(c);
+      c.no_hidden = false;
+      c.n = 264, c.weighs_active = seed % 2;
+      test_hidden_gradient<bf16, true>(c);
+      c.n = 72;
+      test_hidden_gradient<fp16, false>(c);
+      c.bias = false;
+      c.m = 72, c.n = 264, c.k = 0, c.gathered_a = c.gathered_b = false, c.wide = seed % 2, c.accumulates = false;
+      test_weight<bf16>(c);
+      c.gathered_a = true, c.wide = c.accumulates = true, c.m = 136, c.n = 40;
+      test_weight<bf16>(c);
+      c.gathered_a = false, c.gathered_b = true, c.wide = c.accumulates = false;
+      test_weight<fp16>(c);
+      c.gathered_a = true, c.gathered_b = false;
+    }
+  }
+  // A ring that goes round several times, at every haste of what is asynchronous.
+  for (int eagerness : {0, 20, 100}) {
+    Case c;
+    c.groups = {130, 0, 70}, c.n = 40, c.k = 64 * 6 + 8, c.seed = ++seed, c.eagerness = eagerness, c.grid = 2;
+    every_form(c);
+    c.gathered_a = true, c.top_k = 2;
+    every_form(c);
+    c.m = 40, c.groups = {400, 70};
+    for (bool hopper : {true, false}) {
+      c.hopper = hopper;
+      test_weight<bf16>(c);
+    }
+  }
+  (void)thorough;
+  std::printf(failures ? "%d failures\n" : "ok\n", failures);
+  return failures != 0;
+}

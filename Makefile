@@ -21,7 +21,7 @@ PYTEST_ARGS ?= -n 2
 # One thread per process: the ranks of a test or of a training run share the cores.
 OMP := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
-.PHONY: help setup train test test-all lint format bench clean FORCE
+.PHONY: help setup extension train test test-all lint format bench clean FORCE
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -33,7 +33,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed-$(shell printf %s '$(TORCH)' | tr -c 'A-Za-z0-9.' _)
 
-setup: $(STAMP)
+setup: $(STAMP) extension
 
 ifneq ($(shell cat .venv/home 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
@@ -59,10 +59,16 @@ $(STAMP): setup.py pyproject.toml Makefile
 	$(PIP) install $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 		> .venv/constraints.txt
-	$(PIP) install -q -c .venv/constraints.txt -e '.[dev,train]'
+	# Without kernels: "extension" builds those in place, with its own messages and what is in .venv.
+	PMOE_CUDA=0 $(PIP) install -q -c .venv/constraints.txt -e '.[dev,train]'
 	$(BIN)/python -c 'import numpy, torch'
 	echo "$(CURDIR)" > .venv/home
 	touch $@
+
+# pmoe/_cuda.*, in place. setup.py knows what changed, the compiler included; where nothing did, or where there
+# is no nvcc, this takes less than a second.
+extension: $(STAMP)
+	@$(BIN)/python setup.py -q build_ext --inplace
 
 # ---- every machine -------------------------------------------------------------------------------
 
@@ -73,10 +79,10 @@ train: $(STAMP)
 	$(OMP) $(BIN)/python examples/lm_launch.py --standalone --local-addr=127.0.0.1 --nproc_per_node=$$ranks \
 		examples/train_lm.py $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) extension
 	@$(OMP) $(BIN)/python -m pytest tests -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(STAMP)
+test-all: $(STAMP) extension
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
 lint: $(STAMP)
@@ -93,6 +99,7 @@ bench: $(STAMP)
 
 clean:
 	rm -rf .venv .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -f pmoe/_cuda.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- a machine with a GPU ------------------------------------------------------------------------
@@ -155,7 +162,7 @@ gpu: gpu-build gpu-test gpu-sanitize gpu-bench
 gpu-env:
 	@command -v "$(PYTHON)" >/dev/null || { echo "make gpu: no PYTHON=$(PYTHON) here" >&2; exit 1; }
 	"$(PYTHON)" -W ignore -c "$$NEED_CUDA"
-	needs="numpy sortedcontainers pytest pytest_timeout matplotlib"
+	needs="numpy sortedcontainers setuptools pytest pytest_timeout matplotlib"
 	if [ -z "$$("$(PYTHON)" -c "$$MISSING" $$needs)" ]; then
 		rm -rf .venv-gpu
 		exit 0
@@ -181,13 +188,19 @@ gpu-env:
 		$$install --retries 1 --timeout 10 || echo "make gpu: could not install $$name" >&2
 	done
 
+# The extension of another Python stays beside this one's. A GPU without nvcc is an error, unless PMOE_CUDA=0.
 gpu-build: gpu-env
-	@missing=$$("$(GPU_PYTHON)" -c "$$MISSING" numpy sortedcontainers pytest pytest_timeout)
+	@missing=$$("$(GPU_PYTHON)" -c "$$MISSING" numpy sortedcontainers setuptools pytest pytest_timeout)
 	if [ -n "$$missing" ]; then
 		echo "make gpu-build: missing $$missing; put their wheels into wheels/ and run this again" >&2
 		exit 1
 	fi
+	if ! PMOE_CUDA=$${PMOE_CUDA:-1} $(GPU_RUN) setup.py -q build_ext --inplace; then
+		echo "make gpu-build: the CUDA kernels could not be built, see above; PMOE_CUDA=0 does without them" >&2
+		exit 1
+	fi
 	$(GPU_RUN) -c 'import pmoe; print("make gpu-build: ready, pmoe", pmoe.__version__)'
+	$(GPU_RUN) -c 'from pmoe.kernels import status; print(status())'
 
 gpu-test: gpu-build
 	@$(GPU_RUN) -m pytest tests/gpu -m gpu -q $(PYTEST_ARGS)

@@ -1,11 +1,44 @@
-"""Installs pmoe. Tool settings are in pyproject.toml, set-up from nothing is in the Makefile."""
+"""Installs pmoe, with its CUDA kernels where there is nvcc. Tool settings are in pyproject.toml, set-up from
+nothing is in the Makefile.
 
+The kernels become one extension, ``pmoe/_cuda.*``: ``cuda/binding.cpp``, and of every folder ``cuda/<name>/``
+that has a ``bind.cpp`` this file and its ``*.cu``. It includes no torch header and links the CUDA runtime
+statically, so it depends on the Python version, not on torch's. What pip and ``setup.py build_ext --inplace``
+read:
+
+    PMOE_NVCC        the nvcc to use; else the one on PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin
+    PMOE_CUDA        0: no kernels; 1: a missing nvcc is an error; unset: kernels where there is nvcc
+    PMOE_CUDA_ARCHS  what to compile for, as in "sm_90a": a quicker build while working on one kernel
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
+
+# cudaGetDriverEntryPointByVersion came with CUDA 12.5. The kernels take cuTensorMapEncodeTiled through it, as
+# -lcuda does not link without a driver. What they use of sm_90a (wgmma, setmaxnreg) is older: CUDA 12.0.
+OLDEST_NVCC = (12, 5)
+ARCHS = "sm_80, sm_90a, ptx80"
+MOST_JOBS = 4  # each compiles for every architecture in turn and may take 1 GiB
 
 
 def version() -> str:
@@ -22,32 +55,317 @@ def readme() -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-TRAIN = ["matplotlib", "tqdm"]
+# ---- what to build with
 
-setup(
-    name="pmoe",
-    version=version(),
-    description="A Mixture-of-Experts layer for PyTorch that overlaps communication with computation",
-    long_description=readme(),
-    long_description_content_type="text/markdown",
-    author="pmoe authors",
-    license="MIT",
-    python_requires=">=3.10",
-    packages=find_packages(include=["pmoe", "pmoe.*"]),
-    package_data={"pmoe": ["py.typed"]},
-    entry_points={"console_scripts": ["pmoe = pmoe.cli:main"]},
-    # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
-    install_requires=["torch>=2.11,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
-    extras_require={
-        "train": TRAIN,
-        "dev": [
-            *TRAIN,
-            "mypy>=1.18",
-            "pytest>=8.4",
-            "pytest-timeout>=2.4",
-            "pytest-xdist>=3.8",
-            # One minor version only: the next one may format the same file differently.
-            "ruff>=0.17,<0.18",
-        ],
-    },
-)
+
+def refuse(message: str) -> SystemExit:
+    """Ends the build with one message and no traceback, from setup.py as from pip."""
+    return SystemExit(f"pmoe: {message}")
+
+
+def _say(text: str) -> None:
+    """In one write: several threads speak."""
+    print(f"{text}\n", end="", flush=True)
+
+
+def find_nvcc() -> str | None:
+    """The path of nvcc, or None. A PMOE_NVCC that is no program is an error: it was asked for."""
+    if asked := os.environ.get("PMOE_NVCC"):
+        if found := shutil.which(asked):
+            return found
+        raise refuse(f"PMOE_NVCC ({asked!r}) must be nvcc: there is no such program")
+    places = [
+        os.environ.get("PATH", ""),
+        os.path.join(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "bin"),
+    ]
+    return shutil.which("nvcc", path=os.pathsep.join(places))
+
+
+def why_no_kernels() -> str | None:
+    """Why this build has no kernels; None where it has them, or must."""
+    asked = os.environ.get("PMOE_CUDA", "")
+    if asked not in ("", "0", "1"):
+        raise refuse(f"PMOE_CUDA ({asked!r}) must be 0, 1 or unset")
+    if asked == "0":
+        return "PMOE_CUDA=0"
+    if asked == "1":
+        return None
+    if sys.platform != "linux":
+        return f"they are built on Linux only, this is {sys.platform}"
+    return None if find_nvcc() else "no nvcc on PATH, in CUDA_HOME or PMOE_NVCC"
+
+
+@cache  # said once, however many commands ask
+def say_without_kernels(reason: str) -> None:
+    _say(f"pmoe: building without CUDA kernels: {reason}")
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    path: str
+    version: str
+
+    @classmethod
+    def usable(cls) -> Nvcc:
+        path = find_nvcc()
+        if path is None:
+            raise refuse("PMOE_CUDA=1 needs nvcc, and there is none on PATH, in CUDA_HOME or PMOE_NVCC")
+        needed = ".".join(map(str, OLDEST_NVCC))
+        ways_out = "PMOE_NVCC=/path/to/newer/nvcc, or PMOE_CUDA=0 to build without kernels"
+        try:
+            told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise refuse(f"{path} cannot be run ({error}): {ways_out}") from None
+        found = re.search(r"release (\d+)\.(\d+)(?:, V([\d.]+))?", told)
+        if found is None:
+            raise refuse(f"{path} --version names no release, and {needed} or newer is needed: {ways_out}")
+        release = (int(found[1]), int(found[2]))
+        if release < OLDEST_NVCC:
+            raise refuse(
+                f"{path} is of CUDA {found[1]}.{found[2]}, and {needed} or newer is needed: {ways_out}"
+            )
+        return cls(path, found[3] or f"{found[1]}.{found[2]}")
+
+
+def architectures(text: str) -> list[str]:
+    """ "sm_80 ptx80" -> ["sm_80", "ptx80"]
+
+    Nothing of compute capability 9.0 but sm_90a: what a device has loaded is told by the versions of its
+    binary and PTX, and 90 of 90 must mean sm_90a.
+    """
+    names = re.split(r"[\s,;]+", text.strip())
+    for name in names:
+        if not re.fullmatch(r"(sm_|ptx)\d{2,3}[af]?", name) or (name[-2:] == "90" or name == "ptx90a"):
+            raise refuse(
+                f"PMOE_CUDA_ARCHS ({name!r}) must be names such as {ARCHS}; of compute capability 9.0 "
+                "only sm_90a"
+            )
+    return names
+
+
+def gencode(name: str) -> str:
+    """Never -arch=sm_90a: it adds a pass for compute_90, which has no wgmma."""
+    number = name[3:]
+    return f"-gencode=arch=compute_{number},code={'compute_' if name.startswith('ptx') else 'sm_'}{number}"
+
+
+def pybind11_folder(scratch: Path) -> Path:
+    """A folder to include <pybind11/...> from: pybind11's own, else (on a machine without a package index) a
+    link to the copy that torch carries, so that no torch header comes within reach. torch is not imported."""
+    try:
+        import pybind11
+    except ImportError:
+        pass
+    else:
+        return Path(pybind11.get_include())
+    torch = importlib.util.find_spec("torch")
+    for place in (torch and torch.submodule_search_locations) or ():
+        copy = Path(place, "include", "pybind11")
+        if copy.is_dir():
+            link = scratch / "torch_pybind11" / "pybind11"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(copy)
+            return link.parent
+    raise refuse(
+        f"{sys.executable} has no pybind11: pip install pybind11, or PMOE_CUDA=0 to build without kernels"
+    )
+
+
+def cuda_sources() -> list[str]:
+    """binding.cpp, and of each kernel's folder bind.cpp and *.cu; relative, as setuptools wants them. Folders
+    without a bind.cpp hold headers, and what tests compile."""
+    found = [HERE / "cuda" / "binding.cpp"]
+    for bind in sorted((HERE / "cuda").glob("*/bind.cpp")):
+        found += [bind, *sorted(bind.parent.glob("*.cu"))]
+    return [path.relative_to(HERE).as_posix() for path in found]
+
+
+# ---- building
+
+
+class Build:
+    """Compiles what changed. Beside what it made lie the command, and, by -MD, the files it was made from."""
+
+    def __init__(self, nvcc: Nvcc, folder: Path):
+        self.nvcc = nvcc
+        self.folder = folder
+        self.archs = architectures(os.environ.get("PMOE_CUDA_ARCHS") or ARCHS)
+
+    def extension(self, sources: list[str], name: str) -> Path:
+        """The file ``name`` in the build folder, linked from all sources."""
+        generated = self.folder / "generated"
+        _write(
+            generated / "pmoe_build.h",
+            f'#define PMOE_ARCHS "{", ".join(self.archs)}"\n#define PMOE_NVCC "{self.nvcc.version}"\n',
+        )
+        common = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I", str(HERE / "cuda")]
+        # Only the bindings see Python and pybind11: the kernels are free of both, and of rebuilds for them.
+        # nvcc hands .cpp files to g++, with its own folder of headers.
+        seen = [generated, pybind11_folder(self.folder), Path(sysconfig.get_paths()["include"])]
+        flags = {
+            ".cpp": [*common, *(word for path in seen for word in ("-I", str(path)))],
+            ".cu": [*common, "-lineinfo", *map(gencode, self.archs)],
+        }
+        with ThreadPoolExecutor(min(MOST_JOBS, os.cpu_count() or 1)) as pool:
+            jobs = [pool.submit(self._compile, source, flags[Path(source).suffix]) for source in sources]
+            try:
+                objects = [job.result() for job in jobs]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return self._link(objects, self.folder / name)
+
+    def _compile(self, source: str, flags: list[str]) -> Path:
+        made = self.folder / f"{source}.o"
+        command = [self.nvcc.path, *flags, "-c", str(HERE / source)]
+        self._make(source, made, command, depends=lambda: _read_dependencies(_beside(made, "d")))
+        return made
+
+    def _link(self, objects: list[Path], made: Path) -> Path:
+        command = [self.nvcc.path, "-shared", "-cudart", "static", *map(str, objects)]
+        # Symbols of the static runtime stay inside: torch brings a runtime of its own. No device link: as no
+        # code is relocatable, it would add nothing but an empty binary of nvcc's default architecture.
+        command += ["-Xlinker", "--exclude-libs,ALL", "-nodlink"]
+        self._make(made.name, made, command, depends=lambda: objects)
+        return made
+
+    def _make(
+        self, name: str, made: Path, command: list[str], depends: Callable[[], Sequence[str | Path]]
+    ) -> None:
+        noted = [self.nvcc.version, *command]
+        if self._up_to_date(made, noted, depends):
+            return
+        made.parent.mkdir(parents=True, exist_ok=True)
+        # Under other names first: a build that is interrupted, or beside another one, leaves no half file.
+        unfinished = _beside(made, f"{os.getpid()}")
+        listed = _beside(made, f"{os.getpid()}.d")
+        compiles = "-c" in command
+        started = time.time_ns()
+        _say(f"pmoe: nvcc {self.nvcc.version}: {name}")
+        done = subprocess.run(
+            [*command, "-o", str(unfinished), *(["-MD", "-MF", str(listed)] if compiles else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+        if done.returncode:
+            unfinished.unlink(missing_ok=True)
+            listed.unlink(missing_ok=True)
+            raise refuse(f"{self.nvcc.path} failed on {name}\n{done.stdout}")
+        if done.stdout.strip():
+            _say(done.stdout.rstrip())
+        os.utime(unfinished, ns=(started, started))  # so that an edit while it compiled counts as newer
+        if compiles:
+            os.replace(listed, _beside(made, "d"))
+        os.replace(unfinished, made)
+        _write(_beside(made, "json"), json.dumps(noted))
+
+    @staticmethod
+    def _up_to_date(made: Path, noted: list[str], depends: Callable[[], Sequence[str | Path]]) -> bool:
+        try:
+            if json.loads(_beside(made, "json").read_text()) != noted:
+                return False
+            when = made.stat().st_mtime_ns
+            return all(os.stat(path).st_mtime_ns <= when for path in depends())
+        except (OSError, ValueError):  # something is missing, or half written
+            return False
+
+
+def _beside(made: Path, suffix: str) -> Path:
+    return made.with_name(f"{made.name}.{suffix}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Leaves the time of a file that already says so: what was made from it stays up to date."""
+    if path.exists() and path.read_text() == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _copy(made: Path, target: Path) -> None:
+    """Whole files only: a Python that imports pmoe meanwhile sees the old extension or the new one."""
+    if target.exists() and target.stat().st_mtime_ns == made.stat().st_mtime_ns:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = _beside(target, f"{os.getpid()}")
+    shutil.copy2(made, unfinished)
+    os.replace(unfinished, target)
+
+
+def _read_dependencies(path: Path) -> list[str]:
+    """Of a make rule, "a.o : a.cu \\ <newline> b.h"; a backslash stands before a space in a name."""
+    _, _, listed = path.read_text().replace("\\\n", " ").partition(" : ")
+    found = [name.replace("\\ ", " ") for name in re.findall(r"(?:\\ |\S)+", listed)]
+    if not found:
+        raise ValueError(f"{path} must list files")
+    return found
+
+
+class BuildExt(build_ext):
+    def run(self) -> None:
+        if reason := why_no_kernels():
+            say_without_kernels(reason)
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = Build(Nvcc.usable(), Path(self.build_temp).resolve())
+        _copy(build.extension(ext.sources, target.name), target)
+
+    def copy_extensions_to_source(self) -> None:
+        for ext in self.extensions:
+            target = Path(self.get_ext_fullpath(ext.name)).resolve()  # in place, as asked
+            _copy(Path(self.build_lib, *ext.name.split(".")[:-1], target.name), target)
+
+
+class BuildPy(build_py):
+    """Part of every wheel, also of one without an extension."""
+
+    def run(self) -> None:
+        if reason := why_no_kernels():
+            say_without_kernels(reason)
+        super().run()
+
+
+TRAIN = ["matplotlib", "tqdm"]
+DISASSEMBLERS = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
+
+if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
+    setup(
+        name="pmoe",
+        version=version(),
+        description="A Mixture-of-Experts layer for PyTorch that overlaps communication with computation",
+        long_description=readme(),
+        long_description_content_type="text/markdown",
+        author="pmoe authors",
+        license="MIT",
+        python_requires=">=3.10",
+        packages=find_packages(include=["pmoe", "pmoe.*"]),
+        package_data={"pmoe": ["py.typed"]},
+        ext_modules=[] if why_no_kernels() else [Extension("pmoe._cuda", cuda_sources())],
+        cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
+        entry_points={"console_scripts": ["pmoe = pmoe.cli:main"]},
+        # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
+        install_requires=["torch>=2.11,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
+        extras_require={
+            "train": TRAIN,
+            "dev": [
+                *TRAIN,
+                "mypy>=1.18",
+                # cuobjdump calls nvdisasm. Both read code of every older nvcc.
+                f"nvidia-cuda-cuobjdump>=13.2,<14; {DISASSEMBLERS}",
+                f"nvidia-cuda-nvdisasm>=13.2,<14; {DISASSEMBLERS}",
+                "pybind11>=2.13,<4",
+                "pytest>=8.4",
+                "pytest-timeout>=2.4",
+                "pytest-xdist>=3.8",
+                # One minor version only: the next one may format the same file differently.
+                "ruff>=0.17,<0.18",
+                # For setup.py build_ext --inplace, and wheels without build isolation.
+                "setuptools>=70.1",
+            ],
+        },
+    )

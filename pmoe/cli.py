@@ -4,6 +4,7 @@
     pmoe plan --d-model 1024 --d-hidden 4096 --num-experts 64 --tokens 8192 --ranks 8 --budget 2GiB
     torchrun --nproc-per-node 8 -m pmoe profile
     pmoe simulate fsmoe-table5 --contention 1.25
+    pmoe kernels
 
 Each subcommand parses, calls the library, and prints; with --json one object and nothing else. Bad arguments
 end with exit code 2 and one message.
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from pmoe import __version__
 from pmoe.comm.ranks import Ranks
+from pmoe.kernels import status
 from pmoe.layer import MoELayer
 from pmoe.pipeline.advise import Advice, advise, step_bars
 from pmoe.pipeline.allocations import StepMemory, step_memory
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pmoe {__version__}")
     commands = parser.add_subparsers(
-        title="commands", required=True, metavar="memory | plan | profile | simulate"
+        title="commands", required=True, metavar="memory | plan | profile | simulate | kernels"
     )
     for name, add, run, about in (
         (
@@ -104,9 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", _add_plan, run_plan, "n and the restore pair for a layer, from a stored profile"),
         ("profile", _add_profile, run_profile, "measure what this machine, or this group of ranks, can do"),
         ("simulate", _add_simulate, run_simulate, "a paper's experiment from its own task costs"),
+        ("kernels", None, run_kernels, "the CUDA kernels: what was built, what runs on each device, why not"),
     ):
         command = commands.add_parser(name, help=about, description=about)
-        add(command)
+        if add is not None:
+            add(command)
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         command.set_defaults(run=run, parser=command)
     return parser
@@ -699,6 +703,16 @@ def run_simulate(args: argparse.Namespace) -> int:
         )
     print(_table(["pass", "operation", "measured", "modelled", "modelled / measured"], rows, words=2))
     print("\nassumed: pmoe simulate fsmoe-table5 --assumptions")
+    return 0
+
+
+# ---- pmoe kernels
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    """A report: a missing extension or device is told, and is no failure."""
+    found = status()
+    print(json.dumps(asdict(found)) if args.json else found)
     return 0
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pmoe import MoELayer, Restore, cli
+from pmoe.kernels import extension, status
 from pmoe.pipeline.decide import bound
 from pmoe.pipeline.footprint import shape_of_sizes
 from pmoe.planner.profile import Profile, load, profile_path, save
@@ -317,6 +318,28 @@ def test_simulate_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[st
         )
 
 
+# ---- kernels --------------------------------------------------------------------------------------
+
+
+def test_kernels_prints_what_status_says(capsys: pytest.CaptureFixture[str]) -> None:
+    run("kernels")
+    assert capsys.readouterr().out == f"{status()}\n"
+    found = printed(capsys, "kernels")
+    assert found == json.loads(json.dumps(asdict(status())))
+    assert (found["reason"] is None) == found["built"]
+    assert (found["no_devices"] is None) == bool(found["devices"])
+
+
+def test_kernels_without_the_extension_is_a_report_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extension, "_load", lambda: (None, "pmoe._cuda is not built; do this"))
+    run("kernels")
+    assert capsys.readouterr().out.startswith("CUDA kernels: none, pmoe._cuda is not built; do this\n")
+    found = printed(capsys, "kernels")
+    assert (found["built"], found["kernels"], found["archs"]) == (False, [], None)
+
+
 # ---- the command ----------------------------------------------------------------------------------
 
 
@@ -346,6 +369,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["plan", "--help"],
         ["profile", "--help"],
         ["simulate", "--help"],
+        ["kernels", "--help"],
     ):
         with pytest.raises(SystemExit) as stopped:
             cli.main(argv)

@@ -1,0 +1,99 @@
+// pmoe._cuda: what the kernels' folders bind (module.h), and what is known of their kernels. No torch header:
+// tensors come as addresses and streams as integers, so one build serves every torch of this Python.
+
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/on_device.h"
+#include "module.h"
+#include "pmoe_build.h"  // written by setup.py
+
+namespace py = pybind11;
+
+namespace {
+
+using pmoe::check;
+using pmoe::OnDevice;
+
+int device_count() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
+    cudaGetLastError();
+    return 0;
+  }
+  check(error, "cudaGetDeviceCount");
+  return count;
+}
+
+std::vector<pmoe::KernelInfo> all_kernels() {
+  std::vector<pmoe::KernelInfo> found;
+  for (const pmoe::Module* each = pmoe::Module::first(); each; each = each->next) each->list(found);
+  std::sort(found.begin(), found.end(),
+            [](const auto& a, const auto& b) { return std::strcmp(a.name, b.name) < 0; });
+  return found;
+}
+
+py::dict told(const pmoe::KernelInfo& kernel) {
+  py::dict found;
+  found["name"] = kernel.name;
+  found["threads"] = kernel.threads;
+  found["dynamic_shared_bytes"] = kernel.dynamic_shared_bytes;
+  found["hopper"] = kernel.hopper;
+  return found;
+}
+
+py::list declared() {
+  py::list found;
+  for (const pmoe::KernelInfo& kernel : all_kernels()) {
+    Dl_info place{};
+    if (!dladdr(kernel.function, &place))
+      throw std::runtime_error(std::string("pmoe._cuda: ") + kernel.name + ": function is not of this module");
+    py::dict one = told(kernel);
+    one["offset"] = reinterpret_cast<std::uintptr_t>(kernel.function) -
+                    reinterpret_cast<std::uintptr_t>(place.dli_fbase);
+    found.append(one);
+  }
+  return found;
+}
+
+py::list kernels(int device) {
+  const OnDevice here(device);
+  py::list found;
+  for (const pmoe::KernelInfo& kernel : all_kernels()) {
+    cudaFuncAttributes attributes{};
+    const std::string call = std::string("cudaFuncGetAttributes(") + kernel.name + ")";
+    check(cudaFuncGetAttributes(&attributes, kernel.function), call.c_str());
+    py::dict one = told(kernel);
+    one["binary_version"] = attributes.binaryVersion;
+    one["ptx_version"] = attributes.ptxVersion;
+    one["registers"] = attributes.numRegs;
+    one["shared_bytes"] = attributes.sharedSizeBytes;
+    one["local_bytes"] = attributes.localSizeBytes;
+    found.append(one);
+  }
+  return found;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "The CUDA kernels of pmoe; pmoe.kernels is their Python face";
+  m.attr("ARCHS") = PMOE_ARCHS;
+  m.attr("NVCC") = PMOE_NVCC;
+  m.def("device_count", &device_count, "CUDA devices that this process can use; 0 without a driver.");
+  m.def("declared", &declared,
+        "The kernels as their sources declare them, without a device: a dict each. offset is the place of the host "
+        "function in this module's file, whose symbol is the kernel's.");
+  m.def("kernels", &kernels, py::arg("device"),
+        "The kernels as loaded on a device: a dict each, with the binary and PTX version of what runs there.");
+  for (const pmoe::Module* each = pmoe::Module::first(); each; each = each->next) each->bind(m);
+}

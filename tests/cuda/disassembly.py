@@ -1,0 +1,162 @@
+"""What nvcc made of the kernels: machine code and resources, read from pmoe/_cuda.* without a GPU.
+
+Kernels go by the names that their folders declare (cuda/kernel_info.h). What is found in the file but is not
+declared goes by its demangled signature. A test of one kernel:
+
+    code = sass("sm_90a")["grouped_gemm_..."]
+    assert count(code, "HGMMA") > 0
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pmoe.kernels.extension import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A kernel as its source declares it."""
+
+    name: str
+    threads: int
+    dynamic_shared_bytes: int
+    hopper: bool
+    signature: str  # demangled, as in "void pmoe::permute<uint4>(uint4 const*)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Registers, stack and local bytes a thread; shared bytes a block, the dynamic ones not counted."""
+
+    registers: int
+    stack: int
+    shared: int
+    local: int
+
+
+def built() -> bool:
+    return load() is not None
+
+
+def archs() -> list[str]:
+    """What there is machine code for: ["sm_80", "sm_90a"]."""
+    module = load()
+    assert module is not None
+    return [name for name in module.ARCHS.split(", ") if name.startswith("sm_")]
+
+
+@cache
+def declared() -> dict[str, Declared]:
+    """By name. A kernel's host function has its name as symbol, at the offset that the module tells."""
+    module = load()
+    assert module is not None
+    symbols = {}
+    for line in _run("nm", "--defined-only", _file()).splitlines():
+        address, kind, symbol = line.split(maxsplit=2)
+        if kind in "tT":
+            symbols[int(address, 16)] = symbol
+    found = {}
+    for each in module.declared():
+        offset = each.pop("offset")
+        assert offset in symbols, f"{_file()} has no symbol for {each['name']}: it must not be stripped"
+        assert each["name"] not in found, f"{each['name']} is declared twice"
+        found[each["name"]] = Declared(**each, signature=_demangled(symbols[offset]))
+    return found
+
+
+@cache
+def sass(arch: str) -> dict[str, list[str]]:
+    """The instructions of every kernel, as in "@P0 LDG.E.128 R4, desc[UR4][R2.64]"."""
+    found: dict[str, list[str]] = {}
+    code: list[str] = []
+    for line in _run("cuobjdump", "-sass", "-arch", arch, _file()).splitlines():
+        if start := re.match(r"\s*Function : (\S+)", line):
+            code = found.setdefault(_name(start[1]), [])
+            assert not code, f"two kernels are {_name(start[1])}: one must have another name or namespace"
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            code.append(instruction[1])
+    return found
+
+
+@cache
+def resources(arch: str) -> dict[str, Resources]:
+    text = _run("cuobjdump", "-res-usage", "-arch", arch, _file())
+    found = {}
+    for symbol, numbers in re.findall(r"Function (\S+):\n\s+(REG:.*)", text):
+        of = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", numbers)}
+        found[_name(symbol)] = Resources(
+            registers=of["REG"], stack=of["STACK"], shared=of["SHARED"], local=of["LOCAL"]
+        )
+    return found
+
+
+def opcode(instruction: str) -> str:
+    """ "@!P0 LDG.E.128 R4, desc[UR4][R2.64]" -> "LDG.E.128" """
+    words = instruction.split()
+    return words[1] if words[0].startswith("@") else words[0]
+
+
+def count(code: Sequence[str], start: str) -> int:
+    """How many instructions are ``start``, or that with modifiers: "LDG" counts LDG.E.128, and no LDGSTS."""
+    return sum(f"{opcode(each)}.".startswith(f"{start}.") for each in code)
+
+
+# ---- the tools
+
+
+def _file() -> str:
+    module = load()
+    assert module is not None and module.__file__ is not None
+    return module.__file__
+
+
+@cache
+def _path() -> str:
+    """PATH with cuobjdump and nvdisasm, which the former calls, first of all from their packages."""
+    folders = [
+        str(folder)
+        for place in sys.path
+        if place.endswith(("site-packages", "dist-packages"))
+        for pattern in ("nvidia/cu*/bin", "nvidia/cuda_*/bin", "triton/backends/nvidia/bin")
+        for folder in sorted(Path(place).glob(pattern), reverse=True)
+    ]
+    folders.append(os.environ.get("PATH", ""))
+    folders.append(os.path.join(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "bin"))
+    return os.pathsep.join(folders)
+
+
+def _run(tool: str, *arguments: str, stdin: str | None = None) -> str:
+    found = shutil.which(tool, path=_path())
+    if found is None:
+        raise FileNotFoundError(
+            f"{tool} must be on PATH or installed: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+        )
+    done = subprocess.run(
+        [found, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PATH": _path()},
+    )
+    assert done.returncode == 0, f"{found} {' '.join(arguments)}: {done.stderr or done.stdout}"
+    return done.stdout
+
+
+@cache
+def _demangled(symbol: str) -> str:
+    return _run("c++filt", stdin=symbol).strip()
+
+
+def _name(symbol: str) -> str:
+    signature = _demangled(symbol)
+    return next((each.name for each in declared().values() if each.signature == signature), signature)

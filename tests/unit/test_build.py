@@ -1,0 +1,502 @@
+"""setup.py builds the kernels, does without them, or refuses, each with one line; pmoe.kernels says which."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pmoe.kernels import extension, status
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKED = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md")
+NO_NVCC = "pmoe: building without CUDA kernels: no nvcc on PATH, in CUDA_HOME or PMOE_NVCC"
+
+
+def _setup() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pmoe_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+SETUP = _setup()
+find_nvcc = SETUP.find_nvcc
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What a build reads, without what it made here."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in PACKED:
+        shutil.copy(ROOT / name, tree)
+    for folder in ("pmoe", "cuda"):
+        shutil.copytree(
+            ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.so.*")
+        )
+    return tree
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """An environment in which no program is found, so no nvcc either."""
+    nowhere = tmp_path / "nowhere"
+    nowhere.mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PMOE_", "CUDA_"))}
+    return {**kept, "PATH": str(nowhere), "CUDA_HOME": str(nowhere)}
+
+
+def ran(folder: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *words],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def ran_installed(folder: Path, env: dict[str, str], program: str) -> subprocess.CompletedProcess[str]:
+    """With pmoe from ``folder`` and all else from here. Without site (-S) no .pth file is read: that of an
+    editable install would find pmoe._cuda elsewhere."""
+    return ran(folder, {**env, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}, "-S", "-c", program)
+
+
+def fake_nvcc(folder: Path, release: str) -> str:
+    path = folder / "nvcc"
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, {release}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# ---- setup.py -------------------------------------------------------------------------------------
+
+
+def test_without_nvcc_the_build_says_so_in_one_line_and_succeeds(tree: Path, bare: dict[str, str]) -> None:
+    done = ran(tree, bare, "setup.py", "-q", "build_ext", "--inplace")
+    assert (done.returncode, done.stdout) == (0, f"{NO_NVCC}\n"), done.stderr
+    assert not list((tree / "pmoe").glob("_cuda*"))
+    done = ran(tree, {**bare, "PMOE_CUDA": "0"}, "setup.py", "-q", "build_ext", "--inplace")
+    assert (done.returncode, done.stdout) == (0, "pmoe: building without CUDA kernels: PMOE_CUDA=0\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"PMOE_CUDA": "1"}, "PMOE_CUDA=1 needs nvcc, and there is none on PATH, in CUDA_HOME or PMOE_NVCC"),
+        ({"PMOE_CUDA": "yes"}, "PMOE_CUDA ('yes') must be 0, 1 or unset"),
+        ({"PMOE_NVCC": "/no/nvcc"}, "PMOE_NVCC ('/no/nvcc') must be nvcc: there is no such program"),
+    ],
+)
+def test_what_is_asked_for_and_missing_is_refused_in_one_line(
+    given: dict[str, str], told: str, tree: Path, bare: dict[str, str]
+) -> None:
+    done = ran(tree, {**bare, **given}, "setup.py", "-q", "build_ext", "--inplace")
+    assert (done.returncode, done.stderr) == (1, f"pmoe: {told}\n")
+
+
+@pytest.mark.parametrize("release", ["release 12.4, V12.4.131", "release 11.8", "a compiler"])
+def test_an_nvcc_that_is_too_old_is_refused_with_the_ways_out(
+    release: str, tree: Path, bare: dict[str, str]
+) -> None:
+    nvcc = fake_nvcc(tree, release)
+    for env in ({**bare, "PMOE_NVCC": nvcc}, {**bare, "PATH": str(tree)}):
+        done = ran(tree, env, "setup.py", "-q", "build_ext", "--inplace")
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"pmoe: {nvcc} ")
+        version = re.search(r"release ([\d.]+)", release)
+        assert (f"is of CUDA {version[1]}, and" if version else "names no release, and") in line
+        assert "12.5 or newer is needed" in line
+        assert "PMOE_NVCC=/path/to/newer/nvcc" in line and "PMOE_CUDA=0" in line
+
+
+def test_nvcc_is_looked_for_in_the_order_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {}
+    for name in ("given", "path", "home/bin"):
+        (tmp_path / name).mkdir(parents=True)
+        paths[name] = fake_nvcc(tmp_path / name, "release 13.0")
+    monkeypatch.setenv("PMOE_NVCC", paths["given"])
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert find_nvcc() == paths["given"]
+    monkeypatch.delenv("PMOE_NVCC")
+    assert find_nvcc() == paths["path"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_nvcc() == paths["home/bin"]
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert find_nvcc() is None
+
+
+def test_architectures_become_flags_and_plain_sm_90_is_refused() -> None:
+    assert [SETUP.gencode(name) for name in SETUP.architectures(SETUP.ARCHS)] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_80,code=compute_80",
+    ]
+    assert SETUP.architectures("sm_89;ptx80") == ["sm_89", "ptx80"]
+    for wrong in ("sm_90", "ptx90", "ptx90a", "90a", "sm_90a -O0"):
+        with pytest.raises(SystemExit, match=r"PMOE_CUDA_ARCHS .* only sm_90a"):
+            SETUP.architectures(wrong)
+
+
+def test_the_reader_of_dependencies_knows_continued_lines_and_spaces(tmp_path: Path) -> None:
+    file = tmp_path / "a.d"
+    file.write_text("a.o : /x/a.cu \\\n    /x/my\\ folder/b.h \\\n    /x/c.h\n")
+    assert SETUP._read_dependencies(file) == ["/x/a.cu", "/x/my folder/b.h", "/x/c.h"]
+    file.write_text("")
+    with pytest.raises(ValueError, match="must list files"):
+        SETUP._read_dependencies(file)
+
+
+def test_pybind11_may_be_the_copy_of_torch_and_brings_no_torch_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pybind11", None)  # import pybind11 raises ImportError
+    folder = SETUP.pybind11_folder(tmp_path)
+    assert (folder / "pybind11" / "pybind11.h").is_file()
+    assert [path.name for path in folder.iterdir()] == ["pybind11"]
+    assert SETUP.pybind11_folder(tmp_path) == folder  # again, over what is there
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="has no pybind11: pip install pybind11"):
+        SETUP.pybind11_folder(tmp_path)
+
+
+def test_no_source_of_the_kernels_includes_torch_and_none_of_nvccs_includes_pybind11() -> None:
+    files = [path for path in (ROOT / "cuda").rglob("*") if path.is_file()]
+    assert len(files) > 3
+    for path in files:
+        included = re.findall(
+            r'^\s*#\s*include\s*[<"]([^>"]+)', path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert not [name for name in included if name.split("/")[0] in ("torch", "ATen", "c10")], path
+        if path.suffix in (".cu", ".cuh"):
+            assert not [name for name in included if name.startswith("pybind11")], path
+
+
+def test_every_folder_with_a_bind_cpp_is_compiled() -> None:
+    sources = SETUP.cuda_sources()
+    assert sources[0] == "cuda/binding.cpp"
+    for bind in (ROOT / "cuda").glob("*/bind.cpp"):
+        assert bind.relative_to(ROOT).as_posix() in sources
+        for source in bind.parent.glob("*.cu"):
+            assert source.relative_to(ROOT).as_posix() in sources
+    assert all((ROOT / source).is_file() for source in sources)
+
+
+# ---- wheels ---------------------------------------------------------------------------------------
+
+
+def wheel(tree: Path, env: dict[str, str]) -> Path:
+    done = ran(
+        tree,
+        env,
+        *("-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps", "--no-index", "-w", "made"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = (tree / "made").glob("*.whl")
+    return made
+
+
+def test_a_wheel_made_without_nvcc_is_pure_and_works(
+    tree: Path, bare: dict[str, str], tmp_path: Path
+) -> None:
+    (tree / "pmoe" / "_cuda.cpython-39-x86_64-linux-gnu.so").touch()  # left there by a build in place
+    made = wheel(tree, bare)
+    assert made.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(made) as file:
+        assert not [name for name in file.namelist() if "_cuda" in name or name.startswith("cuda/")]
+        file.extractall(tmp_path / "installed")
+    program = (
+        "import pmoe, pmoe.kernels as kernels; print(pmoe.__file__); found = kernels.status(); "
+        "assert not found.built; print(found.reason)"
+    )
+    done = ran_installed(tmp_path / "installed", bare, program)
+    assert done.returncode == 0, done.stderr
+    file_name, reason = done.stdout.splitlines()
+    assert Path(file_name).is_relative_to(tmp_path)
+    assert reason == f"pmoe._cuda is not built; {extension.HOW_TO_BUILD}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_wheel_of_the_source_archive_brings_kernels_to_a_machine_without_nvcc(
+    tree: Path, bare: dict[str, str], tmp_path: Path
+) -> None:
+    if find_nvcc() is None:
+        pytest.skip("no nvcc")
+    archive = ran(tree, bare, "setup.py", "-q", "sdist", "--formats=gztar")
+    assert archive.returncode == 0, archive.stderr
+    (packed,) = (tree / "dist").glob("*.tar.gz")
+    target = tmp_path / "installed"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", str(packed), "--no-build-isolation", "--no-deps"),
+            *("--no-index", "--target", str(target)),
+        ],
+        env={**os.environ, "PMOE_CUDA": "1", "PMOE_CUDA_ARCHS": "sm_80"},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    program = (
+        "from pmoe.kernels import status; from pmoe import _cuda; print(_cuda.__file__); found = status(); "
+        "assert found.built and found.archs == 'sm_80', found"
+    )
+    done = ran_installed(target, bare, program)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(target)
+
+
+# ---- building, with an nvcc that only notes what it is asked ----------------------------------------
+
+
+@pytest.fixture
+def noted(tree: Path, bare: dict[str, str]) -> Callable[[], tuple[int, list[str], str]]:
+    """Runs build_ext --inplace; gives its exit code, what it compiled or linked, and its stderr."""
+    (tree / "fake").mkdir()
+    nvcc = tree / "fake" / "nvcc"
+    # -MF FILE names the source and kernel_info.h; broken.cu does not compile.
+    nvcc.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "words = sys.argv[1:]\n"
+        "if words == ['--version']:\n"
+        "    print('Cuda compilation tools, release 13.0, V13.0.88')\n"
+        "    raise SystemExit\n"
+        "if any(word.endswith('broken.cu') for word in words):\n"
+        "    print('broken.cu(1): error: expected a declaration')\n"
+        "    raise SystemExit(2)\n"
+        "open(words[words.index('-o') + 1], 'w').write('made')\n"
+        "if '-MF' in words:\n"
+        f"    listed = words[words.index('-c') + 1] + ' {tree}/cuda/kernel_info.h'\n"
+        "    open(words[words.index('-MF') + 1], 'w').write('a.o : ' + listed)\n"
+    )
+    nvcc.chmod(0o755)
+    for folder in (tree / "cuda").iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    kernel = tree / "cuda" / "permute"
+    kernel.mkdir()
+    (kernel / "bind.cpp").touch()
+    (kernel / "permute.cu").touch()
+
+    def build() -> tuple[int, list[str], str]:
+        env = {**bare, "PMOE_NVCC": str(nvcc)}
+        done = ran(tree, env, "setup.py", "-q", "build_ext", "--inplace")
+        return (
+            done.returncode,
+            re.findall(r"^pmoe: nvcc 13.0.88: (.*)$", done.stdout, re.MULTILINE),
+            done.stderr,
+        )
+
+    return build
+
+
+def test_only_what_changed_is_compiled_again(tree: Path, noted: Callable[[], Any]) -> None:
+    file = f"_cuda{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    everything = {"cuda/binding.cpp", "cuda/permute/bind.cpp", "cuda/permute/permute.cu", file}
+    code, made, _ = noted()
+    assert (code, set(made)) == (0, everything)
+    assert (tree / "pmoe" / file).read_text() == "made"
+    assert noted() == (0, [], "")
+    source = tree / "cuda" / "permute" / "permute.cu"
+    source.write_text("// other")
+    assert noted()[1] == ["cuda/permute/permute.cu", file]
+    later = (tree / "cuda" / "kernel_info.h").stat().st_mtime_ns + 10**12
+    os.utime(tree / "cuda" / "kernel_info.h", ns=(later, later))
+    assert set(noted()[1]) == everything
+    shutil.rmtree(tree / "cuda" / "permute")  # a kernel that is gone leaves the extension
+    assert file in noted()[1]
+
+
+def test_a_compilers_message_reaches_the_user(tree: Path, noted: Callable[[], Any]) -> None:
+    (tree / "cuda" / "permute" / "broken.cu").touch()
+    code, _, err = noted()
+    assert code == 1
+    assert "failed on cuda/permute/broken.cu\nbroken.cu(1): error: expected a declaration" in err
+    assert "Traceback" not in err
+    assert not list((tree / "pmoe").glob("_cuda*"))
+
+
+# ---- the extension --------------------------------------------------------------------------------
+
+
+def test_with_nvcc_the_extension_imports_without_a_gpu_and_counts_devices() -> None:
+    if os.environ.get("PMOE_CUDA") == "0" or (find_nvcc() is None and extension.load() is None):
+        pytest.skip("no nvcc, or PMOE_CUDA=0")
+    module = extension.load()
+    assert module is not None, status().reason
+    assert module.device_count() == torch.cuda.device_count() or not torch.backends.cuda.is_built()
+    names = [each["name"] for each in module.declared()]
+    assert names == sorted(set(names))
+    if module.device_count() == 0:
+        with pytest.raises(RuntimeError, match=r"pmoe\._cuda: .*(no CUDA driver|no CUDA device)"):
+            module.kernels(0)
+    for index in range(module.device_count()):
+        assert [each["name"] for each in module.kernels(index)] == names
+
+
+def test_the_extension_depends_on_no_library_of_cuda_or_torch() -> None:
+    module = extension.load()
+    if module is None:
+        pytest.skip("pmoe._cuda is not built")
+    assert module.__file__ is not None
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("no readelf")
+    told = subprocess.run([readelf, "-d", module.__file__], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", told)
+    assert "libc.so.6" in needed
+    assert not [name for name in needed if re.match(r"lib(cuda|nv|torch|c10|python)", name)], needed
+
+
+# ---- pmoe.kernels.status() --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh() -> Any:
+    """An extension that has not been looked for yet, then and afterwards."""
+    before = sys.modules.pop(extension.NAME, None)
+    extension._load.cache_clear()
+    yield
+    extension._load.cache_clear()
+    if before is not None:
+        sys.modules[extension.NAME] = before
+
+
+def test_status_without_the_extension_says_how_to_build(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
+    assert extension.load() is None
+    found = status()
+    assert not found.built
+    assert found.reason == f"pmoe._cuda is not built; {extension.HOW_TO_BUILD}"
+    assert "nvcc 12.5 or newer" in str(found) and "pip install ." in str(found)
+    assert SETUP.OLDEST_NVCC == (12, 5)
+
+
+def test_status_names_the_extension_of_another_python(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "_cuda.cpython-39-x86_64.so"]))
+    reason = status().reason
+    assert reason is not None
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"not built for Python {here}, there is _cuda.cpython-39-x86_64.so" in reason
+
+
+def test_a_broken_extension_is_told_and_never_raised(tree: Path, bare: dict[str, str]) -> None:
+    broken = tree / "pmoe" / f"_cuda{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    broken.write_bytes(b"\x7fELF and no more")
+    program = "import pmoe, pmoe.kernels; print(pmoe.kernels.status().reason)"
+    done = ran(tree, bare, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert re.match(rf"pmoe\._cuda cannot be imported: .*{re.escape(broken.name)}", done.stdout)
+
+
+LOADED = [
+    # binary, PTX, capability; what it is, and a part of the reason against sm_90a code
+    (80, 80, (8, 0), "sm_80", "and this device has 8.0"),
+    (80, 80, (8, 6), "sm_80", "and this device has 8.6"),
+    (90, 90, (9, 0), "sm_90a", None),
+    (90, 80, (9, 0), "PTX of compute_80, compiled by the driver", "CUDA_FORCE_PTX_JIT"),
+    (100, 80, (10, 0), "PTX of compute_80, compiled by the driver", "and this device has 10.0"),
+    (120, 80, (12, 0), "PTX of compute_80, compiled by the driver", "and this device has 12.0"),
+]
+
+
+@pytest.mark.parametrize(("binary", "ptx", "capability", "runs", "refusal"), LOADED)
+def test_what_runs_is_told_by_what_was_loaded(
+    binary: int, ptx: int, capability: tuple[int, int], runs: str, refusal: str | None
+) -> None:
+    assert extension.binary_of(binary, ptx) == runs
+    told = extension.hopper_refusal(binary, ptx, capability)
+    if refusal is None:
+        assert told is None
+    else:
+        assert told is not None
+        assert told.startswith(f"binary version {binary} of PTX version {ptx} was loaded, not 90 of 90")
+        assert refusal in told
+
+
+def test_the_capability_alone_neither_admits_nor_refuses() -> None:
+    assert extension.hopper_refusal(90, 90, (10, 0)) is None
+    assert extension.hopper_refusal(90, 80, (9, 0)) is not None
+
+
+def test_status_lists_every_kernel_of_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"threads": 384, "registers": 168, "shared_bytes": 64, "local_bytes": 0}
+    capabilities = [(9, 0), (10, 0), (8, 0)]
+    names = ["permute", "products_hopper"]
+
+    def kernels(index: int) -> list[dict[str, Any]]:
+        if index == 2:
+            raise RuntimeError("pmoe._cuda: cudaSetDevice: cudaErrorDevicesUnavailable: busy")
+        binary, ptx = [(90, 90), (100, 80)][index]
+        loaded = {"binary_version": binary, "ptx_version": ptx, **sizes}
+        return [
+            {"name": name, "hopper": "hopper" in name, "dynamic_shared_bytes": 1000, **loaded}
+            for name in names
+        ]
+
+    module = SimpleNamespace(
+        ARCHS="sm_80, sm_90a, ptx80",
+        NVCC="13.0.88",
+        declared=lambda: [{"name": name} for name in names],
+        kernels=kernels,
+    )
+    monkeypatch.setattr(extension, "_load", lambda: (module, None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    found = status()
+    assert (found.built, found.kernels, found.no_devices) == (True, ("permute", "products_hopper"), None)
+    hopper, blackwell, ampere = found.devices
+    assert [(each.runs, each.refusal) for each in hopper.kernels] == [("sm_90a", None)] * 2
+    assert [each.runs for each in blackwell.kernels] == ["PTX of compute_80, compiled by the driver"] * 2
+    assert blackwell.kernels[0].refusal is None
+    assert "10.0" in (blackwell.kernels[1].refusal or "")
+    assert ampere.kernels == () and "cudaErrorDevicesUnavailable" in (ampere.reason or "")
+    lines = str(found).splitlines()
+    assert lines[:2] == [
+        "CUDA kernels: 2, built for sm_80, sm_90a, ptx80 by nvcc 13.0.88",
+        "  permute, products_hopper",
+    ]
+    assert "device 1: GPU 1, compute capability 10.0" in lines
+    assert re.search(r"permute +384 +168 +1064 +0  sm_90a$", str(found), re.MULTILINE)
+    assert re.search(r"products_hopper .*  refused: binary version 100 of", str(found))
+    assert "no kernel runs: pmoe._cuda: cudaSetDevice" in str(found)
+
+
+def test_status_without_a_device_names_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = status()
+    assert found.devices == ()
+    assert found.no_devices == f"torch {torch.__version__} sees no CUDA device"
+    assert str(found).splitlines()[-1] == f"devices: none, {found.no_devices}"

@@ -1,0 +1,75 @@
+"""Rules for the machine code of every kernel, on every architecture that it was compiled for; without a GPU.
+
+Rules of one kernel (its matrix instructions, its widest loads) stand beside that kernel's other tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pmoe.kernels import status
+from tests.cuda.disassembly import archs, built, count, declared, opcode, resources, sass
+from tests.unit.test_build import find_nvcc
+
+REGISTERS = 65536  # of a multiprocessor, 8.0 to 12.0; a block's threads share them
+LARGEST_BLOCK = 1024
+
+
+@pytest.fixture(autouse=True)
+def extension() -> None:
+    if built():
+        return
+    if os.environ.get("PMOE_CUDA") == "0":
+        pytest.skip("PMOE_CUDA=0, and pmoe._cuda is not built")
+    if find_nvcc() is None:
+        pytest.skip("pmoe._cuda is not built, and there is no nvcc")
+    pytest.fail(f"there is nvcc, so the kernels must be there: make extension ({status().reason})")
+
+
+def test_what_is_declared_is_in_the_file_for_every_architecture_and_nothing_else_is() -> None:
+    assert len(archs()) >= 1
+    for arch in archs():
+        assert set(sass(arch)) == set(resources(arch)) == set(declared()), arch
+
+
+def test_no_kernel_has_a_stack_or_spills_registers() -> None:
+    wrong = []
+    for arch in archs():
+        for name, found in resources(arch).items():
+            if found.stack or found.local:
+                wrong.append(f"{name}, {arch}: {found}")
+        for name, code in sass(arch).items():
+            spills = [each for each in code if opcode(each).split(".")[0] in ("LDL", "STL")]
+            if spills:
+                wrong.append(f"{name}, {arch}: {len(spills)} accesses of local memory, as {spills[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_block_of_every_kernel_finds_its_registers() -> None:
+    wrong = []
+    for arch in archs():
+        for name, kernel in declared().items():
+            assert 0 < kernel.threads <= LARGEST_BLOCK, name
+            # The hardware gives registers to warps, by eights a thread.
+            registers = resources(arch)[name].registers
+            if -(-registers // 8) * 8 * -(-kernel.threads // 32) * 32 > REGISTERS:
+                wrong.append(f"{name}, {arch}: {registers} registers, {kernel.threads} threads")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_kernel_ends() -> None:
+    """The reader of cuobjdump's output found whole functions."""
+    for arch in archs():
+        for name, code in sass(arch).items():
+            assert count(code, "EXIT") >= 1, f"{name}, {arch}"
+
+
+def test_the_counter_of_instructions_knows_predicates_and_modifiers() -> None:
+    code = ["LDG.E.128 R4, desc[UR4][R2.64]", "@!P0 LDG.E R4, [R2]", "LDGSTS.E R1, [R2]", "@P0 EXIT"]
+    assert count(code, "LDG") == 2
+    assert count(code, "LDG.E") == 2
+    assert count(code, "LDG.E.128") == 1
+    assert count(code, "EXIT") == 1
+    assert [opcode(each) for each in code] == ["LDG.E.128", "LDG.E", "LDGSTS.E", "EXIT"]

@@ -170,6 +170,13 @@ def status() -> Status:
     )
 
 
+@cache
+def refusals(index: int) -> dict[str, str | None]:
+    """By kernel, why it does not run on this CUDA device; None where it does. Empty where none is loaded."""
+    module, reason = _load()
+    return {kernel.name: kernel.refusal for kernel in _device(index, module, reason).kernels}
+
+
 def _device(index: int, module: ModuleType | None, reason: str | None) -> Device:
     capability = torch.cuda.get_device_capability(index)
     kernels: tuple[Kernel, ...] = ()

@@ -161,6 +161,13 @@ inline Fiber& self() { return *grid->current; }
 
 inline bool chance() { return static_cast<int>(grid->random() % 100) < grid->eagerness; }
 
+inline void yield();
+
+// Now and then somebody else goes first.
+inline void maybe_yield() {
+  if (grid->random() % 8 == 0) yield();
+}
+
 inline void wait_until(std::function<bool()> ready, std::string what) {
   if (ready()) return;
   Fiber& fiber = self();
@@ -599,6 +606,7 @@ inline void mbarrier_arrive(uint64_t* bar) {
   if (s.pending == 0) throw emu::Error("more arrivals than an mbarrier expects");
   --s.pending;
   settle(s);
+  emu::maybe_yield();
 }
 
 inline void mbarrier_arrive_expect(uint64_t* bar, int bytes) {
@@ -778,6 +786,7 @@ inline void wgmma_commit() {
 
 template <int kLeft>
 void wgmma_wait() {
+  emu::maybe_yield();
   emu::Fiber& fiber = emu::self();
   emu::Block& block = *fiber.block;
   emu::Wgmma& group = block.warpgroups[fiber.linear / 128];

@@ -410,7 +410,28 @@ int main(int argc, char** argv) {
       test_weight<bf16>(c);
     }
   }
-  (void)thorough;
+  if (thorough) {
+    Random random{std::mt19937(99)};
+    const auto draw = [&](int least, int most) { return least + static_cast<int>(random.engine() % (most - least + 1)); };
+    for (int i = 0; i < 60; ++i) {
+      Case c;
+      for (int e = draw(1, 6); e > 0; --e) c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));
+      c.seed = 1000 + i, c.eagerness = draw(0, 100), c.grid = draw(1, 4), c.spare_rows = draw(0, 9);
+      c.n = 16 * draw(1, 20), c.k = 8 * draw(1, 40), c.m = 8 * draw(1, 24), c.top_k = draw(1, 4);
+      c.bias = draw(0, 1), c.weighted = draw(0, 1), c.gathered_a = draw(0, 1);
+      c.activation = static_cast<Activation>(draw(1, 3)), c.weighs_active = draw(0, 1), c.no_hidden = draw(0, 1);
+      every_form(c);
+      c.hopper = i % 4 != 0;
+      test_hidden<bf16, true>(c);
+      test_hidden<fp16, false>(c);
+      Case back = c;
+      back.weighted = true, back.bias = false;
+      test_hidden_gradient<bf16, true>(back);
+      test_hidden_gradient<fp16, false>(back);
+      c.gathered_b = !c.gathered_a && draw(0, 1), c.wide = draw(0, 1), c.accumulates = c.wide && draw(0, 1);
+      test_weight<bf16>(c);
+    }
+  }
   std::printf(failures ? "%d failures\n" : "ok\n", failures);
   return failures != 0;
 }

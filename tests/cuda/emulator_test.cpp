@@ -1,0 +1,145 @@
+// The emulator itself: it finds mistakes that are planted, and passes the same program without them.
+#include <cstdio>
+
+#include "common/device.cuh"
+#include "grouped_gemm/box.h"
+#include "grouped_gemm/ring.h"
+
+using namespace pmoe;
+
+namespace {
+
+int failures = 0;
+
+enum class Mistake {
+  kNone,
+  kNoFence,       // copied lines are announced without the fence of the asynchronous proxy
+  kNoWait,        // ... before they have landed
+  kEarlyRelease,  // a stage is let go of before its products are done
+  kNoArrival,     // a consumer forgets to let go
+  kFewBytes,      // a barrier waits for fewer bytes than travel
+  kWrongParity,   // the producer waits for the wrong phase
+  kOutside,       // a result is written behind its array
+  kDisagree,      // threads of a warpgroup name different operands
+};
+
+constexpr int kStages = 2, kSteps = 6, kBytes = box_bytes(64), kWide = box_bytes(256);
+
+// One warp copies A (64 x 64 a step), one thread loads B (256 x 64) by TMA, one warpgroup adds up the products.
+void pipeline(const bf16* a, const TensorMap* b_map, float* out, Mistake mistake) {
+  struct Shared {
+    alignas(1024) uint8_t a[kStages][kBytes];
+    alignas(1024) uint8_t b[kStages][kWide];
+    uint64_t full[kStages], empty[kStages];
+  };
+  Shared& s = *reinterpret_cast<Shared*>(shared_memory());
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0)
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&s.full[i], 2), mbarrier_init(&s.empty[i], 4);
+  sync_block();
+  Ring<kStages> ring;
+  if (thread >= 128 && thread < 160) {
+    for (int step = 0; step < kSteps; ++step, ring.advance()) {
+      mbarrier_wait(&s.empty[ring.stage], mistake == Mistake::kWrongParity ? ring.full_parity() : ring.empty_parity());
+      if (thread == 128) {
+        mbarrier_arrive_expect(&s.full[ring.stage], mistake == Mistake::kFewBytes ? kWide / 2 : kWide);
+        tma_load_2d(s.b[ring.stage], b_map, &s.full[ring.stage], step * 64, 0);
+      }
+      for (int i = thread - 128; i < 64 * kChunks; i += 32)
+        cp_async16(s.a[ring.stage] + chunk_offset(i / kChunks, i % kChunks),
+                   a + (i / kChunks) * (64 * kSteps) + step * 64 + i % kChunks * 8, true);
+      cp_async_commit();
+      if (mistake != Mistake::kNoWait) cp_async_wait<0>();
+      if (mistake != Mistake::kNoFence) fence_proxy_async();
+      sync_warp();
+      if (thread == 128) mbarrier_arrive(&s.full[ring.stage]);
+    }
+    cp_async_wait<0>();
+  } else if (thread < 128) {
+    float d[128];
+    for (int step = 0; step < kSteps; ++step, ring.advance()) {
+      mbarrier_wait(&s.full[ring.stage], ring.full_parity());
+      const auto at = [](const void* p) { return uint64_t{shared_address(p)} >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62; };
+      const bool leaves = thread % 32 == 0;
+      for (int i = 0; i < 4; ++i) {
+        const int own = mistake == Mistake::kDisagree && thread == 7 ? 0 : i;
+        wgmma_m64n256k16<bf16, false, false>(d, at(s.a[ring.stage]) + own * 2, at(s.b[ring.stage]) + i * 2, step + i > 0);
+      }
+      wgmma_commit();
+      if (mistake == Mistake::kEarlyRelease && leaves) mbarrier_arrive(&s.empty[ring.stage]);
+      wgmma_wait<0>();
+      if (mistake == Mistake::kEarlyRelease) continue;
+      if (leaves && !(mistake == Mistake::kNoArrival && thread == 32)) mbarrier_arrive(&s.empty[ring.stage]);
+    }
+    const int row = thread / 32 * 16 + thread % 32 / 4 + (mistake == Mistake::kOutside ? 1 : 0);
+    for (int i = 0; i < 128; ++i)
+      write(out + (row + i / 2 % 2 * 8) * 256 + i / 4 * 8 + thread % 4 * 2 + i % 2, d[i]);
+  }
+}
+
+// Whether the run was right, and what was said of it if not.
+bool is_right(Mistake mistake, unsigned seed, int eagerness, std::string& said) {
+  std::mt19937 random(seed);
+  const auto draw = [&] { return narrow<bf16>(static_cast<float>(static_cast<int>(random() % 9)) - 4); };
+  constexpr int kDepth = 64 * kSteps;
+  std::vector<bf16> a_memory(64 * kDepth + 8), b(256 * kDepth);
+  auto* a = reinterpret_cast<bf16*>((reinterpret_cast<uintptr_t>(a_memory.data()) + 15) & ~uintptr_t{15});
+  for (int i = 0; i < 64 * kDepth; ++i) a[i] = draw();
+  for (auto& each : b) each = draw();
+  std::vector<float> out(64 * 256, -1e9f);
+  const TensorMap map = {reinterpret_cast<const uint8_t*>(b.data()), 2, {kDepth, 256, 1}, {2, kDepth * 2, 0}, {64, 256, 1}, 2};
+  emu::forget_arrays();
+  emu::register_array("A", a, 64 * kDepth * 2, false);
+  emu::register_array("out", out.data(), out.size() * 4, true);
+  try {
+    emu::launch(1, 160, seed, [&] { pipeline(a, &map, out.data(), mistake); }, eagerness);
+  } catch (const emu::Error& error) {
+    said = error.what();
+    return false;
+  }
+  for (int i = 0; i < 64; ++i)
+    for (int j = 0; j < 256; ++j) {
+      float sum = 0;
+      for (int k = 0; k < kDepth; ++k) sum += widen(a[i * kDepth + k]) * widen(b[j * kDepth + k]);
+      if (sum != out[i * 256 + j]) {
+        said = "wrong result";
+        return false;
+      }
+    }
+  return true;
+}
+
+void expect_found(const char* name, Mistake mistake, const std::string& word) {
+  bool found = false, told = false;
+  std::string said;
+  for (unsigned seed = 1; seed <= 6; ++seed) {
+    said.clear();
+    if (is_right(mistake, seed, static_cast<int>(seed) * 40 % 101, said)) continue;
+    found = true;
+    told = told || said.find(word) != std::string::npos;
+  }
+  if (found && told) return;
+  ++failures;
+  std::printf("FAILED: %s was not found, or said to be \"%s\", not \"%s\"\n", name, said.c_str(), word.c_str());
+}
+
+}  // namespace
+
+int main() {
+  std::string said;
+  for (unsigned seed = 1; seed <= 6; ++seed)
+    if (!is_right(Mistake::kNone, seed, static_cast<int>(seed) * 40 % 101, said)) {
+      ++failures;
+      std::printf("FAILED: the right program: %s\n", said.c_str());
+    }
+  expect_found("a missing fence", Mistake::kNoFence, "without a proxy fence");
+  expect_found("copies not waited for", Mistake::kNoWait, "without a proxy fence");
+  expect_found("an early release", Mistake::kEarlyRelease, "w");
+  expect_found("a missing arrival", Mistake::kNoArrival, "deadlock");
+  expect_found("too few bytes", Mistake::kFewBytes, "w");
+  expect_found("a wrong parity", Mistake::kWrongParity, "deadlock");
+  expect_found("a write outside", Mistake::kOutside, "outside every array");
+  expect_found("operands that differ", Mistake::kDisagree, "disagree");
+  std::printf(failures ? "%d failures\n" : "ok\n", failures);
+  return failures != 0;
+}

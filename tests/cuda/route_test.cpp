@@ -1,0 +1,393 @@
+// The routing kernels' own source, every thread of it on the CPU (emulator.h), against plain loops in double.
+//
+// g++ -std=c++17 -O2 -Icuda -Itests/cuda tests/cuda/route_test.cpp && ./a.out
+#include <algorithm>
+#include <cstdio>
+#include <limits>
+#include <numeric>
+
+#include "emulator.h"
+#include "route/backward.cuh"
+#include "route/kernel.cuh"
+
+using namespace pmoe::route;
+
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+std::mt19937 generator(1);
+
+int draw(int low, int high) { return low + static_cast<int>(generator() % static_cast<unsigned>(high - low + 1)); }
+
+float normal() { return std::normal_distribution<float>(0.0f, 2.0f)(generator); }
+
+void expect(bool holds, const std::string& what) {
+  if (!holds) throw std::runtime_error(what);
+}
+
+bool close(double got, double expected, double scale = 1.0, double tolerance = 2e-5) {
+  if (std::isnan(expected)) return std::isnan(got);
+  if (std::abs(expected) > FLT_MAX) return got == std::copysign(kInfinity, expected);
+  return std::abs(got - expected) <= tolerance * std::max(scale, std::abs(expected));
+}
+
+// An array between two guards, poisoned.
+template <class T>
+class Array {
+ public:
+  explicit Array(size_t size) : size_(size), all_(size + 2 * kGuard) { poison(); }
+  T* get() { return all_.data() + kGuard; }
+  const T& operator[](size_t i) const { return all_[kGuard + i]; }
+  T& operator[](size_t i) { return all_[kGuard + i]; }
+  size_t size() const { return size_; }
+
+  void poison() { std::memset(all_.data(), 0xAB, all_.size() * sizeof(T)); }
+
+  bool guarded() const {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(all_.data());
+    const size_t edge = kGuard * sizeof(T), inner = size_ * sizeof(T);
+    for (size_t i = 0; i < edge; ++i)
+      if (bytes[i] != 0xAB || bytes[edge + inner + i] != 0xAB) return false;
+    return true;
+  }
+
+  bool operator==(const Array& other) const {
+    return std::memcmp(&all_[kGuard], &other.all_[kGuard], size_ * sizeof(T)) == 0;
+  }
+
+ private:
+  static constexpr size_t kGuard = 32;
+  size_t size_;
+  std::vector<T> all_;
+};
+
+enum class Values { kDistinct, kTied, kStrange };
+
+struct Case {
+  int tokens, experts, top_k, chunks, chunk_blocks;
+  bool normalize, whole_words;
+  float z_weight;
+  Values values;
+
+  int slots() const { return tokens * top_k; }
+  Sizes sizes() const { return {tokens, experts, top_k, chunks, chunk_blocks}; }
+  Rows rows() const { return {tokens, experts, whole_words}; }
+  float balance() const {
+    const double t = std::max(tokens, 1);
+    return static_cast<float>(experts / (t * t * top_k));
+  }
+  float z_scale() const { return z_weight / static_cast<float>(std::max(tokens, 1)); }
+  std::string told() const {
+    return "T=" + std::to_string(tokens) + " E=" + std::to_string(experts) + " K=" + std::to_string(top_k) +
+           " n=" + std::to_string(chunks) + " B=" + std::to_string(chunk_blocks) +
+           " normalize=" + std::to_string(normalize) + " values=" + std::to_string(static_cast<int>(values)) +
+           " words=" + std::to_string(whole_words);
+  }
+};
+
+float draw_logit(Values values) {
+  static const float strange[] = {kNaN, kInfinity, -kInfinity, -FLT_MAX, FLT_MAX, -0.0f, 0.0f, 1e-42f, -1e-42f};
+  if (values == Values::kDistinct) return normal();
+  if (values == Values::kTied || draw(0, 2)) return static_cast<float>(draw(-1, 1));
+  return strange[draw(0, 8)];
+}
+
+struct Found {
+  Array<float> weight, l_aux;
+  Array<int32_t> expert, position, slot, counts, ends;
+
+  explicit Found(const Case& c)
+      : weight(c.slots()),
+        l_aux(1),
+        expert(c.slots()),
+        position(c.slots()),
+        slot(c.slots()),
+        counts(c.chunks * c.experts),
+        ends(c.chunks * c.experts) {}
+
+  bool guarded() const {
+    return weight.guarded() && l_aux.guarded() && expert.guarded() && position.guarded() && slot.guarded() &&
+           counts.guarded() && ends.guarded();
+  }
+  bool operator==(const Found& o) const {
+    return weight == o.weight && l_aux == o.l_aux && expert == o.expert && position == o.position && slot == o.slot &&
+           counts == o.counts && ends == o.ends;
+  }
+};
+
+// ---- plain loops
+
+std::vector<double> softmax_of(const float* row, int experts) {
+  double most = -kInfinity, sum = 0;
+  for (int e = 0; e < experts; ++e) most = std::max(most, std::isnan(row[e]) ? most : double{row[e]});
+  std::vector<double> p(experts);
+  for (int e = 0; e < experts; ++e) sum += p[e] = std::exp(row[e] - most);
+  for (double& each : p) each /= sum;
+  return p;
+}
+
+double log_sum(const float* row, int experts) {
+  double most = -kInfinity, sum = 0;
+  for (int e = 0; e < experts; ++e) most = std::max(most, double{row[e]});
+  for (int e = 0; e < experts; ++e) sum += std::exp(row[e] - most);
+  return most + std::log(sum);
+}
+
+std::vector<int> largest(const float* row, int experts, int top_k) {
+  const auto value = [row](int e) { return std::max(row[e], -FLT_MAX); };
+  std::vector<int> order(experts);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int i, int j) {
+    if (std::isnan(row[i]) || std::isnan(row[j])) return std::isnan(row[i]) && !std::isnan(row[j]);
+    return value(i) > value(j);
+  });
+  order.resize(top_k);
+  return order;
+}
+
+int chunk_of(const Case& c, int token) {
+  int chunk = 0;
+  while ((chunk + 1) * c.tokens / c.chunks <= token) ++chunk;
+  return chunk;
+}
+
+void check_choices(const Case& c, const float* logits, const Found& found) {
+  for (int t = 0; t < c.tokens; ++t) {
+    const float* row = logits + t * c.experts;
+    const std::vector<int> expert = largest(row, c.experts, c.top_k);
+    const std::vector<double> p = softmax_of(row, c.experts);
+    double total = 0;
+    for (int e : expert) total += p[e];
+    for (int k = 0; k < c.top_k; ++k) {
+      expect(found.expert[t * c.top_k + k] == expert[k], "expert of token " + std::to_string(t));
+      const double weight = p[expert[k]] / (c.normalize ? total : 1.0);
+      expect(close(found.weight[t * c.top_k + k], weight, 0.0, 3e-6) || weight < 1e-35,
+             "weight of token " + std::to_string(t));
+    }
+  }
+}
+
+void check_places(const Case& c, const Found& found) {
+  std::vector<int> order(c.slots()), counts(c.chunks * c.experts);
+  std::iota(order.begin(), order.end(), 0);
+  const auto key = [&](int slot) { return chunk_of(c, slot / c.top_k) * c.experts + found.expert[slot]; };
+  std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return key(i) < key(j); });
+  for (int i = 0; i < c.slots(); ++i) {
+    ++counts[key(i)];
+    expect(found.slot[i] == order[i], "slot of row " + std::to_string(i));
+    expect(found.position[order[i]] == i, "position of slot " + std::to_string(order[i]));
+  }
+  int end = 0;
+  for (int i = 0; i < c.chunks * c.experts; ++i) {
+    expect(found.counts[i] == counts[i], "counts");
+    expect(found.ends[i] == (end += counts[i]), "ends");
+  }
+}
+
+std::vector<int> loads(const Case& c, const Found& found) {
+  std::vector<int> load(c.experts);
+  for (int i = 0; i < c.slots(); ++i) ++load[found.expert[i]];
+  return load;
+}
+
+void check_loss(const Case& c, const float* logits, const Found& found) {
+  const std::vector<int> load = loads(c, found);
+  double balance = 0, z = 0;
+  for (int t = 0; t < c.tokens; ++t) {
+    const std::vector<double> p = softmax_of(logits + t * c.experts, c.experts);
+    for (int e = 0; e < c.experts; ++e) balance += p[e] * load[e];
+    const double each = log_sum(logits + t * c.experts, c.experts);
+    z += each * each;
+  }
+  const double tokens = std::max(c.tokens, 1);
+  double expected = balance * c.experts / (tokens * tokens * c.top_k);
+  if (c.z_weight != 0) expected += c.z_weight * z / tokens;
+  expect(close(found.l_aux[0], expected), "l_aux " + std::to_string(found.l_aux[0]) + " != " + std::to_string(expected));
+}
+
+// ---- forward
+
+std::vector<uint8_t> workspace(1 << 18);  // zero once, for all cases in turn
+
+template <class S>
+Found run_forward(const Case& c, Array<float>& logits, unsigned seed) {
+  Found found(c);
+  const Sizes sizes = c.sizes();
+  expect(Workspace::bytes(sizes.blocks(), c.experts) <= static_cast<int64_t>(workspace.size()), "workspace");
+  const Forward a{sizes,
+                  c.rows(),
+                  logits.get(),
+                  c.normalize,
+                  c.balance(),
+                  c.z_scale(),
+                  found.weight.get(),
+                  found.expert.get(),
+                  found.position.get(),
+                  found.slot.get(),
+                  found.counts.get(),
+                  found.ends.get(),
+                  found.l_aux.get(),
+                  Workspace::at(workspace.data(), sizes.blocks(), c.experts)};
+  expect(4 * ForwardShared<S>::words(c.experts, c.top_k) <= emu::kSharedBytes, "shared memory");
+  emu::launch(static_cast<unsigned>(sizes.blocks() + 1), S::kThreads, seed, [&] { forward_kernel<S>(a); });
+  expect(found.guarded(), "a write outside an array");
+  return found;
+}
+
+// ---- backward
+
+struct Gradients {
+  bool has_weight, has_partials, has_loss;
+  int tiles;
+};
+
+void check_gradient(const Case& c, const float* logits, const Found& found, const std::vector<double>& grad_weight,
+                    double grad_loss, const Array<float>& got) {
+  const std::vector<int> load = loads(c, found);
+  for (int t = 0; t < c.tokens; ++t) {
+    const float* row = logits + t * c.experts;
+    const std::vector<double> p = softmax_of(row, c.experts);
+    std::vector<double> dp(c.experts);
+    double chosen = 0, inner = 0, dot = 0, most = 1e-3;
+    for (int k = 0; k < c.top_k; ++k) chosen += p[found.expert[t * c.top_k + k]];
+    for (int k = 0; k < c.top_k; ++k)
+      inner += grad_weight[t * c.top_k + k] * p[found.expert[t * c.top_k + k]] / chosen;
+    for (int k = 0; k < c.top_k; ++k) {
+      const double g = grad_weight[t * c.top_k + k];
+      most = std::max(most, std::abs(g));
+      dp[found.expert[t * c.top_k + k]] += c.normalize ? (g - inner) / chosen : g;
+    }
+    for (int e = 0; e < c.experts; ++e) {
+      dp[e] += grad_loss * c.balance() * load[e];
+      dot += p[e] * dp[e];
+      most = std::max(most, std::abs(dp[e]));
+    }
+    const double z = c.z_weight == 0 ? 0 : grad_loss * c.z_scale() * 2 * log_sum(row, c.experts);
+    if (std::abs(z) > 1e30) continue;  // overflows in float32
+    most = std::max(most, std::abs(z));
+    for (int e = 0; e < c.experts; ++e)
+      expect(close(got[t * c.experts + e], p[e] * (dp[e] - dot + z), most, 1e-5),
+             "gradient of token " + std::to_string(t));
+  }
+}
+
+template <class S>
+Array<float> run_backward(const Case& c, Array<float>& logits, Found& found, const Gradients& given,
+                          const float* weight, const float* partial, const float* loss, unsigned blocks) {
+  Array<float> got(c.tokens * c.experts);
+  const Backward a{c.rows(),          c.top_k,          c.chunks,
+                   logits.get(),      found.expert.get(), found.weight.get(),
+                   found.counts.get(), c.normalize,      c.balance(),
+                   c.z_scale(),       given.has_weight ? weight : nullptr,
+                   given.has_partials ? partial : nullptr, found.position.get(), given.tiles,
+                   given.has_loss ? loss : nullptr,        got.get()};
+  emu::launch(blocks, S::kThreads, generator(), [&] { backward_kernel<S>(a); });
+  expect(got.guarded(), "a write outside the gradient");
+  return got;
+}
+
+template <class S>
+void check_backward(const Case& c, Array<float>& logits, Found& found) {
+  const int source = draw(0, 2);
+  const Gradients given{source == 1, source == 2, draw(0, 3) > 0, draw(1, 4)};
+  std::vector<float> weight(c.slots()), partial(given.tiles * c.slots());
+  std::vector<double> expected(c.slots());
+  for (float& each : weight) each = normal();
+  for (float& each : partial) each = normal();
+  const float loss = normal();
+  for (int i = 0; i < c.slots(); ++i) {
+    if (given.has_weight) expected[i] = weight[i];
+    if (given.has_partials)
+      for (int p = 0; p < given.tiles; ++p) expected[i] += partial[p * c.slots() + found.position[i]];
+  }
+  const unsigned blocks = static_cast<unsigned>(draw(1, 3));
+  const auto got = run_backward<S>(c, logits, found, given, weight.data(), partial.data(), &loss, blocks);
+  check_gradient(c, logits.get(), found, expected, given.has_loss ? loss : 0.0, got);
+  const auto again = run_backward<S>(c, logits, found, given, weight.data(), partial.data(), &loss, blocks + 1);
+  expect(got == again, "the gradient depends on the grid");
+}
+
+// ---- cases
+
+template <class S>
+void check_case(const Case& c) {
+  Array<float> logits(c.tokens * c.experts);
+  for (size_t i = 0; i < logits.size(); ++i) logits[i] = draw_logit(c.values);
+  try {
+    Found found = run_forward<S>(c, logits, generator());
+    check_choices(c, logits.get(), found);
+    check_places(c, found);
+    check_loss(c, logits.get(), found);
+    // Other threads come first this time, and the workspace is used again.
+    expect(run_forward<S>(c, logits, generator()) == found, "two runs differ");
+    check_backward<S>(c, logits, found);
+  } catch (const std::exception& error) {
+    throw std::runtime_error(c.told() + ": " + error.what());
+  }
+}
+
+Case draw_case(int most_tokens, int least_experts, int most_experts) {
+  Case c{};
+  c.tokens = draw(0, 9) ? draw(0, most_tokens) : draw(0, 1);
+  c.experts = draw(least_experts, most_experts);
+  c.top_k = draw(1, std::min(c.experts, draw(0, 3) ? 4 : kMostChoices));
+  c.chunks = draw(0, 1) ? 1 : draw(1, 4);
+  c.chunk_blocks = draw(1, std::max(1, 5 / c.chunks));
+  c.normalize = draw(0, 1);
+  c.z_weight = draw(0, 1) ? 0.0f : 0.25f;
+  c.values = static_cast<Values>(draw(0, 2));
+  c.whole_words = c.experts % 4 == 0 && draw(0, 1);
+  return c;
+}
+
+template <class S>
+void check_shape(int cases, int most_tokens, int least_experts) {
+  for (int i = 0; i < cases; ++i) check_case<S>(draw_case(most_tokens, least_experts, S::kExperts));
+}
+
+// An expert's rows of a warp in several rounds of 32 slots, and all tokens with one expert.
+void check_crowded() {
+  for (int experts : {1, 2, 3}) check_case<Shape<1, 4, 2>>({300, experts, 1, 2, 1, false, false, 0.5f, Values::kTied});
+  check_case<Shape<2, 8, 1>>({200, 16, 16, 1, 2, true, true, 0.0f, Values::kTied});
+  check_case<Shape<4, 8, 2>>({3, 20, 2, 64, 1, true, true, 0.0f, Values::kDistinct});
+}
+
+void check_sizes() {
+  expect(chunk_blocks(0, 4, 64, 131) == 1, "no tokens still take a block a chunk");
+  expect(chunk_blocks(32768, 1, 64, 131) == 131, "no more blocks than are resident");
+  expect(chunk_blocks(32768, 4, 64, 131) == 32, "as many in every chunk");
+  expect(chunk_blocks(1000, 1, 64, 131) == 16 && chunk_blocks(1000, 3, 64, 131) == 6, "a round of each warp");
+  expect(order_key(kNaN) > order_key(kInfinity) && order_key(-kNaN) == order_key(kNaN), "NaN is the largest");
+  expect(order_key(-0.0f) == order_key(0.0f) && order_key(-kInfinity) == order_key(-FLT_MAX), "equals");
+  expect(order_key(1e-42f) > order_key(0.0f) && order_key(-1e-42f) < order_key(0.0f), "denormal numbers count");
+  expect(order_key(-kInfinity) > 0, "0 stands for no expert");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 1;
+  try {
+    check_sizes();
+    check_crowded();
+    for (int round = 0; round < rounds; ++round) {
+      generator.seed(static_cast<unsigned>(round + 1));
+      check_shape<Shape<1, 8, 1>>(20, 90, 1);
+      check_shape<Shape<2, 4, 2>>(20, 60, 1);
+      check_shape<Shape<4, 8, 2>>(15, 40, 1);
+      check_shape<Shape<8, 8, 2>>(12, 40, 1);
+      check_shape<Shape<16, 8, 1>>(8, 20, 1);
+      check_shape<Shape<32, 8, 2>>(4, 12, 65);
+      check_shape<Shape<32, 32, 2>>(1, 9, 700);
+    }
+    check_case<Kept<32, 32>>({70, 1001, 32, 2, 1, true, false, 0.25f, Values::kTied});
+    check_case<Kept<8, 8>>({150, 64, 2, 1, 2, true, true, 0.25f, Values::kDistinct});
+  } catch (const std::exception& error) {
+    std::printf("FAILED: %s\n", error.what());
+    return 1;
+  }
+  std::printf("route: all right\n");
+  return 0;
+}

@@ -1,0 +1,260 @@
+"""Grouped products: the plain definition and its operators here, the kernels' own source in the emulator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pmoe.kernels import grouped_gemm
+from pmoe.kernels.grouped_gemm import Slots, grouped_hidden, grouped_product
+from tests.cuda.compiled import compile_and_run
+
+GROUPS = ((3, 0, 4), (0,), (1,), (0, 0, 5), (7, 2))
+
+
+def ends_of(groups: tuple[int, ...]) -> Tensor:
+    return torch.tensor(list(itertools.accumulate(groups)), dtype=torch.int32)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def slots_of(num_rows: int, top_k: int, seed: int = 0) -> Slots:
+    """N rows out of the fewest whole tokens' slots, in random order."""
+    count = -(-num_rows // top_k) * top_k
+    slot = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:num_rows]
+    return Slots(slot_N=slot.int(), top_k=top_k)
+
+
+def expert_of(groups: tuple[int, ...]) -> list[int]:
+    return [expert for expert, count in enumerate(groups) for _ in range(count)]
+
+
+def loop_product(
+    x: Tensor, weight: Tensor, groups: tuple[int, ...], bias: Tensor | None, scale: Tensor | None
+) -> Tensor:
+    """A row at a time."""
+    found = []
+    for row, expert in enumerate(expert_of(groups)):
+        y = weight[expert] @ x[row]
+        if bias is not None:
+            y = y + bias[expert]
+        found.append(y if scale is None else y * scale[row])
+    return torch.stack(found) if found else x.new_zeros(0, weight.shape[1])
+
+
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda h: h,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "swiglu": lambda h: F.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("top_k", [0, 1, 2])
+def test_the_product_and_its_gradients_equal_a_loop(
+    groups: tuple[int, ...], with_bias: bool, top_k: int
+) -> None:
+    num_rows = sum(groups)
+    slots = slots_of(num_rows, top_k) if top_k else None
+    num_sources = num_rows if slots is None else -(-num_rows // top_k)
+    x = rows(num_sources, 5, seed=1).requires_grad_()
+    weight = rows(len(groups), 4, 5, seed=2).requires_grad_()
+    bias = rows(len(groups), 4, seed=3).requires_grad_() if with_bias else None
+    scale = rows(num_rows if slots is None else num_sources * top_k, seed=4).requires_grad_()
+    y = grouped_product(
+        x, weight, ends_of(groups), bias_EO=bias, scale=scale, slots=slots, gathered=slots is not None
+    )
+    x_N = x if slots is None else x[slots.slot_N.long() // top_k]
+    scale_N = scale if slots is None else scale[slots.slot_N.long()]
+    expected = loop_product(x_N, weight, groups, bias, scale_N)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    operands = [each for each in (x, weight, bias, scale) if each is not None]
+    grad = rows(*y.shape, seed=5)
+    found = torch.autograd.grad(y, operands, grad)
+    wanted = (
+        torch.autograd.grad(expected, operands, grad, allow_unused=True, materialize_grads=True)
+        if num_rows
+        else [torch.zeros_like(each) for each in operands]
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("activation", list(ACTIVATE))
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_hidden_and_its_gradients_equal_a_loop(groups: tuple[int, ...], activation: str, top_k: int) -> None:
+    num_rows = sum(groups)
+    slots = slots_of(num_rows, top_k) if top_k else None
+    x = rows(num_rows if slots is None else -(-num_rows // top_k), 5, seed=1).requires_grad_()
+    weight = rows(len(groups), 6, 5, seed=2).requires_grad_()
+    bias = rows(len(groups), 6, seed=3).requires_grad_()
+    hidden, active = grouped_hidden(
+        x, weight, ends_of(groups), activation=activation, bias_EG=bias, slots=slots
+    )
+    x_N = x if slots is None else x[slots.slot_N.long() // top_k]
+    expected = loop_product(x_N, weight, groups, bias, None)
+    torch.testing.assert_close(hidden, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(active, ACTIVATE[activation](expected), rtol=1e-12, atol=1e-12)
+    if not num_rows:
+        return
+    grads = rows(*hidden.shape, seed=5), rows(*active.shape, seed=6)
+    operands = (x, weight, bias)
+    found = torch.autograd.grad((hidden, active), operands, grads)
+    wanted = torch.autograd.grad((expected, ACTIVATE[activation](expected)), operands, grads)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "swiglu"])
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_way_back_through_the_hidden_equals_autograd(activation: str, weighs: bool, top_k: int) -> None:
+    groups, width = (3, 0, 4), 6
+    num_rows = sum(groups)
+    slots = slots_of(num_rows, top_k) if top_k else None
+    grad = rows(num_rows if slots is None else -(-num_rows // top_k), 5, seed=1)
+    weight = rows(len(groups), 5, width, seed=2)
+    hidden = rows(num_rows, width * (2 if activation == "swiglu" else 1), seed=3).requires_grad_()
+    scale = rows(num_rows if slots is None else len(grad) * top_k, seed=4).requires_grad_()
+    grad_N = grad if slots is None else grad[slots.slot_N.long() // top_k]
+    scale_N = scale if slots is None else scale[slots.slot_N.long()]
+    active = ACTIVATE[activation](hidden)
+    loss = (loop_product(active, weight, groups, None, scale_N) * grad_N).sum()
+    of_hidden, of_scale = torch.autograd.grad(loss, (hidden, scale))
+    out, found_active, dots = grouped_gemm.hidden_gradient(
+        grad, weight, hidden.detach(), scale.detach(), ends_of(groups), activation=activation, slots=slots,
+        gathered=slots is not None, weighs_active=weighs,
+    )  # fmt: skip
+    torch.testing.assert_close(out, of_hidden, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dots, of_scale if slots is None else of_scale[slots.slot_N.long()])
+    expected = active * scale_N.unsqueeze(1) if weighs else active
+    torch.testing.assert_close(found_active, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_weight_gradients_add_up_and_are_zero_for_an_expert_without_rows() -> None:
+    grad, x = rows(7, 4, seed=1), rows(7, 5, seed=2)
+    total = torch.full((3, 4, 5), 2.0, dtype=torch.float64)
+    ends = ends_of((3, 0, 4))
+    once = grouped_gemm.weight_gradient(grad, x, ends)
+    assert torch.equal(once[1], torch.zeros(4, 5, dtype=torch.float64))
+    torch.testing.assert_close(once[2], grad[3:].t() @ x[3:])
+    grouped_gemm.weight_gradient(grad, x, ends, out=total, accumulate=True)
+    torch.testing.assert_close(total, once + 2)
+
+
+def test_narrow_results_are_rounded_once() -> None:
+    x, weight = rows(9, 64, dtype=torch.bfloat16), rows(2, 32, 64, dtype=torch.bfloat16, seed=1)
+    bias, scale = rows(2, 32, dtype=torch.bfloat16, seed=2), rows(9, dtype=torch.float32, seed=3)
+    y = grouped_gemm.product(x, weight, ends_of((4, 5)), bias_EO=bias, scale=scale)
+    exact = loop_product(x.double(), weight.double(), (4, 5), bias.double(), scale.double())
+    assert ((y.double() - exact).abs() <= 2.0**-8 * 1.01 * exact.abs()).all()
+
+
+def test_a_hidden_that_is_not_kept_is_not_returned() -> None:
+    x, weight = rows(3, 8), rows(1, 16, 8, seed=1)
+    none, active = grouped_gemm.hidden(x, weight, ends_of((3,)), activation="swiglu", keep=False)
+    kept, again = grouped_gemm.hidden(x, weight, ends_of((3,)), activation="swiglu")
+    assert none is None and kept is not None and torch.equal(active, again)
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_operators_pass_opcheck(top_k: int) -> None:
+    groups = (3, 0, 3)
+    slot = slots_of(6, top_k).slot_N if top_k else None
+    x = rows(6 if slot is None else 3, 4).requires_grad_()
+    weight, bias = rows(3, 8, 4, seed=1).requires_grad_(), rows(3, 8, seed=2).requires_grad_()
+    scale, ends = rows(6, seed=3).requires_grad_(), ends_of(groups)
+    ops = torch.ops.pmoe
+    torch.library.opcheck(
+        ops.grouped_product, (x, weight, ends, bias, scale, slot, max(top_k, 1), slot is not None)
+    )
+    torch.library.opcheck(ops.grouped_hidden, (x, weight, ends, bias, slot, max(top_k, 1), "swiglu"))
+    grad, hidden = rows(6 if slot is None else 3, 8), rows(6, 8, seed=4)
+    down = rows(3, 8, 4, seed=5)
+    torch.library.opcheck(ops.grouped_input_gradient, (rows(6, 8), down, ends))
+    torch.library.opcheck(
+        ops.grouped_hidden_gradient,
+        (grad, down, hidden, scale.detach(), ends, slot, max(top_k, 1), "swiglu", True),
+    )
+    torch.library.opcheck(ops.grouped_weight_gradient, (rows(6, 8), x.detach(), ends, slot, max(top_k, 1)))
+
+
+def test_the_operators_compile_in_one_graph() -> None:
+    def both(x: Tensor, w1: Tensor, w2: Tensor, ends: Tensor, scale: Tensor) -> Tensor:
+        _, active = grouped_hidden(x, w1, ends, activation="swiglu")
+        return grouped_product(active, w2, ends, scale=scale).sum()
+
+    given = [rows(5, 4), rows(2, 12, 4, seed=1), rows(2, 4, 6, seed=2)]
+    leaves = [each.requires_grad_() for each in given]
+    ends, scale = ends_of((2, 3)), rows(5, seed=3)
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(*leaves, ends, scale), leaves)
+    wanted = torch.autograd.grad(both(*leaves, ends, scale), leaves)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_bad_operands_are_named_with_their_numbers() -> None:
+    x, weight, ends = rows(5, 4), rows(2, 3, 4), ends_of((2, 3))
+    product = grouped_gemm.product
+    with pytest.raises(ValueError, match=r"rows of 5 columns must have 4"):
+        product(rows(5, 5), weight, ends)
+    with pytest.raises(
+        ValueError, match=r"float32\) must be of the weights' dtype|rows of dtype torch.float32"
+    ):
+        product(x.float(), weight, ends)
+    with pytest.raises(ValueError, match=r"ends of dtype torch.int64"):
+        product(x, weight, ends.long())
+    with pytest.raises(ValueError, match=r"ends of 3 numbers must have 2"):
+        product(x, weight, ends_of((1, 1, 3)))
+    with pytest.raises(ValueError, match=r"bias of shape \(2, 4\) must be \(2, 3\)"):
+        product(x, weight, ends, bias_EO=rows(2, 4))
+    with pytest.raises(ValueError, match=r"scale .* shape \(4,\) must be \(5,\)"):
+        product(x, weight, ends, scale=rows(4))
+    with pytest.raises(ValueError, match=r"gathered \(True\) must be False without slots"):
+        product(x, weight, ends, gathered=True)
+    with pytest.raises(ValueError, match=r"activation \('tanh'\) must be one of"):
+        grouped_gemm.hidden(x, weight, ends, activation="tanh")
+    with pytest.raises(ValueError, match=r"weight of 3 rows an expert must have an even number"):
+        grouped_gemm.hidden(x, weight, ends, activation="swiglu")
+    with pytest.raises(ValueError, match=r"grad of 5 rows must have as many as rows \(4\)"):
+        grouped_gemm.weight_gradient(x, rows(4, 4), ends)
+
+
+def test_what_does_not_fit_the_kernels_is_said_with_its_numbers() -> None:
+    assert grouped_gemm.misfit(torch.bfloat16, in_features=64) is None
+    assert "in_features (60) must be a multiple of 8" in str(
+        grouped_gemm.misfit(torch.float16, in_features=60)
+    )
+    assert "torch.float32" in str(grouped_gemm.misfit(torch.float32, in_features=64))
+    assert "device cpu" in str(grouped_gemm.refusal(torch.device("cpu"), torch.bfloat16, in_features=64))
+
+
+def test_the_kernels_in_the_emulator_equal_a_plain_loop(tmp_path: Path) -> None:
+    compile_and_run("grouped_gemm_test.cpp", tmp_path)
+
+
+def test_tiles_ring_boxes_and_epilogue_cover_all_there_is_once(tmp_path: Path) -> None:
+    compile_and_run("layout_test.cpp", tmp_path)
+
+
+def test_the_emulator_finds_planted_mistakes(tmp_path: Path) -> None:
+    compile_and_run("emulator_test.cpp", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_kernels_in_the_emulator_with_many_random_sizes(tmp_path: Path) -> None:
+    compile_and_run("grouped_gemm_test.cpp", tmp_path, "thorough", timeout=500)

@@ -348,7 +348,7 @@ def hidden_gradient(
     grad: dT_O's rows (N, M), or gathered, before the routing weight is multiplied in; weight: w2 (E, M, H);
     hidden: T_M (N, G); scale: the routing weights, float32, (N,) or by slot. Returns dT_M (N, G), times
     scale; the activated hidden (N, H), times scale where ``weighs_active``; and the inner products <activated
-    hidden, grad w2[e]>, (N,) float32, which is the gradient of the routing weights but for <grad, b2>. out may
+    hidden, grad w2[e]>, (N,) float32, the gradient of the routing weights but for <grad, b2>. out may
     be hidden itself.
     """
     (experts, num_model, width), num_rows = weight_EMH.shape, _num_rows(grad, slots, gathered)

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.grouped_gemm import Slots, grouped_hidden, grouped_product
 from tests.cuda.compiled import compile_and_run
+from tests.cuda.disassembly import count, declared, opcode, resources, sass
+from tests.unit.test_disassembly import extension  # noqa: F401 (a fixture)
 
 GROUPS = ((3, 0, 4), (0,), (1,), (0, 0, 5), (7, 2))
 
@@ -258,3 +260,65 @@ def test_the_emulator_finds_planted_mistakes(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_kernels_in_the_emulator_with_many_random_sizes(tmp_path: Path) -> None:
     compile_and_run("grouped_gemm_test.cpp", tmp_path, "thorough", timeout=500)
+
+
+# ---- machine code, where there is nvcc
+
+
+HOPPER_SHARED = 227 * 1024
+"""Bytes that one block can have on 9.0; 8.6 and 8.9 have 99 KiB, the least of 8.x and later."""
+SMALLEST_SHARED = 99 * 1024
+
+
+def grouped(path: str, arch: str) -> dict[str, list[str]]:
+    found = {name: code for name, code in sass(arch).items() if name.startswith(f"grouped_gemm.{path}.")}
+    assert len(found) == 14
+    return found
+
+
+@pytest.mark.usefixtures("extension")
+def test_hopper_code_multiplies_by_warpgroups_and_loads_by_tma() -> None:
+    for name, code in grouped("sm_90a", "sm_90a").items():
+        assert count(code, "HGMMA") >= 4, name
+        assert any("64x256x16" in each for each in code if "HGMMA" in each), name
+        assert count(code, "HMMA") == 0, name
+        assert count(code, "UTMALDG") >= 2, name
+        assert count(code, "LDGSTS") >= 8, f"{name}: gathered rows are copied 16 bytes at a time"
+        assert all(".128" in each for each in code if "LDGSTS" in each), name
+        assert count(code, "USETMAXREG") == 2, f"{name}: loading and multiplying warps divide the registers"
+    for name, code in grouped("sm_90a", "sm_80").items():
+        assert len([each for each in code if "NOP" not in each]) < 16, f"{name} must be empty elsewhere"
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_sm_80_path_multiplies_by_warps_from_shared_memory(arch: str) -> None:
+    for name, code in grouped("sm_80", arch).items():
+        assert count(code, "HMMA.16816") >= 64, name
+        assert count(code, "LDSM.16") >= 16, name
+        assert all(".128" in each for each in code if "LDGSTS" in each), name
+
+
+@pytest.mark.usefixtures("extension")
+def test_results_are_stored_16_bytes_at_a_time() -> None:
+    for path, arch in (("sm_90a", "sm_90a"), ("sm_80", "sm_80")):
+        for name, code in grouped(path, arch).items():
+            assert count(code, "STG.E.128") >= 2, name
+            narrow = [each for each in code if opcode(each).startswith("STG.E") and ".128" not in each]
+            # float results two at a time, and a row's inner product
+            assert not narrow or name.endswith("weight") or "gradient" in name, (name, narrow[:3])
+
+
+@pytest.mark.usefixtures("extension")
+def test_blocks_fit_the_registers_and_the_shared_memory_that_they_declare() -> None:
+    for name, kernel in declared().items():
+        if not name.startswith("grouped_gemm."):
+            continue
+        most, threads = (HOPPER_SHARED, 384) if kernel.hopper else (SMALLEST_SHARED, 256)
+        assert kernel.threads == threads, name
+        assert kernel.dynamic_shared_bytes <= most, f"{name}: {kernel.dynamic_shared_bytes} bytes"
+        arch = "sm_90a" if kernel.hopper else "sm_80"
+        found = resources(arch)[name]
+        # __launch_bounds__(384, 1) and setmaxnreg: 168 at entry, then 40 and 232.
+        assert found.registers == 168 if kernel.hopper else found.registers <= 255, f"{name}: {found}"
+        assert found.shared <= 1024, f"{name}: {found}"

@@ -23,7 +23,7 @@ from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, n
 from pmoe.comm.flat import FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.sharing import Sharing
-from pmoe.experts import Experts, ModuleExperts, make_stacked
+from pmoe.experts import Experts, ModuleExperts, StackedExperts, make_stacked
 from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Columns, Shard
 from pmoe.experts.initial import initialise, seeded
@@ -36,6 +36,7 @@ from pmoe.ordering import Order, make_order
 from pmoe.ordering.capacity import expert_capacity, within_capacity
 from pmoe.ordering.once import carriers
 from pmoe.ordering.sorted import LocalExperts, SortedOrder, Tokens, count_rows, sort_rows
+from pmoe.pipeline import alone
 from pmoe.pipeline.buffers import ALIGNMENT, pool, warn_once
 from pmoe.pipeline.callbacks import Callback, Hooks
 from pmoe.pipeline.decide import Choice, Chooser, bound, parse_bytes, profile_of
@@ -45,6 +46,7 @@ from pmoe.pipeline.plan import Degrees, Gradients, Modules, Ordered, Plan, make_
 from pmoe.pipeline.schedule import Stages, local_pieces
 from pmoe.pipeline.search import load_table, search
 from pmoe.pipeline.search import table as search_table
+from pmoe.pipeline.settle import settle_products
 from pmoe.pipeline.solve import Solver
 from pmoe.planner.degree import (
     DEGREES,
@@ -239,8 +241,7 @@ class MoELayer(nn.Module):
         self.pipeline_backward = pipeline_backward
         self.check_finite, self.bypass_local, self.sequential = check_finite, bypass_local, sequential
         self.l_aux = None
-        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
-        self.row_counts: Shared | None = None
+        self._counted: Shared | _Alone | None = None
         self.traffic = Traffic()
         self.gradients: Gradients | None = None  # set by `pmoe.GradientReducer`
         self.max_tokens = 0
@@ -306,6 +307,19 @@ class MoELayer(nn.Module):
                 f"pipeline_backward ({pipeline_backward}) must be at most pipeline ({pipeline}) where "
                 "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
             )
+
+    @property
+    def row_counts(self) -> Shared | None:
+        if isinstance(self._counted, _Alone):
+            self._counted = self._counted.on_host()
+        return self._counted
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        counts = self.row_counts
+        if counts is None:
+            return torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
+        return counts.send.sum(0).flatten()
 
     @property
     def rotates(self) -> bool:
@@ -627,6 +641,25 @@ class MoELayer(nn.Module):
         )
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """Rows by expert of a call that brought none of them to the host. Whoever asks for them waits."""
+
+    counts_E: Tensor
+    num_tokens: int
+    needs_grad: bool
+
+    def on_host(self) -> Shared:
+        counts = self.counts_E.to("cpu", torch.int64).view(1, 1, -1)
+        return Shared(
+            send=counts,
+            recv=counts,
+            recv_device=counts,
+            max_tokens=self.num_tokens,
+            needs_grad=self.needs_grad,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Routed:
     """A rank's tokens with their routing: what its part of the exchange needs.
@@ -646,6 +679,8 @@ class _Routed:
 def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     """Route, exchange counts, plan, run the experts between dispatch and combine."""
     layer.grid.reconnect()
+    if _alone_refusal(layer, x) is None:
+        return _forward_alone(layer, x)
     routed = _route(layer, x, token_ids)
     routing, keep_TK = routed.routing, routed.keep_TK
     expert_TK, x = routing.expert, routed.x
@@ -718,8 +753,8 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
         )
 
     layer.l_aux = routing.l_aux
-    layer.tokens_per_expert = shared.send.sum(0).flatten()
-    layer.row_counts, layer.max_tokens = shared.on_host(), shared.max_tokens
+    layer._counted, layer.max_tokens = shared.on_host(), shared.max_tokens
+    _settle(layer, x, shared)
 
     autocast_dtype = _autocast_dtype(x)
     rows_TM = routed.x_TM
@@ -749,6 +784,60 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     for callback in layer.callbacks:
         y = callback.before_moe_end(y)
     return y
+
+
+def _alone_refusal(layer: MoELayer, x: Tensor) -> str | None:
+    """Why a call is not computed by `pmoe.pipeline.alone`, or None where it is."""
+    if layer.ranks.size > 1:
+        return f"{layer.ranks.size} ranks: rows travel"
+    unfit = {
+        "rows are sent to this rank itself": not layer.bypass_local or layer.send_once,
+        "there are callbacks": bool(layer.callbacks),
+        "there is a shared expert": layer.shared_expert is not None,
+        "other layers' gradients are reduced inside": layer.gradients is not None,
+        f"memory_reuse ({layer.restore})": layer.rotates,
+        f"pipeline ({layer.pipeline})": fixed_degree(layer.pipeline) not in (None, 1),
+        "rows are dropped over a capacity": layer.capacity_factor is not None,
+        "steps are timed one after the other": layer.sequential,
+        "the logits are checked": layer.check_finite,
+        f"the order is a {type(layer.order).__name__}": type(layer.order) is not SortedOrder,
+        "the gate is a module": not layer.trusts_gate,
+    }
+    why = next((why for why, holds in unfit.items() if holds), None) or alone.refusal(
+        layer.gate, layer.experts
+    )
+    if why is not None:
+        return why
+    _check_input(layer, x)
+    assert isinstance(layer.gate, TopKGate) and isinstance(layer.experts, StackedExperts)
+    return alone.kernel_refusal(
+        layer.gate,
+        layer.experts,
+        x.reshape(-1, layer.d_model),
+        _autocast_dtype(x) or x.dtype,
+        ranks=layer.ranks,
+        needs_grad=_needs_grad(x, *layer.parameters()),
+    )
+
+
+def _settle(layer: MoELayer, x: Tensor, shared: Shared) -> None:
+    """Has the ways to compute the experts' products measured where that has not been done."""
+    dtype, most = _autocast_dtype(x) or x.dtype, shared.max_tokens
+    even_rows = most * layer.top_k * layer.grid.inside.size
+    settle_products(layer.experts, layer.ranks, dtype, x.device, even_rows, needs_grad=shared.needs_grad)
+    if layer.shared_expert is not None:
+        settle_products(layer.shared_expert, layer.ranks, dtype, x.device, most, needs_grad=shared.needs_grad)
+
+
+def _forward_alone(layer: MoELayer, x: Tensor) -> Tensor:
+    assert isinstance(layer.gate, TopKGate) and isinstance(layer.experts, StackedExperts)
+    dtype = _autocast_dtype(x) or x.dtype
+    x_TM = x.reshape(-1, layer.d_model)
+    parameters = _cast(layer.experts, list(layer.experts.parameters()), dtype)
+    found = alone.run(layer.gate, layer.experts, x_TM, parameters, dtype)
+    layer.l_aux, layer.max_tokens = found.l_aux, x_TM.shape[0]
+    layer._counted = _Alone(found.counts_E, x_TM.shape[0], _needs_grad(found.y_TM))
+    return found.y_TM.view(x.shape)
 
 
 def _cast(experts: Experts, parameters: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

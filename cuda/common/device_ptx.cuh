@@ -30,6 +30,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// threadIdx.x, asked for anew: not held in a register since the last time.
+__device__ __forceinline__ int thread_again() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 template <class T>
 __device__ __forceinline__ T shfl_xor(T value, int mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, value, mask);
@@ -55,6 +62,10 @@ __device__ __forceinline__ void sync_block() { __syncthreads(); }
 __device__ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// The compiler takes the value for a new one: it keeps nothing in registers that follows from the old.
+__device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
+__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 
 // ---- memory
 
@@ -137,6 +148,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "r"(shared_address(row))
                : "memory");
 }
+
+#if PMOE_HOPPER_CODE
+__device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#endif
 
 template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -16,7 +16,7 @@ constexpr int kStages = 3;
 constexpr int kThreads = 256;
 constexpr int kWarpRows = 4, kWarpColumns = 2;  // warps down and across a tile; a warp has 32 rows x 64 columns
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
-constexpr int kHalfColumns = kColumns / 2;
+constexpr int kWarpWidth = kColumns / kWarpColumns;
 
 struct Shared {
   alignas(1024) uint8_t a[kStages][kBytesA];
@@ -80,9 +80,10 @@ struct Loader {
       Tall source;
       PMOE_UNROLL
       for (int i = 0; i < BoxCopy<kThreads, 128>::kPerThread; ++i) {
+        // Of two halves a warp has 32 lines of the gate's and 32 of its partner's.
         const int line = tall.line(i);
-        const int column = tile.column + (kHalves ? line % kHalfColumns : line);
-        source[i] = column < columns ? column + (kHalves && line >= kHalfColumns ? columns : 0) : -1;
+        const int column = tile.column + (kHalves ? line / kWarpWidth * 32 + line % 32 : line);
+        source[i] = column < columns ? column + (kHalves && line % kWarpWidth >= 32 ? columns : 0) : -1;
       }
       tall.template copy<T>(b, weights, p.k, source, depth, p.k);
     } else {
@@ -128,9 +129,6 @@ __device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t*
   }
 }
 
-// A warp's columns: 32 in each half of the tile, so that a gate's and its partner's lie in one thread.
-PMOE_HD constexpr int warp_column(int warp_across, int half) { return half * kHalfColumns + warp_across * 32; }
-
 template <class T, Form kForm>
 __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* b, float (&d)[2][2][16], int down,
                                                int across, int lane) {
@@ -145,7 +143,7 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
       PMOE_UNROLL
       for (int j = 0; j < 2; ++j) {
         uint32_t of_b[4];
-        load_fragment_b<kTransposeB>(of_b, b, warp_column(across, half) + j * 16, i, lane);
+        load_fragment_b<kTransposeB>(of_b, b, across * kWarpWidth + half * 32 + j * 16, i, lane);
         PMOE_UNROLL
         for (int m = 0; m < 2; ++m) {
           mma_m16n8k16<T>(&d[m][half][j * 8], of_a[m], of_b[0], of_b[1]);
@@ -155,9 +153,9 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
   }
 }
 
-template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
-  constexpr bool kHalves = kGated && kEpilogue == Epilogue::kHidden;
+  constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int down = thread / 32 / kWarpColumns, across = thread / 32 % kWarpColumns;
@@ -186,15 +184,19 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
       multiply_stage<T, kForm>(shared.a[ring.stage], shared.b[ring.stage], d, down, across, lane);
     }
     cp_async_wait<0>();
+    sync_block();  // nobody reads the stages any more: warps exchange results there
+    using Stores = Store<T, kForm, kEpilogue, kActivation, false>;
     PMOE_UNROLL
     for (int m = 0; m < 2; ++m) {
-      Store<T, kForm, kEpilogue, kGated> store(p, tile, down * 32 + m * 16, lane);
-      if constexpr (kHalves) {
-        store.block(d[m][0], d[m][1], tile.column + across * 32);
-      } else {
-        PMOE_UNROLL
-        for (int half = 0; half < 2; ++half)
-          store.block(d[m][half], nullptr, tile.column + warp_column(across, half));
+      Stores store(p, tile, down * 32 + m * 16, lane, shared.a[0] + thread / 32 * kExchangeBytes);
+      const int column = tile.column + across * (kHalves ? 32 : kWarpWidth);
+      // A block has both groups of 32 accumulators' columns, or one group's where a gradient is of two halves.
+      constexpr int kBlocks = kHalves ? 1 : kWarpWidth / Stores::kBlockColumns;
+      PMOE_UNROLL
+      for (int i = 0; i < kBlocks; ++i) {
+        typename Stores::Ahead ahead;
+        store.fetch(column + i * Stores::kBlockColumns, ahead);
+        store.block(d[m][i], d[m][1], column + i * Stores::kBlockColumns, ahead);
       }
       store.finish(tile.column / kColumns * kWarpColumns + across);
     }

@@ -6,9 +6,9 @@ namespace pmoe {
 namespace {
 
 struct Find {
-  template <Form kForm, Epilogue kEpilogue, bool kGated>
+  template <Form kForm, Epilogue kEpilogue, Activation kActivation>
   AmpereKernel operator()() const {
-    return ampere::grouped_gemm<fp16, kForm, kEpilogue, kGated>;
+    return ampere::grouped_gemm<fp16, kForm, kEpilogue, kActivation>;
   }
 };
 

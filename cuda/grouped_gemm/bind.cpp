@@ -31,7 +31,8 @@ std::string name_of(const GroupedGemm& which, const char* path) {
   name += which.form == Form::kForward ? ".forward" : which.form == Form::kInput ? ".input" : ".weight";
   if (which.epilogue == Epilogue::kHidden) name += ".hidden";
   if (which.epilogue == Epilogue::kHiddenGradient) name += ".hidden_gradient";
-  return which.gated ? name + ".gated" : name;
+  const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
+  return name + names[static_cast<int>(which.activation)];
 }
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
@@ -53,14 +54,14 @@ int multiprocessors() {
   return count;
 }
 
-void grouped_gemm(int device, Address stream, bool hopper, int element, int form, int epilogue, bool gated, Address a,
+void grouped_gemm(int device, Address stream, bool hopper, int element, int form, int epilogue, int activation, Address a,
                   int64_t a_rows, int64_t a_stride, Address b, int64_t b_rows, int64_t b_stride, Address d,
                   int64_t d_stride, Address ends, int experts, int rows, int m, int n, int k, Address slot, int top_k,
-                  bool a_gathered, bool b_gathered, Address bias, Address weight, int activation, Address active,
+                  bool a_gathered, bool b_gathered, Address bias, Address weight, Address active,
                   int64_t active_stride, Address hidden, int64_t hidden_stride, Address row_dots, bool weighs_active,
                   bool wide, bool accumulates) {
   const GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form), static_cast<Epilogue>(epilogue),
-                             gated};
+                             static_cast<pmoe::Activation>(activation)};
   pmoe::Problem p;
   p.a = at<void>(a), p.b = at<void>(b), p.d = at<void>(d);
   p.a_stride = a_stride, p.b_stride = b_stride, p.d_stride = d_stride;
@@ -68,7 +69,6 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.experts = experts, p.rows = rows, p.m = m, p.n = n, p.k = k;
   p.a_gathered = a_gathered, p.b_gathered = b_gathered;
   p.bias = at<void>(bias), p.weight = at<const float>(weight);
-  p.activation = static_cast<pmoe::Activation>(activation);
   p.active = at<void>(active), p.active_stride = active_stride;
   p.hidden = at<void>(hidden), p.hidden_stride = hidden_stride;
   p.row_dots = at<float>(row_dots);
@@ -82,10 +82,10 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
 void bind_grouped_gemm(py::module_& m) {
   using py::arg;
   m.def("grouped_gemm", &grouped_gemm, py::kw_only(), arg("device"), arg("stream"), arg("hopper"), arg("element"),
-        arg("form"), arg("epilogue") = 0, arg("gated") = false, arg("a"), arg("a_rows"), arg("a_stride"), arg("b"),
+        arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("a"), arg("a_rows"), arg("a_stride"), arg("b"),
         arg("b_rows") = 0, arg("b_stride") = 0, arg("d"), arg("d_stride"), arg("ends"), arg("experts"), arg("rows"),
         arg("m") = 0, arg("n"), arg("k") = 0, arg("slot") = 0, arg("top_k") = 1, arg("a_gathered") = false,
-        arg("b_gathered") = false, arg("bias") = 0, arg("weight") = 0, arg("activation") = 0, arg("active") = 0,
+        arg("b_gathered") = false, arg("bias") = 0, arg("weight") = 0, arg("active") = 0,
         arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
         arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false,
         "One launch of a grouped product; see cuda/grouped_gemm/problem.h.");

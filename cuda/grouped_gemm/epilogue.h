@@ -1,114 +1,103 @@
-// From accumulators to the result: bias, nonlinearity, its gradient, weights, in registers.
+// From accumulators to the result: bias, nonlinearity, its gradient, weights.
 //
-// A warp holds blocks of 16 rows x 32 columns, 16 floats a thread, as the matrix instructions of both paths
-// leave them: lane l has, for i in 0..3 and h in 0..1, rows l / 4 + 8 h and columns 8 i + 2 (l % 4) + {0, 1} in
-// values[4 i + 2 h + {0, 1}]. A transposition among the four lanes of a row gives each lane eight neighbouring
-// columns, 8 (l % 4) + 0..7: one load or store of 16 bytes.
+// A warp holds 16 rows, and of them 32 columns at a time in two places, 16 floats a thread each, as the matrix
+// instructions of both paths leave them: lane l has, for j in 0..3 and h in 0..1, row l / 4 + 8 h and columns
+// 8 j + 2 (l % 4) + {0, 1} in values[4 j + 2 h + {0, 1}]. The two places are neighbours, or matching columns of
+// a gate and its partner. All arithmetic is in this layout; what is read or written goes through an Exchange.
 #pragma once
 #include "common/device.cuh"
 #include "common/scalar.h"
+#include "exchange.cuh"
 #include "problem.h"
 #include "tiles.h"
 
 namespace pmoe {
 
-// Lane q of four holds v[0..3]; afterwards v[i] is what lane i held in v[q].
-template <class V>
-__device__ __forceinline__ void quad_transpose(V (&v)[4], int q) {
-  PMOE_UNROLL
-  for (int mask = 1; mask <= 2; mask *= 2) {
-    const bool upper = q & mask;
-    PMOE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & mask) continue;
-      V& low = v[i];
-      V& high = v[i | mask];
-      const V received = shfl_xor(upper ? low : high, mask);
-      if (upper)
-        low = received;
-      else
-        high = received;
-    }
-  }
-}
-
-// Eight neighbouring columns of one row, rounded.
+// 16 rows x 64 columns of float as fragments of T, two neighbours a word.
 template <class T>
-__device__ __forceinline__ Words narrow_columns(const float* values, int h, int q) {
-  uint32_t v[4];
+__device__ __forceinline__ void round_all(const float (&values)[32], uint32_t (&word)[16]) {
   PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) v[i] = pack2<T>(values[4 * i + 2 * h], values[4 * i + 2 * h + 1]);
-  quad_transpose(v, q);
-  return {{v[0], v[1], v[2], v[3]}};
+  for (int i = 0; i < 16; ++i) word[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
 }
 
-// The same, not rounded.
-__device__ __forceinline__ void wide_columns(const float* values, int h, int q, float (&out)[8]) {
-  float first[4], second[4];
-  PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    first[i] = values[4 * i + 2 * h];
-    second[i] = values[4 * i + 2 * h + 1];
-  }
-  quad_transpose(first, q);
-  quad_transpose(second, q);
-  PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    out[2 * i] = first[i];
-    out[2 * i + 1] = second[i];
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void unpack(const Words& words, float (&out)[8]) {
-  PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    out[2 * i] = low_half<T>(words.word[i]);
-    out[2 * i + 1] = high_half<T>(words.word[i]);
-  }
-}
-
-template <class T>
-__device__ __forceinline__ Words pack(const float (&values)[8]) {
-  Words words;
-  PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) words.word[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
-  return words;
-}
-
-// Stores the blocks of one warp's 16 rows. All 32 lanes call block() together.
-template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+// Stores 16 rows of a tile. All 32 lanes of a warp call every member together.
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, bool kByMatrix>
 class Store {
+  static constexpr bool kGated = kActivation == Activation::kSwiglu;
+
  public:
-  // row: the first of the 16 in the tile.
-  __device__ __forceinline__ Store(const Problem& p, const Tile& tile, int row, int lane)
-      : p_(p), tile_(tile), q_(lane % 4) {
+  // Whether the two places of a block are a gate's columns and its partner's.
+  static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
+  // Columns of the result that a block has; of each half where hidden columns are in halves. Gradients take 32
+  // at a time: accumulators, T_M and two results of more do not fit the registers.
+  static constexpr int kBlockColumns = kGated || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
+
+  // row: the first of the 16 in the tile. buffer: kExchangeBytes of the warp's own.
+  __device__ __forceinline__ Store(const Problem& p, const Tile& tile, int row, int lane, void* buffer)
+      : p_(p), exchange_(buffer, lane), lane_(lane), expert_(tile.expert), left_(tile.rows - row) {
+    first_ = kForm == Form::kWeight ? int64_t{tile.expert} * p.m + tile.row + row
+                                    : int64_t{tile.group_begin} + tile.row + row;
     PMOE_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const int in_tile = row + lane / 4 + 8 * h;
-      exists_[h] = in_tile < tile.rows;
-      row_[h] = kForm == Form::kWeight ? int64_t{tile.expert} * p.m + tile.row + in_tile
-                                       : int64_t{tile.group_begin} + tile.row + in_tile;
+      const int own = lane / 4 + 8 * h;
       weight_[h] = 1.0f;
-      if (kForm != Form::kWeight && p.weight != nullptr && exists_[h])
-        weight_[h] = read(p.weight + (p.slot != nullptr ? read(p.slot + row_[h]) : row_[h]));
+      if (kForm != Form::kWeight && p.weight != nullptr && own < left_)
+        weight_[h] = read(p.weight + (p.slot != nullptr ? read(p.slot + first_ + own) : first_ + own));
       dot_[h] = 0.0f;
     }
   }
 
-  // values: 16 x 32 of the product; column: the first of the 32, in the result. up: of the other half.
-  __device__ __forceinline__ void block(const float* values, const float* up, int column) {
+  // Whether there are registers for the next block's T_M beside this one's.
+  static constexpr bool kFetchesAhead = !kGated;
+
+  // What the gradient of a block needs from memory.
+  struct Ahead {
+    Words hidden[4];
+  };
+
+  __device__ __forceinline__ void fetch(int column, Ahead& ahead) const {
+    if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
+      const int chunk = exchange_.column(), own = column + chunk % 32;
+      const bool wanted = (kGated || chunk < 32) && own < p_.n;
+      PMOE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        ahead.hidden[i] = {{0, 0, 0, 0}};
+        if (wanted && exists(i))
+          ahead.hidden[i] = load16(static_cast<const T*>(p_.hidden) +
+                                   at(p_.hidden_stride, i, own + (chunk < 32 ? 0 : p_.n)));
+      }
+    }
+  }
+
+  // first, second: 16 x 32 of the product each. column: where the first begins in the result (of its half); the
+  // second is 32 columns on, or at the same place of the other half; a gradient is of the first alone.
+  __device__ __forceinline__ void block(const float* first, const float* second, int column, const Ahead& ahead) {
+    // Or the addresses of all rows would stay in registers from block to block, and accumulators would not.
+    forget(first_);
+    exchange_.forget_places();
+    float values[32];
+    PMOE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      values[i] = first[i];
+      values[16 + i] = second[i];
+    }
     if constexpr (kForm == Form::kWeight) {
       if (p_.wide)
         store_wide(values, column);
       else
-        store_narrow(values, column);
+        store_rounded(values, column);
     } else if constexpr (kEpilogue == Epilogue::kPlain) {
-      store_plain(values, column);
+      if (p_.bias != nullptr) add_bias(values, column);
+      if (p_.weight != nullptr) {
+        PMOE_UNROLL
+        for (int i = 0; i < 32; ++i) values[i] *= weight_[i / 2 % 2];
+      }
+      store_rounded(values, column);
     } else if constexpr (kEpilogue == Epilogue::kHidden) {
-      store_hidden(values, up, column);
+      if (p_.bias != nullptr) add_bias(values, column);
+      store_hidden(values, column);
     } else {
-      store_hidden_gradient(values, column);
+      store_hidden_gradient(values, column, ahead);
     }
   }
 
@@ -120,153 +109,166 @@ class Store {
         float dot = dot_[h];
         dot += shfl_xor(dot, 1);
         dot += shfl_xor(dot, 2);
-        if (q_ == 0 && exists_[h]) write(p_.row_dots + int64_t{part} * p_.rows + row_[h], dot);
+        const int own = lane_ / 4 + 8 * h;
+        if (lane_ % 4 == 0 && own < left_) write(p_.row_dots + int64_t{part} * p_.rows + first_ + own, dot);
       }
     }
   }
 
  private:
-  static constexpr int kWide = 8;  // columns of one lane
+  // Of the activated hidden.
+  __device__ __forceinline__ float scale(int h) const { return p_.weighs_active ? weight_[h] : 1.0f; }
 
-  __device__ __forceinline__ T* at(void* base, int64_t stride, int h, int column) const {
-    return static_cast<T*>(base) + row_[h] * stride + column;
+  // Columns of the result, of one half where it has two.
+  __device__ __forceinline__ int columns() const { return kHalves ? p_.n / 2 : p_.n; }
+
+  // Where the lane's i-th row has a column, and whether the row is there.
+  __device__ __forceinline__ int64_t at(int64_t stride, int i, int column) const {
+    return (first_ + exchange_.row(i)) * stride + column;
   }
+  __device__ __forceinline__ bool exists(int i) const { return exchange_.row(i) < left_; }
 
-  __device__ __forceinline__ const T* at(const void* base, int64_t stride, int h, int column) const {
-    return static_cast<const T*>(base) + row_[h] * stride + column;
-  }
-
-  // values + bias, in place of values; columns: all there are. The bias is the same for both rows.
-  __device__ __forceinline__ void add_bias(const float* values, int column, int columns, int offset,
-                                           float (&sum)[16]) const {
-    PMOE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      float first = 0.0f, second = 0.0f;
-      const int own = column + 8 * i + 2 * q_;
-      if (p_.bias != nullptr && own < columns) {
-        const T* bias = static_cast<const T*>(p_.bias) + int64_t{tile_.expert} * p_.n + offset + own;
-        const uint32_t pair = read(reinterpret_cast<const uint32_t*>(bias));
-        first = low_half<T>(pair);
-        second = high_half<T>(pair);
-      }
-      PMOE_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        sum[4 * i + 2 * h] = values[4 * i + 2 * h] + first;
-        sum[4 * i + 2 * h + 1] = values[4 * i + 2 * h + 1] + second;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store_plain(const float* values, int column) const {
-    float sum[16];
-    add_bias(values, column, p_.n, 0, sum);
+  // 64 neighbouring columns.
+  __device__ __forceinline__ void store_words(const uint32_t (&word)[16], void* base, int64_t stride, int column,
+                                              int columns) const {
+    Words rows[4];
+    exchange_.to_rows(word, rows);
+    const int own = column + exchange_.column();
     PMOE_UNROLL
     for (int i = 0; i < 4; ++i)
+      if (exists(i) && own < columns) store16(static_cast<T*>(base) + at(stride, i, own), rows[i]);
+  }
+
+  // 32 columns of one half and the same of the other, `apart` further on; 0 stores the first alone.
+  __device__ __forceinline__ void store_halves(const uint32_t (&word)[16], void* base, int64_t stride, int column,
+                                               int apart) const {
+    Words rows[4];
+    exchange_.to_rows(word, rows);
+    const int chunk = exchange_.column(), own = column + chunk % 32;
+    if ((apart == 0 && chunk >= 32) || own >= columns()) return;
+    PMOE_UNROLL
+    for (int i = 0; i < 4; ++i)
+      if (exists(i)) store16(static_cast<T*>(base) + at(stride, i, own + (chunk < 32 ? 0 : apart)), rows[i]);
+  }
+
+  // 32 columns of two results.
+  __device__ __forceinline__ void store_two(const uint32_t (&word)[16], void* first, int64_t first_stride,
+                                            void* second, int64_t second_stride, int column) const {
+    Words rows[4];
+    exchange_.to_rows(word, rows);
+    const int chunk = exchange_.column(), own = column + chunk % 32;
+    T* base = static_cast<T*>(chunk < 32 ? first : second);
+    const int64_t stride = chunk < 32 ? first_stride : second_stride;
+    if (own >= p_.n) return;
+    PMOE_UNROLL
+    for (int i = 0; i < 4; ++i)
+      if (exists(i)) store16(base + at(stride, i, own), rows[i]);
+  }
+
+  __device__ __forceinline__ void store_rounded(const float (&values)[32], int column) const {
+    uint32_t word[16];
+    round_all<T>(values, word);
+    store_words(word, p_.d, kForm == Form::kWeight ? p_.n : p_.d_stride, column, p_.n);
+  }
+
+  // The bias is the same for both rows of a lane.
+  __device__ __forceinline__ void add_bias(float (&values)[32], int column) const {
+    const T* bias = static_cast<const T*>(p_.bias) + int64_t{expert_} * p_.n;
+    PMOE_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      const int own = column + 8 * (kHalves ? j % 4 : j) + 2 * (lane_ % 4);
+      if (own >= columns()) continue;
+      const uint32_t pair =
+          read(reinterpret_cast<const uint32_t*>(bias + own + (kHalves && j >= 4 ? columns() : 0)));
       PMOE_UNROLL
       for (int h = 0; h < 2; ++h) {
-        sum[4 * i + 2 * h] *= weight_[h];
-        sum[4 * i + 2 * h + 1] *= weight_[h];
+        values[4 * j + 2 * h] += low_half<T>(pair);
+        values[4 * j + 2 * h + 1] += high_half<T>(pair);
       }
-    PMOE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const Words words = narrow_columns<T>(sum, h, q_);
-      const int own = column + kWide * q_;
-      if (exists_[h] && own < p_.n) store16(at(p_.d, p_.d_stride, h, own), words);
     }
   }
 
   // The activated hidden is that of the rounded one, which is all that backward has.
-  __device__ __forceinline__ void store_hidden(const float* values, const float* up, int column) const {
-    const int columns = kGated ? p_.n / 2 : p_.n;
-    float sum[16], sum_up[16];
-    add_bias(values, column, columns, 0, sum);
-    if constexpr (kGated) add_bias(up, column, columns, columns, sum_up);
-    const int own = column + kWide * q_;
-    PMOE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const bool stores = exists_[h] && own < columns;
-      const Words hidden = narrow_columns<T>(sum, h, q_);
-      float x[8], active[8];
-      unpack<T>(hidden, x);
-      if (stores && p_.d != nullptr) store16(at(p_.d, p_.d_stride, h, own), hidden);
-      if constexpr (kGated) {
-        const Words hidden_up = narrow_columns<T>(sum_up, h, q_);
-        float y[8];
-        unpack<T>(hidden_up, y);
-        if (stores && p_.d != nullptr) store16(at(p_.d, p_.d_stride, h, columns + own), hidden_up);
-        PMOE_UNROLL
-        for (int i = 0; i < 8; ++i) active[i] = silu(x[i]) * y[i];
-      } else {
-        PMOE_UNROLL
-        for (int i = 0; i < 8; ++i) active[i] = activate(p_.activation, x[i]);
+  __device__ __forceinline__ void store_hidden(const float (&values)[32], int column) const {
+    uint32_t hidden[16], active[16];
+    round_all<T>(values, hidden);
+    if constexpr (kHalves) {
+      if (p_.d != nullptr) store_halves(hidden, p_.d, p_.d_stride, column, columns());
+      PMOE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        active[i] = pack2<T>(Silu::value(low_half<T>(hidden[i])) * low_half<T>(hidden[8 + i]),
+                             Silu::value(high_half<T>(hidden[i])) * high_half<T>(hidden[8 + i]));
+        active[8 + i] = 0;
       }
-      if (stores) store16(at(p_.active, p_.active_stride, h, own), pack<T>(active));
+      store_halves(active, p_.active, p_.active_stride, column, 0);
+    } else {
+      if (p_.d != nullptr) store_words(hidden, p_.d, p_.d_stride, column, p_.n);
+      using F = Function<kActivation>;
+      PMOE_UNROLL
+      for (int i = 0; i < 16; ++i)
+        active[i] = pack2<T>(F::value(low_half<T>(hidden[i])), F::value(high_half<T>(hidden[i])));
+      store_words(active, p_.active, p_.active_stride, column, p_.n);
     }
   }
 
   // values: <dT_O, w2>, before the routing weight is multiplied in, so that <active, values> is its gradient.
-  __device__ __forceinline__ void store_hidden_gradient(const float* values, int column) {
-    const int own = column + kWide * q_;
-    PMOE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      float grad[8], x[8], active[8], grad_x[8];
-      wide_columns(values, h, q_, grad);
-      if (!exists_[h] || own >= p_.n) continue;
-      unpack<T>(load16(at(p_.hidden, p_.hidden_stride, h, own)), x);
-      const float weight = weight_[h];
-      if constexpr (kGated) {
-        float up[8], grad_up[8];
-        unpack<T>(load16(at(p_.hidden, p_.hidden_stride, h, p_.n + own)), up);
-        PMOE_UNROLL
-        for (int i = 0; i < 8; ++i) {
-          const float s = silu(x[i]);
-          active[i] = s * up[i];
-          grad_x[i] = weight * grad[i] * up[i] * silu_derivative(x[i]);
-          grad_up[i] = weight * grad[i] * s;
-        }
-        store16(at(p_.d, p_.d_stride, h, p_.n + own), pack<T>(grad_up));
-      } else {
-        PMOE_UNROLL
-        for (int i = 0; i < 8; ++i) {
-          active[i] = activate(p_.activation, x[i]);
-          grad_x[i] = weight * grad[i] * activation_derivative(p_.activation, x[i]);
-        }
-      }
-      store16(at(p_.d, p_.d_stride, h, own), pack<T>(grad_x));
-      const float scale = p_.weighs_active ? weight : 1.0f;
+  __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column, const Ahead& ahead) {
+    uint32_t hidden[16], word[16];
+    exchange_.to_fragments(ahead.hidden, hidden);
+    if constexpr (kGated) {
       PMOE_UNROLL
       for (int i = 0; i < 8; ++i) {
-        dot_[h] += active[i] * grad[i];
-        active[i] *= scale;
+        const int h = i % 2;
+        uint32_t& up = hidden[8 + i];
+        float a[2], g[2], u[2];
+        gated(low_half<T>(hidden[i]), low_half<T>(up), values[2 * i], weight_[h], a[0], g[0], u[0]);
+        gated(high_half<T>(hidden[i]), high_half<T>(up), values[2 * i + 1], weight_[h], a[1], g[1], u[1]);
+        dot_[h] += a[0] * values[2 * i] + a[1] * values[2 * i + 1];
+        word[i] = pack2<T>(a[0] * scale(h), a[1] * scale(h));
+        word[8 + i] = 0;
+        hidden[i] = pack2<T>(g[0], g[1]);
+        up = pack2<T>(u[0], u[1]);
       }
-      store16(at(p_.active, p_.active_stride, h, own), pack<T>(active));
+      store_halves(hidden, p_.d, p_.d_stride, column, columns());
+      store_halves(word, p_.active, p_.active_stride, column, 0);
+    } else {
+      using F = Function<kActivation>;
+      PMOE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const int h = i % 2;
+        const float low = low_half<T>(hidden[i]), high = high_half<T>(hidden[i]);
+        const float a[2] = {F::value(low), F::value(high)};
+        dot_[h] += a[0] * values[2 * i] + a[1] * values[2 * i + 1];
+        word[i] = pack2<T>(weight_[h] * values[2 * i] * F::derivative(low),
+                           weight_[h] * values[2 * i + 1] * F::derivative(high));
+        word[8 + i] = pack2<T>(a[0] * scale(h), a[1] * scale(h));
+      }
+      store_two(word, p_.d, p_.d_stride, p_.active, p_.active_stride, column);
     }
   }
 
-  __device__ __forceinline__ void store_wide(const float* values, int column) const {
-    PMOE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      PMOE_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        const int own = column + 8 * i + 2 * q_;
-        if (!exists_[h] || own >= p_.n) continue;
-        auto* out = reinterpret_cast<Pair*>(static_cast<float*>(p_.d) + row_[h] * p_.n + own);
-        Pair sum = {values[4 * i + 2 * h], values[4 * i + 2 * h + 1]};
-        if (p_.accumulates) {
-          const Pair before = read(out);
-          sum.first += before.first;
-          sum.second += before.second;
-        }
-        write(out, sum);
-      }
+  // active = silu(x) up, and the gradients of x and up for that of active, `grad` times the weight.
+  static __device__ __forceinline__ void gated(float x, float up, float grad, float weight, float& active,
+                                               float& grad_x, float& grad_up) {
+    const float s = sigmoid(x), value = x * s, weighted = weight * grad;
+    active = value * up;
+    grad_up = weighted * value;
+    grad_x = weighted * up * (s + value * (1.0f - s));
   }
 
-  __device__ __forceinline__ void store_narrow(const float* values, int column) const {
+  __device__ __forceinline__ void store_wide(const float (&values)[32], int column) const {
     PMOE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const Words words = narrow_columns<T>(values, h, q_);
-      const int own = column + kWide * q_;
-      if (exists_[h] && own < p_.n) store16(at(p_.d, p_.n, h, own), words);
+    for (int i = 0; i < 16; ++i) {
+      const int row = lane_ / 4 + 8 * (i % 2), own = column + 8 * (i / 2) + 2 * (lane_ % 4);
+      if (row >= left_ || own >= p_.n) continue;
+      auto* out = reinterpret_cast<Pair*>(static_cast<float*>(p_.d) + (first_ + row) * p_.n + own);
+      Pair sum = {values[2 * i], values[2 * i + 1]};
+      if (p_.accumulates) {
+        const Pair before = read(out);
+        sum.first += before.first;
+        sum.second += before.second;
+      }
+      write(out, sum);
     }
   }
 
@@ -275,10 +277,10 @@ class Store {
   };
 
   const Problem& p_;
-  const Tile& tile_;
-  int q_;
-  bool exists_[2];
-  int64_t row_[2];
+  Exchange<kByMatrix> exchange_;
+  int lane_, expert_;
+  int left_;       // rows of the 16 that exist, or more
+  int64_t first_;  // row of the result
   float weight_[2], dot_[2];
 };
 

@@ -26,6 +26,7 @@ constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 struct Shared {
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
+  alignas(1024) uint8_t exchange[kMultiplierWarps][kExchangeBytes];
   uint64_t full[kStages], empty[kStages];
 };
 
@@ -184,14 +185,14 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
   sync_named(1, kMultipliers);
 }
 
-template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, TileWalk<kForm> walk) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
   constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;  // bytes from one 16 of the reduction to the next
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
-  constexpr bool kHalves = kGated && kEpilogue == Epilogue::kHidden;
+  constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   const int thread = static_cast<int>(threadIdx.x) - kLoaders;
-  const int half = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
+  const int half = thread / 128, lane = thread % 32;
   Ring<kStages> ring;
   Tile tile;
   for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
@@ -227,23 +228,34 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, TileW
     wgmma_wait<0>();
     pin_accumulators(d);
     if (end > 0 && lane == 0) mbarrier_arrive(&shared.empty[previous]);
-    Store<T, kForm, kEpilogue, kGated> store(p, tile, half * 64 + warp * 16, lane);
-    constexpr int kBlocks = tile_columns(kHalves) / 32;
+    using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
+    const int self = thread_again() - kLoaders;
+    Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
+    // Of two halves in one tile accumulators lie 64 apart.
+    constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
+    typename Stores::Ahead ahead;
+    if constexpr (Stores::kFetchesAhead) store.fetch(tile.column, ahead);
     PMOE_UNROLL
-    for (int i = 0; i < kBlocks; ++i)
-      store.block(d + i * 16, d + (kHalves ? 64 : 0) + i * 16, tile.column + i * 32);
+    for (int i = 0; i < kBlocks; ++i) {
+      if constexpr (!Stores::kFetchesAhead) store.fetch(tile.column + i * kStep, ahead);
+      const typename Stores::Ahead own = ahead;
+      if constexpr (Stores::kFetchesAhead)
+        if (i + 1 < kBlocks) store.fetch(tile.column + (i + 1) * kStep, ahead);
+      const float* first = d + i * kStep / 2;
+      store.block(first, first + (kHalves ? 64 : 16), tile.column + i * kStep, own);
+    }
     store.finish(tile.column / kColumns);
   }
 }
 
 #endif  // PMOE_HOPPER_CODE
 
-template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                  const Problem p) {
 #if PMOE_HOPPER_CODE
-  constexpr bool kHalves = kGated && kEpilogue == Epilogue::kHidden;
+  constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
   const bool copies = p.a_gathered || p.b_gathered;
   if (threadIdx.x == 0) {
@@ -265,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       load_by_tma(loader, shared, walk);
   } else {
     more_registers<232>();
-    multiply<T, kForm, kEpilogue, kGated>(p, shared, walk);
+    multiply<T, kForm, kEpilogue, kActivation>(p, shared, walk);
   }
 #endif
 }

@@ -6,9 +6,9 @@ namespace pmoe {
 namespace {
 
 struct Find {
-  template <Form kForm, Epilogue kEpilogue, bool kGated>
+  template <Form kForm, Epilogue kEpilogue, Activation kActivation>
   HopperKernel operator()() const {
-    return hopper::grouped_gemm<bf16, kForm, kEpilogue, kGated>;
+    return hopper::grouped_gemm<bf16, kForm, kEpilogue, kActivation>;
   }
 };
 

@@ -5,27 +5,34 @@
 
 namespace pmoe {
 
-// Calls use.template operator()<form, epilogue, gated>() with the values of `which` as constants.
-template <class Use>
-auto with_constants(const GroupedGemm& which, Use use) {
-  const bool gated = which.gated;
-  switch (which.epilogue) {
-    case Epilogue::kHidden:
-      return gated ? use.template operator()<Form::kForward, Epilogue::kHidden, true>()
-                   : use.template operator()<Form::kForward, Epilogue::kHidden, false>();
-    case Epilogue::kHiddenGradient:
-      return gated ? use.template operator()<Form::kInput, Epilogue::kHiddenGradient, true>()
-                   : use.template operator()<Form::kInput, Epilogue::kHiddenGradient, false>();
+// Calls use.template operator()<form, epilogue, activation>() with the values of `which` as constants.
+template <Form kForm, Epilogue kEpilogue, class Use>
+auto with_activation(Activation activation, const Use& use) {
+  switch (activation) {
+    case Activation::kRelu:
+      return use.template operator()<kForm, kEpilogue, Activation::kRelu>();
+    case Activation::kGelu:
+      return use.template operator()<kForm, kEpilogue, Activation::kGelu>();
+    case Activation::kSilu:
+      return use.template operator()<kForm, kEpilogue, Activation::kSilu>();
     default:
-      break;
+      return use.template operator()<kForm, kEpilogue, Activation::kSwiglu>();
   }
+}
+
+template <class Use>
+auto with_constants(const GroupedGemm& which, const Use& use) {
+  if (which.epilogue == Epilogue::kHidden)
+    return with_activation<Form::kForward, Epilogue::kHidden>(which.activation, use);
+  if (which.epilogue == Epilogue::kHiddenGradient)
+    return with_activation<Form::kInput, Epilogue::kHiddenGradient>(which.activation, use);
   switch (which.form) {
     case Form::kForward:
-      return use.template operator()<Form::kForward, Epilogue::kPlain, false>();
+      return use.template operator()<Form::kForward, Epilogue::kPlain, Activation::kNone>();
     case Form::kInput:
-      return use.template operator()<Form::kInput, Epilogue::kPlain, false>();
+      return use.template operator()<Form::kInput, Epilogue::kPlain, Activation::kNone>();
     default:
-      return use.template operator()<Form::kWeight, Epilogue::kPlain, false>();
+      return use.template operator()<Form::kWeight, Epilogue::kPlain, Activation::kNone>();
   }
 }
 

@@ -14,7 +14,7 @@ struct GroupedGemm {
   Element element;
   Form form;
   Epilogue epilogue;
-  bool gated;
+  Activation activation;  // kNone where the epilogue is plain
 };
 
 // The two ways to compute one. function(): for cudaFuncGetAttributes.
@@ -32,13 +32,12 @@ extern const GroupedGemmPath hopper_path, ampere_path;
 template <class Visit>
 void for_each_grouped_gemm(Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {
-    visit(GroupedGemm{element, Form::kForward, Epilogue::kPlain, false});
-    visit(GroupedGemm{element, Form::kForward, Epilogue::kHidden, false});
-    visit(GroupedGemm{element, Form::kForward, Epilogue::kHidden, true});
-    visit(GroupedGemm{element, Form::kInput, Epilogue::kPlain, false});
-    visit(GroupedGemm{element, Form::kInput, Epilogue::kHiddenGradient, false});
-    visit(GroupedGemm{element, Form::kInput, Epilogue::kHiddenGradient, true});
-    visit(GroupedGemm{element, Form::kWeight, Epilogue::kPlain, false});
+    for (Form form : {Form::kForward, Form::kInput, Form::kWeight})
+      visit(GroupedGemm{element, form, Epilogue::kPlain, Activation::kNone});
+    for (Activation activation : {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu}) {
+      visit(GroupedGemm{element, Form::kForward, Epilogue::kHidden, activation});
+      visit(GroupedGemm{element, Form::kInput, Epilogue::kHiddenGradient, activation});
+    }
   }
 }
 

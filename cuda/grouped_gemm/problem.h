@@ -21,7 +21,11 @@ enum class Epilogue : int {
   kHiddenGradient,  // product: the gradient of the activated hidden; D: that of hidden (dT_M), times weight
 };
 
-// Gated experts (SwiGLU) have hidden columns in two halves, the gate's first: active = silu(gate) * up.
+// Whether a tile holds matching columns of both halves of the hidden ones, which its epilogue joins.
+PMOE_HD constexpr bool are_halves(Epilogue epilogue, Activation activation) {
+  return epilogue == Epilogue::kHidden && activation == Activation::kSwiglu;
+}
+
 struct Problem {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -38,7 +42,6 @@ struct Problem {
 
   const void* bias = nullptr;     // (E, n), of the operands' type
   const float* weight = nullptr;  // by slot where there are slots, else by row
-  Activation activation = Activation::kNone;
   void* active = nullptr;  // (N, hidden): written, of the operands' type
   int64_t active_stride = 0;
   const void* hidden = nullptr;  // kHiddenGradient: T_M

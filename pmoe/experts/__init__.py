@@ -10,7 +10,15 @@ from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.swiglu import SwiGLUExperts
 
-__all__ = ["Experts", "FFNExperts", "ModuleExperts", "Shard", "SwiGLUExperts", "make_stacked"]
+__all__ = [
+    "Experts",
+    "FFNExperts",
+    "ModuleExperts",
+    "Shard",
+    "StackedExperts",
+    "SwiGLUExperts",
+    "make_stacked",
+]
 
 
 def make_stacked(

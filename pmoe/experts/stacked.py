@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.experts.base import WHOLE, Columns, Experts, Hidden, Runs, Shard, Space, fresh, row_dot
-from pmoe.experts.products import GradientSum, RowGroups, input_gradient, product
+from pmoe.experts.products import PMOE, GradientSum, RowGroups, choice, input_gradient, product, scale_of
+from pmoe.kernels import grouped_gemm
+from pmoe.kernels.registry import Form
 
 V = TypeVar("V")
 
@@ -36,6 +38,11 @@ class StackedExperts(Experts):
 
     hidden_factor: int
     """G / H: 1 for feed-forward, 2 for gated experts."""
+
+    @property
+    def fused_activation(self) -> str | None:
+        """What `pmoe.kernels.grouped_gemm` calls ``activate`` and its gradient; None where it has neither."""
+        return None
 
     def __init__(
         self,
@@ -94,7 +101,8 @@ class StackedExperts(Experts):
             hidden=hidden,
             active=0 if self._activates_in_place(device_type) else width,
             scratch=width,
-            # Grouped products in one launch allocate what they return.
+            # What grouped_mm returns, before it is copied. pmoe's kernels write in place, and the parts of
+            # their inner products are fewer bytes.
             staged=max(hidden, self.w1.shape[2]) if device_type == "cuda" else 0,
             scratch_rows=max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16),
         )
@@ -117,17 +125,52 @@ class StackedExperts(Experts):
     ) -> tuple[Tensor, Hidden | None]:
         space = fresh(rows_NM) if space is None else space
         w1, w2, b1, b2 = self._named(parameters)
-        num_rows, num_hidden = rows_NM.shape[0], w2.shape[2]
-        hidden_NG = product(rows_NM, w1, groups, b1, out=space("T_M", num_rows, w1.shape[1]))
-        if keep or not self._activates_in_place(rows_NM.device.type):
-            active_NH = space("active", num_rows, num_hidden)
-        else:
+        hidden_NG, active_NH = self._activated(rows_NM, groups, w1, b1, space, keep)
+        out = space("T_DO", rows_NM.shape[0], w2.shape[1]) if out is None else out
+        product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
+        return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
+
+    def _activated(
+        self,
+        rows_NM: Tensor,
+        groups: RowGroups,
+        w1: Tensor,
+        b1: Tensor | None,
+        space: Space,
+        keep: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """(T_M where it is kept, the activated hidden), by one launch of pmoe's kernels where they are taken:
+        there a T_M that is not kept is never stored."""
+        num_rows, num_hidden = rows_NM.shape[0], self.w2.shape[2]
+        in_place = not keep and self._activates_in_place(rows_NM.device.type)
+        fused = self._fused("forward", rows_NM, w1, groups, b1)
+        stored = keep or in_place or fused is None
+        hidden_NG = space("T_M", num_rows, w1.shape[1]) if stored else None
+        if in_place and hidden_NG is not None:
             active_NH = hidden_NG[:, :num_hidden]
-        self.activate(hidden_NG, active_NH)
-        out = space("T_DO", num_rows, w2.shape[1]) if out is None else out
-        product(active_NH, w2, groups, None if self.shard.index else b2, out=out)
-        out.mul_(weight_N.unsqueeze(1))
-        return out, Hidden(tensors=[hidden_NG]) if keep else None
+        else:
+            active_NH = space("active", num_rows, num_hidden)
+        if fused is not None:
+            grouped_gemm.hidden(
+                rows_NM, w1, groups.ends_E, activation=fused, bias_EG=b1,
+                out=hidden_NG if keep else None, active=active_NH, keep=keep,
+            )  # fmt: skip
+        else:
+            assert hidden_NG is not None
+            product(rows_NM, w1, groups, b1, out=hidden_NG)
+            self.activate(hidden_NG, active_NH)
+        return hidden_NG if keep else None, active_NH
+
+    def _fused(
+        self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None
+    ) -> str | None:
+        """The activation that pmoe's kernels compute in the launch of this product, where they compute it."""
+        fused = self.fused_activation
+        if fused is None or choice(form, rows, weight, groups, bias) != PMOE:
+            return None
+        width = self.w2.shape[2]  # each half of a gated T_M
+        fits = not rows.is_cuda or grouped_gemm.misfit(rows.dtype, hidden=width) is None
+        return fused if fits else None
 
     def recompute(
         self,
@@ -175,23 +218,32 @@ class StackedExperts(Experts):
         num_rows, num_hidden = grad_NM.shape[0], w2.shape[2]
         columns = self.columns(grad_NM.device.type)
         grad_hidden_NG = space("dT_M", num_rows, w1.shape[1])
-        grad_active_NH = grad_hidden_NG[:, :num_hidden]
-        input_gradient(grad_NM, w2, groups, out=grad_active_NH)
         in_place = hidden.expendable and self._activates_in_place(grad_NM.device.type)
         active_NH = hidden_NG[:, :num_hidden] if in_place else space("active", num_rows, num_hidden)
-        grad_weight_N = torch.empty_like(weight_N)
         scale_N1 = weight_N.unsqueeze(1)
-        if in_place:
-            scratch = space("scratch", min(columns.scratch_rows, num_rows), num_hidden)
-        for start in range(0, num_rows, columns.scratch_rows):
-            at = slice(start, min(start + columns.scratch_rows, num_rows))
-            block_NH = scratch[: at.stop - at.start] if in_place else active_NH[at]
-            self.activate(hidden_NG[at], block_NH)
-            grad_weight_N[at] = row_dot(block_NH, grad_active_NH[at])
-            grad_active_NH[at].mul_(scale_N1[at])
-            self.activation_gradient(grad_hidden_NG[at], hidden_NG[at])
+        fused = self._fused("input", grad_NM, w2, groups)
+        if fused is not None:
+            # Each element of T_M is read before the activated one takes its place, by the thread that does.
+            *_, grad_weight_N = grouped_gemm.hidden_gradient(
+                grad_NM, w2, hidden_NG, scale_of(weight_N, grad_NM), groups.ends_E,
+                activation=fused, out=grad_hidden_NG, active=active_NH,
+            )  # fmt: skip
+            grad_weight_N = grad_weight_N.to(weight_N.dtype)
+        else:
+            grad_active_NH = grad_hidden_NG[:, :num_hidden]
+            input_gradient(grad_NM, w2, groups, out=grad_active_NH)
+            grad_weight_N = torch.empty_like(weight_N)
             if in_place:
-                active_NH[at].copy_(block_NH)
+                scratch = space("scratch", min(columns.scratch_rows, num_rows), num_hidden)
+            for start in range(0, num_rows, columns.scratch_rows):
+                at = slice(start, min(start + columns.scratch_rows, num_rows))
+                block_NH = scratch[: at.stop - at.start] if in_place else active_NH[at]
+                self.activate(hidden_NG[at], block_NH)
+                grad_weight_N[at] = row_dot(block_NH, grad_active_NH[at])
+                grad_active_NH[at].mul_(scale_N1[at])
+                self.activation_gradient(grad_hidden_NG[at], hidden_NG[at])
+                if in_place:
+                    active_NH[at].copy_(block_NH)
         if b2 is not None and not self.shard.index:
             for expert, at in groups.slices():
                 grad_weight_N[at] += (grad_NM[at] @ b2[expert]).to(grad_weight_N.dtype)

@@ -13,6 +13,13 @@ class SwiGLUExperts(StackedExperts):
 
     hidden_factor = 2
 
+    @property
+    def fused_activation(self) -> str | None:
+        """None where a subclass has a nonlinearity of its own."""
+        kind, own = type(self), SwiGLUExperts
+        changed = (kind.activate, kind.activation_gradient) != (own.activate, own.activation_gradient)
+        return None if changed else "swiglu"
+
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         gate_NH, up_NH = hidden_NG.chunk(2, dim=1)
         ACTIVATIONS["silu"].value(gate_NH, active_NH).mul_(up_NH)

@@ -10,28 +10,16 @@ import math
 import torch
 from torch import Tensor
 
-ROUNDS = 16
-"""Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
+from pmoe.kernels.route import ROUNDS, largest
 
-
-def largest(score_TE: Tensor, top_k: int) -> Tensor:
-    """Indices of the top_k largest scores, (T, K), best first, ties to the lowest index; NaN is the largest.
-
-    torch.topk promises nothing on ties. Distinct whatever the scores are; negative infinity counts as the
-    lowest finite number.
-    """
-    score_TE = score_TE.detach()
-    if top_k == 1:
-        return score_TE.argmax(-1, keepdim=True)
-    if top_k > ROUNDS:
-        return score_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
-    left_TE = score_TE.clamp(min=torch.finfo(score_TE.dtype).min)  # a copy; what is taken becomes -inf
-    chosen_TK = torch.empty(score_TE.shape[0], top_k, dtype=torch.int64, device=score_TE.device)
-    for choice in range(top_k):
-        best_T1 = left_TE.argmax(-1, keepdim=True)
-        left_TE.scatter_(-1, best_T1, -math.inf)
-        chosen_TK[:, choice : choice + 1] = best_T1
-    return chosen_TK
+__all__ = [
+    "ROUNDS",
+    "attached_zero",
+    "distinct",
+    "largest",
+    "rows_for_each_expert",
+    "scaled",
+]
 
 
 def scaled(weight_TK: Tensor, normalize: bool) -> Tensor:

@@ -16,7 +16,8 @@ from pmoe.gates.selection import largest, scaled
 
 
 class TopKGate(Gate):
-    """Softmax over all experts, the top_k largest probabilities, ties to the lowest expert index.
+    """Softmax over all experts, the top_k most probable ones: those with the largest logits, so that no
+    rounding of a probability decides; ties to the lowest expert index.
 
     weight: parameter (E, M). ``normalize`` scales the k weights to sum 1; None means top_k > 1, because a
     single normalised weight is the constant 1 and the gate would never learn from the task. The auxiliary
@@ -54,7 +55,7 @@ class TopKGate(Gate):
         with torch.autocast(x_TM.device.type, enabled=False):
             logits_TE = router_logits(x_TM, self.weight)
             probability_TE = logits_TE.softmax(-1)
-            expert_TK = largest(probability_TE, self.top_k)
+            expert_TK = largest(logits_TE, self.top_k)
             weight_TK = scaled(probability_TE.gather(-1, expert_TK), self.normalize)
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
         routing = Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from pmoe.kernels import extension
 from pmoe.kernels.permute import unpermute
 
-ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3, "swiglu": 3}
+ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
 """As in cuda/common/activation.h. "swiglu" has hidden columns in two halves: silu(first) * second."""
 _ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
 _FORWARD, _INPUT, _WEIGHT = 0, 1, 2
@@ -134,6 +134,12 @@ def _check_scale(name: str, scale: Tensor, count: int | None, device: torch.devi
         raise ValueError(f"{name} of dtype {scale.dtype} must be contiguous float32")
 
 
+def _check_out(name: str, out: Tensor, shape: tuple[int, int], like: Tensor) -> None:
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{name} of shape {tuple(out.shape)} must be {shape}")
+    _check_rows(name, out, like)
+
+
 def _activation(activation: str) -> int:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation ({activation!r}) must be one of {', '.join(ACTIVATIONS)}")
@@ -241,6 +247,7 @@ def product(
     if scale is not None:
         _check_scale("scale", scale, num_rows if slots is None else None, rows.device)
     out = rows.new_empty(num_rows, num_out) if out is None else out
+    _check_out("out", out, (num_rows, num_out), weight_EOI)
     kernels = _kernels(rows.device, rows.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
         return _reference_product(rows, weight_EOI, ends_E, bias_EO, scale, slots, gathered, out)
@@ -282,8 +289,11 @@ def hidden(
         raise ValueError(f"weight of {num_hidden} rows an expert must have an even number for swiglu")
     width = num_hidden // 2 if gated else num_hidden
     active = rows.new_empty(num_rows, width) if active is None else active
+    _check_out("active", active, (num_rows, width), weight_EGI)
     if keep and out is None:
         out = rows.new_empty(num_rows, num_hidden)
+    if out is not None:
+        _check_out("out", out, (num_rows, num_hidden), weight_EGI)
     kernels = _kernels(rows.device, rows.dtype, in_features=num_in, hidden=width)
     if kernels is None:
         found = rows.new_empty(num_rows, num_hidden) if out is None else out
@@ -292,11 +302,11 @@ def hidden(
         return (found if keep else None), active
     if num_rows:
         _launch(
-            kernels, _FORWARD, rows, ends_E, slots, _HIDDEN, gated=gated,
+            kernels, _FORWARD, rows, ends_E, slots, _HIDDEN, activation=kind,
             a=rows.data_ptr(), a_rows=rows.shape[0], a_stride=_stride(rows), a_gathered=gathered,
             b=weight_EGI.data_ptr(), d=_address(out) if keep else 0,
             d_stride=_stride(out) if out is not None else 0, rows=num_rows, n=num_hidden, k=num_in,
-            bias=_address(bias_EG), activation=kind, active=active.data_ptr(), active_stride=_stride(active),
+            bias=_address(bias_EG), active=active.data_ptr(), active_stride=_stride(active),
         )  # fmt: skip
     return (out if keep else None), active
 
@@ -315,6 +325,7 @@ def input_gradient(
     _check_common(grad, weight_EOI, ends_E, slots, num_rows, num_out)
     _check_weight("weight", weight_EOI, (experts, num_out, num_in))
     out = grad.new_empty(num_rows, num_in) if out is None else out
+    _check_out("out", out, (num_rows, num_in), weight_EOI)
     kernels = _kernels(grad.device, grad.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
         weight_EIO = weight_EOI.transpose(1, 2)
@@ -349,7 +360,7 @@ def hidden_gradient(
     hidden: T_M (N, G); scale: the routing weights, float32, (N,) or by slot. Returns dT_M (N, G), times
     scale; the activated hidden (N, H), times scale where ``weighs_active``; and the inner products <activated
     hidden, grad w2[e]>, (N,) float32, the gradient of the routing weights but for <grad, b2>. out may
-    be hidden itself.
+    be hidden itself, and active the first columns of hidden.
     """
     (experts, num_model, width), num_rows = weight_EMH.shape, _num_rows(grad, slots, gathered)
     kind, gated = _activation(activation), activation == "swiglu"
@@ -362,6 +373,8 @@ def hidden_gradient(
     _check_scale("scale", scale, num_rows if slots is None else None, grad.device)
     out = grad.new_empty(num_rows, columns) if out is None else out
     active = grad.new_empty(num_rows, width) if active is None else active
+    _check_out("out", out, (num_rows, columns), weight_EMH)
+    _check_out("active", active, (num_rows, width), weight_EMH)
     kernels = _kernels(grad.device, grad.dtype, d_model=num_model, hidden=width)
     if kernels is None:
         wide = torch.promote_types(grad.dtype, torch.float32)
@@ -381,11 +394,11 @@ def hidden_gradient(
     dots = torch.empty(parts, num_rows, dtype=torch.float32, device=grad.device)
     if num_rows:
         _launch(
-            kernels, _INPUT, grad, ends_E, slots, _HIDDEN_GRADIENT, gated=gated,
+            kernels, _INPUT, grad, ends_E, slots, _HIDDEN_GRADIENT, activation=kind,
             a=grad.data_ptr(), a_rows=grad.shape[0], a_stride=_stride(grad), a_gathered=gathered,
             b=weight_EMH.data_ptr(), d=out.data_ptr(), d_stride=_stride(out), rows=num_rows,
             n=width, k=num_model,
-            weight=scale.data_ptr(), activation=kind, active=active.data_ptr(), active_stride=_stride(active),
+            weight=scale.data_ptr(), active=active.data_ptr(), active_stride=_stride(active),
             hidden=hidden_NG.data_ptr(), hidden_stride=_stride(hidden_NG), row_dots=dots.data_ptr(),
             weighs_active=weighs_active,
         )  # fmt: skip
@@ -491,8 +504,8 @@ def _activate(activation: str, hidden_NG: Tensor) -> Tensor:
     if activation == "swiglu":
         gate, up = wide.chunk(2, dim=1)
         return (F.silu(gate) * up).to(hidden_NG.dtype)
-    functions = {"none": lambda x: x, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
-    value: Tensor = functions[activation](wide)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+    value = functions[activation](wide)
     return value.to(hidden_NG.dtype)
 
 
@@ -504,8 +517,6 @@ def _slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
         return torch.cat([of_gate, grad_NH * F.silu(gate)], dim=1)
     if activation == "relu":
         return grad_NH * (hidden_NG > 0)
-    if activation == "none":
-        return grad_NH
     backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[activation]
     slope: Tensor = backward(grad_NH, hidden_NG)
     return slope

@@ -391,6 +391,8 @@ namespace pmoe {
 
 inline uint8_t* shared_memory() { return emu::shared_base(*emu::self().block); }
 
+inline int thread_again() { return static_cast<int>(threadIdx.x); }
+
 template <class T>
 T shfl_xor(T value, int mask) {
   const int lane = emu::self().linear % 32;
@@ -425,6 +427,9 @@ inline void sync_block() {
 inline void sync_named(int id, int threads) {
   emu::meet(emu::self().block->barriers[id], threads, "named barrier " + std::to_string(id));
 }
+
+inline void forget(int64_t&) {}
+inline void forget(int&) {}
 
 // ---- memory
 
@@ -547,6 +552,15 @@ inline void load_matrices(uint32_t (&r)[4], const void* row, bool transpose) {
 inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) { load_matrices(r, row, false); }
 
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) { load_matrices(r, row, true); }
+
+inline void stmatrix_x4(void* row, const uint32_t (&r)[4]) {
+  if (reinterpret_cast<uintptr_t>(row) % 16) throw emu::Error("stmatrix to an address that is not aligned");
+  emu::address_of(*emu::self().block, row);
+  const auto rows = emu::exchange(emu::bits_of(row));
+  const int lane = emu::self().linear % 32;
+  for (int m = 0; m < 4; ++m)
+    std::memcpy(emu::of_bits<uint8_t*>(rows[m * 8 + lane / 4]) + lane % 4 * 4, &r[m], 4);
+}
 
 template <class T>
 void mma_m16n8k16(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -65,7 +65,7 @@ std::string told(const Case& c, const char* form) {
          std::to_string(c.seed);
 }
 
-template <class T, Form kForm, Epilogue kEpilogue, bool kGated>
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 void run(const Case& c, const Problem& p) {
   const TensorMap a = kForm == Form::kWeight ? map_2d(p.a, c.m, larger(p.rows, 1), p.a_stride, 64)
                                              : map_2d(p.a, c.k, larger(p.rows, 1), p.a_stride, 128);
@@ -74,10 +74,10 @@ void run(const Case& c, const Problem& p) {
                                               : map_2d(p.b, c.n, larger(p.rows, 1), p.b_stride, 64);
   if (c.hopper)
     emu::launch(c.grid, hopper::kThreads, c.seed,
-                [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kGated>(a, b, p); }, c.eagerness);
+                [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kActivation>(a, b, p); }, c.eagerness);
   else
     emu::launch(c.grid, ampere::kThreads, c.seed,
-                [&] { ampere::grouped_gemm<T, kForm, kEpilogue, kGated>(p); }, c.eagerness);
+                [&] { ampere::grouped_gemm<T, kForm, kEpilogue, kActivation>(p); }, c.eagerness);
 }
 
 template <class T>
@@ -117,7 +117,6 @@ void common(const Case& c, const Operands<T>& o, Problem& p) {
   p.m = c.m, p.n = c.n, p.k = c.k;
   p.a_gathered = c.gathered_a, p.b_gathered = c.gathered_b;
   p.weight = c.weighted ? o.weight.data() : nullptr;
-  p.activation = c.activation;
   emu::forget_arrays();
   emu::register_array("ends", o.ends.data(), o.ends.size() * 4, false);
   emu::register_array("slot", o.slot.data(), o.slot.size() * 4, false);
@@ -161,7 +160,7 @@ void test_plain(const Case& c) {
   emu::register_array("D", d, size_t(larger(o.rows, 1)) * c.n * 2, true);
   const auto text = told(c, kForm == Form::kForward ? "forward" : "input");
   try {
-    run<T, kForm, Epilogue::kPlain, false>(c, p);
+    run<T, kForm, Epilogue::kPlain, Activation::kNone>(c, p);
   } catch (const emu::Error& error) {
     return expect(false, text + ": " + error.what());
   }
@@ -184,8 +183,9 @@ void test_plain(const Case& c) {
     }
 }
 
-template <class T, bool kGated>
-void test_hidden(const Case& c) {
+template <class T, Activation kActivation>
+void test_hidden_of(const Case& c) {
+  constexpr bool kGated = kActivation == Activation::kSwiglu;
   Random random{std::mt19937(c.seed)};
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size()), stride = c.k, hidden = kGated ? c.n / 2 : c.n;
@@ -207,7 +207,7 @@ void test_hidden(const Case& c) {
   emu::register_array("active", active, size_t(larger(o.rows, 1)) * hidden * 2, true);
   const auto text = told(c, "hidden");
   try {
-    run<T, Form::kForward, Epilogue::kHidden, kGated>(c, p);
+    run<T, Form::kForward, Epilogue::kHidden, kActivation>(c, p);
   } catch (const emu::Error& error) {
     return expect(false, text + ": " + error.what());
   }
@@ -235,13 +235,14 @@ void test_hidden(const Case& c) {
           x[half] = widen(d[size_t(r) * c.n + column]);  // the activated one is of the rounded one
         }
       }
-      const double expected = kGated ? silu(x[0]) * x[1] : activate(c.activation, x[0]);
+      const double expected = kGated ? Silu::value(x[0]) * x[1] : Function<kActivation>::value(x[0]);
       expect_close<T>(widen(active[size_t(r) * hidden + j]), expected, c.no_hidden ? 2000 * std::fabs(expected) + 50 : 1, text + " active");
     }
 }
 
-template <class T, bool kGated>
-void test_hidden_gradient(const Case& c) {
+template <class T, Activation kActivation>
+void test_hidden_gradient_of(const Case& c) {
+  constexpr bool kGated = kActivation == Activation::kSwiglu;
   Random random{std::mt19937(c.seed)};
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size()), stride = c.k, width = kGated ? 2 * c.n : c.n;
@@ -266,7 +267,7 @@ void test_hidden_gradient(const Case& c) {
   emu::register_array("row_dots", dots.data(), dots.size() * 4, true);
   const auto text = told(c, "hidden gradient");
   try {
-    run<T, Form::kInput, Epilogue::kHiddenGradient, kGated>(c, p);
+    run<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(c, p);
   } catch (const emu::Error& error) {
     return expect(false, text + ": " + error.what());
   }
@@ -284,12 +285,12 @@ void test_hidden_gradient(const Case& c) {
       double value;
       if (kGated) {
         const float up = widen(hidden[size_t(r) * width + c.n + j]);
-        value = double(silu(x)) * up;
-        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * up * silu_derivative(x), 2 * size, text + " gate");
-        expect_close<T>(widen(d[size_t(r) * width + c.n + j]), weight * grad * silu(x), 2 * size, text + " up");
+        value = double(Silu::value(x)) * up;
+        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * up * Silu::derivative(x), 2 * size, text + " gate");
+        expect_close<T>(widen(d[size_t(r) * width + c.n + j]), weight * grad * Silu::value(x), 2 * size, text + " up");
       } else {
-        value = activate(c.activation, x);
-        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * activation_derivative(c.activation, x), 2 * size, text + " dT_M");
+        value = Function<kActivation>::value(x);
+        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * Function<kActivation>::derivative(x), 2 * size, text + " dT_M");
       }
       dot += value * grad, dot_size += std::fabs(value) * size;
       expect_close<T>(widen(active[size_t(r) * c.n + j]), value * (c.weighs_active ? weight : 1), 1, text + " active");
@@ -331,7 +332,7 @@ void test_weight(const Case& c) {
   emu::register_array("D", p.d, count * (c.wide ? 4 : 2), true);
   const auto text = told(c, "weight");
   try {
-    run<T, Form::kWeight, Epilogue::kPlain, false>(c, p);
+    run<T, Form::kWeight, Epilogue::kPlain, Activation::kNone>(c, p);
   } catch (const emu::Error& error) {
     return expect(false, text + ": " + error.what());
   }
@@ -349,6 +350,22 @@ void test_weight(const Case& c) {
         else
           expect_close<T>(widen(thin[at]), sum, size, text);
       }
+}
+
+template <class T, bool kGated>
+void test_hidden(const Case& c) {
+  if (kGated) return test_hidden_of<T, Activation::kSwiglu>(c);
+  if (c.activation == Activation::kRelu) return test_hidden_of<T, Activation::kRelu>(c);
+  if (c.activation == Activation::kGelu) return test_hidden_of<T, Activation::kGelu>(c);
+  return test_hidden_of<T, Activation::kSilu>(c);
+}
+
+template <class T, bool kGated>
+void test_hidden_gradient(const Case& c) {
+  if (kGated) return test_hidden_gradient_of<T, Activation::kSwiglu>(c);
+  if (c.activation == Activation::kRelu) return test_hidden_gradient_of<T, Activation::kRelu>(c);
+  if (c.activation == Activation::kGelu) return test_hidden_gradient_of<T, Activation::kGelu>(c);
+  return test_hidden_gradient_of<T, Activation::kSilu>(c);
 }
 
 void every_form(Case c) {

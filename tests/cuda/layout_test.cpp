@@ -1,15 +1,15 @@
 // The control flow of the grouped products that host and device share, exhaustively over small ranges: tile
-// order and group search, the ring of stages, boxes, and where the epilogue finds its columns.
+// order and group search, the ring of stages, boxes, and the exchange of layouts in the epilogue.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
-#include <map>
 #include <set>
 #include <vector>
 
 #include "common/device.cuh"
 #include "grouped_gemm/ampere.cuh"
 #include "grouped_gemm/box.h"
-#include "grouped_gemm/epilogue.h"
+#include "grouped_gemm/exchange.cuh"
 #include "grouped_gemm/hopper.cuh"
 #include "grouped_gemm/ring.h"
 #include "grouped_gemm/tiles.h"
@@ -202,38 +202,51 @@ void test_copies() {
 
 // ---- the epilogue
 
-void test_columns_of_a_lane() {
+// Fragments become rows and rows fragments, each value in its place.
+template <bool kByMatrix>
+void test_exchange() {
   std::set<std::pair<int, int>> seen;
   emu::launch(1, 32, 3, [&] {
-    const int lane = static_cast<int>(threadIdx.x), q = lane % 4;
-    float values[16];
+    const int lane = static_cast<int>(threadIdx.x);
+    const Exchange<kByMatrix> exchange(shared_memory(), lane);
+    const auto value = [](int row, int column) { return static_cast<uint16_t>(row * 64 + column); };
+    uint32_t word[16], again[16];
+    for (int j = 0; j < 8; ++j)
+      for (int h = 0; h < 2; ++h) {
+        const int row = lane / 4 + 8 * h, column = 8 * j + 2 * (lane % 4);
+        word[2 * j + h] = value(row, column) | uint32_t{value(row, column + 1)} << 16;
+      }
+    Words rows[4];
+    exchange.to_rows(word, rows);
     for (int i = 0; i < 4; ++i)
-      for (int h = 0; h < 2; ++h)
-        for (int c = 0; c < 2; ++c)
-          values[4 * i + 2 * h + c] = static_cast<float>((lane / 4 + 8 * h) * 32 + 8 * i + 2 * q + c) / 512;
-    for (int h = 0; h < 2; ++h) {
-      float wide[8], rounded[8];
-      wide_columns(values, h, q, wide);
-      unpack<fp16>(narrow_columns<fp16>(values, h, q), rounded);
-      for (int j = 0; j < 8; ++j) {
-        const int row = lane / 4 + 8 * h, column = 8 * q + j;
-        expect(wide[j] == static_cast<float>(row * 32 + column) / 512, "a column of another lane");
-        expect(rounded[j] == wide[j], "a rounded column of another lane");
+      for (int k = 0; k < 8; ++k) {
+        const int row = exchange.row(i), column = exchange.column() + k;
+        const auto found = static_cast<uint16_t>(rows[i].word[k / 2] >> (k % 2 * 16));
+        expect(found == value(row, column), "a value of another place");
         seen.insert({row, column});
       }
-    }
+    exchange.to_fragments(rows, again);
+    for (int i = 0; i < 16; ++i) expect(again[i] == word[i], "a fragment that did not come back");
   });
-  expect(seen.size() == 16 * 32, "not all of 16 x 32 values");
+  expect(seen.size() == 16 * 64, "not all of 16 x 64 values");
 }
 
-// Every column of a tile belongs to one warp and block of it, and both halves' to the same.
-void test_warp_columns() {
-  std::map<int, int> seen;
-  for (int across = 0; across < ampere::kWarpColumns; ++across)
-    for (int half = 0; half < 2; ++half)
-      for (int i = 0; i < 32; ++i) ++seen[ampere::warp_column(across, half) + i];
-  expect(seen.size() == ampere::kColumns, "not all columns of a tile");
-  for (const auto& [column, count] : seen) expect(count == 1 && column < ampere::kColumns, "a column twice");
+// Against the functions as they are defined, in double; one part in 10^6 of the value or of x.
+void test_activations() {
+  for (int i = -4000; i <= 4000; ++i) {
+    const float x = static_cast<float>(i) / 250;
+    const double below = 0.5 * std::erfc(-static_cast<double>(x) / std::sqrt(2.0));
+    const double density = std::exp(-0.5 * double(x) * x) / std::sqrt(2 * std::acos(-1.0));
+    const double s = 1 / (1 + std::exp(-double(x)));
+    const auto near = [&](float found, double expected, double size, const char* name) {
+      expect(std::fabs(found - expected) <= 1e-6 * size + 1e-37, std::string(name) + " of " + std::to_string(x));
+    };
+    near(Gelu::value(x), x * below, std::fabs(x * below) * (1 + x * x), "gelu");
+    near(Gelu::derivative(x), below + x * density, below + std::fabs(x * density) * (1 + x * x), "gelu'");
+    near(Silu::value(x), x * s, std::fabs(x * s) * (1 + std::fabs(x)), "silu");
+    near(Silu::derivative(x), s + x * s * (1 - s), s + std::fabs(x * s) * (1 + std::fabs(x)), "silu'");
+    near(Relu::value(x), x > 0 ? x : 0, 0, "relu");
+  }
 }
 
 }  // namespace
@@ -250,8 +263,9 @@ int main() {
   test_copies<128, 64>();
   test_copies<256, 128>();
   test_copies<256, 64>();
-  test_columns_of_a_lane();
-  test_warp_columns();
+  test_exchange<true>();
+  test_exchange<false>();
+  test_activations();
   std::printf("%ld checks, %d failures\n", checks, failures);
   return failures != 0;
 }

@@ -19,7 +19,9 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 std::mt19937 generator(1);
 
-int draw(int low, int high) { return low + static_cast<int>(generator() % static_cast<unsigned>(high - low + 1)); }
+int draw(int low, int high) {
+  return low + static_cast<int>(generator() % static_cast<unsigned>(high - low + 1));
+}
 
 float normal() { return std::normal_distribution<float>(0.0f, 2.0f)(generator); }
 
@@ -88,7 +90,8 @@ struct Case {
 };
 
 float draw_logit(Values values) {
-  static const float strange[] = {kNaN, kInfinity, -kInfinity, -FLT_MAX, FLT_MAX, -0.0f, 0.0f, 1e-42f, -1e-42f};
+  static const float strange[] = {kNaN,  kInfinity, -kInfinity, -FLT_MAX, FLT_MAX,
+                                  -0.0f, 0.0f,      1e-42f,     -1e-42f};
   if (values == Values::kDistinct) return normal();
   if (values == Values::kTied || draw(0, 2)) return static_cast<float>(draw(-1, 1));
   return strange[draw(0, 8)];
@@ -112,8 +115,8 @@ struct Found {
            counts.guarded() && ends.guarded();
   }
   bool operator==(const Found& o) const {
-    return weight == o.weight && l_aux == o.l_aux && expert == o.expert && position == o.position && slot == o.slot &&
-           counts == o.counts && ends == o.ends;
+    return weight == o.weight && l_aux == o.l_aux && expert == o.expert && position == o.position &&
+           slot == o.slot && counts == o.counts && ends == o.ends;
   }
 };
 
@@ -204,12 +207,21 @@ void check_loss(const Case& c, const float* logits, const Found& found) {
   const double tokens = std::max(c.tokens, 1);
   double expected = balance * c.experts / (tokens * tokens * c.top_k);
   if (c.z_weight != 0) expected += c.z_weight * z / tokens;
-  expect(close(found.l_aux[0], expected), "l_aux " + std::to_string(found.l_aux[0]) + " != " + std::to_string(expected));
+  expect(close(found.l_aux[0], expected),
+         "l_aux " + std::to_string(found.l_aux[0]) + " != " + std::to_string(expected));
 }
 
 // ---- forward
 
 std::vector<uint8_t> workspace(1 << 18);  // zero once, for all cases in turn
+
+// After a block's last use of shared memory: nothing lies behind what the launch asks for.
+void expect_shared(int words) {
+  pmoe::sync_block();
+  if (threadIdx.x) return;
+  const uint8_t* const end = pmoe::shared_memory() + 4 * words;
+  for (int i = 0; i < 1024; ++i) expect(end[i] == 0xFF, "a write behind shared memory");
+}
 
 template <class S>
 Found run_forward(const Case& c, Array<float>& logits, unsigned seed) {
@@ -231,7 +243,10 @@ Found run_forward(const Case& c, Array<float>& logits, unsigned seed) {
                   found.l_aux.get(),
                   Workspace::at(workspace.data(), sizes.blocks(), c.experts)};
   expect(4 * ForwardShared<S>::words(c.experts, c.top_k) <= emu::kSharedBytes, "shared memory");
-  emu::launch(static_cast<unsigned>(sizes.blocks() + 1), S::kThreads, seed, [&] { forward_kernel<S>(a); });
+  emu::launch(static_cast<unsigned>(sizes.blocks() + 1), S::kThreads, seed, [&] {
+    forward_kernel<S>(a);
+    expect_shared(ForwardShared<S>::words(c.experts, c.top_k));
+  });
   expect(found.guarded(), "a write outside an array");
   return found;
 }
@@ -243,8 +258,8 @@ struct Gradients {
   int tiles;
 };
 
-void check_gradient(const Case& c, const float* logits, const Found& found, const std::vector<double>& grad_weight,
-                    double grad_loss, const Array<float>& got) {
+void check_gradient(const Case& c, const float* logits, const Found& found,
+                    const std::vector<double>& grad_weight, double grad_loss, const Array<float>& got) {
   const std::vector<int> load = loads(c, found);
   for (int t = 0; t < c.tokens; ++t) {
     const float* row = logits + t * c.experts;
@@ -277,13 +292,26 @@ template <class S>
 Array<float> run_backward(const Case& c, Array<float>& logits, Found& found, const Gradients& given,
                           const float* weight, const float* partial, const float* loss, unsigned blocks) {
   Array<float> got(c.tokens * c.experts);
-  const Backward a{c.rows(),          c.top_k,          c.chunks,
-                   logits.get(),      found.expert.get(), found.weight.get(),
-                   found.counts.get(), c.normalize,      c.balance(),
-                   c.z_scale(),       given.has_weight ? weight : nullptr,
-                   given.has_partials ? partial : nullptr, found.position.get(), given.tiles,
-                   given.has_loss ? loss : nullptr,        got.get()};
-  emu::launch(blocks, S::kThreads, generator(), [&] { backward_kernel<S>(a); });
+  const Backward a{c.rows(),
+                   c.top_k,
+                   c.chunks,
+                   logits.get(),
+                   found.expert.get(),
+                   found.weight.get(),
+                   found.counts.get(),
+                   c.normalize,
+                   c.balance(),
+                   c.z_scale(),
+                   given.has_weight ? weight : nullptr,
+                   given.has_partials ? partial : nullptr,
+                   found.position.get(),
+                   given.tiles,
+                   given.has_loss ? loss : nullptr,
+                   got.get()};
+  emu::launch(blocks, S::kThreads, generator(), [&] {
+    backward_kernel<S>(a);
+    expect_shared(backward_words<S>(c.top_k));
+  });
   expect(got.guarded(), "a write outside the gradient");
   return got;
 }
@@ -305,7 +333,8 @@ void check_backward(const Case& c, Array<float>& logits, Found& found) {
   const unsigned blocks = static_cast<unsigned>(draw(1, 3));
   const auto got = run_backward<S>(c, logits, found, given, weight.data(), partial.data(), &loss, blocks);
   check_gradient(c, logits.get(), found, expected, given.has_loss ? loss : 0.0, got);
-  const auto again = run_backward<S>(c, logits, found, given, weight.data(), partial.data(), &loss, blocks + 1);
+  const auto again =
+      run_backward<S>(c, logits, found, given, weight.data(), partial.data(), &loss, blocks + 1);
   expect(got == again, "the gradient depends on the grid");
 }
 
@@ -349,7 +378,8 @@ void check_shape(int cases, int most_tokens, int least_experts) {
 
 // An expert's rows of a warp in several rounds of 32 slots, and all tokens with one expert.
 void check_crowded() {
-  for (int experts : {1, 2, 3}) check_case<Shape<1, 4, 2>>({300, experts, 1, 2, 1, false, false, 0.5f, Values::kTied});
+  for (int experts : {1, 2, 3})
+    check_case<Shape<1, 4, 2>>({300, experts, 1, 2, 1, false, false, 0.5f, Values::kTied});
   check_case<Shape<2, 8, 1>>({200, 16, 16, 1, 2, true, true, 0.0f, Values::kTied});
   check_case<Shape<4, 8, 2>>({3, 20, 2, 64, 1, true, true, 0.0f, Values::kDistinct});
 }
@@ -361,7 +391,8 @@ void check_sizes() {
   expect(chunk_blocks(1000, 1, 64, 131) == 16 && chunk_blocks(1000, 3, 64, 131) == 6, "a round of each warp");
   expect(order_key(kNaN) > order_key(kInfinity) && order_key(-kNaN) == order_key(kNaN), "NaN is the largest");
   expect(order_key(-0.0f) == order_key(0.0f) && order_key(-kInfinity) == order_key(-FLT_MAX), "equals");
-  expect(order_key(1e-42f) > order_key(0.0f) && order_key(-1e-42f) < order_key(0.0f), "denormal numbers count");
+  expect(order_key(1e-42f) > order_key(0.0f) && order_key(-1e-42f) < order_key(0.0f),
+         "denormal numbers count");
   expect(order_key(-kInfinity) > 0, "0 stands for no expert");
 }
 

@@ -1,15 +1,30 @@
-"""Grouped products in one launch equal a loop over the experts, whatever the groups, and leave no gap."""
+"""Grouped products in one launch equal a loop over the experts, whatever the groups, and leave no gap. Which
+of the ways is taken is measured on the device, and remembered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from pmoe.experts import products
-from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.comm.ranks import Ranks
+from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts, products
+from pmoe.experts.products import (
+    GROUPED_MM,
+    LOOP,
+    PMOE,
+    PRODUCTS,
+    GradientSum,
+    Operands,
+    RowGroups,
+    make_request,
+    request_of,
+)
+from pmoe.kernels.registry import Machine, Registry
+from pmoe.pipeline.settle import agree_among, product_requests
 from tests.gpu.support import DEVICE, NEEDS_GPU, ROUNDED, poison_memory, relative_norm
 
 pytestmark = NEEDS_GPU
@@ -90,19 +105,23 @@ def expected_products(counts: tuple[int, ...]) -> dict[str, Tensor]:
     return found
 
 
-def takes_one_launch() -> bool:
-    operand = draw(16, IN, seed=0)
-    return products.refusal(operand, operand) is None
+def skip_unless_willing(way: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    request = make_request("forward", DEVICE, dtype, 4, 100, IN, OUT)
+    [candidate] = [each for each in PRODUCTS.candidates if each.name == way]
+    if reasons := candidate.reasons(request):
+        pytest.skip(f"{way} refuses: {'; '.join(reasons)}")
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("way", [GROUPED_MM, PMOE])
 @pytest.mark.parametrize("counts", GROUPS.values(), ids=GROUPS.keys())
-def test_one_launch_equals_the_loop(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]) -> None:
-    if not takes_one_launch():
-        pytest.skip("this device has no grouped product in one launch")
-    expected, got = expected_products(counts), all_products(counts)
-    monkeypatch.setattr(products, "refusal", lambda *_: "the test wants the loop")
-    loop = all_products(counts)
+def test_one_launch_equals_the_loop(counts: tuple[int, ...], way: str) -> None:
+    skip_unless_willing(way)
+    expected = expected_products(counts)
+    with PRODUCTS.forcing(way):
+        got = all_products(counts)
+    with PRODUCTS.forcing(LOOP):
+        loop = all_products(counts)
     assert set(got) == set(expected) == set(loop)
     for name, value in expected.items():
         error, allowed = (relative_norm(found[name], value) for found in (got, loop))
@@ -110,9 +129,12 @@ def test_one_launch_equals_the_loop(monkeypatch: pytest.MonkeyPatch, counts: tup
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("way", [GROUPED_MM, PMOE, LOOP])
 @pytest.mark.parametrize("counts", GROUPS.values(), ids=GROUPS.keys())
-def test_experts_without_rows_get_a_gradient_of_exactly_zero(counts: tuple[int, ...]) -> None:
-    got = all_products(counts)
+def test_experts_without_rows_get_a_gradient_of_exactly_zero(counts: tuple[int, ...], way: str) -> None:
+    skip_unless_willing(way)
+    with PRODUCTS.forcing(way):
+        got = all_products(counts)
     for name in ("1 x add_weight", "2 x add_weight", "1 x add_bias", "2 x add_bias"):
         for e, count in enumerate(counts):
             assert count or not got[name][e].any(), f"{name} of expert {e}"
@@ -133,16 +155,131 @@ def test_out_features_of_any_number(columns_out: int) -> None:
     assert relative_norm(got, torch.cat(expected)) <= 2 * ROUNDED[torch.bfloat16]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: draw(16, 60, seed=0),
-        lambda: draw(16 * IN + 1, seed=0)[1:].view(16, IN),
-        lambda: draw(16, IN, seed=0).float(),
-        lambda: draw(16, IN, seed=0).cpu(),
-    ],
-    ids=["columns", "address", "dtype", "device"],
-)
-def test_operands_that_one_launch_cannot_take_are_refused(make: Callable[[], Tensor]) -> None:
-    fine = draw(16, IN, seed=0)
-    assert products.refusal(make(), fine) is not None
+MISFITS: dict[str, Callable[[], Tensor]] = {
+    "columns": lambda: draw(16, 60, seed=0),
+    "address": lambda: draw(16 * IN + 1, seed=0)[1:].view(16, IN),
+    "rows apart": lambda: draw(16, IN + 1, seed=0)[:, :IN],
+    "transposed": lambda: draw(IN, 16, seed=0).t(),
+    "dtype": lambda: draw(16, IN, seed=0).float(),
+}
+
+
+@pytest.mark.parametrize("make", MISFITS.values(), ids=MISFITS.keys())
+@pytest.mark.filterwarnings("ignore:pmoe. products are computed without")
+def test_operands_that_no_launch_can_take_are_computed_by_the_loop(make: Callable[[], Tensor]) -> None:
+    rows = make()
+    weight = draw(2, OUT, rows.shape[1], seed=3).to(rows.dtype)
+    operands = Operands("forward", rows, weight, make_groups((9, 7)))
+    assert PRODUCTS.choose(request_of(operands), operands) == LOOP
+    got = products.product(rows, weight, make_groups((9, 7)))
+    wide, of = rows.cpu().double(), weight.cpu().double()
+    expected = torch.cat([wide[:9] @ of[0].t(), wide[9:] @ of[1].t()])
+    assert relative_norm(got, expected) <= 2 * ROUNDED[torch.bfloat16]
+
+
+def test_rows_with_gaps_are_no_reason_for_a_loop() -> None:
+    skip_unless_willing(PMOE)
+    rows, weight = draw(16, 2 * IN, seed=0)[:, :IN], draw(2, OUT, IN, seed=3)
+    operands = Operands("forward", rows, weight, make_groups((9, 7)))
+    assert PRODUCTS.choose(request_of(operands), operands) == PMOE
+
+
+# ---- experts, by the launches that fuse both products with what lies between
+
+
+def experts_step(experts: StackedExperts, dtype: torch.dtype, expendable: bool, keep: bool) -> list[Tensor]:
+    """Output and every gradient, in ``dtype``, of operands drawn in bfloat16; T_M is kept or made again."""
+    device = torch.device("cpu") if dtype == torch.float64 else DEVICE
+    counts = GROUPS["uneven"]
+    num_rows, d_model = sum(counts), experts.w1.shape[2]
+    ends = torch.tensor(counts).cumsum(0).to(DEVICE, torch.int32) if device == DEVICE else None
+    groups = RowGroups(counts=counts, ends=ends)
+    rows, grad = (draw(num_rows, d_model, seed=seed).to(device, dtype) for seed in (1, 2))
+    weight = draw(num_rows, seed=3).to(device, torch.promote_types(dtype, torch.float32))
+    parameters = [each.detach().to(device, dtype) for each in experts.parameters()]
+    poison_memory()
+    with torch.no_grad():
+        out, hidden = experts.compute(rows, weight, groups, parameters, keep=keep)
+        again = experts.recompute(rows, groups, parameters, None)
+        if hidden is None:
+            hidden = again
+        assert torch.equal(hidden.tensors[0], again.tensors[0]), "what is made again is not what was there"
+        hidden = type(hidden)(tensors=hidden.tensors, expendable=expendable)
+        sums = [GradientSum(parameter, 2) for parameter in parameters]
+        *grads, pending = experts.input_gradient(grad, rows, weight, hidden, groups, parameters)
+        for _ in range(2):
+            experts.weight_gradient(pending, groups, sums)
+    return [out, *grads, *(each.result() for each in sums)]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "swiglu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_fused_experts_are_at_least_as_exact_as_the_loop(kind: str, bias: bool, keep: bool) -> None:
+    skip_unless_willing(PMOE)
+    if kind == "swiglu":
+        experts: StackedExperts = SwiGLUExperts(IN, OUT, 4, bias=bias, dtype=torch.bfloat16)
+    else:
+        experts = FFNExperts(IN, OUT, 4, activation=kind, bias=bias, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    for expert in range(4):
+        experts.initialise_expert(expert)
+    exact = experts_step(experts, torch.float64, expendable=not keep, keep=keep)
+    with PRODUCTS.forcing(LOOP):
+        loop = experts_step(experts, torch.bfloat16, expendable=not keep, keep=keep)
+    with PRODUCTS.forcing(PMOE):
+        got = experts_step(experts, torch.bfloat16, expendable=not keep, keep=keep)
+    for i, expected in enumerate(exact):
+        error, allowed = (relative_norm(found[i], expected) for found in (got, loop))
+        assert error <= max(2 * allowed, 2 * ROUNDED[torch.bfloat16]), f"{i}: {error} against {allowed}"
+
+
+# ---- the choice
+
+
+class InFolder(Machine):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def folder(self) -> Path:
+        return self._folder
+
+
+def registry_in(folder: Path) -> Registry:
+    return Registry(
+        PRODUCTS.candidates,
+        compete=PRODUCTS.compete,
+        operands=products._random_operands,
+        machine=InFolder(folder),
+    )
+
+
+def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_path: Path) -> None:
+    skip_unless_willing(PMOE)
+    skip_unless_willing(GROUPED_MM)
+    experts = SwiGLUExperts(256, 512, 4, bias=False, dtype=torch.bfloat16, device=DEVICE)
+    requests = product_requests(experts, torch.bfloat16, DEVICE, 500)
+    before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    found = registry_in(tmp_path)
+    found.settle(requests, agree_among(Ranks.alone(), DEVICE))
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers have moved"
+    for request in requests:
+        settled = found.settled(request)
+        assert settled is not None and found.choose(request) == settled.choice
+        seconds = settled.seconds
+        assert all(1e-7 < each < 1 for each in seconds.values()), seconds
+        assert (settled.choice == PMOE) == (seconds[PMOE] < 0.99 * seconds[GROUPED_MM])
+    again = registry_in(tmp_path)
+    again.machine.seconds = None  # nothing is measured
+    again.settle(requests, agree_among(Ranks.alone(), DEVICE))
+    assert [again.choose(each) for each in requests] == [found.choose(each) for each in requests]
+    print("\n".join(found.explain(each) for each in requests))
+
+
+def test_the_loaded_code_is_that_of_this_device() -> None:
+    skip_unless_willing(PMOE)
+    found, (major, minor) = Machine().architecture(DEVICE), torch.cuda.get_device_capability(DEVICE)
+    assert found.capability == 10 * major + minor
+    assert 80 <= found.ptx_version <= found.binary_version <= found.capability

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,20 @@ from torch.nn import functional as F
 import pmoe
 from pmoe.experts import FFNExperts, ModuleExperts, SwiGLUExperts, products
 from pmoe.experts.activations import ACTIVATIONS, find_activation
-from pmoe.experts.products import GradientSum, RowGroups, input_gradient, product, refusal
+from pmoe.experts.products import (
+    GROUPED_MM,
+    LOOP,
+    PMOE,
+    PRODUCTS,
+    GradientSum,
+    Operands,
+    RowGroups,
+    choice,
+    input_gradient,
+    make_request,
+    product,
+    request_of,
+)
 from pmoe.experts.stacked import StackedExperts
 from tests.reference import relative_error
 
@@ -31,13 +44,12 @@ def groups_of(*counts: int) -> RowGroups:
 # ---- products -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["loop", "grouped_mm"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of computing a grouped product; the CPU has grouped_mm, only no use for it."""
-    if request.param == "grouped_mm":
-        no_bias = lambda rows, weight, bias=None: None if bias is None else "bias"  # noqa: E731
-        monkeypatch.setattr(products, "refusal", no_bias)
-    return request.param
+@pytest.fixture(params=[LOOP, GROUPED_MM, PMOE])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every way of computing a grouped product. The CPU has grouped_mm, only no use for it; what is forced to
+    be pmoe's is there the plain definition, called as the kernels are."""
+    with PRODUCTS.forcing(request.param):
+        yield request.param
 
 
 def error_limit(dtype: torch.dtype) -> float:
@@ -134,47 +146,182 @@ def test_groups_give_the_rows_of_each_expert_that_has_some() -> None:
     assert RowGroups(counts=(2, 0, 3)).num_rows == 5
 
 
-def cuda_operand(columns: int = 64, dtype: torch.dtype = torch.bfloat16, address: int = 256) -> Tensor:
-    """As much of a CUDA tensor as `refusal` looks at."""
-    return SimpleNamespace(
-        device=SimpleNamespace(type="cuda"),
-        dtype=dtype,
-        shape=(4, columns),
-        element_size=lambda: dtype.itemsize,
-        data_ptr=lambda: address,
-        dim=lambda: 2,
-        is_contiguous=lambda: True,
-    )
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "device_name", lambda device: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def grouped_mm_reasons(
+    form: str = "forward", dtype: torch.dtype = torch.bfloat16, **changes: int
+) -> list[str]:
+    sizes = {"experts": 8, "rows": 100, "in_features": 64, "out_features": 96, "bias": False} | changes
+    [candidate] = [each for each in PRODUCTS.candidates if each.name == GROUPED_MM]
+    return candidate.reasons(make_request(form, CUDA, dtype, **sizes))
 
 
 @pytest.mark.parametrize(
-    "rows, weight, capability, reason",
+    "changes, reason",
     [
-        (torch.ones(2, 8), torch.ones(1, 8, 8), (9, 0), "device cpu"),
-        (cuda_operand(dtype=torch.float32), cuda_operand(), (9, 0), "dtype torch.float32"),
-        (cuda_operand(dtype=torch.float64), cuda_operand(), (9, 0), "dtype torch.float64"),
-        (cuda_operand(), cuda_operand(), (8, 9), "compute capability 8.9"),
-        (cuda_operand(), cuda_operand(), (12, 0), "compute capability 12.0"),
-        (cuda_operand(12), cuda_operand(), (9, 0), "rows: a row of 12 elements is no multiple of 16"),
-        (cuda_operand(), cuda_operand(20), (9, 0), "weight: a row of 20 elements is no multiple of 16"),
-        (cuda_operand(address=258), cuda_operand(), (9, 0), "rows: not aligned to 16 bytes"),
-        (cuda_operand(), cuda_operand(address=8), (10, 0), "weight: not aligned to 16 bytes"),
+        ({"dtype": torch.float32}, "dtype torch.float32"),
+        ({"dtype": torch.float64}, "dtype torch.float64"),
+        ({"bias": True}, "bias: grouped_mm has none"),
+        ({"experts": 1024}, "1024 experts: grouped_mm takes fewer than 1024"),
+        ({"in_features": 60}, "in_features: a row of 60 elements is no multiple of 16 bytes"),
+        (
+            {"out_features": 60, "form": "input"},
+            "out_features: a row of 60 elements is no multiple of 16 bytes",
+        ),
+        ({"out_features": 60, "form": "weight"}, "out_features: a row of 60 elements is no multiple of 16"),
     ],
 )
-def test_one_launch_is_refused_for_a_reason(
-    rows: Tensor, weight: Tensor, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+def test_grouped_mm_is_refused_for_a_reason(changes: dict[str, int], reason: str, h200: None) -> None:
+    [found] = grouped_mm_reasons(**changes)
+    assert found.startswith(reason)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
+def test_grouped_mm_is_refused_where_it_would_loop(
+    capability: tuple[int, int], h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert (refusal(rows, weight) or "").startswith(reason)
+    [found] = grouped_mm_reasons()
+    assert found.startswith("compute capability {}.{}".format(*capability))
 
 
-def test_a_bias_is_added_before_the_only_rounding() -> None:
-    assert (refusal(cuda_operand(), cuda_operand(), torch.ones(1, 8)) or "").startswith("bias")
+def test_grouped_mm_takes_bfloat16_and_results_of_any_number_of_columns(h200: None) -> None:
+    assert grouped_mm_reasons() == grouped_mm_reasons(out_features=7) == []
 
 
-def test_aligned_bfloat16_on_a_recent_gpu_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert refusal(cuda_operand(8), cuda_operand(16)) is None
+def cuda_operand(
+    *shape: int, address: int = 256, stride: int | None = None, contiguous: bool = True
+) -> Tensor:
+    """As much of a bfloat16 CUDA tensor as is looked at before a launch."""
+    stride = shape[-1] if stride is None else stride
+    return SimpleNamespace(
+        is_cuda=True,
+        device=CUDA,
+        dtype=torch.bfloat16,
+        shape=shape,
+        element_size=lambda: 2,
+        data_ptr=lambda: address,
+        stride=lambda dim=None: (stride, 1) if dim is None else (stride, 1)[dim],
+        is_contiguous=lambda: contiguous and stride == shape[-1],
+    )
+
+
+def forward_operands(**changes: Tensor) -> Operands:
+    operands = {"first": cuda_operand(100, 64), "second": cuda_operand(8, 96, 64)} | changes
+    return Operands("forward", groups=RowGroups(counts=(100,) + (0,) * 7), **operands)
+
+
+def misfits(operands: Operands) -> dict[str, str | None]:
+    return {candidate.name: candidate.misfit(operands) for candidate in PRODUCTS.candidates}
+
+
+def test_operands_as_they_should_be_fit_every_way() -> None:
+    out = cuda_operand(100, 96)
+    assert misfits(forward_operands(out=out)) == {PMOE: None, GROUPED_MM: None, LOOP: None}
+
+
+def test_rows_with_gaps_fit_pmoe_alone() -> None:
+    found = misfits(forward_operands(first=cuda_operand(100, 64, stride=128)))
+    assert found == {PMOE: None, GROUPED_MM: "rows: not contiguous", LOOP: None}
+
+
+@pytest.mark.parametrize(
+    "changes, of_pmoe, of_grouped_mm",
+    [
+        ({"first": cuda_operand(100, 64, address=258)}, "rows: not aligned", "rows: not aligned"),
+        ({"second": cuda_operand(8, 96, 64, address=8)}, "weight: not aligned", "weight: not aligned"),
+        ({"second": cuda_operand(8, 96, 64, contiguous=False)}, "weight: not contiguous", "weight: not cont"),
+        ({"first": cuda_operand(100, 64, stride=66)}, r"rows: of strides (66, 1)", "rows: not contiguous"),
+        ({"out": cuda_operand(100, 96, address=8)}, "out: not aligned to 16 bytes", None),
+        (
+            {"bias": cuda_operand(8, 96, address=8)},
+            "bias: not aligned to 16 bytes",
+            "bias: grouped_mm has none",
+        ),
+    ],
+)
+def test_operands_that_one_launch_cannot_take_are_refused(
+    changes: dict[str, Tensor], of_pmoe: str, of_grouped_mm: str | None
+) -> None:
+    found = misfits(forward_operands(**changes))
+    assert found[LOOP] is None
+    assert (found[PMOE] or "").startswith(of_pmoe)
+    assert (found[GROUPED_MM] or "None").startswith(str(of_grouped_mm))
+
+
+def test_the_cpu_loops_without_asking_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PRODUCTS, "choose", None)
+    rows, weight = torch.ones(3, 16), torch.ones(2, 8, 16)
+    assert choice("forward", rows, weight, groups_of(1, 2)) == LOOP
+    assert torch.equal(product(rows, weight, groups_of(1, 2)), torch.full((3, 8), 16.0))
+
+
+def test_on_a_gpu_the_registry_is_asked_with_the_rows_in_a_bucket(
+    h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(PRODUCTS, "choose", lambda request, operands: asked.append(request) or PMOE)
+    rows, grad, weight = cuda_operand(100, 64), cuda_operand(100, 96), cuda_operand(8, 96, 64)
+    groups = RowGroups(counts=(100,) + (0,) * 7)
+    assert choice("forward", rows, weight, groups, cuda_operand(8, 96)) == PMOE
+    choice("input", grad, weight, groups)
+    choice("weight", grad, rows, groups)
+    sizes = {(each.experts, each.rows, each.in_features, each.out_features) for each in asked}
+    assert sizes == {(8, 128, 64, 96)}
+    assert [(each.form, each.bias) for each in asked] == [
+        ("forward", True),
+        ("input", False),
+        ("weight", False),
+    ]
+    assert choice("forward", rows, weight, RowGroups(counts=(0,) * 8)) == LOOP, "there is nothing to launch"
+
+
+def test_without_the_extension_grouped_mm_computes_and_a_warning_says_so_once(
+    h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "pmoe._cuda is not built"
+    monkeypatch.setattr(products.grouped_gemm, "refusal", lambda device, dtype, **columns: why)
+    PRODUCTS.forget()
+    try:
+        with pytest.warns(UserWarning, match=f"without pmoe's kernels: {why}") as caught:
+            for experts in (4, 8):
+                request = make_request("forward", CUDA, torch.bfloat16, experts, 100, 64, 96)
+                assert PRODUCTS.choose(request) == GROUPED_MM
+        assert len(caught) == 1
+        request = make_request("forward", CUDA, torch.bfloat16, 8, 100, 64, 96, True)
+        assert PRODUCTS.choose(request) == LOOP
+    finally:
+        PRODUCTS.forget()
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("form", ["forward", "input", "weight"])
+def test_what_is_measured_has_every_row_and_one_expert_without_any(form: str, experts: int) -> None:
+    state = torch.get_rng_state()
+    request = make_request(form, torch.device("cpu"), torch.bfloat16, experts, 100, 16, 8)
+    operands = products._random_operands(request)
+    assert request_of(operands) == request
+    counts = operands.groups.counts
+    assert sum(counts) == 128 == operands.first.shape[0]
+    assert (len(counts), counts.count(0), min(counts)) == (
+        experts,
+        int(experts > 1),
+        0 if experts > 1 else 128,
+    )
+    assert operands.groups.ends.tolist()[-1] == 128
+    for candidate in PRODUCTS.candidates:
+        if operands.out is not None:
+            operands.out.fill_(NAN)
+        candidate.run(request, operands)
+        assert operands.out is None or operands.out.isfinite().all()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # ---- activations and stacked experts --------------------------------------------------------------
@@ -225,10 +372,11 @@ def stacked_experts(kind: str, bias: bool) -> StackedExperts:
     return experts
 
 
+@pytest.mark.parametrize("path", [LOOP, PMOE], indirect=True)
 @pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "swiglu"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("counts", [(3, 0, 5, 1), (0, 0, 0, 0)])
-def test_stacked_experts_equal_autograd(kind: str, bias: bool, counts: tuple[int, ...]) -> None:
+def test_stacked_experts_equal_autograd(path: str, kind: str, bias: bool, counts: tuple[int, ...]) -> None:
     experts, groups = stacked_experts(kind, bias), groups_of(*counts)
     rows = torch.randn(sum(counts), D_MODEL, dtype=torch.float64)
     weight = torch.rand(sum(counts), dtype=torch.float64)
@@ -266,6 +414,114 @@ def test_stacked_experts_equal_autograd(kind: str, bias: bool, counts: tuple[int
             for name, a, b in zip(["rows", "weight", *named], got, expected, strict=True):
                 assert relative_error(a, b) < 1e-13, name
         assert all(torch.equal(a, b) for a, b in zip(hidden.tensors, kept, strict=True))
+
+
+def a_step(experts: StackedExperts, dtype: torch.dtype, expendable: bool) -> list[Tensor]:
+    """Output and every gradient, of 9 rows drawn in bfloat16, by two chunks of backward."""
+    torch.manual_seed(2)
+    rows, grad = (torch.randn(9, experts.w1.shape[2]).bfloat16().to(dtype) for _ in range(2))
+    weight = torch.rand(9).to(torch.promote_types(dtype, torch.float32))
+    parameters = [parameter.detach().bfloat16().to(dtype) for parameter in experts.parameters()]
+    groups, halves = groups_of(3, 0, 5, 1), (groups_of(3, 0, 1, 0), groups_of(0, 0, 4, 1))
+    out, kept = experts.compute(rows, weight, groups, parameters)
+    again = experts.recompute(rows, groups, parameters, None)
+    assert torch.equal(again.tensors[0], kept.tensors[0])
+    sums = [GradientSum(parameter, 2) for parameter in parameters]
+    found = [out]
+    for at, half in ((slice(0, 4), halves[0]), (slice(4, 9), halves[1])):
+        hidden = experts.join([(kept, [(at, slice(0, half.num_rows))])], half.num_rows)
+        hidden = type(hidden)(tensors=hidden.tensors, expendable=expendable)
+        *grads, pending = experts.input_gradient(
+            grad[at].clone(), rows[at], weight[at], hidden, half, parameters
+        )
+        experts.weight_gradient(pending, half, sums)
+        found += grads
+    return [*found, *(each.result() for each in sums)]
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "swiglu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("expendable", [True, False])
+def test_pmoes_kernels_are_at_least_as_exact_as_the_loop(kind: str, bias: bool, expendable: bool) -> None:
+    experts = stacked_experts(kind, bias)
+    with torch.no_grad():
+        exact, loop = (a_step(experts, dtype, expendable) for dtype in (torch.float64, torch.bfloat16))
+        with PRODUCTS.forcing(PMOE):
+            wide, narrow = (a_step(experts, dtype, expendable) for dtype in (torch.float64, torch.bfloat16))
+    for i, expected in enumerate(exact):
+        assert relative_error(wide[i], expected) < 1e-13, i
+        assert narrow[i].dtype == loop[i].dtype
+        error, allowed = (relative_error(found[i].double(), expected) for found in (narrow, loop))
+        assert error <= max(2 * allowed, 2.0**-8), i
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_one_launch_makes_the_hidden_and_the_activated_one(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = stacked_experts(kind, bias=True)
+    for name in ("activate", "activation_gradient"):
+        monkeypatch.setattr(experts, name, None)  # of the object: the class has its own still
+    with PRODUCTS.forcing(PMOE), torch.no_grad():
+        a_step(experts, torch.float64, expendable=True)
+
+
+def test_a_nonlinearity_of_ones_own_is_computed_apart_from_the_products() -> None:
+    class Squared(FFNExperts):
+        def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
+            torch.square(hidden_NG, out=active_NH)
+
+        def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
+            grad_NG.mul_(2 * hidden_NG)
+
+    experts = Squared(D_MODEL, D_HIDDEN, 4, dtype=torch.float64)
+    for expert in range(4):
+        experts.initialise_expert(expert)
+    assert experts.fused_activation is None
+    with torch.no_grad():
+        expected = a_step(experts, torch.float64, expendable=False)
+        with PRODUCTS.forcing(PMOE):
+            got = a_step(experts, torch.float64, expendable=False)
+    for a, b in zip(got, expected, strict=True):
+        assert relative_error(a, b) < 1e-13
+
+
+def test_a_hidden_that_is_not_kept_is_not_stored() -> None:
+    experts, asked = stacked_experts("swiglu", bias=False), []
+    rows, weight = torch.ones(4, D_MODEL, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+
+    def space(name: str, rows: int, columns: int) -> Tensor:
+        asked.append(name)
+        return torch.full((rows, columns), NAN, dtype=torch.float64)
+
+    experts._activates_in_place = lambda device_type: False  # as on a GPU
+    with PRODUCTS.forcing(PMOE), torch.no_grad():
+        parameters = list(experts.parameters())
+        out, hidden = experts.compute(
+            rows, weight, groups_of(4, 0, 0, 0), parameters, space=space, keep=False
+        )
+    assert asked == ["active", "T_DO"]
+    assert hidden is None and out.isfinite().all()
+
+
+@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+@pytest.mark.parametrize("memory_reuse", [False, "S1", "S2", "S3", "S4"])
+def test_a_layer_is_the_same_by_pmoes_kernels(expert: str, memory_reuse: bool | str) -> None:
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(
+        6, 10, 4, 2, expert=expert, pipeline=3, memory_reuse=memory_reuse, dtype=torch.float64
+    )
+    x = torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
+
+    def step() -> list[Tensor]:
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+    expected = step()
+    with PRODUCTS.forcing(PMOE):
+        got = step()
+    for a, b in zip(got, expected, strict=True):
+        assert relative_error(a, b) < 1e-12
 
 
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])

@@ -83,6 +83,12 @@ def test_ties_among_many_experts_go_to_the_lowest_ones() -> None:
     assert gate(x).expert.tolist() == [[0, 1, 2, 3, 4]]
 
 
+def test_logits_decide_where_the_softmax_rounds_them_to_a_tie() -> None:
+    gate, x = gate_with([[0.0, 1e-20, 2e-20]], top_k=2)
+    assert torch.tensor([[0.0, 1e-20, 2e-20]], dtype=torch.float64).softmax(-1).unique().numel() == 1
+    assert gate(x).expert.tolist() == [[2, 1]]
+
+
 def test_the_weight_of_a_single_choice_has_a_gradient() -> None:
     gate, x = gate_with(LOGITS)
     gate(x).weight.sum().backward()

@@ -34,6 +34,13 @@ def test_the_largest_are_those_of_a_stable_sort(top_k: int, dtype: torch.dtype, 
     assert torch.equal(score.nan_to_num(), before.nan_to_num())
 
 
+@pytest.mark.parametrize("top_k", [1, 2, ROUNDS + 1])
+def test_negative_infinity_ties_with_the_lowest_finite_number(top_k: int) -> None:
+    score = torch.full((2, 24), -math.inf)
+    score[0, 3], score[1, 0] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min
+    assert largest(score, top_k).tolist() == [list(range(top_k))] * 2
+
+
 @pytest.mark.parametrize("rows", [0, 1, 4, 9, 10])
 def test_the_best_tokens_of_an_expert_are_those_of_a_stable_sort(rows: int) -> None:
     torch.manual_seed(0)

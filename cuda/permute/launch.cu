@@ -1,0 +1,147 @@
+#include <stdexcept>
+#include <string>
+
+#include "common/on_device.h"
+#include "permute/kernel.cuh"
+#include "permute/launch.h"
+
+namespace pmoe::permute {
+namespace {
+
+Rows rows_at(const RowsAt& rows) { return {static_cast<uint8_t*>(rows.data), rows.stride_bytes}; }
+
+Slots slots_of(const Moving& m) {
+  if (m.choices < 1 || m.choices > kMostChoices)
+    throw std::invalid_argument("choices (" + std::to_string(m.choices) + ") must be from 1 to " +
+                                std::to_string(kMostChoices));
+  if (m.num_rows < 0)
+    throw std::invalid_argument("num_rows (" + std::to_string(m.num_rows) + ") is negative");
+  const auto num_rows = static_cast<uint32_t>(smaller<int64_t>(m.num_rows, int64_t{1} << 31));
+  return {m.position, m.weight, static_cast<int32_t>(m.choices), num_rows};
+}
+
+template <class Kernel, class... Arguments>
+void launch(const Moving& m, const char* name, Kernel kernel, int shared_bytes, const Cut& cut,
+            const Arguments&... arguments) {
+  const OnDevice here(m.device);
+  kernel<<<static_cast<unsigned>(cut.blocks()), cut.threads, shared_bytes,
+           static_cast<cudaStream_t>(m.stream)>>>(cut, arguments...);
+  check(cudaGetLastError(), name);
+}
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+template <class Do>
+void with_type(RowType type, const Do& act) {
+  switch (type) {
+    case RowType::kFp32:
+      return act(Type<float>{});
+    case RowType::kBf16:
+      return act(Type<bf16>{});
+    case RowType::kFp16:
+      return act(Type<fp16>{});
+  }
+  throw std::invalid_argument("type (" + std::to_string(static_cast<int>(type)) + ") must be 0, 1 or 2");
+}
+
+// Eight vectors of routed rows a lane are on their way at once: of two choices, or of four.
+template <int kVectorsValue, int kChoicesValue>
+struct Shape {
+  static constexpr int kVectors = kVectorsValue, kChoices = kChoicesValue;
+};
+using Wide = Shape<4, 2>;
+using Deep = Shape<2, 4>;
+
+template <class Do>
+void with_shape(int64_t choices, const Do& act) {
+  if (choices <= Wide::kChoices)
+    act(Wide{});
+  else
+    act(Deep{});
+}
+
+template <class Kernel>
+const void* address(Kernel* kernel) {
+  return reinterpret_cast<const void*>(kernel);
+}
+
+template <Of kOf>
+void backward(const Moving& m, const char* name, const RowsAt& a, const RowsAt& b, const RowsAt& out,
+              float* d_weight) {
+  const Slots slots = slots_of(m);
+  with_type(m.type, [&](auto type) {
+    with_shape(m.choices, [&](auto shape) {
+      using T = typename decltype(type)::type;
+      const Cut cut = make_cut(m.tokens, m.row_bytes, shape.kVectors, kThreads, true, m.parts);
+      launch(m, name, backward_kernel<T, shape.kVectors, shape.kChoices, kOf>, dots_bytes(cut, slots.choices),
+             cut, slots, rows_at(a), rows_at(b), rows_at(out), d_weight);
+    });
+  });
+}
+
+}  // namespace
+
+void permute(const Moving& m, RowsAt x, RowsAt rows) {
+  const Slots slots = slots_of(m);
+  const Cut cut = make_cut(m.tokens, m.row_bytes, kPermuteVectors, kThreads, false, m.parts);
+  if (m.weight == nullptr)  // moves bytes of any type
+    return launch(m, "permute", permute_kernel<float, false>, 0, cut, slots, rows_at(x), rows_at(rows));
+  with_type(m.type, [&](auto type) {
+    using T = typename decltype(type)::type;
+    launch(m, "permute", permute_kernel<T, true>, 0, cut, slots, rows_at(x), rows_at(rows));
+  });
+}
+
+void unpermute(const Moving& m, RowsAt rows, RowsAt y) {
+  const Slots slots = slots_of(m);
+  with_type(m.type, [&](auto type) {
+    with_shape(m.choices, [&](auto shape) {
+      using T = typename decltype(type)::type;
+      const Cut cut = make_cut(m.tokens, m.row_bytes, shape.kVectors, kThreads, false, m.parts);
+      const auto start = [&](auto kernel) {
+        launch(m, "unpermute", kernel, 0, cut, slots, rows_at(rows), rows_at(y));
+      };
+      if (m.weight == nullptr)
+        start(unpermute_kernel<T, shape.kVectors, shape.kChoices, false>);
+      else
+        start(unpermute_kernel<T, shape.kVectors, shape.kChoices, true>);
+    });
+  });
+}
+
+void permute_backward(const Moving& m, RowsAt x, RowsAt d_rows, RowsAt d_x, float* d_weight) {
+  backward<Of::kPermute>(m, "permute_backward", x, d_rows, d_x, d_weight);
+}
+
+void unpermute_backward(const Moving& m, RowsAt d_y, RowsAt rows, RowsAt d_rows, float* d_weight) {
+  backward<Of::kUnpermute>(m, "unpermute_backward", d_y, rows, d_rows, d_weight);
+}
+
+void list_kernels(std::vector<KernelInfo>& found) {
+  const auto add = [&](const char* name, const void* kernel, int shared_bytes = 0) {
+    found.push_back({name, kernel, kThreads, shared_bytes});
+  };
+  constexpr int kDots = kThreads / kFewestLanes * kMostChoices * static_cast<int>(sizeof(float));
+  add("permute", address(permute_kernel<float, false>));
+  add("permute.weighted.fp32", address(permute_kernel<float, true>));
+  add("permute.weighted.bf16", address(permute_kernel<bf16, true>));
+  add("permute.weighted.fp16", address(permute_kernel<fp16, true>));
+#define PMOE_LIST(TYPE, NAME)                                                                            \
+  add("unpermute." NAME ".top_2", address(unpermute_kernel<TYPE, 4, 2, false>));                         \
+  add("unpermute." NAME, address(unpermute_kernel<TYPE, 2, 4, false>));                                  \
+  add("unpermute.weighted." NAME ".top_2", address(unpermute_kernel<TYPE, 4, 2, true>));                 \
+  add("unpermute.weighted." NAME, address(unpermute_kernel<TYPE, 2, 4, true>));                          \
+  add("permute_backward." NAME ".top_2", address(backward_kernel<TYPE, 4, 2, Of::kPermute>), kDots);     \
+  add("permute_backward." NAME, address(backward_kernel<TYPE, 2, 4, Of::kPermute>), kDots);              \
+  add("unpermute_backward." NAME ".top_2", address(backward_kernel<TYPE, 4, 2, Of::kUnpermute>), kDots); \
+  add("unpermute_backward." NAME, address(backward_kernel<TYPE, 2, 4, Of::kUnpermute>), kDots)
+  PMOE_LIST(float, "fp32");
+  PMOE_LIST(bf16, "bf16");
+  PMOE_LIST(fp16, "fp16");
+#undef PMOE_LIST
+}
+
+}  // namespace pmoe::permute

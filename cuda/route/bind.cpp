@@ -1,0 +1,59 @@
+// Addresses and streams come as integers; pmoe/kernels/route.py has checked what they stand for.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+#include "module.h"
+#include "route/launch.h"
+
+namespace py = pybind11;
+namespace route = pmoe::route;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+float* floats(Address data) { return reinterpret_cast<float*>(data); }
+int32_t* ints(Address data) { return reinterpret_cast<int32_t*>(data); }
+
+route::Problem problem(int device, Address stream, int64_t num_tokens, int64_t num_experts, int64_t top_k,
+                       int64_t num_chunks, bool normalize, double z_loss_weight) {
+  return {
+      device,       reinterpret_cast<void*>(stream), num_tokens, num_experts, top_k, num_chunks, normalize,
+      z_loss_weight};
+}
+
+void forward(const route::Problem& problem, Address logits, Address weight, Address expert, Address position,
+             Address slot, Address counts, Address ends, Address l_aux, Address workspace,
+             int64_t workspace_bytes) {
+  route::forward(problem,
+                 {floats(logits), floats(weight), ints(expert), ints(position), ints(slot), ints(counts),
+                  ints(ends), floats(l_aux), reinterpret_cast<void*>(workspace), workspace_bytes});
+}
+
+void backward(const route::Problem& problem, Address logits, Address expert, Address weight, Address counts,
+              Address grad_weight, Address partial, Address position, int64_t num_partials,
+              Address grad_l_aux, Address grad_logits) {
+  route::backward(problem,
+                  {floats(logits), ints(expert), floats(weight), ints(counts), floats(grad_weight),
+                   floats(partial), ints(position), num_partials, floats(grad_l_aux), floats(grad_logits)});
+}
+
+void bind_route(py::module_& m) {
+  py::class_<route::Problem>(m, "RouteProblem", "What the launches of pmoe.kernels.route have in common.")
+      .def(py::init(&problem), py::arg("device"), py::arg("stream"), py::arg("num_tokens"),
+           py::arg("num_experts"), py::arg("top_k"), py::arg("num_chunks"), py::arg("normalize"),
+           py::arg("z_loss_weight"));
+  m.def("route_refusal", &route::refusal, py::arg("num_tokens"), py::arg("num_experts"), py::arg("top_k"),
+        py::arg("num_chunks"), "Why there is no kernel for these sizes, or an empty string. Asks no device.");
+  m.def("route_most_chunks", &route::most_chunks, py::arg("device"), py::arg("num_experts"), py::arg("top_k"),
+        "The most chunks that this device's resident blocks can be divided among.");
+  m.def("route_workspace_bytes", &route::workspace_bytes, py::arg("device"), py::arg("num_experts"),
+        "Bytes of workspace that any launch with so many experts takes; zero before the first one.");
+  m.def("route", &forward);
+  m.def("route_backward", &backward);
+}
+
+const pmoe::Module joined(bind_route, route::list_kernels);
+
+}  // namespace

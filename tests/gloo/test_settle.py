@@ -1,0 +1,321 @@
+"""Ranks settle alike which kernels they take, whatever each of them measures, remembers or lacks.
+
+Clocks, devices and folders are fakes, the agreement is real.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pmoe.comm.ranks import Ranks
+from pmoe.experts import FFNExperts, ModuleExperts, StackedExperts, SwiGLUExperts, products
+from pmoe.experts.base import Shard
+from pmoe.experts.products import GROUPED_MM, PRODUCTS
+from pmoe.kernels.registry import Architecture
+from pmoe.pipeline import settle
+from pmoe.pipeline.settle import agree_among, product_requests, settle_products
+from tests.pool import ranks
+from tests.unit.test_kernels_registry import (
+    CUDA,
+    FASTER,
+    FORWARD,
+    INPUT,
+    SLOWER,
+    WEIGHT,
+    FakeMachine,
+    make_registry,
+)
+
+CPU = torch.device("cpu")
+HOPPER, AMPERE, BY_DRIVER, NO_KERNELS, NO_KERNELS_AMPERE = (
+    Architecture(binary_version=binary, ptx_version=ptx, capability=capability)
+    for binary, ptx, capability in ((90, 90, 90), (80, 80, 80), (90, 80, 90), (0, 0, 90), (0, 0, 80))
+)
+
+
+@dataclass
+class Report:
+    """Of one rank: its choices, what it measured, the reductions it took part in, its warnings and its
+    error."""
+
+    choices: list[str]
+    measured: int
+    reductions: int
+    told: list[str]
+    error: str | None
+
+
+@contextmanager
+def counted_reductions() -> Iterator[list[int]]:
+    sizes, real = [], dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return real(tensor, *args, **options)
+
+    dist.all_reduce = counted
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = real
+
+
+def settled(rank: int, world: int, folders: list[str], given: list[dict[str, Any]]) -> Report:
+    """Each rank settles what ``given`` says of it: times, architecture, free memory, requests."""
+    mine = given[rank]
+    machine = FakeMachine(Path(folders[rank]), mine.get("times", FASTER), mine.get("architecture", HOPPER))
+    machine.free = mine.get("free", machine.free)
+    registry = make_registry(machine, mine.get("refusals"))
+    requests = mine.get("requests", [FORWARD, INPUT])
+    error = None
+    with warnings.catch_warnings(record=True) as caught, counted_reductions() as reductions:
+        warnings.simplefilter("always")
+        try:
+            registry.settle(requests, agree_among(Ranks(), CPU))
+        except ValueError as failure:
+            error = str(failure)
+        choices = [registry.choose(each) for each in (FORWARD, INPUT)]
+    dist.barrier()  # no rank is out of step
+    told = [str(each.message) for each in caught]
+    return Report(choices, len(machine.measured) // 2, len(reductions), told, error)
+
+
+def folders_of(tmp_path: Path, world: int = 2) -> list[str]:
+    folders = [tmp_path / f"rank {rank}" for rank in range(world)]
+    for folder in folders:
+        folder.mkdir()
+    return [str(folder) for folder in folders]
+
+
+def run(tmp_path: Path, *given: dict[str, Any], folders: list[str] | None = None) -> list[Report]:
+    return ranks(len(given)).run(settled, folders or folders_of(tmp_path, len(given)), list(given))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "choice"),
+    [
+        ({"pmoe": 1.0, "grouped_mm": 2.0}, {"pmoe": 3.0, "grouped_mm": 2.0}, "grouped_mm"),
+        ({"pmoe": 1.0, "grouped_mm": 9.0}, {"pmoe": 3.0, "grouped_mm": 2.0}, "pmoe"),
+    ],
+)
+def test_ranks_of_unlike_clocks_agree_by_the_slowest(
+    tmp_path: Path, first: dict[str, float], second: dict[str, float], choice: str
+) -> None:
+    for report in run(tmp_path, {"times": first}, {"times": second}):
+        assert report == Report([choice, choice], 2, 2, [], None)
+
+
+def test_what_all_ranks_know_costs_one_reduction(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path)
+    run(tmp_path, {}, {}, folders=folders)
+    for report in run(tmp_path, {"times": SLOWER}, {"times": SLOWER}, folders=folders):
+        assert report == Report(["pmoe", "pmoe"], 0, 1, [], None)
+
+
+def test_where_one_rank_has_no_file_all_measure_and_both_have_one_then(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path)
+    run(tmp_path, {}, {}, folders=folders)
+    next(Path(folders[1]).iterdir()).unlink()
+    for report in run(tmp_path, {"times": SLOWER}, {"times": SLOWER}, folders=folders):
+        assert report == Report(["grouped_mm", "grouped_mm"], 2, 3, [], None)
+    for report in run(tmp_path, {}, {}, folders=folders):
+        assert report == Report(["grouped_mm", "grouped_mm"], 0, 1, [], None)
+
+
+def test_where_a_ranks_file_knows_another_choice_that_request_is_measured_again(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path)
+    run(tmp_path, {}, {}, folders=folders)
+    path = next(Path(folders[1]).iterdir())
+    text = path.read_text()
+    at = text.index('"choice": "pmoe"', text.index(INPUT.key))
+    path.write_text(text[:at] + text[at:].replace('"pmoe"', '"grouped_mm"', 1))
+    reports = run(tmp_path, {"times": SLOWER}, {"times": FASTER}, folders=folders)
+    for report in reports:
+        assert report == Report(["pmoe", "grouped_mm"], 1, 3, [], None)
+    for report in run(tmp_path, {}, {}, folders=folders):
+        assert report == Report(["pmoe", "grouped_mm"], 0, 1, [], None)
+
+
+def test_two_ranks_that_write_one_file_at_once_leave_a_whole_one(tmp_path: Path) -> None:
+    folders = [str(tmp_path)] * 4
+    run(tmp_path, {}, {}, {}, {}, folders=folders)
+    assert len(list(tmp_path.iterdir())) == 1
+    for report in run(tmp_path, {}, {}, {}, {}, folders=folders):
+        assert report == Report(["pmoe", "pmoe"], 0, 1, [], None)
+
+
+@pytest.mark.parametrize(("first", "second"), [(HOPPER, AMPERE), (HOPPER, BY_DRIVER), (NO_KERNELS, HOPPER)])
+def test_mixed_architectures_are_an_error_on_every_rank(
+    tmp_path: Path, first: Architecture, second: Architecture
+) -> None:
+    found = run(tmp_path, {"architecture": first}, {"architecture": second})
+    for report, here in zip(found, (first, second), strict=True):
+        assert report.error is not None
+        assert report.error.startswith(f"mixed architectures: the kernels of this rank ({here}) must be")
+        assert (report.measured, report.reductions) == (0, 1)
+    least, most = (
+        Architecture(
+            binary_version=of(first.binary_version, second.binary_version),
+            ptx_version=of(first.ptx_version, second.ptx_version),
+            capability=of(first.capability, second.capability),
+        )
+        for of in (min, max)
+    )
+    assert all(report.error.endswith(f"from {least} to {most}") for report in found)
+
+
+def test_without_kernels_on_any_rank_unlike_devices_are_no_error(tmp_path: Path) -> None:
+    refusals = {"pmoe": ["not built"]}
+    reports = run(
+        tmp_path,
+        {"architecture": NO_KERNELS, "refusals": refusals},
+        {"architecture": NO_KERNELS_AMPERE, "refusals": refusals},
+    )
+    for report in reports:
+        assert (report.choices, report.measured, report.error) == (["grouped_mm"] * 2, 0, None)
+
+
+def test_where_one_rank_cannot_measure_nothing_is_settled_and_that_rank_tells(tmp_path: Path) -> None:
+    fine, full = run(tmp_path, {}, {"free": 1000})
+    assert fine == Report(["grouped_mm", "grouped_mm"], 2, 2, [], None)
+    assert (full.choices, full.measured, full.reductions) == (["grouped_mm", "grouped_mm"], 0, 2)
+    assert full.told and all("bytes are needed, and half of 1000" in each for each in full.told)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_where_one_rank_refuses_nothing_is_measured(tmp_path: Path) -> None:
+    first, second = run(tmp_path, {}, {"refusals": {"grouped_mm": ["no"]}})
+    assert (first.choices, first.measured, first.reductions) == (["grouped_mm"] * 2, 0, 2)
+    assert (second.choices, second.measured, second.reductions) == (["pmoe"] * 2, 0, 2)
+
+
+def test_ranks_that_come_with_unlike_requests_settle_nothing_and_do_not_hang(tmp_path: Path) -> None:
+    for report in run(tmp_path, {}, {"requests": [WEIGHT]}):
+        assert (report.choices, report.measured, report.reductions) == (["grouped_mm"] * 2, 0, 1)
+        assert report.told == [
+            "pmoe: the ranks' experts are of unlike sizes: their products are not measured"
+        ]
+
+
+# ---- of a layer's experts
+
+
+def test_the_requests_of_a_layer_are_its_products_in_buckets_of_rows() -> None:
+    experts = SwiGLUExperts(64, 96, 4, bias=False, dtype=torch.bfloat16)
+    found = product_requests(experts, torch.bfloat16, CPU, 1000)
+    products_of = {(each.form, each.in_features, each.out_features) for each in found}
+    assert products_of == {
+        (form, *of) for form in ("forward", "input", "weight") for of in ((64, 192), (96, 64))
+    }
+    assert sorted({each.rows for each in found}) == [32, 64, 128, 256, 512, 1024, 2048]
+    assert len(found) == len(set(found)) == 6 * 7
+    assert {each.experts for each in found} == {4}
+    assert {each.form for each in product_requests(experts, torch.bfloat16, CPU, 9, needs_grad=False)} == {
+        "forward"
+    }
+    assert sorted({each.rows for each in product_requests(experts, torch.bfloat16, CPU, 3)}) == [1, 2, 4, 8]
+
+
+def test_products_that_only_one_way_computes_are_not_asked_for() -> None:
+    with_bias = FFNExperts(64, 96, 4, dtype=torch.bfloat16)
+    assert {each.form for each in product_requests(with_bias, torch.bfloat16, CPU, 9)} == {"input", "weight"}
+    assert product_requests(with_bias, torch.float32, CPU, 9) == []
+    assert product_requests(FFNExperts(60, 96, 4), torch.bfloat16, CPU, 9) == []
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_all_shards_of_an_expert_ask_alike(bias: bool) -> None:
+    first, second = (
+        product_requests(FFNExperts(64, 96, 4, bias=bias, shard=Shard(i, 2)), torch.bfloat16, CPU, 9)
+        for i in range(2)
+    )
+    assert first == second
+    assert any(each.form == "forward" for each in first)
+
+
+EXPERTS = {
+    "swiglu": lambda: SwiGLUExperts(64, 96, 4, bias=False),
+    "modules": lambda: ModuleExperts([torch.nn.Identity()]),
+}
+
+
+def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str, int]:
+    """How many reductions each of several calls has, on devices that are as if they were CUDA's."""
+    found: dict[str, int] = {}
+    machine, experts = FakeMachine(Path(folders[rank]), FASTER), EXPERTS["swiglu"]()
+    group, capturing = Ranks(), [False]
+
+    def call(
+        name: str,
+        of: StackedExperts | ModuleExperts = experts,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device = CUDA,
+        max_rows: int = 1000,
+        needs_grad: bool = True,
+    ) -> None:
+        with counted_reductions() as sizes:
+            settle_products(of, group, dtype, device, max_rows, needs_grad=needs_grad)
+        found[name] = len(sizes)
+
+    patched = pytest.MonkeyPatch()
+    with patched.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+        patch.setattr(products, "device_name", lambda device: "NVIDIA H200")
+        patch.setattr(settle, "agree_among", lambda ranks, device: agree_among(ranks, CPU))
+        patch.setattr(settle, "_settled", set())
+        patch.setattr(PRODUCTS, "machine", machine)
+        patch.setattr(PRODUCTS, "_settled", {})
+        patch.setattr(PRODUCTS, "_ranked", {})
+        willing = [replace(each, reasons=lambda request: []) for each in PRODUCTS.candidates]
+        patch.setattr(PRODUCTS, "candidates", tuple(willing))
+        patch.setattr(PRODUCTS, "_by_name", {each.name: each for each in willing})
+        patch.setattr(PRODUCTS, "_operands", lambda request: None)
+        patch.setattr(machine, "seconds", lambda pieces, device: dict.fromkeys(pieces, 1.0))
+        call("on the CPU", device=CPU)
+        call("no rows", max_rows=0)
+        call("modules", of=EXPERTS["modules"]())
+        call("float32", dtype=torch.float32)
+        torch.use_deterministic_algorithms(True)
+        call("deterministic")
+        torch.use_deterministic_algorithms(False)
+        capturing[0] = True
+        call("captured")
+        capturing[0] = False
+        call("first")
+        call("again")
+        call("in the same bucket", max_rows=513)
+        call("an equal layer", of=EXPERTS["swiglu"]())
+        call("in the next bucket", max_rows=1025)
+        call("without a backward", needs_grad=False)
+        [request, *_] = product_requests(experts, torch.bfloat16, CUDA, 1000)
+        assert PRODUCTS.settled(request).choice == GROUPED_MM
+    dist.barrier()
+    return found
+
+
+def test_a_layer_settles_once_and_adds_no_collective_later(tmp_path: Path) -> None:
+    first, second = ranks(2).run(reductions_of_layers, folders_of(tmp_path))
+    assert first == second
+    assert first == {
+        "on the CPU": 0,
+        "no rows": 0,
+        "modules": 0,
+        "float32": 0,
+        "deterministic": 0,
+        "captured": 0,
+        "first": 2,
+        "again": 0,
+        "in the same bucket": 0,
+        "an equal layer": 0,
+        "in the next bucket": 2,
+        "without a backward": 1,
+    }

@@ -1,0 +1,267 @@
+"""A layer of one rank by the kernels' path, here with the plain definitions in the kernels' place, against
+the same layer by the path of all other layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import pmoe
+from pmoe.experts.products import PRODUCTS
+from pmoe.pipeline import alone
+from pmoe.pipeline.callbacks import Callback
+from pmoe.pipeline.settle import slower_kernels
+
+M, H, E = 16, 24, 6
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels are taken to run here; every call by their path is counted."""
+    calls: list[str] = []
+    run = alone.run
+
+    def counted(*args: Any) -> alone.Result:
+        calls.append("alone")
+        return run(*args)
+
+    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(alone, "run", counted)
+    return calls
+
+
+def make(dtype: torch.dtype = torch.float64, **options: Any) -> pmoe.MoELayer:
+    torch.manual_seed(5)
+    layer = pmoe.MoELayer(
+        **{"d_model": M, "d_hidden": H, "num_experts": E, "top_k": 2, **options}, dtype=dtype
+    )
+    with torch.no_grad():
+        layer.gate.weight.mul_(3)
+    return layer
+
+
+def step(layer: pmoe.MoELayer, x: Tensor, grad: Tensor) -> dict[str, Tensor | None]:
+    layer.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    assert layer.l_aux is not None
+    ((y * grad).sum() + 0.3 * layer.l_aux).backward()
+    found = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "l_aux": layer.l_aux.detach(), "x": x.grad, **found}
+
+
+def compared(
+    layer: pmoe.MoELayer, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """One step by the kernels' path, and one by the path of all layers."""
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(x.dtype)
+    found = step(layer, x, grad)
+    with monkeypatch.context() as patch:
+        patch.setattr(alone, "kernel_refusal", lambda *_, **__: "not this time")
+        expected = step(layer, x, grad)
+    return found, expected
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "relu", "bias": False},
+        {"activation": "silu", "top_k": 1},
+        {"expert": "swiglu", "bias": False},
+        {"expert": "swiglu", "top_k": 4, "z_loss_weight": 0.1},
+        {"gate": "switch", "top_k": 1},
+        {"top_k": 3, "normalize_gate": False, "pipeline": True},
+        {"num_experts": 1, "top_k": 1},
+        {"pipeline": "solve"},
+    ],
+)
+def test_it_equals_the_path_of_all_layers(
+    options: dict[str, Any], kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make(**options)
+    found, expected = compared(layer, tokens(3, 11, M), monkeypatch)
+    assert kernels == ["alone"]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_counts_come_to_the_host_when_they_are_asked_for(kernels: list[str], monkeypatch: Any) -> None:
+    layer = make()
+    layer(tokens(13, M))
+    found, max_tokens = layer.tokens_per_expert, layer.max_tokens
+    monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: "not this time")
+    layer(tokens(13, M))
+    assert kernels and torch.equal(found, layer.tokens_per_expert) and max_tokens == layer.max_tokens == 13
+    assert found.dtype == torch.int64 and found.sum() == 26
+
+
+@pytest.mark.parametrize("shape", [(0, M), (1, M), (2, 0, M)])
+def test_no_tokens_and_one(shape: tuple[int, ...], kernels: list[str], monkeypatch: Any) -> None:
+    layer = make(expert="swiglu")
+    found, expected = compared(layer, tokens(*shape), monkeypatch)
+    assert kernels and found["y"].shape == shape
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_all_rows_to_one_expert(kernels: list[str], monkeypatch: Any) -> None:
+    layer = make(top_k=1)
+    with torch.no_grad():
+        layer.gate.weight.zero_()
+    found, expected = compared(layer, tokens(9, M), monkeypatch)
+    assert kernels and layer.tokens_per_expert.tolist() == [9, 0, 0, 0, 0, 0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_frozen_parameters_get_no_gradient_and_cost_no_product(kernels: list[str]) -> None:
+    layer = make()
+    layer.experts.requires_grad_(False)
+    found = step(layer, tokens(7, M), tokens(7, M))
+    assert kernels and found["experts.w1"] is None and found["experts.b2"] is None
+    assert found["x"] is not None and found["gate.weight"] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_types_are_as_near_as_the_path_of_all_layers(
+    dtype: torch.dtype, kernels: list[str], monkeypatch: Any
+) -> None:
+    exact = make(expert="swiglu", bias=False)
+    layer = make(dtype, expert="swiglu", bias=False)
+    layer.load_state_dict({k: v.to(dtype) for k, v in exact.state_dict().items()})
+    exact.load_state_dict({k: v.double() for k, v in layer.state_dict().items()})
+    x = tokens(40, M, dtype=dtype)
+    found, plain = compared(layer, x, monkeypatch)
+    wanted, _ = compared(exact, x.double(), monkeypatch)
+    for name, value in wanted.items():
+        norm = value.norm()
+        error, allowed = ((each[name].double() - value).norm() / norm for each in (found, plain))
+        assert error <= 2 * allowed + torch.finfo(dtype).eps / 4, name
+
+
+def test_under_autocast_rows_and_parameters_are_cast(kernels: list[str], monkeypatch: Any) -> None:
+    layer, x = make(torch.float32), tokens(20, M, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = compared(layer, x, monkeypatch)
+    assert kernels and found["y"].dtype == torch.bfloat16
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0.05, atol=0.02, msg=name)
+
+
+def test_without_gradients_nothing_is_saved(kernels: list[str]) -> None:
+    layer, x = make(), tokens(8, M)
+    expected = layer(x)
+    with torch.no_grad():
+        y = layer(x)
+    assert len(kernels) == 2 and not y.requires_grad
+    torch.testing.assert_close(y, expected.detach())
+
+
+def test_saved_bytes_are_the_input_the_hidden_the_logits_and_16_a_slot(kernels: list[str]) -> None:
+    num_tokens, top_k = 64, 4
+    layer = make(torch.bfloat16, expert="swiglu", bias=False, top_k=top_k)
+    x = tokens(num_tokens, M, dtype=torch.bfloat16).requires_grad_()
+    kept: dict[int, int] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    held = 2 * num_tokens * M + 4 * num_tokens * top_k * H
+    places = 16 * num_tokens * top_k + 4 * num_tokens * E
+    assert kernels and y.shape == x.shape
+    assert sum(kept.values()) <= held + places + 2 * 4 * E  # and rows by expert, with their running sums
+    assert sum(kept.values()) >= held
+
+
+def test_backward_twice_checkpointing_and_copies(kernels: list[str]) -> None:
+    layer, x = make(), tokens(10, M).requires_grad_()
+    y = layer(x)
+    (once,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (again,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(once, again)
+    z = checkpoint(layer, x, use_reentrant=False)
+    (third,) = torch.autograd.grad(z.sum(), x)
+    assert torch.equal(once, third) and torch.equal(copy.deepcopy(layer)(x), y)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    assert len(kernels) >= 4
+
+
+def test_input_that_is_not_contiguous(kernels: list[str], monkeypatch: Any) -> None:
+    layer = make()
+    whole = tokens(12, 2 * M)
+    for x in (whole[:, ::2], whole[::2, :M], whole[:, 1 : M + 1]):
+        found, expected = compared(layer, x, monkeypatch)
+        torch.testing.assert_close(found["y"], expected["y"], rtol=1e-12, atol=1e-13)
+    assert len(kernels) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_reuse": "S4", "pipeline": 2},
+        {"pipeline": 2},
+        {"capacity_factor": 1.0},
+        {"gate": "sigmoid"},
+        {"order": "einsum"},
+        {"shared_expert": 8},
+        {"callbacks": [Callback()]},
+        {"bypass_local": False},
+        {"send_once": True},
+        {"check_finite": True},
+        {"sequential": True},
+        {"expert": lambda: torch.nn.Linear(M, M)},
+        {"gate": pmoe.MoELayer(M, H, E, top_k=2).gate},
+    ],
+)
+def test_layers_that_ask_for_more_take_the_path_of_all_layers(
+    options: dict[str, Any], kernels: list[str]
+) -> None:
+    make(**options).double()(tokens(8, M))
+    assert not kernels
+
+
+def test_bad_input_is_refused_as_ever(kernels: list[str]) -> None:
+    layer = make()
+    with pytest.raises(ValueError, match=r"d_model \(16\)"):
+        layer(tokens(3, M + 1))
+    with pytest.raises(ValueError, match=r"float32 must be of the layer's dtype"):
+        layer(tokens(3, M).float())
+    assert not kernels
+
+
+def test_without_a_device_for_them_the_kernels_say_why() -> None:
+    layer, x = make(torch.bfloat16), tokens(3, M, dtype=torch.bfloat16)
+    why = alone.kernel_refusal(
+        layer.gate, layer.experts, x, torch.bfloat16, ranks=layer.ranks, needs_grad=True
+    )
+    assert why == "3 tokens on cpu"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_product_that_another_way_computes_faster_keeps_the_layer_off_this_path(bias: bool) -> None:
+    layer, device = make(torch.bfloat16, bias=bias), torch.device("cpu")
+
+    def slower(needs_grad: bool) -> str | None:
+        return slower_kernels(layer.experts, torch.bfloat16, device, 64, needs_grad=needs_grad)
+
+    with PRODUCTS.forcing("pmoe"):
+        assert slower(True) is None
+    with PRODUCTS.forcing("grouped_mm"):
+        assert slower(False) == "grouped_mm is chosen for the forward product of w1 with 64 rows"

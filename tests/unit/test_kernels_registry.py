@@ -1,0 +1,490 @@
+"""The registry: which of several kernels computes a request, why, and what is remembered of it.
+
+Candidates, clocks, devices and folders are fakes; "pmoe" and "grouped_mm" compete, "loop" refuses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pmoe.kernels import extension, registry
+from pmoe.kernels.registry import Architecture, Candidate, Machine, Registry, Request, bucket
+
+HOPPER = Architecture(binary_version=90, ptx_version=90, capability=90)
+CUDA = torch.device("cuda", 0)
+
+
+class FakeMachine(Machine):
+    """times: seconds of each candidate; by the request's form, where forms differ."""
+
+    def __init__(self, folder: Path, times: Mapping[str, Any], architecture: Architecture = HOPPER) -> None:
+        self.times, self.is_hopper, self._folder, self._build = times, architecture, folder, "b1"
+        self.measured: list[str] = []
+        self.free = 1 << 40
+        self.released = 0
+
+    def seconds(self, pieces: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+        for piece in pieces.values():
+            self.measured.append(piece())
+        form = self.measured[-1].split()[0]
+        return {
+            name: self.times[name][form] if isinstance(self.times[name], dict) else self.times[name]
+            for name in pieces
+        }
+
+    def free_bytes(self, device: torch.device) -> int:
+        return self.free
+
+    def release(self, device: torch.device) -> None:
+        self.released += 1
+
+    def architecture(self, device: torch.device) -> Architecture:
+        return self.is_hopper
+
+    def build(self) -> str:
+        return self._build
+
+    def folder(self) -> Path:
+        return self._folder
+
+
+def make_registry(
+    machine: Machine,
+    refusals: Mapping[str, list[str]] | None = None,
+    misfits: Mapping[str, str] | None = None,
+) -> Registry:
+    """refusals: by candidate, why it refuses every request; misfits: why every operand."""
+
+    def candidate(name: str) -> Candidate:
+        return Candidate(
+            name=name,
+            reasons=lambda request: (refusals or {}).get(name, []),
+            run=lambda request, operands: f"{request.form} by {name}",
+            misfit=lambda operands: (misfits or {}).get(name),
+        )
+
+    return Registry(
+        [candidate(name) for name in ("pmoe", "grouped_mm", "loop")],
+        compete=("pmoe", "grouped_mm"),
+        operands=lambda request: None,
+        machine=machine,
+    )
+
+
+def make_request(form: str = "forward", rows: int = 1024, **changes: Any) -> Request:
+    fields: dict[str, Any] = {
+        "form": form,
+        "device": CUDA,
+        "device_name": "NVIDIA H200",
+        "dtype": torch.bfloat16,
+        "experts": 8,
+        "rows": rows,
+        "in_features": 64,
+        "out_features": 128,
+    }
+    return Request(**fields | changes)
+
+
+FORWARD, INPUT, WEIGHT = (make_request(form) for form in ("forward", "input", "weight"))
+
+
+class Alone:
+    """Agreement of one rank, counted."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, values: Sequence[float]) -> list[float]:
+        self.calls.append(len(values))
+        return list(values)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+SLOWER = {"pmoe": 2e-3, "grouped_mm": 1e-3}
+FASTER = {"pmoe": 1e-3, "grouped_mm": 2e-3}
+
+
+def test_a_bucket_is_the_least_power_of_two_that_holds_the_rows() -> None:
+    assert [bucket(rows) for rows in (0, 1, 2, 3, 64, 65, 1000)] == [1, 1, 2, 4, 64, 128, 1024]
+
+
+def test_devices_of_one_name_share_their_requests() -> None:
+    assert replace(FORWARD, device=torch.device("cuda", 1)) == FORWARD
+    assert replace(FORWARD, device_name="NVIDIA A100") != FORWARD
+    assert FORWARD.key == "forward bfloat16 experts=8 rows=1024 in=64 out=128"
+    assert replace(FORWARD, bias=True).key == FORWARD.key + " bias"
+
+
+# ---- the rule
+
+
+def test_what_was_not_measured_never_replaces_grouped_mm(tmp_path: Path) -> None:
+    assert make_registry(FakeMachine(tmp_path, FASTER)).choose(FORWARD) == "grouped_mm"
+
+
+@pytest.mark.parametrize(
+    "refusing, taken", [(["grouped_mm"], "pmoe"), (["pmoe"], "grouped_mm"), (["pmoe", "grouped_mm"], "loop")]
+)
+@pytest.mark.filterwarnings("ignore:pmoe. products")
+def test_the_first_willing_is_taken_where_grouped_mm_is_not(
+    tmp_path: Path, refusing: list[str], taken: str
+) -> None:
+    refusals = {name: ["no"] for name in refusing}
+    assert make_registry(FakeMachine(tmp_path, FASTER), refusals).choose(FORWARD) == taken
+
+
+def test_a_willing_but_slower_kernel_is_never_chosen(tmp_path: Path) -> None:
+    found = make_registry(FakeMachine(tmp_path, SLOWER))
+    found.settle([FORWARD, INPUT], Alone())
+    assert [found.choose(each) for each in (FORWARD, INPUT, WEIGHT)] == ["grouped_mm"] * 3
+
+
+def test_the_faster_kernel_is_chosen_for_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
+    times = {"pmoe": {"forward": 1.0, "input": 3.0}, "grouped_mm": {"forward": 2.0, "input": 2.0}}
+    machine = FakeMachine(tmp_path, times)
+    found = make_registry(machine)
+    found.settle([FORWARD, INPUT], Alone())
+    others = [make_request(rows=2048), make_request(rows=512), WEIGHT]
+    assert [found.choose(each) for each in (FORWARD, INPUT, *others)] == [
+        "pmoe", "grouped_mm", "grouped_mm", "grouped_mm", "grouped_mm",
+    ]  # fmt: skip
+    assert machine.measured == [
+        "forward by pmoe", "forward by grouped_mm", "input by pmoe", "input by grouped_mm",
+    ]  # fmt: skip
+    assert machine.released == 1
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(0.995, "grouped_mm"), (0.985, "pmoe"), (1.0, "grouped_mm")])
+def test_ties_within_one_percent_go_to_grouped_mm(tmp_path: Path, seconds: float, taken: str) -> None:
+    found = make_registry(FakeMachine(tmp_path, {"pmoe": seconds, "grouped_mm": 1.0}))
+    found.settle([FORWARD], Alone())
+    assert found.choose(FORWARD) == taken
+
+
+def test_a_request_that_one_of_the_two_refuses_is_not_measured(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, FASTER)
+    found, agree = make_registry(machine, {"grouped_mm": ["bias"]}), Alone()
+    found.settle([FORWARD], agree)
+    assert machine.measured == []
+    assert len(agree.calls) == 1
+    assert found.choose(FORWARD) == "pmoe"
+
+
+def test_deterministic_mode_pins_the_choice_whatever_was_measured(
+    tmp_path: Path, deterministic: None
+) -> None:
+    machine, agree = FakeMachine(tmp_path, SLOWER), Alone()
+    found = make_registry(machine)
+    found.settle([FORWARD], agree)
+    assert (machine.measured, agree.calls, list(tmp_path.iterdir())) == ([], [], [])
+    assert found.choose(FORWARD) == "pmoe"
+    torch.use_deterministic_algorithms(False)
+    found.settle([FORWARD], agree)
+    assert found.choose(FORWARD) == "grouped_mm"
+    torch.use_deterministic_algorithms(True)
+    assert found.choose(FORWARD) == "pmoe"
+    refusing = make_registry(machine, {"pmoe": ["no"]})
+    with pytest.warns(UserWarning, match="no"):
+        assert refusing.choose(FORWARD) == "grouped_mm"
+
+
+def test_operands_that_do_not_fit_go_to_the_next(tmp_path: Path) -> None:
+    found = make_registry(FakeMachine(tmp_path, FASTER), misfits={"pmoe": "rows: not aligned"})
+    found.settle([FORWARD], Alone())
+    with pytest.warns(UserWarning, match="without pmoe's kernels: rows: not aligned") as caught:
+        assert found.choose(FORWARD, ()) == found.choose(FORWARD, ()) == "grouped_mm"
+    assert len(caught) == 1
+    found = make_registry(FakeMachine(tmp_path, FASTER), misfits={"grouped_mm": "not contiguous"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing of pmoe's is passed over
+        assert found.choose(INPUT, ()) == "pmoe"
+
+
+def test_a_choice_may_be_forced_for_a_while(tmp_path: Path) -> None:
+    found = make_registry(FakeMachine(tmp_path, SLOWER), misfits={"grouped_mm": "bias"})
+    with found.forcing("pmoe"):
+        assert found.choose(FORWARD, ()) == "pmoe"
+        with found.forcing("grouped_mm"):
+            assert found.choose(FORWARD, ()) == "loop"
+    assert found.choose(FORWARD) == "grouped_mm"
+    with (
+        pytest.raises(ValueError, match=r"name \('cutlass'\) must be one of pmoe, grouped_mm, loop"),
+        found.forcing("cutlass"),
+    ):
+        pass
+
+
+def test_where_nobody_would_compute_the_error_explains(tmp_path: Path) -> None:
+    refusals = {name: [f"{name} is away"] for name in ("pmoe", "grouped_mm", "loop")}
+    found = make_registry(FakeMachine(tmp_path, FASTER), refusals)
+    with pytest.raises(NotImplementedError, match="loop is away"), pytest.warns(UserWarning):
+        found.choose(FORWARD)
+
+
+# ---- it explains itself
+
+
+def test_explain_gives_the_request_each_candidates_seconds_and_the_choice(tmp_path: Path) -> None:
+    found = make_registry(FakeMachine(tmp_path, FASTER))
+    found.settle([FORWARD], Alone())
+    when = found.settled(FORWARD).when
+    assert found.explain(FORWARD) == (
+        "forward bfloat16 experts=8 rows=1024 in=64 out=128 on NVIDIA H200\n"
+        "  pmoe        1 ms\n"
+        "  grouped_mm  2 ms\n"
+        "  loop        willing\n"
+        f"  takes pmoe: faster, measured {when}"
+    )
+
+
+def test_explain_gives_each_candidates_reasons(tmp_path: Path) -> None:
+    refusals = {"pmoe": ["not built", "dtype"], "grouped_mm": ["bias"]}
+    found = make_registry(FakeMachine(tmp_path, FASTER), refusals)
+    assert found.explain(replace(FORWARD, bias=True)).splitlines()[1:] == [
+        "  pmoe        refuses: not built; dtype",
+        "  grouped_mm  refuses: bias",
+        "  loop        willing",
+        "  takes loop: the first that is willing",
+    ]
+
+
+def test_explain_says_why_nothing_was_measured(tmp_path: Path, deterministic: None) -> None:
+    found = make_registry(FakeMachine(tmp_path, FASTER))
+    assert found.explain(FORWARD).endswith(
+        "takes pmoe: deterministic mode: the first that is willing, whatever it takes"
+    )
+    torch.use_deterministic_algorithms(False)
+    assert found.explain(FORWARD).endswith("takes grouped_mm: not measured, and nothing untimed replaces it")
+
+
+@pytest.mark.parametrize("flag", [None, "0", "1"])
+def test_each_choice_is_logged_once_for_each_request_where_asked_for(
+    tmp_path: Path, flag: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PMOE_LOG_KERNELS", raising=False)
+    if flag is not None:
+        monkeypatch.setenv("PMOE_LOG_KERNELS", flag)
+    found = make_registry(FakeMachine(tmp_path, FASTER))
+    with caplog.at_level(logging.DEBUG, "pmoe"):
+        for request in (FORWARD, FORWARD, INPUT, FORWARD):
+            found.choose(request)
+    asked = [FORWARD, INPUT] if flag == "1" else []
+    assert [record.message for record in caplog.records] == [found.explain(each) for each in asked]
+
+
+def test_a_fallback_is_told_once_for_each_reason_and_only_on_cuda(tmp_path: Path) -> None:
+    found = make_registry(FakeMachine(tmp_path, FASTER), {"pmoe": ["pmoe._cuda is not built"]})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found.choose(replace(FORWARD, device=torch.device("cpu"), device_name="cpu"))
+        assert caught == []
+        for request in (FORWARD, INPUT, WEIGHT, make_request(rows=8)):
+            found.choose(request)
+    assert [str(each.message) for each in caught] == [
+        "pmoe: products are computed without pmoe's kernels: pmoe._cuda is not built"
+    ]
+
+
+# ---- it remembers
+
+
+def settled_file(tmp_path: Path) -> Path:
+    [path] = tmp_path.iterdir()
+    return path
+
+
+def test_another_process_finds_what_was_measured(tmp_path: Path) -> None:
+    make_registry(FakeMachine(tmp_path, FASTER)).settle([FORWARD, INPUT], Alone())
+    path = settled_file(tmp_path)
+    assert path.name.startswith("kernels_nvidia-h200_")
+    held = json.loads(path.read_text())
+    assert held["format"] == 1
+    assert held["choices"][FORWARD.key]["choice"] == "pmoe"
+    assert held["choices"][FORWARD.key]["seconds"] == FASTER
+    machine, agree = FakeMachine(tmp_path, SLOWER), Alone()
+    again = make_registry(machine)
+    again.settle([FORWARD, INPUT], agree)
+    assert (machine.measured, len(agree.calls)) == ([], 1)
+    assert again.choose(FORWARD) == "pmoe"
+    again.settle([FORWARD, WEIGHT], agree)
+    assert machine.measured == ["weight by pmoe", "weight by grouped_mm"]
+    assert set(json.loads(path.read_text())["choices"]) == {each.key for each in (FORWARD, INPUT, WEIGHT)}
+
+
+def test_nothing_is_looked_up_again_in_the_same_process(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, FASTER)
+    found = make_registry(machine)
+    found.settle([FORWARD], Alone())
+    settled_file(tmp_path).unlink()
+    found.settle([FORWARD], Alone())
+    assert len(machine.measured) == 2
+    assert found.choose(FORWARD) == "pmoe"
+
+
+CORRUPT = {
+    "no JSON": "{",
+    "no object": "[]",
+    "another format": json.dumps({"format": 2}),
+    "another device's": lambda held: held | {"device": "NVIDIA A100"},
+    "another build's": lambda held: held | {"build": "b2"},
+    "no choices": lambda held: held | {"choices": None},
+    "an unknown choice": lambda held: (
+        held | {"choices": {"k": {"choice": "x", "seconds": FASTER, "when": ""}}}
+    ),
+    "no seconds": lambda held: held | {"choices": {"k": {"choice": "pmoe"}}},
+    "seconds that are none": lambda held: (
+        held | {"choices": {"k": {"choice": "pmoe", "seconds": {"pmoe": "1", "grouped_mm": None}}}}
+    ),
+    "not UTF-8": b"\xff\xfe\xff",
+}
+
+
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT.keys())
+def test_a_corrupt_or_foreign_file_is_told_of_once_and_replaced(tmp_path: Path, content: Any) -> None:
+    make_registry(FakeMachine(tmp_path, SLOWER)).settle([FORWARD], Alone())
+    path = settled_file(tmp_path)
+    if callable(content):
+        content = json.dumps(content(json.loads(path.read_text())))
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    found = make_registry(FakeMachine(tmp_path, FASTER))
+    with pytest.warns(UserWarning, match="are not used: .*kernels_nvidia") as caught:
+        found.settle([FORWARD], Alone())
+        found.settle([INPUT], Alone())
+    assert len(caught) == 1
+    assert found.choose(FORWARD) == "pmoe"
+    assert set(json.loads(path.read_text())["choices"]) == {FORWARD.key, INPUT.key}
+
+
+def test_another_build_of_the_kernels_has_a_file_of_its_own(tmp_path: Path) -> None:
+    make_registry(FakeMachine(tmp_path, FASTER)).settle([FORWARD], Alone())
+    machine = FakeMachine(tmp_path, SLOWER)
+    machine._build = "b2"
+    found = make_registry(machine)
+    found.settle([FORWARD], Alone())
+    assert len(machine.measured) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "a file"
+    file.write_text("")
+    found = make_registry(FakeMachine(file / "below", FASTER))
+    with (
+        pytest.warns(UserWarning, match="could not be saved"),
+        pytest.warns(UserWarning, match="stored choices of kernels are not used"),
+    ):
+        found.settle([FORWARD], Alone())
+    assert found.choose(FORWARD) == "pmoe"
+
+
+def test_the_folder_is_that_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
+    assert Machine().folder() == tmp_path
+    monkeypatch.delenv("PMOE_CACHE")
+    assert Machine().folder() == Path.home() / ".cache" / "pmoe"
+
+
+# ---- what cannot be measured
+
+
+def test_without_memory_nothing_is_measured_and_grouped_mm_computes(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, FASTER)
+    machine.free = 4 * (1024 * 192 + 8 * 64 * 128 + 1024 * 128) - 1  # of 2 bytes each, and half may be used
+    found = make_registry(machine)
+    with pytest.warns(
+        UserWarning, match=r"could not be measured.*: \d+ bytes are needed, and half of \d+ free"
+    ):
+        found.settle([FORWARD], Alone())
+    assert machine.measured == []
+    assert found.choose(FORWARD) == "grouped_mm"
+    assert "not measured: " in found.explain(FORWARD)
+    assert list(tmp_path.iterdir()) == []
+    machine.free += 1
+    found.settle([FORWARD], Alone())
+    assert found.choose(FORWARD) == "pmoe"
+
+
+def test_a_kernel_that_fails_while_measured_is_not_chosen(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, {})
+    machine.seconds = lambda pieces, device: (_ for _ in ()).throw(RuntimeError("launch failed"))  # type: ignore
+    found = make_registry(machine)
+    with pytest.warns(UserWarning, match="launch failed"):
+        found.settle([FORWARD], Alone())
+    assert found.choose(FORWARD) == "grouped_mm"
+
+
+def test_what_another_rank_neither_knows_nor_can_measure_is_settled_no_longer(tmp_path: Path) -> None:
+    found = make_registry(FakeMachine(tmp_path, FASTER))
+    found.settle([FORWARD], Alone())
+    assert found.choose(FORWARD) == "pmoe"
+
+    def agree(values: Sequence[float]) -> list[float]:
+        if len(values) == 10:  # the other's codes are others
+            return [*values[:4], values[4] + 1, *values[5:]]
+        if values == [1, -1]:
+            return [1, 0]
+        assert values == [*FASTER.values()]
+        return [float("inf")] * 2
+
+    found.settle([FORWARD], agree)
+    assert found.choose(FORWARD) == "grouped_mm"
+
+
+# ---- what is there
+
+
+@pytest.mark.parametrize(
+    ("capability", "loaded", "expected"),
+    [
+        ((9, 0), [(True, 90, 90), (False, 90, 80)], (90, 90, 90)),
+        ((9, 0), [(True, 90, 80), (False, 90, 80)], (90, 80, 90)),  # CUDA_FORCE_PTX_JIT=1
+        ((8, 0), [(True, 80, 80), (False, 80, 80)], (80, 80, 80)),
+        ((10, 0), [(True, 100, 80), (False, 100, 80)], (100, 80, 100)),
+        ((9, 0), None, (0, 0, 90)),
+    ],
+)
+def test_the_architecture_is_that_of_the_code_that_was_loaded(
+    capability: tuple[int, int],
+    loaded: list[tuple[bool, int, int]] | None,
+    expected: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("hopper", "binary_version", "ptx_version")
+    module = SimpleNamespace(kernels=lambda index: [dict(zip(names, each, strict=True)) for each in loaded])
+    monkeypatch.setattr(extension, "load", lambda: None if loaded is None else module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = Machine().architecture(CUDA)
+    assert (found.binary_version, found.ptx_version, found.capability) == expected
+
+
+def test_the_build_is_known_by_the_file_or_by_what_it_was_built_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "_cuda.so"
+    file.write_bytes(b"first")
+    module = SimpleNamespace(ARCHS="sm_80", NVCC="12.5", __file__=str(file))
+    found = []
+    for each in (module, module, SimpleNamespace(ARCHS="sm_80", NVCC="12.5"), None):
+        monkeypatch.setattr(extension, "load", lambda each=each: each)
+        registry._build.cache_clear()
+        found.append(Machine().build())
+        file.write_bytes(b"second")
+    registry._build.cache_clear()
+    assert len(set(found)) == 4
+    assert found[-1] == "none"

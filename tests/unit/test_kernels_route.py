@@ -1,0 +1,367 @@
+"""Routing as one operation: its PyTorch reference equals the stages of a layer, and its kernels' source, run
+on the CPU, equals plain loops.
+
+Letters: T tokens, K choices, E experts, N slots, n chunks, P tiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pmoe
+from pmoe.gates.losses import router_loss
+from pmoe.gates.selection import ROUNDS
+from pmoe.kernels import route as module
+from pmoe.kernels.extension import load
+from pmoe.kernels.route import Routes, refusal, route, route_backward
+from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
+from tests.cuda.disassembly import archs, count, declared, sass
+from tests.unit.test_disassembly import extension  # noqa: F401 (a fixture)
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which("g++")
+
+
+# ---- the kernels
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.timeout(300)
+def test_the_kernels_equal_plain_loops_on_the_cpu(tmp_path: Path) -> None:
+    program, source = tmp_path / "route_test", ROOT / "tests" / "cuda" / "route_test.cpp"
+    includes = ["-I", str(ROOT / "cuda"), "-I", str(ROOT / "tests" / "cuda")]
+    command = [
+        str(COMPILER),
+        "-std=c++17",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        *includes,
+        str(source),
+        "-o",
+        str(program),
+    ]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert built.returncode == 0 and not built.stderr, built.stderr
+    ran = subprocess.run([program, "10"], capture_output=True, text=True, timeout=90)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout == "route: all right\n"
+
+
+# ---- the reference
+
+
+def draw_logits(
+    num_tokens: int, num_experts: int, *, tied: bool = False, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens * 1000 + num_experts)
+    if tied:
+        return torch.randint(3, (num_tokens, num_experts), generator=generator).to(dtype)
+    return torch.randn(num_tokens, num_experts, generator=generator, dtype=dtype)
+
+
+def gate_of(logits_TE: Tensor, top_k: int, **options: Any) -> Callable[[Tensor], pmoe.Routing]:
+    """A TopKGate whose logits are those that it is called with."""
+    num_experts = logits_TE.shape[1]
+    gate = pmoe.gates.TopKGate(num_experts, num_experts, top_k, dtype=logits_TE.dtype, **options)
+    with torch.no_grad():
+        gate.weight.copy_(torch.eye(num_experts))
+    return gate
+
+
+SIZES = [(37, 8, 2), (5, 1, 1), (64, 5, 5), (3, 70, 1), (33, 40, ROUNDS + 4), (1, 6, 3), (0, 6, 2)]
+
+
+@pytest.mark.parametrize("num_tokens, num_experts, top_k", SIZES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_chunks", [1, 3, 4])
+@pytest.mark.parametrize("normalize, z_loss_weight", [(True, 0.25), (False, 0.0)])
+def test_routing_equals_the_stages_of_a_layer_bit_for_bit(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    tied: bool,
+    num_chunks: int,
+    normalize: bool,
+    z_loss_weight: float,
+) -> None:
+    logits = draw_logits(num_tokens, num_experts, tied=tied)
+    found = route(logits, top_k, normalize=normalize, num_chunks=num_chunks, z_loss_weight=z_loss_weight)
+    gate = gate_of(logits, top_k, normalize=normalize, z_loss_weight=z_loss_weight)
+    expected = gate(logits)
+    assert torch.equal(found.expert_TK, expected.expert)
+    assert torch.equal(found.weight_TK, expected.weight)
+    assert torch.equal(found.l_aux, expected.l_aux)
+    order = sort_rows(expected.expert, None, num_chunks, num_experts, LocalExperts(0, 0), 0)
+    assert torch.equal(found.slot_N, order.slot)
+    assert torch.equal(found.position_TK.reshape(-1), order.position)
+    counts = count_rows(expected.expert, None, num_chunks, num_experts)
+    assert torch.equal(found.counts_nE, counts)
+    assert torch.equal(found.ends_nE.reshape(-1), counts.reshape(-1).cumsum(0))
+    assert found.weight_TK.dtype == found.l_aux.dtype == torch.float64
+    places = (found.expert_TK, found.position_TK, found.slot_N, found.counts_nE, found.ends_nE)
+    assert all(each.dtype == torch.int32 for each in places)
+
+
+def test_the_example_of_the_docstring() -> None:
+    found = route(torch.tensor([[0.0, 2, 1], [3, 0, 0]]), 2, normalize=True)
+    assert found.expert_TK.tolist() == [[1, 2], [0, 1]]
+    assert found.position_TK.tolist() == [[1, 3], [0, 2]]
+    assert found.slot_N.tolist() == [2, 0, 3, 1]
+    assert found.counts_nE.tolist() == [[1, 2, 1]]
+    assert found.ends_nE.tolist() == [[1, 3, 4]]
+
+
+@pytest.mark.parametrize("num_tokens, n", [(10, 4), (3, 5), (0, 2), (64, 64)])
+def test_chunks_are_those_of_the_ordering(num_tokens: int, n: int) -> None:
+    found = route(draw_logits(num_tokens, 4), 2, normalize=False, num_chunks=n)
+    bounds = chunk_bounds(num_tokens, n)
+    expected = [2 * (end - begin) for begin, end in itertools.pairwise(bounds)]
+    assert found.counts_nE.sum(1).tolist() == expected
+
+
+def test_what_is_no_number_is_routed_first_and_gives_weights_that_are_none() -> None:
+    logits = torch.tensor([[0.0, math.nan, math.inf, math.nan], [1.0, -math.inf, -math.inf, 0.0]])
+    found = route(logits, 3, normalize=True)
+    assert found.expert_TK.tolist() == [[1, 3, 2], [0, 3, 1]]
+    assert found.weight_TK[0].isnan().all() and found.weight_TK[1].isfinite().all()
+
+
+# ---- gradients
+
+
+def outputs(**options: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    def both(logits: Tensor) -> tuple[Tensor, Tensor]:
+        found = route(logits, 2, **options)
+        return found.weight_TK, found.l_aux
+
+    return both
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("z_loss_weight", [0.0, 0.5])
+def test_the_gradient_is_that_of_differences(normalize: bool, z_loss_weight: float) -> None:
+    logits = draw_logits(7, 5).requires_grad_()
+    function = outputs(normalize=normalize, z_loss_weight=z_loss_weight, num_chunks=2)
+    assert torch.autograd.gradcheck(function, (logits,))
+
+
+@pytest.mark.parametrize("num_tokens, num_experts, top_k", SIZES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_gradient_is_that_of_the_stages(
+    num_tokens: int, num_experts: int, top_k: int, normalize: bool
+) -> None:
+    logits = draw_logits(num_tokens, num_experts).requires_grad_()
+    found = route(logits, top_k, normalize=normalize, num_chunks=3, z_loss_weight=0.25)
+    probability = logits.softmax(-1)
+    weight = probability.gather(-1, found.expert_TK.long())
+    weight = weight / weight.sum(-1, keepdim=True) if normalize else weight
+    l_aux = router_loss(probability, found.expert_TK.long(), logits, 0.25)
+    grad = torch.randn_like(weight)
+
+    def gradient(weight: Tensor, l_aux: Tensor) -> Tensor:
+        return torch.autograd.grad((weight * grad).sum() + 0.37 * l_aux, logits)[0]
+
+    expected = gradient(weight, l_aux)
+    torch.testing.assert_close(gradient(found.weight_TK, found.l_aux), expected, rtol=1e-11, atol=1e-13)
+
+
+def test_results_that_are_not_used_need_no_gradient() -> None:
+    logits = draw_logits(6, 4).requires_grad_()
+    for use in (lambda found: found.weight_TK.square().sum(), lambda found: found.l_aux):
+        (got,) = torch.autograd.grad(use(route(logits, 2, normalize=True)), logits)
+        (expected,) = torch.autograd.grad(use(module.reference_route(logits, 2, normalize=True)), logits)
+        torch.testing.assert_close(got, expected)
+    found = route(logits, 2, normalize=True)
+    assert not any(each.requires_grad for each in found[1:-1])
+
+
+def test_the_gradient_of_weights_may_come_in_parts_by_row() -> None:
+    logits = draw_logits(9, 5)
+    found = route(logits, 3, normalize=True, num_chunks=2)
+    partial = torch.randn(4, 27, dtype=torch.float64)
+    whole = partial.sum(0)[found.position_TK.long()]
+    given = (logits, found.expert_TK, found.weight_TK, found.counts_nE)
+    got = route_backward(*given, normalize=True, partial_PN=partial, position_TK=found.position_TK)
+    torch.testing.assert_close(got, route_backward(*given, normalize=True, grad_weight_TK=whole))
+    assert torch.equal(route_backward(*given, normalize=True), torch.zeros_like(logits))
+
+
+def test_backward_saves_logits_and_eight_bytes_a_slot() -> None:
+    kept = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    logits = draw_logits(50, 6, dtype=torch.float32).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        route(logits, 2, normalize=True, num_chunks=2)
+    assert kept == 4 * 50 * 6 + 8 * 50 * 2 + 4 * 2 * 6
+
+
+# ---- the operations
+
+
+def sample_routes(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Routes]:
+    logits = draw_logits(num_tokens, 6, dtype=dtype)
+    return logits, route(logits, 2, normalize=True, num_chunks=3, z_loss_weight=0.3)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operations_keep_the_rules_of_torch(num_tokens: int, dtype: torch.dtype) -> None:
+    logits, found = sample_routes(num_tokens, dtype)
+    learns = logits.clone().requires_grad_()
+    torch.library.opcheck(torch.ops.pmoe.route.default, (learns, 2, True, 3, 0.3))
+    given = (logits, found.expert_TK, found.weight_TK, found.counts_nE, True, 0.3)
+    grad, one = torch.randn_like(found.weight_TK), torch.ones((), dtype=dtype)
+    torch.library.opcheck(torch.ops.pmoe.route_backward.default, (*given, grad, one))
+    torch.library.opcheck(torch.ops.pmoe.route_backward.default, given)
+    partial = torch.randn(2, 2 * num_tokens, dtype=dtype)
+    parts = {"partial_PN": partial, "position_TK": found.position_TK}
+    torch.library.opcheck(torch.ops.pmoe.route_backward.default, given, parts)
+
+
+def test_a_compiled_graph_is_whole_and_gives_the_same() -> None:
+    def loss(logits: Tensor) -> Tensor:
+        found = route(logits, 2, normalize=True, num_chunks=2, z_loss_weight=0.1)
+        return (found.weight_TK * found.position_TK).sum() + found.l_aux
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (loss, compiled):
+        logits = draw_logits(11, 5).requires_grad_()
+        value = function(logits)
+        value.backward()
+        results.append((value.detach(), logits.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize(
+    "logits, options, match",
+    [
+        (torch.zeros(4, 3, dtype=torch.bfloat16), {}, r"torch.bfloat16 of shape \(4, 3\).*torch.float32"),
+        (torch.zeros(2, 4, 3), {}, r"shape \(2, 4, 3\)"),
+        (torch.zeros(3, 4).t(), {}, r"shape \(4, 3\) have strides \(1, 4\)"),
+        (torch.zeros(4, 6)[:, :3], {}, r"strides \(6, 1\)"),
+        (torch.zeros(4, 0), {}, r"num_experts \(0\)"),
+        (torch.zeros(4, 3), {"top_k": 0}, r"top_k \(0\) must be 1 to num_experts \(3\)"),
+        (torch.zeros(4, 3), {"top_k": 4}, r"top_k \(4\) must be 1 to num_experts \(3\)"),
+        (torch.zeros(4, 3), {"num_chunks": 0}, r"num_chunks \(0\) must be at least 1"),
+        (torch.zeros(4, 3), {"z_loss_weight": -1.0}, r"z_loss_weight \(-1.0\)"),
+        (torch.zeros(4, 3), {"z_loss_weight": math.nan}, r"z_loss_weight \(nan\)"),
+    ],
+)
+def test_bad_input_is_refused_with_its_numbers(logits: Tensor, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        route(logits, **{"top_k": 2, "normalize": True, **options})
+
+
+def test_more_slots_than_places_are_refused() -> None:
+    logits = torch.empty(2**30, 4, device="meta")
+    with pytest.raises(
+        ValueError, match=r"num_tokens \(1073741824\) \* top_k \(2\) must be at most 2147483647"
+    ):
+        module._check_memory(logits, 2)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"expert_TK": torch.zeros(4, 2, dtype=torch.int64)}, r"expert is torch.int64 of shape \(4, 2\)"),
+        ({"expert_TK": torch.zeros(4, dtype=torch.int32)}, r"expert has shape \(4,\)"),
+        ({"weight_TK": torch.zeros(4, 3)}, r"weight is torch.float32 of shape \(4, 3\).*\(4, 2\)"),
+        ({"counts_nE": torch.zeros(1, 4, dtype=torch.int32)}, r"counts is .*\(1, 4\).*\(1, 3\)"),
+        ({"grad_weight_TK": torch.zeros(2, 4).t()}, r"grad_weight .*strides \(1, 4\)"),
+        ({"grad_l_aux": torch.zeros(1)}, r"grad_l_aux is .*\(1,\)"),
+        ({"partial_PN": torch.zeros(3, 8)}, "partial and position must be given together"),
+        (
+            {"partial_PN": torch.zeros(3, 7), "position_TK": torch.zeros(4, 2, dtype=torch.int32)},
+            r"partial is .*\(3, 7\).*\(3, 8\)",
+        ),
+        (
+            {"partial_PN": torch.zeros(0, 8), "position_TK": torch.zeros(4, 2, dtype=torch.int32)},
+            r"partial has shape \(0, 8\)",
+        ),
+    ],
+)
+def test_backward_refuses_what_is_not_of_one_routing(change: dict[str, Tensor], match: str) -> None:
+    logits = draw_logits(4, 3, dtype=torch.float32)
+    found = route(logits, 2, normalize=True)
+    given = {"expert_TK": found.expert_TK, "weight_TK": found.weight_TK, "counts_nE": found.counts_nE}
+    with pytest.raises(ValueError, match=match):
+        route_backward(logits, normalize=True, **{**given, **change})
+
+
+# ---- which runs
+
+
+def test_a_refusal_says_why() -> None:
+    assert refusal(torch.zeros(4, 3), 2) == "logits are on cpu, not on a CUDA device"
+
+
+def test_float64_and_the_cpu_are_the_reference_without_a_word() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        route(draw_logits(4, 3), 2, normalize=True)
+        route(draw_logits(4, 3, dtype=torch.float32), 2, normalize=True)
+
+
+def test_a_refusal_of_the_kernel_is_told_once() -> None:
+    module._tell.cache_clear()
+    with pytest.warns(RuntimeWarning, match="instead of its kernel: because") as told:
+        module._tell("because")
+        module._tell("because")
+    assert len(told) == 1
+    module._tell.cache_clear()
+
+
+@pytest.mark.usefixtures("extension")
+def test_the_extension_refuses_sizes_with_their_numbers() -> None:
+    built = load()
+    assert built is not None
+    assert built.route_refusal(100, 64, 2, 4) == ""
+    assert built.route_refusal(0, 1024, 32, 64) == ""
+    assert built.route_refusal(100, 1025, 2, 4) == "num_experts (1025) must be 1 to 1024"
+    assert built.route_refusal(100, 64, 33, 4) == "top_k (33) must be 1 to 32"
+    assert built.route_refusal(100, 8, 9, 4) == "top_k (9) must be 1 to 8"
+    assert built.route_refusal(100, 64, 2, 65) == "num_chunks (65) must be 1 to 64"
+    assert "num_tokens (1073741824)" in built.route_refusal(2**30, 64, 2, 1)
+
+
+@pytest.mark.usefixtures("extension")
+def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
+    """A thread holds 8, 16 or 32 logits. Forward reads the next row while it works on one."""
+    names = [name for name in declared() if name.split(".")[0] in ("route", "route_backward")]
+    assert len(names) == 16
+    for arch in archs():
+        for name in names:
+            code, backward = sass(arch)[name], name.startswith("route_backward")
+            fours = {"512": 4, "1024": 8}.get(name.split(".")[1], 2)
+            assert count(code, "LDG.E.128") == fours * (1 if backward else 2), (arch, name)
+            assert count(code, "STG.E.128") == (fours if backward else 0), (arch, name)
+
+
+@pytest.mark.usefixtures("extension")
+def test_what_blocks_tell_each_other_is_not_read_through_the_read_only_cache() -> None:
+    """Its lines may be older than the grid's barrier."""
+    for arch in archs():
+        for name in declared():
+            if name.startswith("route."):
+                assert not [each for each in sass(arch)[name] if "LDG" in each and "CONSTANT" in each], (
+                    arch,
+                    name,
+                )

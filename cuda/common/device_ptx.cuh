@@ -238,6 +238,50 @@ __device__ __forceinline__ void tma_load_3d(void* dst, const TensorMap* map, uin
       : "memory");
 }
 
+// ---- clusters: blocks of one grid that see each other's shared memory
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all blocks of the cluster; what each wrote before is seen by all behind it.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// An arrival at the same barrier of the block with this rank in the cluster.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(shared_address(bar)),
+      "r"(rank)
+      : "memory");
+}
+
+// The same place and barrier of every block whose bit is set.
+__device__ __forceinline__ void tma_load_2d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y,
+                                               uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(dst)),
+      "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "h"(ranks)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z,
+                                               uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(dst)),
+      "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "r"(z), "h"(ranks)
+      : "memory");
+}
+
 // ---- warpgroup products
 
 template <int kRegisters>

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
   const Loader<T, kForm, kHalves> loader(p, thread);
   TileWalk<kForm> walk(p.ends, p.experts, p.m, kHalves ? p.n / 2 : p.n, {kRows, tile_columns(kHalves)});
   Tile tile;
-  for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
+  for (int w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
     float d[2][2][16];
     PMOE_UNROLL
     for (int i = 0; i < 64; ++i) d[i / 32][i / 16 % 2][i % 16] = 0.0f;

@@ -32,19 +32,20 @@ std::string name_of(const GroupedGemm& which, const char* path) {
   if (which.epilogue == Epilogue::kHidden) name += ".hidden";
   if (which.epilogue == Epilogue::kHiddenGradient) name += ".hidden_gradient";
   const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
-  return name + names[static_cast<int>(which.activation)];
+  name += names[static_cast<int>(which.activation)];
+  return which.cluster == 2 ? name + ".pairs" : name;
 }
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   static std::map<std::string, int> names;  // whose keys outlive what points to them
-  pmoe::for_each_grouped_gemm([&](const GroupedGemm& which) {
-    const auto add = [&](const char* path, const pmoe::GroupedGemmPath& of, bool hopper) {
-      const char* name = names.emplace(name_of(which, path), 0).first->first.c_str();
-      found.push_back({name, of.function(which), of.threads, of.shared_bytes, hopper});
-    };
-    add("sm_90a", pmoe::hopper_path, true);
-    add("sm_80", pmoe::ampere_path, false);
-  });
+  const auto add = [&](const GroupedGemm& which, const char* path, const pmoe::GroupedGemmPath& of, bool hopper) {
+    const char* name = names.emplace(name_of(which, path), 0).first->first.c_str();
+    found.push_back({name, of.function(which), of.threads, of.shared_bytes, hopper});
+  };
+  for (int cluster : {1, 2})
+    pmoe::for_each_grouped_gemm(
+        cluster, [&](const GroupedGemm& which) { add(which, "sm_90a", pmoe::hopper_path, true); });
+  pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, "sm_80", pmoe::ampere_path, false); });
 }
 
 int multiprocessors() {
@@ -59,9 +60,10 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
                   int64_t d_stride, Address ends, int experts, int rows, int m, int n, int k, Address slot, int top_k,
                   bool a_gathered, bool b_gathered, Address bias, Address weight, Address active,
                   int64_t active_stride, Address hidden, int64_t hidden_stride, Address row_dots, bool weighs_active,
-                  bool wide, bool accumulates) {
+                  bool wide, bool accumulates, int cluster) {
+  if (cluster == 0) cluster = hopper ? pmoe::best_cluster(static_cast<Form>(form), rows, experts, m) : 1;
   const GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form), static_cast<Epilogue>(epilogue),
-                             static_cast<pmoe::Activation>(activation)};
+                             static_cast<pmoe::Activation>(activation), cluster};
   pmoe::Problem p;
   p.a = at<void>(a), p.b = at<void>(b), p.d = at<void>(d);
   p.a_stride = a_stride, p.b_stride = b_stride, p.d_stride = d_stride;
@@ -87,7 +89,7 @@ void bind_grouped_gemm(py::module_& m) {
         arg("m") = 0, arg("n"), arg("k") = 0, arg("slot") = 0, arg("top_k") = 1, arg("a_gathered") = false,
         arg("b_gathered") = false, arg("bias") = 0, arg("weight") = 0, arg("active") = 0,
         arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
-        arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false,
+        arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false, arg("cluster") = 0,
         "One launch of a grouped product; see cuda/grouped_gemm/problem.h.");
   m.def("row_dot_parts",
         [](bool hopper, int columns) {

@@ -2,6 +2,10 @@
 // accelerator (gathered ones by cp.async) through a ring of stages in shared memory; warpgroup products read
 // them there. The grid is persistent: while the multiplying warpgroups store a tile, the loading one fills the
 // ring for the next.
+//
+// Two blocks may form a cluster: they compute tiles one below the other, which have B in common. Each loads half
+// of it for both, so that a third less has to come from the L2 cache. A stage is then free when the multiplying
+// warps of both blocks have let go of it, and full when both blocks' loads have arrived.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
@@ -42,15 +46,21 @@ PMOE_HD int steps(const Problem& p, const Tile& tile) {
 
 #if PMOE_HOPPER_CODE
 
+template <int kCluster>
+__device__ __forceinline__ int rank_in_cluster() {
+  return kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+}
+
 // Boxes that the accelerator loads of each operand: lines along the rows of what lies in memory.
 //   forward: A 128 rows x 64 of k, B twice 128 rows x 64 of k (twice: of the two halves, or neighbours)
 //   input:   A the same, B four times 64 of k x 64 columns
 //   weight:  A twice 64 rows x 64 of m, B four times 64 rows x 64 columns
-template <Form kForm, bool kHalves>
+template <Form kForm, bool kHalves, int kCluster>
 struct Loader {
   const TensorMap& a_map;
   const TensorMap& b_map;
   const Problem& p;
+  int rank;  // of the block in its cluster
 
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int step) const {
     const int row = tile.group_begin;
@@ -63,30 +73,69 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_b(uint8_t* b, uint64_t* full, const Tile& tile, int step) const {
-    if constexpr (kForm == Form::kForward) {
-      const int apart = kHalves ? p.n / 2 : kColumns / 2;
-      for (int i = 0; i < 2; ++i)
-        tma_load_3d(b + i * box_bytes(128), &b_map, full, step * kDepth, tile.column + i * apart, tile.expert);
-    } else {
-      for (int i = 0; i < 4; ++i) {
-        uint8_t* box = b + i * box_bytes(kDepth);
-        const int column = tile.column + i * kBoxColumns;
-        if constexpr (kForm == Form::kInput)
-          tma_load_3d(box, &b_map, full, column, step * kDepth, tile.expert);
-        else
-          tma_load_2d(box, &b_map, full, column, tile.group_begin + step * kDepth);
+    constexpr int kBoxes = kForm == Form::kForward ? 2 : 4, kOwn = kBoxes / kCluster;
+    for (int i = rank * kOwn; i < (rank + 1) * kOwn; ++i) {
+      uint8_t* box = b + i * (kBytesB / kBoxes);
+      const int depth = step * kDepth;
+      if constexpr (kForm == Form::kForward) {
+        const int apart = kHalves ? p.n / 2 : kColumns / 2;
+        load_3d(box, full, depth, tile.column + i * apart, tile.expert);
+      } else if constexpr (kForm == Form::kInput) {
+        load_3d(box, full, tile.column + i * kBoxColumns, depth, tile.expert);
+      } else {
+        load_2d(box, full, tile.column + i * kBoxColumns, tile.group_begin + depth);
       }
     }
   }
+
+ private:
+  static constexpr uint16_t kAll = (1 << kCluster) - 1;
+
+  __device__ __forceinline__ void load_2d(uint8_t* box, uint64_t* full, int x, int y) const {
+    if constexpr (kCluster > 1)
+      tma_load_2d_to(box, &b_map, full, x, y, kAll);
+    else
+      tma_load_2d(box, &b_map, full, x, y);
+  }
+
+  __device__ __forceinline__ void load_3d(uint8_t* box, uint64_t* full, int x, int y, int z) const {
+    if constexpr (kCluster > 1)
+      tma_load_3d_to(box, &b_map, full, x, y, z, kAll);
+    else
+      tma_load_3d(box, &b_map, full, x, y, z);
+  }
+};
+
+// The tiles of one block: those of its cluster's walk, the rows of the block's rank.
+template <Form kForm, int kCluster>
+class BlockWalk {
+ public:
+  __device__ __forceinline__ BlockWalk(const Problem& p, bool halves)
+      : walk_(p.ends, p.experts, p.m, halves ? p.n / 2 : p.n, {kRows * kCluster, tile_columns(halves)}),
+        next_(blockIdx.x / kCluster),
+        rank_(rank_in_cluster<kCluster>()) {}
+
+  // A tile may be without rows where its cluster's other one has some: it is computed, but not stored.
+  __device__ __forceinline__ bool next(Tile& tile) {
+    if (!walk_.find(next_, tile)) return false;
+    next_ += gridDim.x / kCluster;
+    tile.row += rank_ * kRows;
+    tile.rows = smaller(tile.rows - rank_ * kRows, kRows);
+    return true;
+  }
+
+ private:
+  TileWalk<kForm> walk_;
+  int next_, rank_;
 };
 
 // One thread issues every load.
-template <Form kForm, bool kHalves>
-__device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves>& loader, Shared& shared,
-                                            TileWalk<kForm> walk) {
+template <Form kForm, bool kHalves, int kCluster>
+__device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
+                                            BlockWalk<kForm, kCluster> walk) {
   Ring<kStages> ring;
   Tile tile;
-  for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x)
+  while (walk.next(tile))
     for (int step = 0, end = steps<kForm>(loader.p, tile); step < end; ++step, ring.advance()) {
       uint64_t* full = &shared.full[ring.stage];
       mbarrier_wait(&shared.empty[ring.stage], ring.empty_parity());
@@ -99,9 +148,9 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves>& loader
 // All loading threads copy gathered rows, and the first issues the loads of the other operand. Copies are
 // announced kLag stages later, when they have landed: each thread waits for its own, and makes them visible to
 // warpgroup products, before its warp arrives.
-template <class T, Form kForm, bool kHalves>
-__device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves>& loader, Shared& shared,
-                                               TileWalk<kForm> walk) {
+template <class T, Form kForm, bool kHalves, int kCluster>
+__device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
+                                               BlockWalk<kForm, kCluster> walk) {
   constexpr bool kByRow = kForm == Form::kWeight;  // sources change with the step, not with the tile
   constexpr int kLines = kByRow ? kDepth : kRows;
   const Problem& p = loader.p;
@@ -118,7 +167,7 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves>& loa
     announced.advance();
   };
   Tile tile;
-  for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
+  while (walk.next(tile)) {
     Source source;
     const auto find_sources = [&](int first, int rows) {
       PMOE_UNROLL
@@ -185,8 +234,18 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
   sync_named(1, kMultipliers);
 }
 
-template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
-__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, TileWalk<kForm> walk) {
+// A stage is let go of in every block that loads into it.
+template <int kCluster>
+__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+  if constexpr (kCluster > 1) {
+    if (lane < kCluster) mbarrier_arrive_at(empty, lane);
+  } else {
+    if (lane == 0) mbarrier_arrive(empty);
+  }
+}
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster>
+__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, BlockWalk<kForm, kCluster> walk) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
   constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;  // bytes from one 16 of the reduction to the next
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
@@ -195,7 +254,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, TileW
   const int half = thread / 128, lane = thread % 32;
   Ring<kStages> ring;
   Tile tile;
-  for (int64_t w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
+  while (walk.next(tile)) {
     float d[128];
     const int end = steps<kForm>(p, tile);
     if (end == 0) {
@@ -220,14 +279,14 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, TileW
       wgmma_commit();
       if (step > 0) {
         wgmma_wait<1>();
-        if (lane == 0) mbarrier_arrive(&shared.empty[previous]);
+        release<kCluster>(&shared.empty[previous], lane);
       }
       previous = ring.stage;
     }
     // Also where there was no step: a wait on some paths only would make the compiler add waits of its own.
     wgmma_wait<0>();
     pin_accumulators(d);
-    if (end > 0 && lane == 0) mbarrier_arrive(&shared.empty[previous]);
+    if (end > 0) release<kCluster>(&shared.empty[previous], lane);
     using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
     const int self = thread_again() - kLoaders;
     Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
@@ -250,7 +309,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, TileW
 
 #endif  // PMOE_HOPPER_CODE
 
-template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                  const Problem p) {
@@ -261,24 +320,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full[i], copies ? 1 + kLoaders / 32 : 1);
-      mbarrier_init(&shared.empty[i], kMultiplierWarps);
+      mbarrier_init(&shared.empty[i], kMultiplierWarps * kCluster);
     }
     fence_mbarrier_init();
   }
-  sync_block();
-  const int columns = kHalves ? p.n / 2 : p.n;
-  const TileWalk<kForm> walk(p.ends, p.experts, p.m, columns, {kRows, tile_columns(kHalves)});
+  if constexpr (kCluster > 1)
+    sync_cluster();  // the other block's barriers are there before anything arrives at them
+  else
+    sync_block();
+  // What both branches need is worked out in each: at the branch a thread has few registers.
+  using Walk = BlockWalk<kForm, kCluster>;
   if (threadIdx.x < kLoaders) {
     fewer_registers<40>();
-    const Loader<kForm, kHalves> loader{a_map, b_map, p};
+    const Loader<kForm, kHalves, kCluster> loader{a_map, b_map, p, rank_in_cluster<kCluster>()};
     if (copies)
-      load_by_copies<T>(loader, shared, walk);
+      load_by_copies<T>(loader, shared, Walk(p, kHalves));
     else if (threadIdx.x == 0)
-      load_by_tma(loader, shared, walk);
+      load_by_tma(loader, shared, Walk(p, kHalves));
   } else {
     more_registers<232>();
-    multiply<T, kForm, kEpilogue, kActivation>(p, shared, walk);
+    multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(p, kHalves));
   }
+  if constexpr (kCluster > 1) sync_cluster();  // the other block may still load into this one, or let go here
 #endif
 }
 

@@ -84,8 +84,17 @@ cudaError_t launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper::kSharedBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, hopper::kThreads, hopper::kSharedBytes, stream>>>(a_map, b_map, p);
-  return cudaGetLastError();
+  cudaLaunchAttribute together;
+  together.id = cudaLaunchAttributeClusterDimension;
+  together.val.clusterDim = {static_cast<unsigned>(which.cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(blocks / which.cluster * which.cluster);
+  config.blockDim = hopper::kThreads;
+  config.dynamicSmemBytes = hopper::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &together;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, a_map, b_map, p);
 }
 
 cudaError_t launch_ampere(const GroupedGemm& which, const Problem& p, int64_t, int64_t, int blocks,

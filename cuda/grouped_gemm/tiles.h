@@ -37,20 +37,21 @@ class TileWalk {
     load_group();
   }
 
-  // Finds tile number `index`, no smaller than in the call before; false when there is none.
-  PMOE_HD bool find(int64_t index, Tile& tile) {
-    while (expert_ < experts_ && index - before_ >= int64_t{down_} * across_) {
-      before_ += int64_t{down_} * across_;
+  // Finds tile number `index`, no smaller than in the call before; false when there is none. (2^31 tiles would be
+  // of results of 70 terabytes.)
+  PMOE_HD bool find(int index, Tile& tile) {
+    while (expert_ < experts_ && index - before_ >= down_ * across_) {
+      before_ += down_ * across_;
       ++expert_;
       begin_ = end_;
       load_group();
     }
     if (expert_ >= experts_) return false;
-    const int64_t inside = index - before_;
-    const int64_t band = inside / (int64_t{kBand} * across_);
-    const int first = static_cast<int>(band) * kBand;
+    const int inside = index - before_;
+    const int band = inside / (kBand * across_);
+    const int first = band * kBand;
     const int height = smaller(kBand, down_ - first);
-    const int rest = static_cast<int>(inside - band * kBand * across_);
+    const int rest = inside - band * kBand * across_;
     tile.expert = expert_;
     tile.group_begin = begin_;
     tile.group_rows = end_ - begin_;
@@ -73,7 +74,7 @@ class TileWalk {
   TileShape shape_;
   int across_, down_ = 0;
   int expert_ = 0, begin_ = 0, end_ = 0;
-  int64_t before_ = 0;
+  int before_ = 0;
 };
 
 }  // namespace pmoe

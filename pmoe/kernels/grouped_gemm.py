@@ -40,6 +40,10 @@ class Slots:
     top_k: int
 
 
+CLUSTER = 0
+"""How many blocks share an operand on Hopper: 1, 2, or 0 for whichever is better by rule. For benchmarks."""
+
+
 # ---- what a device can run
 
 
@@ -199,6 +203,7 @@ def _launch(
         experts=ends.numel(),
         slot=0 if slots is None else slots.slot_N.data_ptr(),
         top_k=1 if slots is None else slots.top_k,
+        cluster=CLUSTER if kernels == "sm_90a" else 1,
         **fields,
     )
 

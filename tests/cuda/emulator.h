@@ -134,6 +134,8 @@ struct Wgmma {
 
 struct Block {
   Dim index;
+  int running = 0;    // threads that have not ended
+  bool left = false;  // all have
   std::vector<uint8_t> shared;
   std::vector<int> dirty;  // by 16-byte unit: 1 + the thread that wrote it without a fence, 0 for clean
   std::map<int, Meeting> barriers;
@@ -143,6 +145,8 @@ struct Block {
 };
 
 struct Grid {
+  unsigned cluster = 1;            // blocks of a cluster
+  std::vector<Meeting> clusters;  // by cluster, their threads' barrier
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Deferred> pending;  // TMA loads on their way
@@ -230,6 +234,7 @@ inline void entry() {
     if (!grid->error) grid->error = std::current_exception();
   }
   self().done = true;
+  self().block->left = --self().block->running == 0;
   switch_to(self().context, grid->scheduler);
 }
 
@@ -246,8 +251,11 @@ inline std::string report(const Grid& g) {
 
 // Runs body() as grid_dim x block_dim threads. Throws Error on a deadlock or on misuse.
 inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::function<void()> body,
-                   int eagerness = 50, size_t stack_bytes = 96 * 1024) {
+                   int eagerness = 50, unsigned cluster = 1, size_t stack_bytes = 96 * 1024) {
+  if (grid_dim % cluster) throw Error("a grid that is not of whole clusters");
   Grid g;
+  g.cluster = cluster;
+  g.clusters.resize(grid_dim / cluster);
   g.random.seed(seed);
   g.eagerness = eagerness;
   g.grid_dim = {grid_dim, 1, 1};
@@ -257,6 +265,7 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
   for (unsigned b = 0; b < grid_dim; ++b) {
     auto block = std::make_unique<Block>();
     block->index = {b, 0, 0};
+    block->running = static_cast<int>(block_dim);
     // 1024-byte alignment of addresses in the block, as kernels get it; poisoned.
     block->shared.resize(kSharedBytes + 2048, 0xFF);
     block->dirty.resize((kSharedBytes + 2048) / 16 + 1, 0);
@@ -660,39 +669,82 @@ struct TensorMap {
   int element_bytes;
 };
 
-inline void tma_load(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z) {
-  emu::Block& block = *emu::self().block;
-  check_mbarrier(block, bar);
-  if (emu::address_of(block, dst) % 1024) throw emu::Error("a swizzled box must begin on 1024 bytes");
-  const TensorMap m = *map;
-  const int row_bytes = m.box[0] * m.element_bytes;
-  if (row_bytes != 128) throw emu::Error("a 128-byte swizzle needs rows of 128 bytes");
-  const int rows = m.box[1] * m.box[2];
-  // Whatever was there is gone as soon as the load is issued.
-  std::memset(dst, 0xFF, static_cast<size_t>(rows) * row_bytes);
-  emu::mark_clean(block, dst, rows * row_bytes);
-  emu::grid->pending.push_back([=, &block] {
-    auto* out = static_cast<uint8_t*>(dst);
-    for (int k = 0; k < m.box[2]; ++k)
-      for (int j = 0; j < m.box[1]; ++j)
-        for (int i = 0; i < m.box[0]; ++i) {
-          const int64_t gx = x + i, gy = y + j, gz = z + k;
-          const bool inside = gx >= 0 && gx < m.size[0] && gy >= 0 && gy < m.size[1] &&
-                              (m.rank < 3 || (gz >= 0 && gz < m.size[2]));
-          const int row = k * m.box[1] + j;
-          uint32_t offset = static_cast<uint32_t>(row * 128 + i * m.element_bytes);
-          offset ^= ((offset >> 7) & 7) << 4;
-          if (inside) {
-            const uint8_t* from =
-                m.base + gx * m.element_bytes + gy * m.stride_bytes[1] + (m.rank < 3 ? 0 : gz * m.stride_bytes[2]);
-            std::memcpy(out + offset, from, m.element_bytes);
-          } else {
-            std::memset(out + offset, 0, m.element_bytes);
-          }
+inline void fill_box(const TensorMap& m, uint8_t* out, int x, int y, int z) {
+  for (int k = 0; k < m.box[2]; ++k)
+    for (int j = 0; j < m.box[1]; ++j)
+      for (int i = 0; i < m.box[0]; ++i) {
+        const int64_t gx = x + i, gy = y + j, gz = z + k;
+        const bool inside = gx >= 0 && gx < m.size[0] && gy >= 0 && gy < m.size[1] &&
+                            (m.rank < 3 || (gz >= 0 && gz < m.size[2]));
+        uint32_t offset = static_cast<uint32_t>((k * m.box[1] + j) * 128 + i * m.element_bytes);
+        offset ^= ((offset >> 7) & 7) << 4;
+        if (inside) {
+          const uint8_t* from =
+              m.base + gx * m.element_bytes + gy * m.stride_bytes[1] + (m.rank < 3 ? 0 : gz * m.stride_bytes[2]);
+          std::memcpy(out + offset, from, m.element_bytes);
+        } else {
+          std::memset(out + offset, 0, m.element_bytes);
         }
-    mbarrier_complete(bar, rows * row_bytes);
-    (void)block;
-  });
+      }
+}
+
+inline emu::Block& block_of_cluster(uint32_t rank) {
+  const unsigned first = emu::self().block_index.x / emu::grid->cluster * emu::grid->cluster;
+  if (rank >= emu::grid->cluster) throw emu::Error("a rank outside the cluster");
+  return *emu::grid->blocks[first + rank];
+}
+
+// The same place in another block's shared memory.
+template <class P>
+P* there(emu::Block& block, P* here) {
+  const auto offset = reinterpret_cast<uint8_t*>(here) - emu::shared_base(*emu::self().block);
+  return reinterpret_cast<P*>(emu::shared_base(block) + offset);
+}
+
+inline uint32_t cluster_rank() { return emu::self().block_index.x % emu::grid->cluster; }
+
+inline void sync_cluster() {
+  emu::meet(emu::grid->clusters[emu::self().block_index.x / emu::grid->cluster],
+            static_cast<int>(emu::grid->cluster * blockDim.x), "the cluster's barrier");
+}
+
+inline void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
+  emu::Block& block = block_of_cluster(rank);
+  if (block.left) throw emu::Error("an arrival at a block that has left");
+  uint64_t* remote = there(block, bar);
+  check_mbarrier(block, remote);
+  MbarrierState& s = state_of(remote);
+  if (s.pending == 0) throw emu::Error("more arrivals than an mbarrier expects");
+  --s.pending;
+  settle(s);
+  emu::maybe_yield();
+}
+
+inline void tma_load_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z, uint16_t ranks) {
+  if (emu::address_of(*emu::self().block, dst) % 1024) throw emu::Error("a swizzled box must begin on 1024 bytes");
+  const TensorMap m = *map;
+  if (m.box[0] * m.element_bytes != 128) throw emu::Error("a 128-byte swizzle needs rows of 128 bytes");
+  const int bytes = m.box[1] * m.box[2] * 128;
+  for (uint32_t rank = 0; rank < emu::grid->cluster; ++rank) {
+    if (!(ranks >> rank & 1)) continue;
+    emu::Block& block = block_of_cluster(rank);
+    if (block.left) throw emu::Error("a load into a block that has left");
+    auto* out = static_cast<uint8_t*>(there(block, static_cast<uint8_t*>(dst)));
+    uint64_t* remote = there(block, bar);
+    check_mbarrier(block, remote);
+    // Whatever was there is gone as soon as the load is issued.
+    std::memset(out, 0xFF, static_cast<size_t>(bytes));
+    emu::mark_clean(block, out, bytes);
+    emu::grid->pending.push_back([=, &block] {
+      if (block.left) throw emu::Error("a load arrives in a block that has left");
+      fill_box(m, out, x, y, z);
+      mbarrier_complete(remote, bytes);
+    });
+  }
+}
+
+inline void tma_load(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z) {
+  tma_load_to(dst, map, bar, x, y, z, static_cast<uint16_t>(1u << cluster_rank()));
 }
 
 inline void tma_prefetch(const TensorMap*) {}
@@ -705,6 +757,16 @@ inline void tma_load_2d(void* dst, const TensorMap* map, uint64_t* bar, int x, i
 inline void tma_load_3d(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z) {
   if (map->rank != 3) throw emu::Error("tma_load_3d of a map that is not of rank 3");
   tma_load(dst, map, bar, x, y, z);
+}
+
+inline void tma_load_2d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, uint16_t ranks) {
+  if (map->rank != 2) throw emu::Error("tma_load_2d_to of a map that is not of rank 2");
+  tma_load_to(dst, map, bar, x, y, 0, ranks);
+}
+
+inline void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z, uint16_t ranks) {
+  if (map->rank != 3) throw emu::Error("tma_load_3d_to of a map that is not of rank 3");
+  tma_load_to(dst, map, bar, x, y, z, ranks);
 }
 
 // ---- warpgroup products

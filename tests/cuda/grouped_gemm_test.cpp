@@ -32,7 +32,7 @@ T* aligned(std::vector<T>& v) {
 struct Case {
   std::vector<int> groups;
   int m = 0, n = 0, k = 0;
-  bool hopper = true, gated = false, gathered_a = false, gathered_b = false, bias = false, weighted = false;
+  bool hopper = true, cluster = false, gated = false, gathered_a = false, gathered_b = false, bias = false, weighted = false;
   Activation activation = Activation::kGelu;
   bool wide = false, accumulates = false, weighs_active = false, no_hidden = false;
   int top_k = 1, spare_rows = 0;
@@ -57,7 +57,7 @@ void expect(bool holds, const std::string& what) {
 }
 
 std::string told(const Case& c, const char* form) {
-  std::string text = std::string(form) + (c.hopper ? " hopper" : " ampere") + " groups";
+  std::string text = std::string(form) + (c.hopper ? " hopper" : " ampere") + (c.cluster ? " cluster" : "") + " groups";
   for (int g : c.groups) text += " " + std::to_string(g);
   return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) + " gated " +
          std::to_string(c.gated) + " gathered " + std::to_string(c.gathered_a) + std::to_string(c.gathered_b) +
@@ -72,9 +72,12 @@ void run(const Case& c, const Problem& p) {
   const TensorMap b = kForm == Form::kForward ? map_3d(p.b, c.k, c.n, p.experts, 128)
                       : kForm == Form::kInput ? map_3d(p.b, c.n, c.k, p.experts, 64)
                                               : map_2d(p.b, c.n, larger(p.rows, 1), p.b_stride, 64);
-  if (c.hopper)
+  if (c.hopper && c.cluster)
+    emu::launch(c.grid * 2, hopper::kThreads, c.seed,
+                [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kActivation, 2>(a, b, p); }, c.eagerness, 2);
+  else if (c.hopper)
     emu::launch(c.grid, hopper::kThreads, c.seed,
-                [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kActivation>(a, b, p); }, c.eagerness);
+                [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kActivation, 1>(a, b, p); }, c.eagerness);
   else
     emu::launch(c.grid, ampere::kThreads, c.seed,
                 [&] { ampere::grouped_gemm<T, kForm, kEpilogue, kActivation>(p); }, c.eagerness);
@@ -368,9 +371,13 @@ void test_hidden_gradient(const Case& c) {
   return test_hidden_gradient_of<T, Activation::kSilu>(c);
 }
 
+constexpr struct {
+  bool hopper, cluster;
+} kPaths[] = {{true, false}, {true, true}, {false, false}};
+
 void every_form(Case c) {
-  for (bool hopper : {true, false}) {
-    c.hopper = hopper;
+  for (const auto& path : kPaths) {
+    c.hopper = path.hopper, c.cluster = path.cluster;
     test_plain<bf16, Form::kForward>(c);
     test_plain<bf16, Form::kInput>(c);
   }
@@ -390,8 +397,8 @@ int main(int argc, char** argv) {
     every_form(c);
     c.gathered_a = true, c.top_k = 1 + seed % 3, c.bias = true, c.weighted = true, c.n = 40, c.k = 136;
     every_form(c);
-    for (bool hopper : {true, false}) {
-      c.hopper = hopper;
+    for (const auto& path : kPaths) {
+      c.hopper = path.hopper, c.cluster = path.cluster;
       c.gathered_a = seed % 2, c.k = 72, c.n = 272, c.bias = seed % 3 == 0;
       c.activation = static_cast<Activation>(1 + seed % 3);
       test_hidden<bf16, true>(c);
@@ -422,8 +429,8 @@ int main(int argc, char** argv) {
     c.gathered_a = true, c.top_k = 2;
     every_form(c);
     c.m = 40, c.groups = {400, 70};
-    for (bool hopper : {true, false}) {
-      c.hopper = hopper;
+    for (const auto& path : kPaths) {
+      c.hopper = path.hopper, c.cluster = path.cluster;
       test_weight<bf16>(c);
     }
   }
@@ -438,7 +445,7 @@ int main(int argc, char** argv) {
       c.bias = draw(0, 1), c.weighted = draw(0, 1), c.gathered_a = draw(0, 1);
       c.activation = static_cast<Activation>(draw(1, 3)), c.weighs_active = draw(0, 1), c.no_hidden = draw(0, 1);
       every_form(c);
-      c.hopper = i % 4 != 0;
+      c.hopper = i % 4 != 0, c.cluster = i % 2;
       test_hidden<bf16, true>(c);
       test_hidden<fp16, false>(c);
       Case back = c;

@@ -55,11 +55,11 @@ void test_tiles(const std::vector<int>& groups, int m, int columns, TileShape sh
   for (int b = 0; b < blocks; ++b) {
     auto walk = make();
     Tile t;
-    for (int64_t w = b; walk.find(w, t); w += blocks) {
+    for (int w = b; walk.find(w, t); w += blocks) {
       found.insert({t.expert, t.group_begin, t.group_rows, t.row, t.rows, t.column});
       ++count;
     }
-    expect(!walk.find(count * blocks + b + 1000000, t), "a walk goes on after its end");
+    expect(!walk.find(static_cast<int>(count) * blocks + b + 1000000, t), "a walk goes on after its end");
   }
   expect(found == expected, "tiles of " + std::to_string(total) + " rows");
   expect(count == static_cast<long>(expected.size()), "a tile is computed twice");
@@ -100,7 +100,7 @@ void test_band_order() {
   TileWalk<Form::kForward> walk(ends, 1, 0, 3 * 256, {128, 256});
   Tile t;
   std::vector<std::pair<int, int>> order;
-  for (int64_t w = 0; walk.find(w, t); ++w) order.push_back({t.row / 128, t.column / 256});
+  for (int w = 0; walk.find(w, t); ++w) order.push_back({t.row / 128, t.column / 256});
   std::vector<std::pair<int, int>> expected;
   for (int band : {0, 1})
     for (int column = 0; column < 3; ++column)

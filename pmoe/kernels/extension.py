@@ -171,10 +171,10 @@ def status() -> Status:
 
 
 @cache
-def refusals(index: int) -> dict[str, str | None]:
-    """By kernel, why it does not run on this CUDA device; None where it does. Empty where none is loaded."""
+def on_device(index: int) -> Device:
+    """The kernels as this CUDA device has them, asked for once."""
     module, reason = _load()
-    return {kernel.name: kernel.refusal for kernel in _device(index, module, reason).kernels}
+    return _device(index, module, reason)
 
 
 def _device(index: int, module: ModuleType | None, reason: str | None) -> Device:

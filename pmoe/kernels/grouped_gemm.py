@@ -60,14 +60,17 @@ def _path(index: int) -> tuple[str | None, str | None]:
     module = extension.load()
     if module is None:
         return None, extension.status().reason
-    refusals = extension.refusals(index)
-    if not refusals:
-        return None, f"device {index}: the driver loads none of the kernels"
+    return path_of(extension.on_device(index))
+
+
+def path_of(device: extension.Device) -> tuple[str | None, str | None]:
+    """As `path`, of a device whose kernels are loaded."""
     for name in ("sm_90a", "sm_80"):
-        found = {why for kernel, why in refusals.items() if kernel.startswith(f"grouped_gemm.{name}.")}
-        if found == {None}:
+        found = [each for each in device.kernels if each.name.startswith(f"grouped_gemm.{name}.")]
+        if found and all(each.refusal is None for each in found):
             return name, None
-    return None, f"device {index}: {'; '.join(sorted(why for why in refusals.values() if why))}"
+    reason = device.reason or "; ".join(sorted({each.refusal for each in device.kernels if each.refusal}))
+    return None, f"device {device.index}: {reason or 'there are no grouped products in the extension'}"
 
 
 def misfit(dtype: torch.dtype, **columns: int) -> str | None:

@@ -186,7 +186,7 @@ class Machine:
         module, index = extension.load(), device.index or 0
         try:
             kernels = [] if module is None else module.kernels(index)
-        except RuntimeError:  # the driver loads none: `extension.refusals` is empty then, too
+        except RuntimeError:  # the driver loads none: `grouped_gemm.path` is None then, too
             kernels = []
         loaded = [(0, 0)]
         for each in kernels:

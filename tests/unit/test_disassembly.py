@@ -17,11 +17,11 @@ REGISTERS = 65536  # of a multiprocessor, 8.0 to 12.0; a block's threads share t
 LARGEST_BLOCK = 1024
 
 
-pytestmark = pytest.mark.usefixtures("extension")
+pytestmark = pytest.mark.usefixtures("extension_built")
 
 
 @pytest.fixture
-def extension() -> None:
+def extension_built() -> None:
     """Skips where the extension cannot be built, and fails where it could be but is not."""
     if built():
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels import extension, grouped_gemm
 from pmoe.kernels.grouped_gemm import Slots, grouped_hidden, grouped_product
 from tests.cuda.compiled import compile_and_run
 from tests.cuda.disassembly import count, declared, opcode, resources, sass
-from tests.unit.test_disassembly import extension  # noqa: F401 (a fixture)
+from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
 GROUPS = ((3, 0, 4), (0,), (1,), (0, 0, 5), (7, 2))
 
@@ -243,6 +244,42 @@ def test_what_does_not_fit_the_kernels_is_said_with_its_numbers() -> None:
     assert "device cpu" in str(grouped_gemm.refusal(torch.device("cpu"), torch.bfloat16, in_features=64))
 
 
+@pytest.mark.parametrize(
+    ("binary", "ptx", "capability", "expected"),
+    [
+        (90, 90, (9, 0), "sm_90a"),
+        (90, 80, (9, 0), "sm_80"),  # CUDA_FORCE_PTX_JIT=1
+        (80, 80, (8, 0), "sm_80"),
+        (100, 80, (10, 0), "sm_80"),  # Blackwell: the PTX serves
+    ],
+)
+def test_the_path_follows_from_the_kernels_as_they_were_loaded(
+    binary: int, ptx: int, capability: tuple[int, int], expected: str
+) -> None:
+    names = ("grouped_gemm.sm_80.bf16.forward", "grouped_gemm.sm_90a.bf16.forward")
+    kernels = tuple(
+        extension._kernel(
+            capability,
+            name=name,
+            hopper="sm_90a" in name,
+            binary_version=binary,
+            ptx_version=ptx,
+            threads=256,
+            registers=168,
+            shared_bytes=0,
+            dynamic_shared_bytes=0,
+            local_bytes=0,
+        )
+        for name in names
+    )
+    device = extension.Device(index=0, name="a GPU", capability=capability, kernels=kernels, reason=None)
+    assert grouped_gemm.path_of(device) == (expected, None)
+    if expected == "sm_80":
+        assert kernels[1].refusal is not None and str(binary) in kernels[1].refusal
+    none = replace(device, kernels=(), reason="no kernel image is available for execution on the device")
+    assert grouped_gemm.path_of(none) == (None, f"device 0: {none.reason}")
+
+
 def test_the_kernels_in_the_emulator_equal_a_plain_loop(tmp_path: Path) -> None:
     compile_and_run("grouped_gemm_test.cpp", tmp_path)
 
@@ -275,7 +312,7 @@ def grouped(path: str, arch: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.usefixtures("extension")
+@pytest.mark.usefixtures("extension_built")
 def test_hopper_code_multiplies_by_warpgroups_and_loads_by_tma() -> None:
     for name, code in grouped("sm_90a", "sm_90a").items():
         assert count(code, "HGMMA") >= 4, name
@@ -291,7 +328,7 @@ def test_hopper_code_multiplies_by_warpgroups_and_loads_by_tma() -> None:
         assert len([each for each in code if "NOP" not in each]) < 16, f"{name} must be empty elsewhere"
 
 
-@pytest.mark.usefixtures("extension")
+@pytest.mark.usefixtures("extension_built")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_sm_80_path_multiplies_by_warps_from_shared_memory(arch: str) -> None:
     for name, code in grouped("sm_80", arch).items():
@@ -300,7 +337,7 @@ def test_the_sm_80_path_multiplies_by_warps_from_shared_memory(arch: str) -> Non
         assert all(".128" in each for each in code if "LDGSTS" in each), name
 
 
-@pytest.mark.usefixtures("extension")
+@pytest.mark.usefixtures("extension_built")
 def test_results_are_stored_16_bytes_at_a_time() -> None:
     for path, arch in (("sm_90a", "sm_90a"), ("sm_80", "sm_80")):
         for name, code in grouped(path, arch).items():
@@ -310,7 +347,7 @@ def test_results_are_stored_16_bytes_at_a_time() -> None:
             assert not narrow or ".weight" in name or "gradient" in name, (name, narrow[:3])
 
 
-@pytest.mark.usefixtures("extension")
+@pytest.mark.usefixtures("extension_built")
 def test_blocks_fit_the_registers_and_the_shared_memory_that_they_declare() -> None:
     for name, kernel in declared().items():
         if not name.startswith("grouped_gemm."):

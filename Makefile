@@ -155,7 +155,13 @@ for place in ["/usr/local/cuda*/bin", *[path + "/nvidia/**" for path in sys.path
     found += sorted(glob.glob(place + "/compute-sanitizer", recursive=True), reverse=True)
 print(next((path for path in found if os.path.isfile(path) and os.access(path, os.X_OK)), ""))
 endef
-export NEED_CUDA MISSING IDENTITY LINK_SITES VERSIONS FIND_SANITIZER
+
+define FIND_CUOBJDUMP
+import shutil
+from tests.cuda.disassembly import _path
+print(shutil.which("cuobjdump", path=_path()) or "")
+endef
+export NEED_CUDA MISSING IDENTITY LINK_SITES VERSIONS FIND_SANITIZER FIND_CUOBJDUMP
 
 gpu: gpu-build gpu-test gpu-sanitize gpu-bench
 
@@ -202,10 +208,29 @@ gpu-build: gpu-env
 	$(GPU_RUN) -c 'import pmoe; print("make gpu-build: ready, pmoe", pmoe.__version__)'
 	$(GPU_RUN) -c 'from pmoe.kernels import status; print(status())'
 
-gpu-test: gpu-build
-	@$(GPU_RUN) -m pytest tests/gpu -m gpu -q $(PYTEST_ARGS)
+# Each part below ends by itself before 8 minutes, whatever hangs: such machines are lent for minutes. A kernel
+# that hangs holds its test in a wait that no signal ends; timeout_method=thread ends that test's process. What
+# fails does not keep the rest from running: the next machine may be long in coming.
+GPU_PYTEST = -m pytest -q -o timeout_method=thread
+GPU_PYTEST_ARGS = $$("$(GPU_PYTHON)" -c 'import xdist' 2>/dev/null && echo "$(PYTEST_ARGS)" \
+	|| echo "$(filter-out -n 2,$(PYTEST_ARGS))")
+KERNEL_TESTS = tests/unit/test_disassembly.py $(wildcard tests/unit/test_kernels_*.py)
+SANITIZED = tests/gpu/test_grouped_gemm.py tests/gpu/test_permute.py tests/gpu/test_route.py
 
-# Without torch's caching allocator every tensor is an allocation of its own, so an access past its end is seen.
+# First, where there is a disassembler, the machine code that was just built: those tests need no GPU.
+gpu-test: gpu-build
+	@failed=0
+	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+	if [ -n "$$("$(GPU_PYTHON)" -c "$$FIND_CUOBJDUMP")" ]; then
+		timeout -k 5 100 "$(GPU_PYTHON)" $(GPU_PYTEST) $(KERNEL_TESTS) -m "not slow" $(GPU_PYTEST_ARGS) || failed=1
+	else
+		echo "make gpu-test: the machine code is not looked at, cuobjdump is not on this machine"
+	fi
+	timeout -k 5 360 "$(GPU_PYTHON)" $(GPU_PYTEST) tests/gpu -m gpu $(GPU_PYTEST_ARGS) || failed=1
+	exit $$failed
+
+# memcheck: without torch's caching allocator every tensor is an allocation of its own, so an access past its end
+# is seen. racecheck looks at shared memory, and at pmoe's kernels only.
 gpu-sanitize: gpu-build
 	@tool=$$("$(GPU_PYTHON)" -c "$$FIND_SANITIZER")
 	if [ -z "$$tool" ]; then
@@ -217,10 +242,25 @@ gpu-sanitize: gpu-build
 		echo "make gpu-sanitize: not run, $$tool says that it does not support this device"
 		exit 0
 	fi
-	export PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
-	"$$tool" --tool memcheck --target-processes all --report-api-errors no --error-exitcode 1 \
-		"$(GPU_PYTHON)" -m pytest tests/gpu -m "gpu and sanitize" -q -o timeout=240 $(PYTEST_ARGS)
+	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+	failed=0
+	check="$$tool --target-processes all --error-exitcode 1"
+	tests="$(GPU_PYTEST) -o timeout=200 $(GPU_PYTEST_ARGS)"
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 5 230 $$check --tool memcheck --report-api-errors no \
+		"$(GPU_PYTHON)" $$tests tests/gpu -m "gpu and sanitize" || failed=1
+	[ "$${PMOE_CUDA:-1}" != 0 ] || exit $$failed
+	timeout -k 5 210 $$check --tool racecheck --kernel-name kns=pmoe \
+		"$(GPU_PYTHON)" $$tests $(SANITIZED) -m "gpu and sanitize" || failed=1
+	exit $$failed
 
-gpu-bench: gpu-env
-	@$(GPU_RUN) bench/bench_gpu.py --out bench/results $(ARGS)
-	$(GPU_RUN) bench/bench_gpu_memory.py --out bench/results
+# Each with its seconds. ARGS go to those that take --rounds. The kernels' own benchmarks come first.
+gpu-bench: gpu-build
+	@failed=0
+	each="gpu:100"
+	[ "$${PMOE_CUDA:-1}" = 0 ] || each="grouped_gemm:120 alone:90 permute:80 $$each"
+	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+	for one in $$each; do
+		timeout -k 5 $${one#*:} "$(GPU_PYTHON)" bench/bench_$${one%:*}.py --out bench/results $(ARGS) || failed=1
+	done
+	timeout -k 5 80 "$(GPU_PYTHON)" bench/bench_gpu_memory.py --out bench/results || failed=1
+	exit $$failed

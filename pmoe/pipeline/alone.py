@@ -2,8 +2,8 @@
 
 Nothing travels and nothing is cut, so no task waits for another and no schedule is run. Tokens are gathered
 as the experts' first product loads them: the dispatched rows (T_DI) do not exist. Between the passes the
-layer holds its input, T_M, the logits and 16 bytes a slot (expert, weight, place and its inverse); as
-everywhere, nothing of the activated hidden and of T_DO. Group sizes never reach the host.
+layer holds its input, T_M, the logits and 12 bytes a slot (expert, weight, place); as everywhere, nothing of
+the activated hidden and of T_DO. Group sizes never reach the host.
 
 Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
@@ -159,7 +159,8 @@ class _Alone(torch.autograd.Function):
         needs = any(ctx.needs_input_grad)
         y_TM, hidden_NG = _forward(x_TM, weight_TK, w1, w2, b1, b2, places, activation, keep=needs)
         expert_TK = places[0] if b2 is not None else None
-        ctx.save_for_backward(x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, *places[1:])
+        _, position_TK, _, ends_E = places
+        ctx.save_for_backward(x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E)
         ctx.activation, ctx.has_b1 = activation, b1 is not None
         return y_TM
 
@@ -167,10 +168,10 @@ class _Alone(torch.autograd.Function):
     def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
-        x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, slot_N, ends_E = ctx.saved_tensors
+        x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E = ctx.saved_tensors
         needs_x, needs_weight, needs_w1, needs_w2, needs_b1, needs_b2, *_ = ctx.needs_input_grad
         top_k, grad_TM = weight_TK.shape[1], aligned(grad_TM)
-        slots = Slots(slot_N=slot_N, top_k=top_k)
+        slots = Slots(slot_N=_inverse(position_TK), top_k=top_k)
         scale = weight_TK.view(-1)
         # Products that only the parameters wait for come as soon as their operands can then be let go of:
         # there is no communication that they could fill the time of.
@@ -201,6 +202,13 @@ class _Alone(torch.autograd.Function):
             del grad_hidden_NG
             of_x = permute.unpermute(of_rows_NM, position_TK)
         return of_x, of_weight, of_w1, of_w2, of_b1, of_b2, None, None
+
+
+def _inverse(position_TK: Tensor) -> Tensor:
+    """slot_N, which is quicker made again than kept."""
+    position_N = position_TK.view(-1)
+    slot_N = torch.arange(position_N.numel(), dtype=torch.int32, device=position_N.device)
+    return torch.empty_like(slot_N).index_copy_(0, position_N.long(), slot_N)
 
 
 def _sum_of_rows(rows: Tensor, scale: Tensor, ends_E: Tensor, slots: Slots | None) -> Tensor:

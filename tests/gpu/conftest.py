@@ -28,6 +28,14 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What layers measure in tests, under a sanitizer maybe, is nothing to keep for the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PMOE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def float32_is_float32() -> Iterator[None]:
     """TF32 keeps 10 bits of a product's operands: far outside what is asked of float32 here."""

@@ -167,7 +167,7 @@ def test_without_gradients_nothing_is_saved(kernels: list[str]) -> None:
     torch.testing.assert_close(y, expected.detach())
 
 
-def test_saved_bytes_are_the_input_the_hidden_the_logits_and_16_a_slot(kernels: list[str]) -> None:
+def test_saved_bytes_are_the_input_the_hidden_the_logits_and_12_a_slot(kernels: list[str]) -> None:
     num_tokens, top_k = 64, 4
     layer = make(torch.bfloat16, expert="swiglu", bias=False, top_k=top_k)
     x = tokens(num_tokens, M, dtype=torch.bfloat16).requires_grad_()
@@ -183,10 +183,9 @@ def test_saved_bytes_are_the_input_the_hidden_the_logits_and_16_a_slot(kernels: 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = layer(x)
     held = 2 * num_tokens * M + 4 * num_tokens * top_k * H
-    places = 16 * num_tokens * top_k + 4 * num_tokens * E
+    places = 12 * num_tokens * top_k + 4 * num_tokens * E
     assert kernels and y.shape == x.shape
-    assert sum(kept.values()) <= held + places + 2 * 4 * E  # and rows by expert, with their running sums
-    assert sum(kept.values()) >= held
+    assert sum(kept.values()) == held + places + 2 * 4 * E  # rows by expert, and their running sums
 
 
 def test_backward_twice_checkpointing_and_copies(kernels: list[str]) -> None:

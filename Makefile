@@ -85,14 +85,18 @@ test: $(STAMP) extension
 test-all: $(STAMP) extension
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
+CPP = $(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]*)
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy --strict pmoe
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
 
 bench: $(STAMP)
 	@$(OMP) $(BIN)/python bench/bench_overlap.py --link modelled $(ARGS)

@@ -362,8 +362,9 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 "pytest>=8.4",
                 "pytest-timeout>=2.4",
                 "pytest-xdist>=3.8",
-                # One minor version only: the next one may format the same file differently.
+                # One version only: the next one may format the same file differently.
                 "ruff>=0.17,<0.18",
+                "clang-format>=23,<24",
                 # For setup.py build_ext --inplace, and wheels without build isolation.
                 "setuptools>=70.1",
             ],

@@ -56,10 +56,11 @@ py::list declared() {
   for (const pmoe::KernelInfo& kernel : all_kernels()) {
     Dl_info place{};
     if (!dladdr(kernel.function, &place))
-      throw std::runtime_error(std::string("pmoe._cuda: ") + kernel.name + ": function is not of this module");
+      throw std::runtime_error(std::string("pmoe._cuda: ") + kernel.name +
+                               ": function is not of this module");
     py::dict one = told(kernel);
-    one["offset"] = reinterpret_cast<std::uintptr_t>(kernel.function) -
-                    reinterpret_cast<std::uintptr_t>(place.dli_fbase);
+    one["offset"] =
+        reinterpret_cast<std::uintptr_t>(kernel.function) - reinterpret_cast<std::uintptr_t>(place.dli_fbase);
     found.append(one);
   }
   return found;
@@ -91,9 +92,11 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("NVCC") = PMOE_NVCC;
   m.def("device_count", &device_count, "CUDA devices that this process can use; 0 without a driver.");
   m.def("declared", &declared,
-        "The kernels as their sources declare them, without a device: a dict each. offset is the place of the host "
+        "The kernels as their sources declare them, without a device: a dict each. offset is the place of "
+        "the host "
         "function in this module's file, whose symbol is the kernel's.");
-  m.def("kernels", &kernels, py::arg("device"),
-        "The kernels as loaded on a device: a dict each, with the binary and PTX version of what runs there.");
+  m.def(
+      "kernels", &kernels, py::arg("device"),
+      "The kernels as loaded on a device: a dict each, with the binary and PTX version of what runs there.");
   for (const pmoe::Module* each = pmoe::Module::first(); each; each = each->next) each->bind(m);
 }

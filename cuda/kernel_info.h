@@ -6,11 +6,11 @@
 namespace pmoe {
 
 struct KernelInfo {
-  const char* name;  // unique, as users and tests read it
-  const void* function;  // the __global__ function, reinterpret_cast<const void*>(&kernel<...>)
-  int threads;  // of a block, as it is launched
+  const char* name;          // unique, as users and tests read it
+  const void* function;      // the __global__ function, reinterpret_cast<const void*>(&kernel<...>)
+  int threads;               // of a block, as it is launched
   int dynamic_shared_bytes;  // of a block, the most that it is launched with
-  bool hopper = false;  // its body is sm_90a code (wgmma, TMA), and nothing elsewhere
+  bool hopper = false;       // its body is sm_90a code (wgmma, TMA), and nothing elsewhere
 };
 
 }  // namespace pmoe

@@ -1,7 +1,7 @@
 // The nonlinearities between an expert's two products, and their derivatives, in float.
 //
-// On the device e^x and 1 / x are the hardware's approximations, a few units in the last place of a float: all
-// results are rounded to 16 bits afterwards.
+// On the device e^x and 1 / x are the hardware's approximations, a few units in the last place of a float:
+// all results are rounded to 16 bits afterwards.
 #pragma once
 #include <cmath>
 

@@ -115,7 +115,10 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
 
 __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(value) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(p), "r"(value)
+               : "memory");
   return before;
 }
 
@@ -179,7 +182,8 @@ __device__ __forceinline__ void mma_m16n8k16(float* d, const uint32_t (&a)[4], u
 // ---- barriers in shared memory that count bytes, and the tensor memory accelerator
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals)
+               : "memory");
 }
 
 // Makes initialised barriers visible to the asynchronous proxy; a block-wide barrier follows.
@@ -223,8 +227,8 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
 
 __device__ __forceinline__ void tma_load_2d(void* dst, const TensorMap* map, uint64_t* bar, int x, int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          shared_address(dst)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+      "[%2];" ::"r"(shared_address(dst)),
       "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y)
       : "memory");
 }
@@ -273,8 +277,8 @@ __device__ __forceinline__ void tma_load_2d_to(void* dst, const TensorMap* map, 
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z,
-                                               uint16_t ranks) {
+__device__ __forceinline__ void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y,
+                                               int z, uint16_t ranks) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(dst)),
@@ -312,11 +316,11 @@ __device__ __forceinline__ void pin_accumulators(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define PMOE_R8(i)                                                                                           \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
-#define PMOE_R64(i)                                                                                          \
-  PMOE_R8(i), PMOE_R8(i + 8), PMOE_R8(i + 16), PMOE_R8(i + 24), PMOE_R8(i + 32), PMOE_R8(i + 40),            \
+#define PMOE_R8(i)                                                                            \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define PMOE_R64(i)                                                                               \
+  PMOE_R8(i), PMOE_R8(i + 8), PMOE_R8(i + 16), PMOE_R8(i + 24), PMOE_R8(i + 32), PMOE_R8(i + 40), \
       PMOE_R8(i + 48), PMOE_R8(i + 56)
 #define PMOE_WGMMA_256(TYPE)                                                                                 \
   asm volatile(                                                                                              \

@@ -24,6 +24,24 @@ PMOE_HD constexpr T larger(T a, T b) {
   return a < b ? b : a;
 }
 
+// Division of numbers from 0 to 2^31 - 1 by one that is known before: a product and a shift.
+struct Divisor {
+  uint32_t factor = (1u << 31) + 1;
+  int shift = 31;
+
+  Divisor() = default;
+  explicit Divisor(int by) {
+    int bits = 0;
+    while ((int64_t{1} << bits) < by) ++bits;
+    shift = 31 + bits;
+    factor = static_cast<uint32_t>((uint64_t{1} << shift) / static_cast<uint64_t>(by) + 1);
+  }
+
+  PMOE_HD int32_t divide(int32_t x) const {
+    return static_cast<int32_t>((static_cast<uint64_t>(static_cast<uint32_t>(x)) * factor) >> shift);
+  }
+};
+
 // 16 bytes: what one thread loads or stores at a time.
 struct alignas(16) Words {
   uint32_t word[4];

@@ -34,9 +34,7 @@ template <>
 struct Scalar<bf16> {
   static constexpr const char* name = "bf16";
   PMOE_HD static float widen(bf16 x) { return __bfloat162float(__nv_bfloat16_raw{x.bits}); }
-  PMOE_HD static bf16 narrow(float x) {
-    return {static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x};
-  }
+  PMOE_HD static bf16 narrow(float x) { return {static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x}; }
 };
 
 template <>

@@ -14,7 +14,8 @@ namespace pmoe::ampere {
 constexpr int kRows = 128, kColumns = 128, kDepth = 64;
 constexpr int kStages = 3;
 constexpr int kThreads = 256;
-constexpr int kWarpRows = 4, kWarpColumns = 2;  // warps down and across a tile; a warp has 32 rows x 64 columns
+constexpr int kWarpRows = 4,
+              kWarpColumns = 2;  // warps down and across a tile; a warp has 32 rows x 64 columns
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 constexpr int kWarpWidth = kColumns / kWarpColumns;
 
@@ -41,31 +42,25 @@ struct Loader {
   using Tall = int32_t[BoxCopy<kThreads, 128>::kPerThread];
   using Flat = int32_t[BoxCopy<kThreads, kDepth>::kPerThread];
 
-  __device__ __forceinline__ Loader(const Problem& problem, int thread) : p(problem), tall(thread), flat(thread) {}
+  __device__ __forceinline__ Loader(const Problem& problem, int thread)
+      : p(problem), tall(thread), flat(thread) {}
 
   // Sources of A's lines, where they do not change with the step.
   __device__ __forceinline__ void find_rows(const Tile& tile, Tall& source) const {
-    PMOE_UNROLL
-    for (int i = 0; i < BoxCopy<kThreads, 128>::kPerThread; ++i) {
-      const int line = tile.row + tall.line(i);
-      source[i] = line < tile.group_rows
-                      ? source_row(p.a_gathered ? p.slot : nullptr, p.top_k, int64_t{tile.group_begin} + line)
-                      : -1;
-    }
+    find_sources(
+        p.a_gathered ? p.slot : nullptr, p.top_k, tile.group_begin, tile.group_rows,
+        [&](int i) { return tile.row + tall.line(i); }, source);
   }
 
-  __device__ __forceinline__ void load(uint8_t* a, uint8_t* b, const Tile& tile, const Tall& rows, int step) const {
+  __device__ __forceinline__ void load(uint8_t* a, uint8_t* b, const Tile& tile, const Tall& rows,
+                                       int step) const {
     const int depth = step * kDepth;
     if constexpr (kForm == Form::kWeight) {
       Flat of_a, of_b;
-      PMOE_UNROLL
-      for (int i = 0; i < BoxCopy<kThreads, kDepth>::kPerThread; ++i) {
-        const int line = depth + flat.line(i);
-        const bool exists = line < tile.group_rows;
-        const int64_t row = int64_t{tile.group_begin} + line;
-        of_a[i] = exists ? source_row(p.a_gathered ? p.slot : nullptr, p.top_k, row) : -1;
-        of_b[i] = exists ? source_row(p.b_gathered ? p.slot : nullptr, p.top_k, row) : -1;
-      }
+      const auto line = [&](int i) { return depth + flat.line(i); };
+      const int32_t *slot_a = p.a_gathered ? p.slot : nullptr, *slot_b = p.b_gathered ? p.slot : nullptr;
+      find_sources(slot_a, p.top_k, tile.group_begin, tile.group_rows, line, of_a);
+      find_sources(slot_b, p.top_k, tile.group_begin, tile.group_rows, line, of_b);
       for (int i = 0; i < 2; ++i) {
         const int offset = i * box_bytes(kDepth), columns = i * kBoxColumns;
         flat.template copy<T>(a + offset, p.a, p.a_stride, of_a, tile.row + columns, p.m);
@@ -95,7 +90,8 @@ struct Loader {
         source[i] = line < p.k ? line : -1;
       }
       for (int i = 0; i < 2; ++i)
-        flat.template copy<T>(b + i * box_bytes(kDepth), weights, p.n, source, tile.column + i * kBoxColumns, p.n);
+        flat.template copy<T>(b + i * box_bytes(kDepth), weights, p.n, source, tile.column + i * kBoxColumns,
+                              p.n);
     }
   }
 };
@@ -107,7 +103,8 @@ __device__ __forceinline__ const uint8_t* place(const uint8_t* box, int line, in
 
 // A's fragment of 16 rows from `row` on and 16 of the reduction from 16 `i` on.
 template <bool kTranspose>
-__device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4], const uint8_t* a, int row, int i, int lane) {
+__device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4], const uint8_t* a, int row, int i,
+                                                int lane) {
   const int matrix = lane / 8, inside = lane % 8;
   if constexpr (kTranspose) {
     const int line = i * 16 + matrix / 2 * 8 + inside, column = row + matrix % 2 * 8;
@@ -119,7 +116,8 @@ __device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4], const uint8_t*
 
 // B's fragments of 16 columns from `column` on: r[0], r[1] of the first 8, r[2], r[3] of the others.
 template <bool kTranspose>
-__device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t* b, int column, int i, int lane) {
+__device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t* b, int column, int i,
+                                                int lane) {
   const int matrix = lane / 8, inside = lane % 8;
   if constexpr (kTranspose) {
     const int line = i * 16 + matrix % 2 * 8 + inside, own = column + matrix / 2 * 8;
@@ -130,8 +128,8 @@ __device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t*
 }
 
 template <class T, Form kForm>
-__device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* b, float (&d)[2][2][16], int down,
-                                               int across, int lane) {
+__device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* b, float (&d)[2][2][16],
+                                               int down, int across, int lane) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
   PMOE_UNROLL
   for (int i = 0; i < kDepth / 16; ++i) {
@@ -139,17 +137,16 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
     PMOE_UNROLL
     for (int m = 0; m < 2; ++m) load_fragment_a<kTransposeA>(of_a[m], a, down * 32 + m * 16, i, lane);
     PMOE_UNROLL
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) PMOE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      uint32_t of_b[4];
+      load_fragment_b<kTransposeB>(of_b, b, across * kWarpWidth + half * 32 + j * 16, i, lane);
       PMOE_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        uint32_t of_b[4];
-        load_fragment_b<kTransposeB>(of_b, b, across * kWarpWidth + half * 32 + j * 16, i, lane);
-        PMOE_UNROLL
-        for (int m = 0; m < 2; ++m) {
-          mma_m16n8k16<T>(&d[m][half][j * 8], of_a[m], of_b[0], of_b[1]);
-          mma_m16n8k16<T>(&d[m][half][j * 8 + 4], of_a[m], of_b[2], of_b[3]);
-        }
+      for (int m = 0; m < 2; ++m) {
+        mma_m16n8k16<T>(&d[m][half][j * 8], of_a[m], of_b[0], of_b[1]);
+        mma_m16n8k16<T>(&d[m][half][j * 8 + 4], of_a[m], of_b[2], of_b[3]);
       }
+    }
   }
 }
 
@@ -190,7 +187,8 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
     for (int m = 0; m < 2; ++m) {
       Stores store(p, tile, down * 32 + m * 16, lane, shared.a[0] + thread / 32 * kExchangeBytes);
       const int column = tile.column + across * (kHalves ? 32 : kWarpWidth);
-      // A block has both groups of 32 accumulators' columns, or one group's where a gradient is of two halves.
+      // A block has both groups of 32 accumulators' columns, or one group's where a gradient is of two
+      // halves.
       constexpr int kBlocks = kHalves ? 1 : kWarpWidth / Stores::kBlockColumns;
       PMOE_UNROLL
       for (int i = 0; i < kBlocks; ++i) {

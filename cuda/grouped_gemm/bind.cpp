@@ -38,36 +38,41 @@ std::string name_of(const GroupedGemm& which, const char* path) {
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   static std::map<std::string, int> names;  // whose keys outlive what points to them
-  const auto add = [&](const GroupedGemm& which, const char* path, const pmoe::GroupedGemmPath& of, bool hopper) {
+  const auto add = [&](const GroupedGemm& which, const char* path, const pmoe::GroupedGemmPath& of,
+                       bool hopper) {
     const char* name = names.emplace(name_of(which, path), 0).first->first.c_str();
     found.push_back({name, of.function(which), of.threads, of.shared_bytes, hopper});
   };
   for (int cluster : {1, 2})
     pmoe::for_each_grouped_gemm(
         cluster, [&](const GroupedGemm& which) { add(which, "sm_90a", pmoe::hopper_path, true); });
-  pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, "sm_80", pmoe::ampere_path, false); });
+  pmoe::for_each_grouped_gemm(
+      1, [&](const GroupedGemm& which) { add(which, "sm_80", pmoe::ampere_path, false); });
 }
 
 int multiprocessors() {
   int device = 0, count = 0;
   pmoe::check(cudaGetDevice(&device), "cudaGetDevice");
-  pmoe::check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  pmoe::check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+              "cudaDeviceGetAttribute");
   return count;
 }
 
-void grouped_gemm(int device, Address stream, bool hopper, int element, int form, int epilogue, int activation, Address a,
-                  int64_t a_rows, int64_t a_stride, Address b, int64_t b_rows, int64_t b_stride, Address d,
-                  int64_t d_stride, Address ends, int experts, int rows, int m, int n, int k, Address slot, int top_k,
-                  bool a_gathered, bool b_gathered, Address bias, Address weight, Address active,
-                  int64_t active_stride, Address hidden, int64_t hidden_stride, Address row_dots, bool weighs_active,
-                  bool wide, bool accumulates, int cluster) {
+void grouped_gemm(int device, Address stream, bool hopper, int element, int form, int epilogue,
+                  int activation, Address a, int64_t a_rows, int64_t a_stride, Address b, int64_t b_rows,
+                  int64_t b_stride, Address d, int64_t d_stride, Address ends, int experts, int rows, int m,
+                  int n, int k, Address slot, int top_k, bool a_gathered, bool b_gathered, Address bias,
+                  Address weight, Address active, int64_t active_stride, Address hidden,
+                  int64_t hidden_stride, Address row_dots, bool weighs_active, bool wide, bool accumulates,
+                  int cluster) {
   if (cluster == 0) cluster = hopper ? pmoe::best_cluster(static_cast<Form>(form), rows, experts, m) : 1;
-  const GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form), static_cast<Epilogue>(epilogue),
-                             static_cast<pmoe::Activation>(activation), cluster};
+  const GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
+                             static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation),
+                             cluster};
   pmoe::Problem p;
   p.a = at<void>(a), p.b = at<void>(b), p.d = at<void>(d);
   p.a_stride = a_stride, p.b_stride = b_stride, p.d_stride = d_stride;
-  p.ends = at<const int32_t>(ends), p.slot = at<const int32_t>(slot), p.top_k = top_k;
+  p.ends = at<const int32_t>(ends), p.slot = at<const int32_t>(slot), p.top_k = pmoe::Divisor(top_k);
   p.experts = experts, p.rows = rows, p.m = m, p.n = n, p.k = k;
   p.a_gathered = a_gathered, p.b_gathered = b_gathered;
   p.bias = at<void>(bias), p.weight = at<const float>(weight);
@@ -78,24 +83,28 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   const pmoe::OnDevice here(device);
   const pmoe::GroupedGemmPath& path = hopper ? pmoe::hopper_path : pmoe::ampere_path;
   const int blocks = multiprocessors() * (hopper ? 1 : 2);
-  pmoe::check(path.launch(which, p, a_rows, b_rows, blocks, at<CUstream_st>(stream)), name_of(which, "launch").c_str());
+  pmoe::check(path.launch(which, p, a_rows, b_rows, blocks, at<CUstream_st>(stream)),
+              name_of(which, "launch").c_str());
 }
 
 void bind_grouped_gemm(py::module_& m) {
   using py::arg;
-  m.def("grouped_gemm", &grouped_gemm, py::kw_only(), arg("device"), arg("stream"), arg("hopper"), arg("element"),
-        arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("a"), arg("a_rows"), arg("a_stride"), arg("b"),
-        arg("b_rows") = 0, arg("b_stride") = 0, arg("d"), arg("d_stride"), arg("ends"), arg("experts"), arg("rows"),
-        arg("m") = 0, arg("n"), arg("k") = 0, arg("slot") = 0, arg("top_k") = 1, arg("a_gathered") = false,
-        arg("b_gathered") = false, arg("bias") = 0, arg("weight") = 0, arg("active") = 0,
-        arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
-        arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false, arg("cluster") = 0,
+  // A full queue of launches blocks: other threads must not wait for it, too.
+  m.def("grouped_gemm", &grouped_gemm, py::kw_only(), arg("device"), arg("stream"), arg("hopper"),
+        arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("a"), arg("a_rows"),
+        arg("a_stride"), arg("b"), arg("b_rows") = 0, arg("b_stride") = 0, arg("d"), arg("d_stride"),
+        arg("ends"), arg("experts"), arg("rows"), arg("m") = 0, arg("n"), arg("k") = 0, arg("slot") = 0,
+        arg("top_k") = 1, arg("a_gathered") = false, arg("b_gathered") = false, arg("bias") = 0,
+        arg("weight") = 0, arg("active") = 0, arg("active_stride") = 0, arg("hidden") = 0,
+        arg("hidden_stride") = 0, arg("row_dots") = 0, arg("weighs_active") = false, arg("wide") = false,
+        arg("accumulates") = false, arg("cluster") = 0, py::call_guard<py::gil_scoped_release>(),
         "One launch of a grouped product; see cuda/grouped_gemm/problem.h.");
-  m.def("row_dot_parts",
-        [](bool hopper, int columns) {
-          return hopper ? pmoe::hopper_row_dot_parts(columns) : pmoe::ampere_row_dot_parts(columns);
-        },
-        "In how many parts a kernel leaves a row's inner products over so many columns.");
+  m.def(
+      "row_dot_parts",
+      [](bool hopper, int columns) {
+        return hopper ? pmoe::hopper_row_dot_parts(columns) : pmoe::ampere_row_dot_parts(columns);
+      },
+      "In how many parts a kernel leaves a row's inner products over so many columns.");
 }
 
 const pmoe::Module joined(bind_grouped_gemm, list_kernels);

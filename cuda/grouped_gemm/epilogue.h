@@ -1,9 +1,10 @@
 // From accumulators to the result: bias, nonlinearity, its gradient, weights.
 //
-// A warp holds 16 rows, and of them 32 columns at a time in two places, 16 floats a thread each, as the matrix
-// instructions of both paths leave them: lane l has, for j in 0..3 and h in 0..1, row l / 4 + 8 h and columns
-// 8 j + 2 (l % 4) + {0, 1} in values[4 j + 2 h + {0, 1}]. The two places are neighbours, or matching columns of
-// a gate and its partner. All arithmetic is in this layout; what is read or written goes through an Exchange.
+// A warp holds 16 rows, and of them 32 columns at a time in two places, 16 floats a thread each, as the
+// matrix instructions of both paths leave them: lane l has, for j in 0..3 and h in 0..1, row l / 4 + 8 h and
+// columns 8 j + 2 (l % 4) + {0, 1} in values[4 j + 2 h + {0, 1}]. The two places are neighbours, or matching
+// columns of a gate and its partner. All arithmetic is in this layout; what is read or written goes through
+// an Exchange.
 #pragma once
 #include "common/device.cuh"
 #include "common/scalar.h"
@@ -28,8 +29,8 @@ class Store {
  public:
   // Whether the two places of a block are a gate's columns and its partner's.
   static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
-  // Columns of the result that a block has; of each half where hidden columns are in halves. Gradients take 32
-  // at a time: accumulators, T_M and two results of more do not fit the registers.
+  // Columns of the result that a block has; of each half where hidden columns are in halves. Gradients take
+  // 32 at a time: accumulators, T_M and two results of more do not fit the registers.
   static constexpr int kBlockColumns = kGated || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
 
   // row: the first of the 16 in the tile. buffer: kExchangeBytes of the warp's own.
@@ -69,9 +70,10 @@ class Store {
     }
   }
 
-  // first, second: 16 x 32 of the product each. column: where the first begins in the result (of its half); the
-  // second is 32 columns on, or at the same place of the other half; a gradient is of the first alone.
-  __device__ __forceinline__ void block(const float* first, const float* second, int column, const Ahead& ahead) {
+  // first, second: 16 x 32 of the product each. column: where the first begins in the result (of its half);
+  // the second is 32 columns on, or at the same place of the other half; a gradient is of the first alone.
+  __device__ __forceinline__ void block(const float* first, const float* second, int column,
+                                        const Ahead& ahead) {
     // Or the addresses of all rows would stay in registers from block to block, and accumulators would not.
     forget(first_);
     exchange_.forget_places();
@@ -129,8 +131,8 @@ class Store {
   __device__ __forceinline__ bool exists(int i) const { return exchange_.row(i) < left_; }
 
   // 64 neighbouring columns.
-  __device__ __forceinline__ void store_words(const uint32_t (&word)[16], void* base, int64_t stride, int column,
-                                              int columns) const {
+  __device__ __forceinline__ void store_words(const uint32_t (&word)[16], void* base, int64_t stride,
+                                              int column, int columns) const {
     Words rows[4];
     exchange_.to_rows(word, rows);
     const int own = column + exchange_.column();
@@ -140,8 +142,8 @@ class Store {
   }
 
   // 32 columns of one half and the same of the other, `apart` further on; 0 stores the first alone.
-  __device__ __forceinline__ void store_halves(const uint32_t (&word)[16], void* base, int64_t stride, int column,
-                                               int apart) const {
+  __device__ __forceinline__ void store_halves(const uint32_t (&word)[16], void* base, int64_t stride,
+                                               int column, int apart) const {
     Words rows[4];
     exchange_.to_rows(word, rows);
     const int chunk = exchange_.column(), own = column + chunk % 32;
@@ -212,7 +214,8 @@ class Store {
   }
 
   // values: <dT_O, w2>, before the routing weight is multiplied in, so that <active, values> is its gradient.
-  __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column, const Ahead& ahead) {
+  __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column,
+                                                        const Ahead& ahead) {
     uint32_t hidden[16], word[16];
     exchange_.to_fragments(ahead.hidden, hidden);
     if constexpr (kGated) {

@@ -1,7 +1,7 @@
-// Between the two layouts of a warp's 16 rows x 64 columns of 16-bit values: fragments, as matrix instructions
-// leave and take them, and rows, of which a lane has 16 bytes and eight lanes 128 neighbouring bytes, as memory
-// wants them. Through 2 KiB of shared memory of the warp's own, a swizzled box of 16 lines (box.h): neither way
-// meets a bank twice.
+// Between the two layouts of a warp's 16 rows x 64 columns of 16-bit values: fragments, as matrix
+// instructions leave and take them, and rows, of which a lane has 16 bytes and eight lanes 128 neighbouring
+// bytes, as memory wants them. Through 2 KiB of shared memory of the warp's own, a swizzled box of 16 lines
+// (box.h): neither way meets a bank twice.
 //
 //   fragments: word[2 j + h] of lane l: row l / 4 + 8 h, columns 8 j + 2 (l % 4) + {0, 1}; j in 0..7
 //   rows:      lane l has of row l / 8 + 4 i chunk l % 8, that is columns 8 (l % 8) + 0..7; i in 0..3
@@ -17,8 +17,8 @@ constexpr int kExchangeBytes = box_bytes(16);
 template <bool kByMatrix>
 class Exchange {
  public:
-
-  __device__ __forceinline__ Exchange(void* buffer, int lane) : buffer_(static_cast<uint8_t*>(buffer)), lane_(lane) {}
+  __device__ __forceinline__ Exchange(void* buffer, int lane)
+      : buffer_(static_cast<uint8_t*>(buffer)), lane_(lane) {}
 
   // The row of the 16, and the first column of the 64, of what the lane has i-th.
   __device__ __forceinline__ int row(int i) const { return lane_ / 8 + 4 * i; }
@@ -62,7 +62,9 @@ class Exchange {
   __device__ __forceinline__ void forget_places() { forget(lane_); }
 
  private:
-  __device__ __forceinline__ uint8_t* of_row(int i) const { return buffer_ + chunk_offset(row(i), lane_ % 8); }
+  __device__ __forceinline__ uint8_t* of_row(int i) const {
+    return buffer_ + chunk_offset(row(i), lane_ % 8);
+  }
 
   // Four matrices of 8 x 8: fragments j and j + 1 of both halves of the rows. The lane's line of them.
   __device__ __forceinline__ uint8_t* of_matrix(int j) const {

@@ -35,11 +35,35 @@ struct BoxCopy {
   }
 };
 
-// Which row of an operand stands for row r of the N: r itself, or the token of its slot.
-__device__ __forceinline__ int32_t source_row(const int32_t* slot, int top_k, int64_t r) {
-  if (slot == nullptr) return static_cast<int32_t>(r);
-  const int32_t s = read(slot + r);
-  return top_k == 1 ? s : s / top_k;
+// Which rows of an operand stand for kCount of the N, a group's lines line(i): those of group_rows and more
+// are -1. slot is null where rows stand for themselves, else a row stands for its slot's token. In two parts:
+// all loads are on their way, none behind a branch, before the first is waited for.
+template <int kCount, class Line>
+__device__ __forceinline__ void fetch_sources(const int32_t* slot, int group_begin, int group_rows,
+                                              const Line& line, int32_t (&raw)[kCount]) {
+  PMOE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    raw[i] = group_begin + smaller(line(i), group_rows - 1);
+    if (slot != nullptr) raw[i] = read(slot + raw[i]);
+  }
+}
+
+template <int kCount, class Line>
+__device__ __forceinline__ void resolve_sources(const int32_t* slot, const Divisor& top_k, int group_rows,
+                                                const Line& line, const int32_t (&raw)[kCount],
+                                                int32_t (&source)[kCount]) {
+  PMOE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    source[i] = slot != nullptr ? top_k.divide(raw[i]) : raw[i];
+    if (line(i) >= group_rows) source[i] = -1;
+  }
+}
+
+template <int kCount, class Line>
+__device__ __forceinline__ void find_sources(const int32_t* slot, const Divisor& top_k, int group_begin,
+                                             int group_rows, const Line& line, int32_t (&source)[kCount]) {
+  fetch_sources(slot, group_begin, group_rows, line, source);
+  resolve_sources(slot, top_k, group_rows, line, source, source);
 }
 
 }  // namespace pmoe

@@ -1,11 +1,11 @@
 // The grouped product on Hopper: one warpgroup loads, two multiply. Operands travel by the tensor memory
 // accelerator (gathered ones by cp.async) through a ring of stages in shared memory; warpgroup products read
-// them there. The grid is persistent: while the multiplying warpgroups store a tile, the loading one fills the
-// ring for the next.
+// them there. The grid is persistent: while the multiplying warpgroups store a tile, the loading one fills
+// the ring for the next.
 //
-// Two blocks may form a cluster: they compute tiles one below the other, which have B in common. Each loads half
-// of it for both, so that a third less has to come from the L2 cache. A stage is then free when the multiplying
-// warps of both blocks have let go of it, and full when both blocks' loads have arrived.
+// Two blocks may form a cluster: they compute tiles one below the other, which have B in common. Each loads
+// half of it for both, so that a third less has to come from the L2 cache. A stage is then free when the
+// multiplying warps of both blocks have let go of it, and full when both blocks' loads have arrived.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
@@ -35,6 +35,13 @@ struct Shared {
 };
 
 constexpr int kSharedBytes = sizeof(Shared);
+
+// 65536 registers in all, given by eights a thread. Where sources change with every step, loaders hold those
+// of two.
+template <Form kForm>
+constexpr int kLoaderRegisters = kForm == Form::kWeight ? 56 : 40;
+template <Form kForm>
+constexpr int kMultiplierRegisters = kForm == Form::kWeight ? 224 : 232;
 
 // Columns of the result a tile has; of each half where a tile holds matching columns of both.
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
@@ -146,8 +153,8 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
 }
 
 // All loading threads copy gathered rows, and the first issues the loads of the other operand. Copies are
-// announced kLag stages later, when they have landed: each thread waits for its own, and makes them visible to
-// warpgroup products, before its warp arrives.
+// announced kLag stages later, when they have landed: each thread waits for its own, and makes them visible
+// to warpgroup products, before its warp arrives.
 template <class T, Form kForm, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
                                                BlockWalk<kForm, kCluster> walk) {
@@ -168,17 +175,23 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kClu
   };
   Tile tile;
   while (walk.next(tile)) {
-    Source source;
-    const auto find_sources = [&](int first, int rows) {
-      PMOE_UNROLL
-      for (int i = 0; i < BoxCopy<kLoaders, kLines>::kPerThread; ++i) {
-        const int line = first + boxes.line(i);
-        source[i] = line < rows ? source_row(p.slot, p.top_k, int64_t{tile.group_begin} + line) : -1;
-      }
+    Source source, raw;  // raw: of the next step, fetched while this one waits for its stage
+    const auto fetch = [&](int first) {
+      fetch_sources(
+          p.slot, tile.group_begin, tile.group_rows, [&](int i) { return first + boxes.line(i); }, raw);
     };
-    if constexpr (!kByRow) find_sources(tile.row, tile.group_rows);
+    const auto resolve = [&](int first) {
+      resolve_sources(
+          p.slot, p.top_k, tile.group_rows, [&](int i) { return first + boxes.line(i); }, raw, source);
+    };
+    const int first = kByRow ? 0 : tile.row;
+    if (tile.group_rows > 0) fetch(first);
+    if constexpr (!kByRow) resolve(first);
     for (int step = 0, end = steps<kForm>(p, tile); step < end; ++step, ring.advance()) {
-      if constexpr (kByRow) find_sources(step * kDepth, tile.group_rows);
+      if constexpr (kByRow) {
+        resolve(step * kDepth);
+        if (step + 1 < end) fetch((step + 1) * kDepth);
+      }
       uint8_t* a = shared.a[ring.stage];
       uint8_t* b = shared.b[ring.stage];
       uint64_t* full = &shared.full[ring.stage];
@@ -247,7 +260,8 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster>
 __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, BlockWalk<kForm, kCluster> walk) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
-  constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;  // bytes from one 16 of the reduction to the next
+  constexpr int kForwardA =
+      kTransposeA ? 16 * kLineBytes : 32;  // bytes from one 16 of the reduction to the next
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   const int thread = static_cast<int>(threadIdx.x) - kLoaders;
@@ -283,17 +297,18 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Block
       }
       previous = ring.stage;
     }
+    // What the epilogue reads first is on its way while the last products are computed.
+    using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
+    const int self = thread_again() - kLoaders;
+    Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
+    typename Stores::Ahead ahead;
+    if constexpr (Stores::kFetchesAhead) store.fetch(tile.column, ahead);
     // Also where there was no step: a wait on some paths only would make the compiler add waits of its own.
     wgmma_wait<0>();
     pin_accumulators(d);
     if (end > 0) release<kCluster>(&shared.empty[previous], lane);
-    using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
-    const int self = thread_again() - kLoaders;
-    Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
     // Of two halves in one tile accumulators lie 64 apart.
     constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
-    typename Stores::Ahead ahead;
-    if constexpr (Stores::kFetchesAhead) store.fetch(tile.column, ahead);
     PMOE_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       if constexpr (!Stores::kFetchesAhead) store.fetch(tile.column + i * kStep, ahead);
@@ -318,6 +333,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
   const bool copies = p.a_gathered || p.b_gathered;
   if (threadIdx.x == 0) {
+    if (!p.a_gathered) tma_prefetch(&a_map);
+    if (!p.b_gathered) tma_prefetch(&b_map);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full[i], copies ? 1 + kLoaders / 32 : 1);
       mbarrier_init(&shared.empty[i], kMultiplierWarps * kCluster);
@@ -331,14 +348,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   // What both branches need is worked out in each: at the branch a thread has few registers.
   using Walk = BlockWalk<kForm, kCluster>;
   if (threadIdx.x < kLoaders) {
-    fewer_registers<40>();
+    fewer_registers<kLoaderRegisters<kForm>>();
     const Loader<kForm, kHalves, kCluster> loader{a_map, b_map, p, rank_in_cluster<kCluster>()};
     if (copies)
       load_by_copies<T>(loader, shared, Walk(p, kHalves));
     else if (threadIdx.x == 0)
       load_by_tma(loader, shared, Walk(p, kHalves));
   } else {
-    more_registers<232>();
+    more_registers<kMultiplierRegisters<kForm>>();
     multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(p, kHalves));
   }
   if constexpr (kCluster > 1) sync_cluster();  // the other block may still load into this one, or let go here

@@ -1,30 +1,29 @@
-#include "launch.h"
-
 #include <cudaTypedefs.h>
 
 #include "ampere.cuh"
 #include "hopper.cuh"
 #include "instances.cuh"
+#include "launch.h"
 
 namespace pmoe {
 
 namespace {
 
 // The encoder lies in the driver, which a machine that compiles need not have: it is asked for at run time.
-cudaError_t find_encoder(PFN_cuTensorMapEncodeTiled_v12000* encoder) {
-  static PFN_cuTensorMapEncodeTiled_v12000 found = nullptr;
-  if (found == nullptr) {
+struct Encoder {
+  PFN_cuTensorMapEncodeTiled_v12000 function = nullptr;
+  cudaError_t error;
+
+  Encoder() {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                               cudaEnableDefault, &result);
-    if (error != cudaSuccess) return error;
-    if (result != cudaDriverEntryPointSuccess || entry == nullptr) return cudaErrorNotSupported;
-    found = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+    error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+    if (error == cudaSuccess && (result != cudaDriverEntryPointSuccess || entry == nullptr))
+      error = cudaErrorNotSupported;
+    if (error == cudaSuccess) function = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
   }
-  *encoder = found;
-  return cudaSuccess;
-}
+};
 
 struct Layout {  // of a tensor of 16-bit elements, innermost dimension first; boxes of 64 columns
   const void* base;
@@ -35,27 +34,34 @@ struct Layout {  // of a tensor of 16-bit elements, innermost dimension first; b
 };
 
 cudaError_t encode(TensorMap* map, Element element, const Layout& layout) {
-  PFN_cuTensorMapEncodeTiled_v12000 encoder;
-  if (const cudaError_t error = find_encoder(&encoder); error != cudaSuccess) return error;
+  static const Encoder encoder;
+  if (encoder.error != cudaSuccess) return encoder.error;
   const cuuint64_t sizes[3] = {layout.size[0], larger<uint64_t>(layout.size[1], 1), layout.size[2]};
   const cuuint64_t strides[2] = {layout.stride * 2, layout.stride * 2 * sizes[1]};
   const cuuint32_t box[3] = {kBoxColumns, layout.lines, 1}, steps[3] = {1, 1, 1};
-  const auto type = element == Element::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result = encoder(
-      map, type, static_cast<cuuint32_t>(layout.rank), const_cast<void*>(layout.base), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto type =
+      element == Element::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUresult result =
+      encoder.function(map, type, static_cast<cuuint32_t>(layout.rank), const_cast<void*>(layout.base), sizes,
+                       strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 Layout rows_of(const void* base, int columns, int64_t rows, int64_t stride, uint32_t lines) {
-  return {base, 2, {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), 1},
-          static_cast<uint64_t>(stride), lines};
+  return {base,
+          2,
+          {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), 1},
+          static_cast<uint64_t>(stride),
+          lines};
 }
 
 Layout matrices(const void* base, int columns, int lines_each, int count, uint32_t lines) {
-  return {base, 3, {static_cast<uint64_t>(columns), static_cast<uint64_t>(lines_each), static_cast<uint64_t>(count)},
-          static_cast<uint64_t>(columns), lines};
+  return {base,
+          3,
+          {static_cast<uint64_t>(columns), static_cast<uint64_t>(lines_each), static_cast<uint64_t>(count)},
+          static_cast<uint64_t>(columns),
+          lines};
 }
 
 HopperKernel hopper_kernel(const GroupedGemm& which) {
@@ -66,23 +72,24 @@ AmpereKernel ampere_kernel(const GroupedGemm& which) {
   return which.element == Element::kBf16 ? ampere_bf16(which) : ampere_fp16(which);
 }
 
-cudaError_t launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows, int blocks,
-                          cudaStream_t stream) {
+cudaError_t launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows,
+                          int blocks, cudaStream_t stream) {
   const bool by_weight = which.form == Form::kWeight;
   // Operands without rows are never loaded; a map must still point somewhere.
   const void* a = a_rows ? p.a : p.d;
   const void* b = by_weight && !b_rows ? p.d : p.b;
   const Layout of_a = by_weight ? rows_of(a, p.m, a_rows, p.a_stride, hopper::kDepth)
                                 : rows_of(a, p.k, a_rows, p.a_stride, hopper::kRows);
-  const Layout of_b = by_weight                       ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
+  const Layout of_b = by_weight                      ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
                       : which.form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
-                                                      : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
-  TensorMap a_map, b_map;
-  if (const cudaError_t error = encode(&a_map, which.element, of_a); error != cudaSuccess) return error;
-  if (const cudaError_t error = encode(&b_map, which.element, of_b); error != cudaSuccess) return error;
+                                                     : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
+  // What is gathered is not loaded by a map, and may lie as maps cannot say.
+  TensorMap a_map = {}, b_map = {};
+  cudaError_t error = p.a_gathered ? cudaSuccess : encode(&a_map, which.element, of_a);
+  if (error == cudaSuccess && !p.b_gathered) error = encode(&b_map, which.element, of_b);
+  if (error != cudaSuccess) return error;
   const HopperKernel kernel = hopper_kernel(which);
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper::kSharedBytes);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper::kSharedBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute together;
   together.id = cudaLaunchAttributeClusterDimension;
@@ -110,11 +117,11 @@ cudaError_t launch_ampere(const GroupedGemm& which, const Problem& p, int64_t, i
 }  // namespace
 
 const GroupedGemmPath hopper_path = {
-    [](const GroupedGemm& which) { return reinterpret_cast<const void*>(hopper_kernel(which)); }, launch_hopper,
-    hopper::kThreads, hopper::kSharedBytes};
+    [](const GroupedGemm& which) { return reinterpret_cast<const void*>(hopper_kernel(which)); },
+    launch_hopper, hopper::kThreads, hopper::kSharedBytes};
 
 const GroupedGemmPath ampere_path = {
-    [](const GroupedGemm& which) { return reinterpret_cast<const void*>(ampere_kernel(which)); }, launch_ampere,
-    ampere::kThreads, ampere::kSharedBytes};
+    [](const GroupedGemm& which) { return reinterpret_cast<const void*>(ampere_kernel(which)); },
+    launch_ampere, ampere::kThreads, ampere::kSharedBytes};
 
 }  // namespace pmoe

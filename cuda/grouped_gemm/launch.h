@@ -30,7 +30,8 @@ struct GroupedGemmPath {
 extern const GroupedGemmPath hopper_path, ampere_path;
 
 // Pairs of tiles need groups of many rows: of a group that ends in the first half of a pair the other half is
-// computed for nothing. With 1024 rows a group that is an eighth of the tiles on average, as much as is saved.
+// computed for nothing. With 1024 rows a group that is an eighth of the tiles on average, as much as is
+// saved.
 inline int best_cluster(Form form, int rows, int experts, int m) {
   return (form == Form::kWeight ? m : rows / larger(experts, 1)) >= 1024 ? 2 : 1;
 }
@@ -41,7 +42,8 @@ void for_each_grouped_gemm(int cluster, Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {
     for (Form form : {Form::kForward, Form::kInput, Form::kWeight})
       visit(GroupedGemm{element, form, Epilogue::kPlain, Activation::kNone, cluster});
-    for (Activation activation : {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu}) {
+    for (Activation activation :
+         {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu}) {
       visit(GroupedGemm{element, Form::kForward, Epilogue::kHidden, activation, cluster});
       visit(GroupedGemm{element, Form::kInput, Epilogue::kHiddenGradient, activation, cluster});
     }

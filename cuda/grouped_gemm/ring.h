@@ -1,6 +1,6 @@
 // Where a producer and its consumers stand in a ring of stages. Each stage has two barriers: `full` ends a
-// phase when its operands have arrived, `empty` when all consumers have let go of it. Both sides walk the same
-// sequence of steps; the phase of a stage flips each time round.
+// phase when its operands have arrived, `empty` when all consumers have let go of it. Both sides walk the
+// same sequence of steps; the phase of a stage flips each time round.
 #pragma once
 #include "common/host_device.h"
 

@@ -2,8 +2,8 @@
 //
 // A persistent grid of G blocks: block b computes tiles b, b + G, b + 2G, ... of one numbering of all tiles.
 // Every role of a block walks it by itself and finds the same tiles. Tiles are numbered by expert, inside an
-// expert by bands of kBand row tiles, inside a band down the rows first: the tiles that are computed at one time
-// then form a block of the result, and share rows and columns of the operands in the L2 cache.
+// expert by bands of kBand row tiles, inside a band down the rows first: the tiles that are computed at one
+// time then form a block of the result, and share rows and columns of the operands in the L2 cache.
 #pragma once
 #include "common/host_device.h"
 #include "problem.h"
@@ -37,8 +37,8 @@ class TileWalk {
     load_group();
   }
 
-  // Finds tile number `index`, no smaller than in the call before; false when there is none. (2^31 tiles would be
-  // of results of 70 terabytes.)
+  // Finds tile number `index`, no smaller than in the call before; false when there is none. (2^31 tiles
+  // would be of results of 70 terabytes.)
   PMOE_HD bool find(int index, Tile& tile) {
     while (expert_ < experts_ && index - before_ >= down_ * across_) {
       before_ += down_ * across_;

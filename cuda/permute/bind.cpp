@@ -33,29 +33,42 @@ permute::RowsAt rows(Address data, int64_t stride_bytes) {
 
 float* floats(Address data) { return reinterpret_cast<float*>(data); }
 
+// A full queue of launches blocks: other threads must not wait for it, too.
+using no_gil = py::call_guard<py::gil_scoped_release>;
+
 void bind_permute(py::module_& m) {
   py::class_<permute::Moving>(m, "Moving", "What the four launches of pmoe.kernels.permute have in common.")
       .def(py::init(&moving), py::arg("device"), py::arg("stream"), py::arg("type"), py::arg("tokens"),
            py::arg("choices"), py::arg("num_rows"), py::arg("row_bytes"), py::arg("position"),
            py::arg("weight"), py::arg("parts"));
-  m.def("permute",
-        [](const permute::Moving& moving, Address x, int64_t x_stride, Address out, int64_t out_stride) {
-          permute::permute(moving, rows(x, x_stride), rows(out, out_stride));
-        });
-  m.def("unpermute",
-        [](const permute::Moving& moving, Address b, int64_t b_stride, Address y, int64_t y_stride) {
-          permute::unpermute(moving, rows(b, b_stride), rows(y, y_stride));
-        });
-  m.def("permute_backward", [](const permute::Moving& moving, Address x, int64_t x_stride, Address d_rows,
-                               int64_t d_rows_stride, Address d_x, int64_t d_x_stride, Address d_weight) {
-    permute::permute_backward(moving, rows(x, x_stride), rows(d_rows, d_rows_stride), rows(d_x, d_x_stride),
-                              floats(d_weight));
-  });
-  m.def("unpermute_backward", [](const permute::Moving& moving, Address d_y, int64_t d_y_stride, Address b,
-                                 int64_t b_stride, Address d_rows, int64_t d_rows_stride, Address d_weight) {
-    permute::unpermute_backward(moving, rows(d_y, d_y_stride), rows(b, b_stride), rows(d_rows, d_rows_stride),
-                                floats(d_weight));
-  });
+  m.def(
+      "permute",
+      [](const permute::Moving& moving, Address x, int64_t x_stride, Address out, int64_t out_stride) {
+        permute::permute(moving, rows(x, x_stride), rows(out, out_stride));
+      },
+      no_gil());
+  m.def(
+      "unpermute",
+      [](const permute::Moving& moving, Address b, int64_t b_stride, Address y, int64_t y_stride) {
+        permute::unpermute(moving, rows(b, b_stride), rows(y, y_stride));
+      },
+      no_gil());
+  m.def(
+      "permute_backward",
+      [](const permute::Moving& moving, Address x, int64_t x_stride, Address d_rows, int64_t d_rows_stride,
+         Address d_x, int64_t d_x_stride, Address d_weight) {
+        permute::permute_backward(moving, rows(x, x_stride), rows(d_rows, d_rows_stride),
+                                  rows(d_x, d_x_stride), floats(d_weight));
+      },
+      no_gil());
+  m.def(
+      "unpermute_backward",
+      [](const permute::Moving& moving, Address d_y, int64_t d_y_stride, Address b, int64_t b_stride,
+         Address d_rows, int64_t d_rows_stride, Address d_weight) {
+        permute::unpermute_backward(moving, rows(d_y, d_y_stride), rows(b, b_stride),
+                                    rows(d_rows, d_rows_stride), floats(d_weight));
+      },
+      no_gil());
 }
 
 const pmoe::Module joined(bind_permute, permute::list_kernels);

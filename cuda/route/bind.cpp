@@ -50,8 +50,16 @@ void bind_route(py::module_& m) {
         "The most chunks that this device's resident blocks can be divided among.");
   m.def("route_workspace_bytes", &route::workspace_bytes, py::arg("device"), py::arg("num_experts"),
         "Bytes of workspace that any launch with so many experts takes; zero before the first one.");
-  m.def("route", &forward);
-  m.def("route_backward", &backward);
+  m.def(
+      "route_kept_workspace",
+      [](int device, Address stream, int64_t bytes) {
+        return route::kept_workspace(device, reinterpret_cast<void*>(stream), bytes);
+      },
+      "The address of a stream's own workspace; see cuda/route/launch.h.",
+      py::call_guard<py::gil_scoped_release>());
+  // A full queue of launches blocks: other threads must not wait for it, too.
+  m.def("route", &forward, py::call_guard<py::gil_scoped_release>());
+  m.def("route_backward", &backward, py::call_guard<py::gil_scoped_release>());
 }
 
 const pmoe::Module joined(bind_route, route::list_kernels);

@@ -176,6 +176,26 @@ int64_t workspace_bytes(int device, int64_t num_experts) {
   return Workspace::bytes(multiprocessors(device), num_experts);
 }
 
+int64_t kept_workspace(int device, void* stream, int64_t bytes) {
+  struct Kept {
+    void* data = nullptr;
+    int64_t bytes = 0;
+  };
+  static std::mutex mutex;
+  static std::map<std::pair<int, void*>, Kept> all;
+  const std::lock_guard<std::mutex> lock(mutex);
+  Kept& kept = all[{device, stream}];
+  if (kept.bytes < bytes) {  // the smaller one may still be in use, and stays
+    const OnDevice here(device);
+    void* data = nullptr;
+    check(cudaMalloc(&data, static_cast<size_t>(bytes)), "cudaMalloc");
+    check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)),
+          "cudaMemsetAsync");
+    kept = {data, bytes};
+  }
+  return reinterpret_cast<int64_t>(kept.data);
+}
+
 void forward(const Problem& p, const ForwardTensors& t) {
   check_sizes(p);
   const OnDevice here(p.device);

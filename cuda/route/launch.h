@@ -54,6 +54,11 @@ int64_t most_chunks(int device, int64_t num_experts, int64_t top_k);
 // Bytes of workspace that any forward launch with so many experts takes on a device.
 int64_t workspace_bytes(int device, int64_t num_experts);
 
+// The address of so many bytes for launches on one stream, zero before the first: the same at every call.
+// They are kept as long as the process, and outside torch's allocator, whose private pools take back what is
+// allocated while a graph is prepared.
+int64_t kept_workspace(int device, void* stream, int64_t bytes);
+
 // One cooperative launch. Throws, before it, std::invalid_argument for what refusal() and most_chunks() tell
 // and for too little workspace; and std::runtime_error for an error of CUDA.
 void forward(const Problem& problem, const ForwardTensors& tensors);

@@ -102,6 +102,10 @@ def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:
         return
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise ValueError(f"{name} of strides {rows.stride()} must have neighbouring columns")
+    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
+        raise ValueError(
+            f"{name} of shape {tuple(rows.shape)} and strides {rows.stride()}: rows must not overlap"
+        )
     row_bytes = rows.stride(0) * rows.element_size()
     if rows.shape[0] > 1 and row_bytes % 16:
         raise ValueError(f"{name}: rows {row_bytes} bytes apart must be a multiple of 16 bytes apart")
@@ -383,6 +387,8 @@ def hidden_gradient(
     active = grad.new_empty(num_rows, width) if active is None else active
     _check_out("out", out, (num_rows, columns), weight_EMH)
     _check_out("active", active, (num_rows, width), weight_EMH)
+    if num_rows and out.data_ptr() == hidden_NG.data_ptr() == active.data_ptr():
+        raise ValueError("out and active must not both lie in hidden: one would overwrite the other")
     kernels = _kernels(grad.device, grad.dtype, d_model=num_model, hidden=width)
     if kernels is None:
         wide = torch.promote_types(grad.dtype, torch.float32)

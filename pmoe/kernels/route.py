@@ -23,6 +23,9 @@ from pmoe.kernels import extension
 ROUNDS = 16
 """Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
 
+USUAL_EXPERTS = 256
+"""A stream's workspace holds for so many at least, so that it rarely has to be replaced."""
+
 MOST_SLOTS = 2**31 - 1
 """Places are int32."""
 
@@ -253,14 +256,15 @@ def launch_route(logits_TE: Tensor, out: Routes, *, normalize: bool, z_loss_weig
     saves what it needs by itself: no autograd, no check of tensors. The caller has asked `refusal`."""
     num_chunks, num_experts = out.counts_nE.shape
     problem, stream = _problem(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight)
-    workspace = _workspace(_index(logits_TE), stream, num_experts)
+    address, num_bytes, owner = _workspace(_index(logits_TE), stream, num_experts)
     _module().route(
         problem,
         logits_TE.data_ptr(),
         *(each.data_ptr() for each in out),
-        workspace.data_ptr(),
-        workspace.numel(),
+        address,
+        num_bytes,
     )
+    del owner  # on this stream, behind the launch
 
 
 def launch_route_backward(
@@ -322,23 +326,18 @@ def _problem(
     return problem, stream
 
 
-_workspaces: dict[tuple[int, int], Tensor] = {}
-
-
-def _workspace(device: int, stream: int, num_experts: int) -> Tensor:
-    """Zeroed once for a stream, whose launches use it one after the other and leave its barrier at zero.
+def _workspace(device: int, stream: int, num_experts: int) -> tuple[int, int, Tensor | None]:
+    """Address, bytes, and who owns them. Zeroed once for a stream, whose launches use it one after the other
+    and leave its barrier at zero.
 
     A captured graph may be replayed on any stream, so it gets one of its own, and zeroes it at each replay.
     """
     num_bytes = _workspace_bytes(device, num_experts)
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
-    found = _workspaces.get((device, stream))
-    if found is None or found.numel() < num_bytes:
-        # Allocated and zeroed on this stream; so is the smaller one freed, behind its last launch.
-        found = torch.zeros(num_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
-        _workspaces[device, stream] = found
-    return found
+        owner = torch.zeros(num_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
+        return owner.data_ptr(), num_bytes, owner
+    most = max(num_bytes, _workspace_bytes(device, USUAL_EXPERTS))
+    return int(_module().route_kept_workspace(device, stream, most)), most, None
 
 
 @cache

@@ -99,9 +99,16 @@ def run(
 
 def aligned(rows_TM: Tensor) -> Tensor:
     """The same rows, as the kernels can read them."""
-    size = rows_TM.element_size()
-    fits = rows_TM.stride(1) == 1 and rows_TM.stride(0) * size % 16 == 0 and rows_TM.data_ptr() % 16 == 0
-    return rows_TM if fits or not rows_TM.numel() else rows_TM.contiguous().clone()
+    if not rows_TM.numel():
+        return rows_TM
+    (apart, step), size = rows_TM.stride(), rows_TM.element_size()
+    one = rows_TM.shape[0] == 1 or (apart >= rows_TM.shape[1] and apart * size % 16 == 0)
+    fits = step == 1 and one and rows_TM.data_ptr() % 16 == 0
+    return (
+        rows_TM
+        if fits
+        else torch.empty(rows_TM.shape, dtype=rows_TM.dtype, device=rows_TM.device).copy_(rows_TM)
+    )
 
 
 def compute(rows_TM: Tensor, routes: Routes, parameters: Sequence[Tensor], activation: str) -> Tensor:

@@ -1,11 +1,11 @@
-// Runs a kernel's own source on the CPU: every CUDA thread is a fiber of one OS thread, all blocks of a grid are
-// resident, and what a GPU does asynchronously happens at a moment drawn from a seed, the latest that the
+// Runs a kernel's own source on the CPU: every CUDA thread is a fiber of one OS thread, all blocks of a grid
+// are resident, and what a GPU does asynchronously happens at a moment drawn from a seed, the latest that the
 // program allows included. Same names as cuda/common/device_ptx.cuh.
 //
 // What it finds: wrong results, deadlocks (reported with what every thread waits for), shared memory used
-// before it arrived or written while still in use, barriers with the wrong number of arrivals, reads through a
-// missing fence of the asynchronous proxy, and accesses outside registered arrays (`Memory`). What it does not
-// model: time, weak ordering of ordinary memory accesses, bank conflicts, register pressure.
+// before it arrived or written while still in use, barriers with the wrong number of arrivals, reads through
+// a missing fence of the asynchronous proxy, and accesses outside registered arrays (`Memory`). What it does
+// not model: time, weak ordering of ordinary memory accesses, bank conflicts, register pressure.
 #pragma once
 #include <cstdio>
 #include <cstdlib>
@@ -118,7 +118,7 @@ struct Fiber {
   std::string waits_for;
   std::vector<Copy> copies;              // cp.async, not yet in a group
   std::deque<std::vector<Copy>> groups;  // cp.async groups, oldest first
-  std::vector<int> unfenced;             // 16-byte units of shared memory that it has written by ordinary means
+  std::vector<int> unfenced;  // 16-byte units of shared memory that it has written by ordinary means
 };
 
 struct Wgmma {
@@ -145,7 +145,7 @@ struct Block {
 };
 
 struct Grid {
-  unsigned cluster = 1;            // blocks of a cluster
+  unsigned cluster = 1;           // blocks of a cluster
   std::vector<Meeting> clusters;  // by cluster, their threads' barrier
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
@@ -222,7 +222,8 @@ inline void check_access(const void* p, size_t bytes, bool write) {
       if (write && !range.writable) throw Error("write into " + range.name + ", which is read only");
       return;
     }
-  throw Error(std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes outside every array");
+  throw Error(std::string(write ? "write" : "read") + " of " + std::to_string(bytes) +
+              " bytes outside every array");
 }
 
 // ---- running
@@ -242,8 +243,8 @@ inline std::string report(const Grid& g) {
   std::map<std::string, int> waiting;
   for (const auto& fiber : g.fibers)
     if (!fiber->done)
-      ++waiting["block " + std::to_string(fiber->block_index.x) + " warp " + std::to_string(fiber->linear / 32) +
-                ": " + fiber->waits_for];
+      ++waiting["block " + std::to_string(fiber->block_index.x) + " warp " +
+                std::to_string(fiber->linear / 32) + ": " + fiber->waits_for];
   std::string text = "deadlock:";
   for (const auto& [what, count] : waiting) text += "\n  " + std::to_string(count) + " threads of " + what;
   return text;
@@ -416,7 +417,8 @@ T shfl(T value, int lane) {
 template <class T>
 T shfl_up(T value, int distance) {
   const int lane = emu::self().linear % 32;
-  const T found = emu::of_bits<T>(emu::exchange(emu::bits_of(value))[lane < distance ? lane : lane - distance]);
+  const T found =
+      emu::of_bits<T>(emu::exchange(emu::bits_of(value))[lane < distance ? lane : lane - distance]);
   return found;
 }
 
@@ -476,7 +478,8 @@ inline void store16_shared(void* p, const Words& v) {
 inline void cp_async16(void* dst, const void* src, bool valid) {
   emu::Fiber& fiber = emu::self();
   if (reinterpret_cast<uintptr_t>(dst) % 16) throw emu::Error("cp.async to an address that is not aligned");
-  if (valid && reinterpret_cast<uintptr_t>(src) % 16) throw emu::Error("cp.async from an address that is not aligned");
+  if (valid && reinterpret_cast<uintptr_t>(src) % 16)
+    throw emu::Error("cp.async from an address that is not aligned");
   if (valid) emu::check_access(src, 16, false);
   const int unit = emu::mark_dirty(fiber, dst);
   std::memset(dst, 0xFF, 16);
@@ -646,8 +649,9 @@ inline void mbarrier_complete(uint64_t* bar, int bytes) {
 inline void mbarrier_wait(uint64_t* bar, uint32_t parity) {
   check_mbarrier(*emu::self().block, bar);
   // try_wait with a parity: true once the phase of that parity has completed.
-  emu::wait_until([bar, parity] { return static_cast<uint32_t>(state_of(bar).bytes_and_phase & 1) != parity; },
-                  "an mbarrier at " + std::to_string(emu::address_of(*emu::self().block, bar)));
+  emu::wait_until(
+      [bar, parity] { return static_cast<uint32_t>(state_of(bar).bytes_and_phase & 1) != parity; },
+      "an mbarrier at " + std::to_string(emu::address_of(*emu::self().block, bar)));
 }
 
 // Copies that have not been waited for are not behind it.
@@ -679,8 +683,8 @@ inline void fill_box(const TensorMap& m, uint8_t* out, int x, int y, int z) {
         uint32_t offset = static_cast<uint32_t>((k * m.box[1] + j) * 128 + i * m.element_bytes);
         offset ^= ((offset >> 7) & 7) << 4;
         if (inside) {
-          const uint8_t* from =
-              m.base + gx * m.element_bytes + gy * m.stride_bytes[1] + (m.rank < 3 ? 0 : gz * m.stride_bytes[2]);
+          const uint8_t* from = m.base + gx * m.element_bytes + gy * m.stride_bytes[1] +
+                                (m.rank < 3 ? 0 : gz * m.stride_bytes[2]);
           std::memcpy(out + offset, from, m.element_bytes);
         } else {
           std::memset(out + offset, 0, m.element_bytes);
@@ -721,7 +725,8 @@ inline void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
 }
 
 inline void tma_load_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z, uint16_t ranks) {
-  if (emu::address_of(*emu::self().block, dst) % 1024) throw emu::Error("a swizzled box must begin on 1024 bytes");
+  if (emu::address_of(*emu::self().block, dst) % 1024)
+    throw emu::Error("a swizzled box must begin on 1024 bytes");
   const TensorMap m = *map;
   if (m.box[0] * m.element_bytes != 128) throw emu::Error("a 128-byte swizzle needs rows of 128 bytes");
   const int bytes = m.box[1] * m.box[2] * 128;
@@ -764,7 +769,8 @@ inline void tma_load_2d_to(void* dst, const TensorMap* map, uint64_t* bar, int x
   tma_load_to(dst, map, bar, x, y, 0, ranks);
 }
 
-inline void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z, uint16_t ranks) {
+inline void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z,
+                           uint16_t ranks) {
   if (map->rank != 3) throw emu::Error("tma_load_3d_to of a map that is not of rank 3");
   tma_load_to(dst, map, bar, x, y, z, ranks);
 }
@@ -827,8 +833,10 @@ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   emu::Deferred product = [block, whole] {
     std::vector<float> of_a(64 * 16), of_b(256 * 16);
     for (int k = 0; k < 16; ++k) {
-      for (int i = 0; i < 64; ++i) of_a[i * 16 + k] = widen<T>(T{operand_element(*block, whole.a, kTransposeA, i, k)});
-      for (int j = 0; j < 256; ++j) of_b[j * 16 + k] = widen<T>(T{operand_element(*block, whole.b, kTransposeB, j, k)});
+      for (int i = 0; i < 64; ++i)
+        of_a[i * 16 + k] = widen<T>(T{operand_element(*block, whole.a, kTransposeA, i, k)});
+      for (int j = 0; j < 256; ++j)
+        of_b[j * 16 + k] = widen<T>(T{operand_element(*block, whole.b, kTransposeB, j, k)});
     }
     for (int t = 0; t < 128; ++t)
       for (int i = 0; i < 128; ++i) {

@@ -25,7 +25,8 @@ enum class Mistake {
 
 constexpr int kStages = 2, kSteps = 6, kBytes = box_bytes(64), kWide = box_bytes(256);
 
-// One warp copies A (64 x 64 a step), one thread loads B (256 x 64) by TMA, one warpgroup adds up the products.
+// One warp copies A (64 x 64 a step), one thread loads B (256 x 64) by TMA, one warpgroup adds up the
+// products.
 void pipeline(const bf16* a, const TensorMap* b_map, float* out, Mistake mistake) {
   struct Shared {
     alignas(1024) uint8_t a[kStages][kBytes];
@@ -40,7 +41,8 @@ void pipeline(const bf16* a, const TensorMap* b_map, float* out, Mistake mistake
   Ring<kStages> ring;
   if (thread >= 128 && thread < 160) {
     for (int step = 0; step < kSteps; ++step, ring.advance()) {
-      mbarrier_wait(&s.empty[ring.stage], mistake == Mistake::kWrongParity ? ring.full_parity() : ring.empty_parity());
+      mbarrier_wait(&s.empty[ring.stage],
+                    mistake == Mistake::kWrongParity ? ring.full_parity() : ring.empty_parity());
       if (thread == 128) {
         mbarrier_arrive_expect(&s.full[ring.stage], mistake == Mistake::kFewBytes ? kWide / 2 : kWide);
         tma_load_2d(s.b[ring.stage], b_map, &s.full[ring.stage], step * 64, 0);
@@ -59,11 +61,14 @@ void pipeline(const bf16* a, const TensorMap* b_map, float* out, Mistake mistake
     float d[128];
     for (int step = 0; step < kSteps; ++step, ring.advance()) {
       mbarrier_wait(&s.full[ring.stage], ring.full_parity());
-      const auto at = [](const void* p) { return uint64_t{shared_address(p)} >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62; };
+      const auto at = [](const void* p) {
+        return uint64_t{shared_address(p)} >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+      };
       const bool leaves = thread % 32 == 0;
       for (int i = 0; i < 4; ++i) {
         const int own = mistake == Mistake::kDisagree && thread == 7 ? 0 : i;
-        wgmma_m64n256k16<bf16, false, false>(d, at(s.a[ring.stage]) + own * 2, at(s.b[ring.stage]) + i * 2, step + i > 0);
+        wgmma_m64n256k16<bf16, false, false>(d, at(s.a[ring.stage]) + own * 2, at(s.b[ring.stage]) + i * 2,
+                                             step + i > 0);
       }
       wgmma_commit();
       if (mistake == Mistake::kEarlyRelease && leaves) mbarrier_arrive(&s.empty[ring.stage]);
@@ -87,7 +92,8 @@ bool is_right(Mistake mistake, unsigned seed, int eagerness, std::string& said) 
   for (int i = 0; i < 64 * kDepth; ++i) a[i] = draw();
   for (auto& each : b) each = draw();
   std::vector<float> out(64 * 256, -1e9f);
-  const TensorMap map = {reinterpret_cast<const uint8_t*>(b.data()), 2, {kDepth, 256, 1}, {2, kDepth * 2, 0}, {64, 256, 1}, 2};
+  const TensorMap map = {
+      reinterpret_cast<const uint8_t*>(b.data()), 2, {kDepth, 256, 1}, {2, kDepth * 2, 0}, {64, 256, 1}, 2};
   emu::forget_arrays();
   emu::register_array("A", a, 64 * kDepth * 2, false);
   emu::register_array("out", out.data(), out.size() * 4, true);
@@ -120,7 +126,8 @@ void expect_found(const char* name, Mistake mistake, const std::string& word) {
   }
   if (found && told) return;
   ++failures;
-  std::printf("FAILED: %s was not found, or said to be \"%s\", not \"%s\"\n", name, said.c_str(), word.c_str());
+  std::printf("FAILED: %s was not found, or said to be \"%s\", not \"%s\"\n", name, said.c_str(),
+              word.c_str());
 }
 
 }  // namespace

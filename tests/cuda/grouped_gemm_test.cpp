@@ -32,7 +32,8 @@ T* aligned(std::vector<T>& v) {
 struct Case {
   std::vector<int> groups;
   int m = 0, n = 0, k = 0;
-  bool hopper = true, cluster = false, gated = false, gathered_a = false, gathered_b = false, bias = false, weighted = false;
+  bool hopper = true, cluster = false, gated = false, gathered_a = false, gathered_b = false, bias = false,
+       weighted = false;
   Activation activation = Activation::kGelu;
   bool wide = false, accumulates = false, weighs_active = false, no_hidden = false;
   int top_k = 1, spare_rows = 0;
@@ -45,8 +46,12 @@ TensorMap map_2d(const void* base, int64_t columns, int64_t rows, int64_t stride
 }
 
 TensorMap map_3d(const void* base, int64_t columns, int64_t rows, int64_t experts, int lines) {
-  return {static_cast<const uint8_t*>(base), 3, {columns, rows, experts}, {2, columns * 2, columns * rows * 2},
-          {64, lines, 1}, 2};
+  return {static_cast<const uint8_t*>(base),
+          3,
+          {columns, rows, experts},
+          {2, columns * 2, columns * rows * 2},
+          {64, lines, 1},
+          2};
 }
 
 int failures = 0;
@@ -57,12 +62,13 @@ void expect(bool holds, const std::string& what) {
 }
 
 std::string told(const Case& c, const char* form) {
-  std::string text = std::string(form) + (c.hopper ? " hopper" : " ampere") + (c.cluster ? " cluster" : "") + " groups";
+  std::string text =
+      std::string(form) + (c.hopper ? " hopper" : " ampere") + (c.cluster ? " cluster" : "") + " groups";
   for (int g : c.groups) text += " " + std::to_string(g);
-  return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) + " gated " +
-         std::to_string(c.gated) + " gathered " + std::to_string(c.gathered_a) + std::to_string(c.gathered_b) +
-         " bias " + std::to_string(c.bias) + " weighted " + std::to_string(c.weighted) + " seed " +
-         std::to_string(c.seed);
+  return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) +
+         " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered_a) +
+         std::to_string(c.gathered_b) + " bias " + std::to_string(c.bias) + " weighted " +
+         std::to_string(c.weighted) + " seed " + std::to_string(c.seed);
 }
 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
@@ -73,14 +79,17 @@ void run(const Case& c, const Problem& p) {
                       : kForm == Form::kInput ? map_3d(p.b, c.n, c.k, p.experts, 64)
                                               : map_2d(p.b, c.n, larger(p.rows, 1), p.b_stride, 64);
   if (c.hopper && c.cluster)
-    emu::launch(c.grid * 2, hopper::kThreads, c.seed,
-                [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kActivation, 2>(a, b, p); }, c.eagerness, 2);
+    emu::launch(
+        c.grid * 2, hopper::kThreads, c.seed,
+        [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kActivation, 2>(a, b, p); }, c.eagerness, 2);
   else if (c.hopper)
-    emu::launch(c.grid, hopper::kThreads, c.seed,
-                [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kActivation, 1>(a, b, p); }, c.eagerness);
+    emu::launch(
+        c.grid, hopper::kThreads, c.seed,
+        [&] { hopper::grouped_gemm<T, kForm, kEpilogue, kActivation, 1>(a, b, p); }, c.eagerness);
   else
-    emu::launch(c.grid, ampere::kThreads, c.seed,
-                [&] { ampere::grouped_gemm<T, kForm, kEpilogue, kActivation>(p); }, c.eagerness);
+    emu::launch(
+        c.grid, ampere::kThreads, c.seed, [&] { ampere::grouped_gemm<T, kForm, kEpilogue, kActivation>(p); },
+        c.eagerness);
 }
 
 template <class T>
@@ -114,7 +123,7 @@ template <class T>
 void common(const Case& c, const Operands<T>& o, Problem& p) {
   p.ends = o.ends.data();
   p.slot = o.by_slot(c) ? o.slot.data() : nullptr;
-  p.top_k = c.top_k;
+  p.top_k = Divisor(c.top_k);
   p.experts = static_cast<int>(c.groups.size());
   p.rows = o.rows;
   p.m = c.m, p.n = c.n, p.k = c.k;
@@ -148,7 +157,8 @@ void test_plain(const Case& c) {
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size()), stride = c.k + 8;
   const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
-  auto a_memory = random_rows<T>(random, size_t(sources) * stride), b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
+  auto a_memory = random_rows<T>(random, size_t(sources) * stride),
+       b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
   auto bias_memory = random_rows<T>(random, size_t(experts) * c.n);
   T *a = aligned(a_memory), *b = aligned(b_memory), *bias = aligned(bias_memory);
   std::vector<T> d_memory(size_t(larger(o.rows, 1)) * c.n + 8, T{kPoison});
@@ -193,10 +203,12 @@ void test_hidden_of(const Case& c) {
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size()), stride = c.k, hidden = kGated ? c.n / 2 : c.n;
   const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
-  auto a_memory = random_rows<T>(random, size_t(sources) * stride), b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
+  auto a_memory = random_rows<T>(random, size_t(sources) * stride),
+       b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
   auto bias_memory = random_rows<T>(random, size_t(experts) * c.n);
   T *a = aligned(a_memory), *b = aligned(b_memory), *bias = aligned(bias_memory);
-  std::vector<T> d_memory(size_t(larger(o.rows, 1)) * c.n + 8, T{kPoison}), active_memory(size_t(larger(o.rows, 1)) * hidden + 8, T{kPoison});
+  std::vector<T> d_memory(size_t(larger(o.rows, 1)) * c.n + 8, T{kPoison}),
+      active_memory(size_t(larger(o.rows, 1)) * hidden + 8, T{kPoison});
   T *d = aligned(d_memory), *active = aligned(active_memory);
   Problem p;
   common(c, o, p);
@@ -226,7 +238,8 @@ void test_hidden_of(const Case& c) {
         const int column = half * hidden + j;
         double sum = c.bias ? widen(bias[size_t(e) * c.n + column]) : 0, size = 0;
         for (int i = 0; i < c.k; ++i) {
-          const double u = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]), v = widen(b[(size_t(e) * c.n + column) * c.k + i]);
+          const double u = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]),
+                       v = widen(b[(size_t(e) * c.n + column) * c.k + i]);
           sum += u * v, size += std::fabs(u * v);
         }
         x[half] = static_cast<float>(sum);
@@ -239,7 +252,8 @@ void test_hidden_of(const Case& c) {
         }
       }
       const double expected = kGated ? Silu::value(x[0]) * x[1] : Function<kActivation>::value(x[0]);
-      expect_close<T>(widen(active[size_t(r) * hidden + j]), expected, c.no_hidden ? 2000 * std::fabs(expected) + 50 : 1, text + " active");
+      expect_close<T>(widen(active[size_t(r) * hidden + j]), expected,
+                      c.no_hidden ? 2000 * std::fabs(expected) + 50 : 1, text + " active");
     }
 }
 
@@ -251,7 +265,8 @@ void test_hidden_gradient_of(const Case& c) {
   const int experts = static_cast<int>(c.groups.size()), stride = c.k, width = kGated ? 2 * c.n : c.n;
   const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
   const size_t rows = larger(o.rows, 1);
-  auto a_memory = random_rows<T>(random, size_t(sources) * stride), b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
+  auto a_memory = random_rows<T>(random, size_t(sources) * stride),
+       b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
   auto hidden_memory = random_rows<T>(random, rows * width, 2);
   T *a = aligned(a_memory), *b = aligned(b_memory), *hidden = aligned(hidden_memory);
   std::vector<T> d_memory(rows * width + 8, T{kPoison}), active_memory(rows * c.n + 8, T{kPoison});
@@ -260,7 +275,8 @@ void test_hidden_gradient_of(const Case& c) {
   std::vector<float> dots(parts * rows, NAN);
   Problem p;
   common(c, o, p);
-  p.a = a, p.a_stride = stride, p.b = b, p.d = d, p.d_stride = width, p.active = active, p.active_stride = c.n;
+  p.a = a, p.a_stride = stride, p.b = b, p.d = d, p.d_stride = width, p.active = active,
+  p.active_stride = c.n;
   p.hidden = hidden, p.hidden_stride = width, p.row_dots = dots.data(), p.weighs_active = c.weighs_active;
   emu::register_array("A", a, size_t(sources) * stride * 2, false);
   emu::register_array("B", b, size_t(experts) * c.n * c.k * 2, false);
@@ -281,7 +297,8 @@ void test_hidden_gradient_of(const Case& c) {
     for (int j = 0; j < c.n; ++j) {
       double grad = 0, size = 0;
       for (int i = 0; i < c.k; ++i) {
-        const double u = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]), v = widen(b[(size_t(e) * c.k + i) * c.n + j]);
+        const double u = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]),
+                     v = widen(b[(size_t(e) * c.k + i) * c.n + j]);
         grad += u * v, size += std::fabs(u * v);
       }
       const float x = widen(hidden[size_t(r) * width + j]);
@@ -289,18 +306,23 @@ void test_hidden_gradient_of(const Case& c) {
       if (kGated) {
         const float up = widen(hidden[size_t(r) * width + c.n + j]);
         value = double(Silu::value(x)) * up;
-        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * up * Silu::derivative(x), 2 * size, text + " gate");
-        expect_close<T>(widen(d[size_t(r) * width + c.n + j]), weight * grad * Silu::value(x), 2 * size, text + " up");
+        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * up * Silu::derivative(x), 2 * size,
+                        text + " gate");
+        expect_close<T>(widen(d[size_t(r) * width + c.n + j]), weight * grad * Silu::value(x), 2 * size,
+                        text + " up");
       } else {
         value = Function<kActivation>::value(x);
-        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * Function<kActivation>::derivative(x), 2 * size, text + " dT_M");
+        expect_close<T>(widen(d[size_t(r) * width + j]), weight * grad * Function<kActivation>::derivative(x),
+                        2 * size, text + " dT_M");
       }
       dot += value * grad, dot_size += std::fabs(value) * size;
-      expect_close<T>(widen(active[size_t(r) * c.n + j]), value * (c.weighs_active ? weight : 1), 1, text + " active");
+      expect_close<T>(widen(active[size_t(r) * c.n + j]), value * (c.weighs_active ? weight : 1), 1,
+                      text + " active");
     }
     float found = 0;
     for (int part = 0; part < parts; ++part) found += dots[part * rows + r];
-    expect(std::fabs(found - dot) <= 1e-5 * dot_size + 1e-6, text + " row dot: " + std::to_string(found) + " is not " + std::to_string(dot));
+    expect(std::fabs(found - dot) <= 1e-5 * dot_size + 1e-6,
+           text + " row dot: " + std::to_string(found) + " is not " + std::to_string(dot));
   }
 }
 
@@ -309,14 +331,18 @@ void test_weight(const Case& c) {
   Random random{std::mt19937(c.seed)};
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size());
-  const size_t rows_a = c.gathered_a ? o.sources : larger(o.rows, 1), rows_b = c.gathered_b ? o.sources : larger(o.rows, 1);
+  const size_t rows_a = c.gathered_a ? o.sources : larger(o.rows, 1),
+               rows_b = c.gathered_b ? o.sources : larger(o.rows, 1);
   const int stride_a = c.m + 8, stride_b = c.n + 16;
-  auto a_memory = random_rows<T>(random, rows_a * stride_a), b_memory = random_rows<T>(random, rows_b * stride_b);
+  auto a_memory = random_rows<T>(random, rows_a * stride_a),
+       b_memory = random_rows<T>(random, rows_b * stride_b);
   T *a = aligned(a_memory), *b = aligned(b_memory);
   // What lies behind a group must not be touched by arithmetic: infinity times zero is no zero.
   for (int r = o.total; r < o.rows; ++r) {
-    if (!c.gathered_a) for (int i = 0; i < c.m; ++i) a[r * stride_a + i] = narrow<T>(INFINITY);
-    if (!c.gathered_b) for (int i = 0; i < c.n; ++i) b[r * stride_b + i] = narrow<T>(INFINITY);
+    if (!c.gathered_a)
+      for (int i = 0; i < c.m; ++i) a[r * stride_a + i] = narrow<T>(INFINITY);
+    if (!c.gathered_b)
+      for (int i = 0; i < c.n; ++i) b[r * stride_b + i] = narrow<T>(INFINITY);
   }
   const size_t count = size_t(experts) * c.m * c.n;
   std::vector<float> wide_memory(count + 8, NAN);
@@ -329,7 +355,8 @@ void test_weight(const Case& c) {
   Problem p;
   common(c, o, p);
   p.a = a, p.b = b, p.a_stride = stride_a, p.b_stride = stride_b;
-  p.d = c.wide ? static_cast<void*>(wide) : thin, p.d_stride = c.n, p.wide = c.wide, p.accumulates = c.accumulates;
+  p.d = c.wide ? static_cast<void*>(wide) : thin, p.d_stride = c.n, p.wide = c.wide,
+  p.accumulates = c.accumulates;
   emu::register_array("A", a, rows_a * stride_a * 2, false);
   emu::register_array("B", b, rows_b * stride_b * 2, false);
   emu::register_array("D", p.d, count * (c.wide ? 4 : 2), true);
@@ -345,11 +372,13 @@ void test_weight(const Case& c) {
         const size_t at = (size_t(e) * c.m + i) * c.n + j;
         double sum = before[at], size = 0;
         for (int r = e ? o.ends[e - 1] : 0; r < o.ends[e]; ++r) {
-          const double x = widen(a[o.source(c, c.gathered_a, r) * stride_a + i]), y = widen(b[o.source(c, c.gathered_b, r) * stride_b + j]);
+          const double x = widen(a[o.source(c, c.gathered_a, r) * stride_a + i]),
+                       y = widen(b[o.source(c, c.gathered_b, r) * stride_b + j]);
           sum += x * y, size += std::fabs(x * y);
         }
         if (c.wide)
-          expect(std::fabs(wide[at] - sum) <= 1e-5 * size + 1e-6, text + ": " + std::to_string(wide[at]) + " is not " + std::to_string(sum));
+          expect(std::fabs(wide[at] - sum) <= 1e-5 * size + 1e-6,
+                 text + ": " + std::to_string(wide[at]) + " is not " + std::to_string(sum));
         else
           expect_close<T>(widen(thin[at]), sum, size, text);
       }
@@ -392,7 +421,8 @@ int main(int argc, char** argv) {
   const std::vector<std::vector<int>> groups = {{0}, {1}, {0, 3, 0}, {127, 129}, {128, 0, 1}, {40, 300}};
   for (const auto& each : groups) {
     Case c;
-    c.groups = each, c.seed = ++seed, c.n = 264, c.k = 72, c.eagerness = seed * 37 % 101, c.grid = 1 + seed % 3;
+    c.groups = each, c.seed = ++seed, c.n = 264, c.k = 72, c.eagerness = seed * 37 % 101,
+    c.grid = 1 + seed % 3;
     c.spare_rows = seed % 2 ? 5 : 0;
     every_form(c);
     c.gathered_a = true, c.top_k = 1 + seed % 3, c.bias = true, c.weighted = true, c.n = 40, c.k = 136;
@@ -412,7 +442,8 @@ int main(int argc, char** argv) {
       c.n = 72;
       test_hidden_gradient<fp16, false>(c);
       c.bias = false;
-      c.m = 72, c.n = 264, c.k = 0, c.gathered_a = c.gathered_b = false, c.wide = seed % 2, c.accumulates = false;
+      c.m = 72, c.n = 264, c.k = 0, c.gathered_a = c.gathered_b = false, c.wide = seed % 2,
+      c.accumulates = false;
       test_weight<bf16>(c);
       c.gathered_a = true, c.wide = c.accumulates = true, c.m = 136, c.n = 40;
       test_weight<bf16>(c);
@@ -436,14 +467,18 @@ int main(int argc, char** argv) {
   }
   if (thorough) {
     Random random{std::mt19937(99)};
-    const auto draw = [&](int least, int most) { return least + static_cast<int>(random.engine() % (most - least + 1)); };
+    const auto draw = [&](int least, int most) {
+      return least + static_cast<int>(random.engine() % (most - least + 1));
+    };
     for (int i = 0; i < 60; ++i) {
       Case c;
-      for (int e = draw(1, 6); e > 0; --e) c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));
+      for (int e = draw(1, 6); e > 0; --e)
+        c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));
       c.seed = 1000 + i, c.eagerness = draw(0, 100), c.grid = draw(1, 4), c.spare_rows = draw(0, 9);
       c.n = 16 * draw(1, 20), c.k = 8 * draw(1, 40), c.m = 8 * draw(1, 24), c.top_k = draw(1, 4);
       c.bias = draw(0, 1), c.weighted = draw(0, 1), c.gathered_a = draw(0, 1);
-      c.activation = static_cast<Activation>(draw(1, 3)), c.weighs_active = draw(0, 1), c.no_hidden = draw(0, 1);
+      c.activation = static_cast<Activation>(draw(1, 3)), c.weighs_active = draw(0, 1),
+      c.no_hidden = draw(0, 1);
       every_form(c);
       c.hopper = i % 4 != 0, c.cluster = i % 2;
       test_hidden<bf16, true>(c);

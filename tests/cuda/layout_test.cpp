@@ -48,7 +48,8 @@ void test_tiles(const std::vector<int>& groups, int m, int columns, TileShape sh
     const int lines = kForm == Form::kWeight ? m : groups[e];
     for (int row = 0; row < lines; row += shape.rows)
       for (int column = 0; column < columns; column += shape.columns)
-        expected.insert({e, total_before(groups, e), groups[e], row, smaller(shape.rows, lines - row), column});
+        expected.insert(
+            {e, total_before(groups, e), groups[e], row, smaller(shape.rows, lines - row), column});
   }
   std::set<std::vector<int>> found;
   long count = 0;
@@ -128,7 +129,9 @@ struct World {
   int produced = 0, consumed[2] = {0, 0};
   int content[kStages];
 
-  World() : full(kStages, Barrier(1)), empty(kStages, Barrier(2)) { std::fill(content, content + kStages, -1); }
+  World() : full(kStages, Barrier(1)), empty(kStages, Barrier(2)) {
+    std::fill(content, content + kStages, -1);
+  }
 };
 
 // Depth first over all interleavings of one producer and two consumers.
@@ -140,7 +143,8 @@ void explore(World<kStages> w, int steps, std::set<std::vector<int>>& seen) {
   if (w.produced < steps && w.empty[w.producer.stage].passes(w.producer.empty_parity())) {
     World<kStages> next = w;
     const int stage = next.producer.stage;
-    expect(next.produced - smaller(next.consumed[0], next.consumed[1]) < kStages, "a stage is overwritten in use");
+    expect(next.produced - smaller(next.consumed[0], next.consumed[1]) < kStages,
+           "a stage is overwritten in use");
     next.content[stage] = next.produced++;
     next.full[stage].arrive();
     next.producer.advance();
@@ -200,6 +204,24 @@ void test_copies() {
   expect(std::all_of(filled.begin(), filled.end(), [](int n) { return n == 1; }), "a chunk not filled once");
 }
 
+// ---- division by a number that is known before
+
+void test_divisor() {
+  std::mt19937 random(1);
+  for (int by : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 17, 31, 32, 33, 64, 100, 1023, 1 << 30, 2147483647}) {
+    const Divisor divisor(by);
+    for (int64_t near = 0; near <= 2147483647; near += larger<int64_t>(2147483647 / 1000, 1))
+      for (int64_t x : {near, near / by * by, near / by * by - 1})
+        if (x >= 0) expect(divisor.divide(static_cast<int32_t>(x)) == x / by, "a quotient");
+    for (int i = 0; i < 1000; ++i) {
+      const int32_t x = static_cast<int32_t>(random() >> 1);
+      expect(divisor.divide(x) == x / by, "a random quotient");
+    }
+    for (int32_t x : {0, 1, by - 1, by, 2147483646, 2147483647})
+      expect(divisor.divide(x) == x / by, "a quotient");
+  }
+}
+
 // ---- the epilogue
 
 // Fragments become rows and rows fragments, each value in its place.
@@ -239,7 +261,8 @@ void test_activations() {
     const double density = std::exp(-0.5 * double(x) * x) / std::sqrt(2 * std::acos(-1.0));
     const double s = 1 / (1 + std::exp(-double(x)));
     const auto near = [&](float found, double expected, double size, const char* name) {
-      expect(std::fabs(found - expected) <= 1e-6 * size + 1e-37, std::string(name) + " of " + std::to_string(x));
+      expect(std::fabs(found - expected) <= 1e-6 * size + 1e-37,
+             std::string(name) + " of " + std::to_string(x));
     };
     near(Gelu::value(x), x * below, std::fabs(x * below) * (1 + x * x), "gelu");
     near(Gelu::derivative(x), below + x * density, below + std::fabs(x * density) * (1 + x * x), "gelu'");
@@ -266,6 +289,7 @@ int main() {
   test_exchange<true>();
   test_exchange<false>();
   test_activations();
+  test_divisor();
   std::printf("%ld checks, %d failures\n", checks, failures);
   return failures != 0;
 }

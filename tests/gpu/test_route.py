@@ -266,12 +266,13 @@ def test_the_same_bits_come_every_time() -> None:
 
 
 def test_one_workspace_serves_all_sizes_in_turn() -> None:
-    module._workspaces.clear()
+    stream = torch.cuda.current_stream(DEVICE).cuda_stream
+    address = module._workspace(DEVICE.index, stream, 1024)[0]
     for num_tokens, num_experts, top_k, num_chunks in [*SMALL, LARGE[3], *SMALL]:
         logits = draw_logits(num_tokens, num_experts)
         found = route(logits, top_k, normalize=True, num_chunks=num_chunks)
         check_routes(found, logits, top_k, normalize=True, num_chunks=num_chunks)
-    assert len(module._workspaces) == 1
+    assert module._workspace(DEVICE.index, stream, 4)[0] == address
 
 
 def test_streams_do_not_disturb_each_other() -> None:

@@ -27,7 +27,7 @@ from pmoe.kernels.extension import load
 from pmoe.kernels.route import Routes, refusal, route, route_backward
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
 from tests.cuda.disassembly import archs, count, declared, sass
-from tests.unit.test_disassembly import extension  # noqa: F401 (a fixture)
+from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
@@ -329,7 +329,7 @@ def test_a_refusal_of_the_kernel_is_told_once() -> None:
     module._tell.cache_clear()
 
 
-@pytest.mark.usefixtures("extension")
+@pytest.mark.usefixtures("extension_built")
 def test_the_extension_refuses_sizes_with_their_numbers() -> None:
     built = load()
     assert built is not None
@@ -342,7 +342,7 @@ def test_the_extension_refuses_sizes_with_their_numbers() -> None:
     assert "num_tokens (1073741824)" in built.route_refusal(2**30, 64, 2, 1)
 
 
-@pytest.mark.usefixtures("extension")
+@pytest.mark.usefixtures("extension_built")
 def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
     """A thread holds 8, 16 or 32 logits. Forward reads the next row while it works on one."""
     names = [name for name in declared() if name.split(".")[0] in ("route", "route_backward")]
@@ -355,7 +355,7 @@ def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
             assert count(code, "STG.E.128") == (fours if backward else 0), (arch, name)
 
 
-@pytest.mark.usefixtures("extension")
+@pytest.mark.usefixtures("extension_built")
 def test_what_blocks_tell_each_other_is_not_read_through_the_read_only_cache() -> None:
     """Its lines may be older than the grid's barrier."""
     for arch in archs():

@@ -88,6 +88,11 @@ __device__ __forceinline__ void store16(void* p, const Words& v) {
   *reinterpret_cast<uint4*>(p) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
 }
 
+// Asks for 128 bytes to be in the L2 cache soon.
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // Into shared memory, where the asynchronous proxy reads it behind fence_proxy_async().
 __device__ __forceinline__ void store16_shared(void* p, const Words& v) { store16(p, v); }
 

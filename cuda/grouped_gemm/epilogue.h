@@ -21,6 +21,23 @@ __device__ __forceinline__ void round_all(const float (&values)[32], uint32_t (&
   for (int i = 0; i < 16; ++i) word[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
 }
 
+// The gradient of SwiGLU reads T_M, two halves of 16 rows of a tile's `width` columns a warp, without
+// registers to fetch it ahead: it is asked for when the tile's products begin. row: the first of the 16 in
+// the tile.
+template <class T>
+__device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& tile, int row, int lane,
+                                                int width) {
+  constexpr int kLine = 128 / sizeof(T);
+  const int lines = 2 * width / kLine;
+  for (int i = lane; i < 16 * lines; i += 32) {
+    const int own = row + i / lines, line = i % lines;
+    const int column = tile.column + line / 2 * kLine;
+    if (own < tile.rows && column < p.n)
+      prefetch_l2(static_cast<const T*>(p.hidden) +
+                  (int64_t{tile.group_begin} + tile.row + own) * p.hidden_stride + line % 2 * p.n + column);
+  }
+}
+
 // Stores 16 rows of a tile. All 32 lanes of a warp call every member together.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, bool kByMatrix>
 class Store {

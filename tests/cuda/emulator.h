@@ -470,6 +470,8 @@ inline void store16(void* p, const Words& v) {
   std::memcpy(p, &v, 16);
 }
 
+inline void prefetch_l2(const void* p) { emu::check_access(p, 1, false); }
+
 inline void store16_shared(void* p, const Words& v) {
   store16(p, v);
   emu::self().unfenced.push_back(emu::mark_dirty(emu::self(), p));

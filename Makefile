@@ -212,9 +212,8 @@ gpu-build: gpu-env
 	$(GPU_RUN) -c 'import pmoe; print("make gpu-build: ready, pmoe", pmoe.__version__)'
 	$(GPU_RUN) -c 'from pmoe.kernels import status; print(status())'
 
-# Each part below ends by itself before 8 minutes, whatever hangs: such machines are lent for minutes. A kernel
-# that hangs holds its test in a wait that no signal ends; timeout_method=thread ends that test's process. What
-# fails does not keep the rest from running: the next machine may be long in coming.
+# Each part below ends by itself before 8 minutes, whatever hangs. A kernel that hangs holds its test in a wait that
+# no signal ends; timeout_method=thread ends that test's process. What fails does not keep the rest from running.
 GPU_PYTEST = -m pytest -q -o timeout_method=thread
 GPU_PYTEST_ARGS = $$("$(GPU_PYTHON)" -c 'import xdist' 2>/dev/null && echo "$(PYTEST_ARGS)" \
 	|| echo "$(filter-out -n 2,$(PYTEST_ARGS))")

@@ -302,7 +302,7 @@ def report(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         ("forward", "fwd TFLOP/s", SONIC_FORWARD),
         ("backward", "bwd TFLOP/s", SONIC_BACKWARD),
     ):
-        print(f"{name}: {ours[key]:.1f} TFLOP/s; SonicMoE on an H100, as the issue states: "
+        print(f"{name}: {ours[key]:.1f} TFLOP/s; SonicMoE on an H100, as its authors state: "
               f"{stated / 1e12:.0f} TFLOP/s")  # fmt: skip
     ways = document["ways"]["pmoe"]
     print(f"saved: {ways['saved_bytes']} bytes, bound {document['saved_bound_bytes']}, and 8 an expert for "

@@ -275,8 +275,10 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Block
       PMOE_UNROLL
       for (int i = 0; i < 128; ++i) d[i] = 0.0f;
     }
-    if constexpr (kEpilogue == Epilogue::kHiddenGradient && kActivation == Activation::kSwiglu)
-      prefetch_halves<T>(p, tile, thread / 32 * 16, lane, kColumns);
+    if constexpr (kEpilogue == Epilogue::kHiddenGradient && kActivation == Activation::kSwiglu) {
+      const int self = thread_again() - kLoaders;
+      prefetch_halves<T>(p, tile, self / 32 * 16, self % 32, kColumns);
+    }
     int previous = 0;
     for (int step = 0; step < end; ++step, ring.advance()) {
       mbarrier_wait(&shared.full[ring.stage], ring.full_parity());

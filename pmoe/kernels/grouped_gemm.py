@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from pmoe.kernels import extension
 from pmoe.kernels.permute import unpermute
 
+MOST_ROWS = 2**31 - 1
+
 ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
 """As in cuda/common/activation.h. "swiglu" has hidden columns in two halves: silu(first) * second."""
 _ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
@@ -94,12 +96,50 @@ def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | N
 def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:
     if rows.dim() != 2:
         raise ValueError(f"{name} of shape {tuple(rows.shape)} must have two dimensions")
-    if rows.device != like.device:
-        raise ValueError(f"{name} on {rows.device} must be where the weights are ({like.device})")
-    if rows.dtype != like.dtype:
-        raise ValueError(f"{name} of dtype {rows.dtype} must be of the weights' dtype ({like.dtype})")
-    if not rows.is_cuda:
+    if rows.shape[0] > MOST_ROWS:
+        raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MOST_ROWS}: places are int32")
+    _check_like(name, rows, like)
+
+
+def _check_like(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"{name} on {tensor.device} must be where the weights are ({like.device})")
+    if tensor.dtype != like.dtype:
+        raise ValueError(f"{name} of dtype {tensor.dtype} must be of the weights' dtype ({like.dtype})")
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    if weight.dim() != 3:
+        raise ValueError(f"{name} of shape {tuple(weight.shape)} must have three dimensions, experts first")
+    if not weight.is_floating_point():
+        raise ValueError(f"{name} of dtype {weight.dtype} must be of a floating-point type")
+
+
+def _check_bias(bias: Tensor | None, weight: Tensor) -> None:
+    if bias is None:
         return
+    if tuple(bias.shape) != tuple(weight.shape[:2]):
+        raise ValueError(f"bias of shape {tuple(bias.shape)} must be {tuple(weight.shape[:2])}")
+    _check_like("bias", bias, weight)
+
+
+def _check_memory(**tensors: Tensor | None) -> None:
+    """As the kernels read it: rows wherever they lie, weights without gaps."""
+    for name, tensor in tensors.items():
+        if tensor is None or not tensor.numel():
+            continue
+        if tensor.dim() == 2 and name != "bias":
+            _check_rows_apart(name, tensor)
+        elif not tensor.is_contiguous():
+            raise ValueError(f"{name} of strides {tensor.stride()} must be contiguous")
+        if name == "scale":
+            if tensor.dtype != torch.float32:
+                raise ValueError(f"scale of dtype {tensor.dtype} must be torch.float32")
+        elif tensor.data_ptr() % 16:
+            raise ValueError(f"{name} at address {tensor.data_ptr():#x} must be aligned to 16 bytes")
+
+
+def _check_rows_apart(name: str, rows: Tensor) -> None:
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise ValueError(f"{name} of strides {rows.stride()} must have neighbouring columns")
     if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
@@ -109,17 +149,6 @@ def _check_rows(name: str, rows: Tensor, like: Tensor) -> None:
     row_bytes = rows.stride(0) * rows.element_size()
     if rows.shape[0] > 1 and row_bytes % 16:
         raise ValueError(f"{name}: rows {row_bytes} bytes apart must be a multiple of 16 bytes apart")
-    if rows.data_ptr() % 16:
-        raise ValueError(f"{name} at address {rows.data_ptr():#x} must be aligned to 16 bytes")
-
-
-def _check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(weight.shape) != shape:
-        raise ValueError(f"{name} of shape {tuple(weight.shape)} must be {shape}")
-    if weight.is_cuda and not weight.is_contiguous():
-        raise ValueError(f"{name} of strides {weight.stride()} must be contiguous")
-    if weight.is_cuda and weight.data_ptr() % 16:
-        raise ValueError(f"{name} at address {weight.data_ptr():#x} must be aligned to 16 bytes")
 
 
 def _check_index(name: str, index: Tensor, count: int | None, device: torch.device) -> None:
@@ -134,15 +163,28 @@ def _check_index(name: str, index: Tensor, count: int | None, device: torch.devi
         raise ValueError(f"{name} on {index.device} must be where the rows are ({device})")
 
 
-def _check_scale(name: str, scale: Tensor, count: int | None, device: torch.device) -> None:
-    if scale.dim() != 1 or not scale.is_floating_point() or (count is not None and scale.numel() != count):
+def _check_scale(
+    scale: Tensor | None, rows: Tensor, num_rows: int, slots: Slots | None, gathered: bool
+) -> None:
+    """By slot there is one for every slot of the tokens that are given, or for N at least."""
+    if scale is None:
+        return
+    count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
+    fits = scale.numel() >= count if slots is not None and not gathered else scale.numel() == count
+    if scale.dim() != 1 or not scale.is_floating_point() or not fits:
         raise ValueError(
-            f"{name} of dtype {scale.dtype} and shape {tuple(scale.shape)} must be ({count},) and floating"
+            f"scale of dtype {scale.dtype} and shape {tuple(scale.shape)} must be ({count},) and floating"
         )
-    if scale.device != device:
-        raise ValueError(f"{name} on {scale.device} must be where the rows are ({device})")
-    if scale.is_cuda and (scale.dtype != torch.float32 or not scale.is_contiguous()):
-        raise ValueError(f"{name} of dtype {scale.dtype} must be contiguous float32")
+    if scale.device != rows.device:
+        raise ValueError(f"scale on {scale.device} must be where the rows are ({rows.device})")
+
+
+def _check_slots(slots: Slots | None, num_rows: int, device: torch.device) -> None:
+    if slots is None:
+        return
+    _check_index("slot", slots.slot_N, num_rows, device)
+    if slots.top_k < 1:
+        raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
 
 
 def _check_out(name: str, out: Tensor, shape: tuple[int, int], like: Tensor) -> None:
@@ -216,22 +258,33 @@ def _launch(
 
 
 def _num_rows(rows: Tensor, slots: Slots | None, gathered: bool) -> int:
+    if rows.dim() != 2:
+        raise ValueError(f"rows of shape {tuple(rows.shape)} must have two dimensions")
     if gathered and slots is None:
         raise ValueError("gathered (True) must be False without slots: they say which rows to gather")
     return slots.slot_N.numel() if gathered and slots is not None else rows.shape[0]
 
 
-def _check_common(
-    rows: Tensor, weight: Tensor, ends: Tensor, slots: Slots | None, num_rows: int, columns: int
-) -> None:
+def _checked(
+    rows: Tensor, weight: Tensor, ends: Tensor, slots: Slots | None, gathered: bool, columns: int
+) -> int:
+    """N. columns: which of the weight's dimensions the rows have as columns."""
+    _check_weight("weight", weight)
+    num_rows = _num_rows(rows, slots, gathered)
     _check_rows("rows", rows, weight)
-    if rows.shape[1] != columns:
-        raise ValueError(f"rows of {rows.shape[1]} columns must have {columns}, as weight has")
+    if rows.shape[1] != weight.shape[columns]:
+        raise ValueError(f"rows of {rows.shape[1]} columns must have {weight.shape[columns]}, as weight has")
     _check_index("ends", ends, weight.shape[0], rows.device)
-    if slots is not None:
-        _check_index("slot", slots.slot_N, num_rows, rows.device)
-        if slots.top_k < 1:
-            raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
+    _check_slots(slots, num_rows, rows.device)
+    return num_rows
+
+
+def _hidden_width(num_hidden: int, activation: str) -> int:
+    if activation != "swiglu":
+        return num_hidden
+    if num_hidden % 2:
+        raise ValueError(f"weight of {num_hidden} rows an expert must have an even number for swiglu")
+    return num_hidden // 2
 
 
 def product(
@@ -251,18 +304,16 @@ def product(
     float32, (N,), by slot where slots are given. out: rows as far apart as they like. Rows behind ends[E - 1]
     are left alone. No gradient; `grouped_product` has one. Raises ValueError for operands that do not fit.
     """
-    (experts, num_out, num_in), num_rows = weight_EOI.shape, _num_rows(rows, slots, gathered)
-    _check_common(rows, weight_EOI, ends_E, slots, num_rows, num_in)
-    _check_weight("weight", weight_EOI, (experts, num_out, num_in))
-    if bias_EO is not None:
-        _check_weight("bias", bias_EO, (experts, num_out))
-    if scale is not None:
-        _check_scale("scale", scale, num_rows if slots is None else None, rows.device)
+    num_rows = _checked(rows, weight_EOI, ends_E, slots, gathered, 2)
+    _check_bias(bias_EO, weight_EOI)
+    _check_scale(scale, rows, num_rows, slots, gathered)
+    _, num_out, num_in = weight_EOI.shape
     out = rows.new_empty(num_rows, num_out) if out is None else out
     _check_out("out", out, (num_rows, num_out), weight_EOI)
     kernels = _kernels(rows.device, rows.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
         return _reference_product(rows, weight_EOI, ends_E, bias_EO, scale, slots, gathered, out)
+    _check_memory(rows=rows, weight=weight_EOI, bias=bias_EO, scale=scale, out=out)
     if num_rows:
         _launch(
             kernels, _FORWARD, rows, ends_E, slots,
@@ -291,15 +342,11 @@ def hidden(
 
     keep: False computes T_M without storing it, and returns None for it. The rest is as in `product`.
     """
-    (experts, num_hidden, num_in), num_rows = weight_EGI.shape, _num_rows(rows, slots, gathered)
-    kind, gated = _activation(activation), activation == "swiglu"
-    _check_common(rows, weight_EGI, ends_E, slots, num_rows, num_in)
-    _check_weight("weight", weight_EGI, (experts, num_hidden, num_in))
-    if bias_EG is not None:
-        _check_weight("bias", bias_EG, (experts, num_hidden))
-    if gated and num_hidden % 2:
-        raise ValueError(f"weight of {num_hidden} rows an expert must have an even number for swiglu")
-    width = num_hidden // 2 if gated else num_hidden
+    kind = _activation(activation)
+    num_rows = _checked(rows, weight_EGI, ends_E, slots, gathered, 2)
+    _check_bias(bias_EG, weight_EGI)
+    _, num_hidden, num_in = weight_EGI.shape
+    width = _hidden_width(num_hidden, activation)
     active = rows.new_empty(num_rows, width) if active is None else active
     _check_out("active", active, (num_rows, width), weight_EGI)
     if keep and out is None:
@@ -312,6 +359,7 @@ def hidden(
         _reference_product(rows, weight_EGI, ends_E, bias_EG, None, slots, gathered, found)
         active.copy_(_activate(activation, found))
         return (found if keep else None), active
+    _check_memory(rows=rows, weight=weight_EGI, bias=bias_EG, out=out, active=active)
     if num_rows:
         _launch(
             kernels, _FORWARD, rows, ends_E, slots, _HIDDEN, activation=kind,
@@ -333,15 +381,15 @@ def input_gradient(
     out: Tensor | None = None,
 ) -> Tensor:
     """grad weight[e] for the rows of each expert e, (N, I); grad: (N, O), or gathered."""
-    (experts, num_out, num_in), num_rows = weight_EOI.shape, _num_rows(grad, slots, gathered)
-    _check_common(grad, weight_EOI, ends_E, slots, num_rows, num_out)
-    _check_weight("weight", weight_EOI, (experts, num_out, num_in))
+    num_rows = _checked(grad, weight_EOI, ends_E, slots, gathered, 1)
+    _, num_out, num_in = weight_EOI.shape
     out = grad.new_empty(num_rows, num_in) if out is None else out
     _check_out("out", out, (num_rows, num_in), weight_EOI)
     kernels = _kernels(grad.device, grad.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
         weight_EIO = weight_EOI.transpose(1, 2)
         return _reference_product(grad, weight_EIO, ends_E, None, None, slots, gathered, out)
+    _check_memory(grad=grad, weight=weight_EOI, out=out)
     if num_rows:
         _launch(
             kernels, _INPUT, grad, ends_E, slots,
@@ -374,15 +422,12 @@ def hidden_gradient(
     hidden, grad w2[e]>, (N,) float32, the gradient of the routing weights but for <grad, b2>. out may
     be hidden itself, and active the first columns of hidden.
     """
-    (experts, num_model, width), num_rows = weight_EMH.shape, _num_rows(grad, slots, gathered)
-    kind, gated = _activation(activation), activation == "swiglu"
-    _check_common(grad, weight_EMH, ends_E, slots, num_rows, num_model)
-    _check_weight("weight", weight_EMH, (experts, num_model, width))
-    _check_rows("hidden", hidden_NG, weight_EMH)
-    columns = 2 * width if gated else width
-    if tuple(hidden_NG.shape) != (num_rows, columns):
-        raise ValueError(f"hidden of shape {tuple(hidden_NG.shape)} must be ({num_rows}, {columns})")
-    _check_scale("scale", scale, num_rows if slots is None else None, grad.device)
+    kind = _activation(activation)
+    num_rows = _checked(grad, weight_EMH, ends_E, slots, gathered, 1)
+    _, num_model, width = weight_EMH.shape
+    columns = 2 * width if activation == "swiglu" else width
+    _check_out("hidden", hidden_NG, (num_rows, columns), weight_EMH)
+    _check_scale(scale, grad, num_rows, slots, gathered)
     out = grad.new_empty(num_rows, columns) if out is None else out
     active = grad.new_empty(num_rows, width) if active is None else active
     _check_out("out", out, (num_rows, columns), weight_EMH)
@@ -402,6 +447,7 @@ def hidden_gradient(
         active.copy_(value * row_scale if weighs_active else value)
         out.copy_(slope)
         return out, active, dot_N
+    _check_memory(grad=grad, weight=weight_EMH, hidden=hidden_NG, scale=scale, out=out, active=active)
     module = extension.load()
     assert module is not None
     parts = module.row_dot_parts(kernels == "sm_90a", width)
@@ -435,25 +481,22 @@ def weight_gradient(
     grad: (N, O), rows: (N, I), either gathered. out: contiguous, of the rows' type or float32; with
     ``accumulate`` float32, and the products are added to it.
     """
-    if grad.dim() != 2 or rows.dim() != 2:
-        raise ValueError(f"grad and rows of shapes {tuple(grad.shape)}, {tuple(rows.shape)} must be matrices")
+    shape = _weight_gradient_shape(grad, rows, ends_E, slots, gathers_grad, gathers_rows)
     num_rows = _num_rows(grad, slots, gathers_grad)
-    if num_rows != _num_rows(rows, slots, gathers_rows):
-        raise ValueError(f"grad of {num_rows} rows must have as many as rows ({rows.shape[0]})")
-    _check_rows("grad", grad, rows)
-    _check_rows("rows", rows, grad)
-    _check_index("ends", ends_E, None, rows.device)
-    if slots is not None:
-        _check_index("slot", slots.slot_N, num_rows, rows.device)
-    shape = (ends_E.numel(), grad.shape[1], rows.shape[1])
-    out = rows.new_empty(shape) if out is None else out
-    _check_weight("out", out, shape)
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate (True) must be False without out: there is nothing to add to")
+        out = rows.new_empty(shape)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out of shape {tuple(out.shape)} must be {shape}")
+    if out.device != rows.device:
+        raise ValueError(f"out on {out.device} must be where the rows are ({rows.device})")
     if out.dtype not in (rows.dtype, torch.float32):
         raise ValueError(f"out of dtype {out.dtype} must be of the rows' dtype ({rows.dtype}) or float32")
     wide = out.dtype == torch.float32
-    kernels = _kernels(rows.device, rows.dtype, out_features=shape[1], in_features=shape[2])
-    if accumulate and not wide and kernels is not None:
+    if accumulate and out.element_size() < 4:
         raise ValueError(f"out of dtype {out.dtype} must be float32 to accumulate")
+    kernels = _kernels(rows.device, rows.dtype, out_features=shape[1], in_features=shape[2])
     if kernels is None:
         grad_N, rows_N = _gather(grad, slots, gathers_grad), _gather(rows, slots, gathers_rows)
         if not accumulate:
@@ -461,6 +504,7 @@ def weight_gradient(
         for expert, at in _groups(ends_E):
             out[expert] += grad_N[at].to(out.dtype).t() @ rows_N[at].to(out.dtype)
         return out
+    _check_memory(grad=grad, rows=rows, out=out)
     _launch(
         kernels, _WEIGHT, rows, ends_E, slots,
         a=grad.data_ptr(), a_rows=grad.shape[0], a_stride=_stride(grad), a_gathered=gathers_grad,
@@ -471,12 +515,32 @@ def weight_gradient(
     return out
 
 
+def _weight_gradient_shape(
+    grad: Tensor,
+    rows: Tensor,
+    ends_E: Tensor,
+    slots: Slots | None,
+    gathers_grad: bool,
+    gathers_rows: bool,
+) -> tuple[int, int, int]:
+    num_rows = _num_rows(grad, slots, gathers_grad)
+    if num_rows != _num_rows(rows, slots, gathers_rows):
+        raise ValueError(f"grad of {num_rows} rows must have as many as rows ({rows.shape[0]})")
+    _check_rows("grad", grad, rows)
+    _check_rows("rows", rows, grad)
+    _check_index("ends", ends_E, None, rows.device)
+    _check_slots(slots, num_rows, rows.device)
+    return ends_E.numel(), grad.shape[1], rows.shape[1]
+
+
 # ---- the plain definition
 
 
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
+        if end < start:
+            raise ValueError(f"ends ({ends_E.tolist()}) must not decrease: they are a running sum")
         if end > start:
             yield expert, slice(start, end)
         start = end
@@ -539,6 +603,10 @@ def _slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
 # ---- operators with gradients
 
 
+def _slots(slot_N: Tensor | None, top_k: int) -> Slots | None:
+    return None if slot_N is None else Slots(slot_N=slot_N, top_k=top_k)
+
+
 @torch.library.custom_op("pmoe::grouped_product", mutates_args=())
 def _product_op(
     rows: Tensor,
@@ -550,7 +618,7 @@ def _product_op(
     top_k: int,
     gathered: bool,
 ) -> Tensor:
-    slots = None if slot_N is None else Slots(slot_N=slot_N, top_k=top_k)
+    slots = _slots(slot_N, top_k)
     return product(rows, weight_EOI, ends_E, bias_EO=bias_EO, scale=scale, slots=slots, gathered=gathered)
 
 
@@ -565,7 +633,10 @@ def _(
     top_k: int,
     gathered: bool,
 ) -> Tensor:
-    num_rows = slot_N.shape[0] if gathered and slot_N is not None else rows.shape[0]
+    slots = _slots(slot_N, top_k)
+    num_rows = _checked(rows, weight_EOI, ends_E, slots, gathered, 2)
+    _check_bias(bias_EO, weight_EOI)
+    _check_scale(scale, rows, num_rows, slots, gathered)
     return rows.new_empty(num_rows, weight_EOI.shape[1])
 
 
@@ -579,7 +650,7 @@ def _hidden_op(
     top_k: int,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    slots = None if slot_N is None else Slots(slot_N=slot_N, top_k=top_k)
+    slots = _slots(slot_N, top_k)
     found, active = hidden(
         rows,
         weight_EGI,
@@ -603,9 +674,12 @@ def _(
     top_k: int,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    num_rows = rows.shape[0] if slot_N is None else slot_N.shape[0]
+    _activation(activation)
+    slots = _slots(slot_N, top_k)
+    num_rows = _checked(rows, weight_EGI, ends_E, slots, slots is not None, 2)
+    _check_bias(bias_EG, weight_EGI)
     columns = weight_EGI.shape[1]
-    width = columns // 2 if activation == "swiglu" else columns
+    width = _hidden_width(columns, activation)
     return rows.new_empty(num_rows, columns), rows.new_empty(num_rows, width)
 
 
@@ -616,7 +690,8 @@ def _input_gradient_op(grad_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> T
 
 @_input_gradient_op.register_fake
 def _(grad_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    return grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2])
+    num_rows = _checked(grad_NO, weight_EOI, ends_E, None, False, 1)
+    return grad_NO.new_empty(num_rows, weight_EOI.shape[2])
 
 
 @torch.library.custom_op("pmoe::grouped_weight_gradient", mutates_args=())
@@ -624,13 +699,14 @@ def _weight_gradient_op(
     grad_NO: Tensor, rows: Tensor, ends_E: Tensor, slot_N: Tensor | None, top_k: int
 ) -> Tensor:
     """rows are gathered where slot_N is given."""
-    slots = None if slot_N is None else Slots(slot_N=slot_N, top_k=top_k)
+    slots = _slots(slot_N, top_k)
     return weight_gradient(grad_NO, rows, ends_E, slots=slots, gathers_rows=slots is not None)
 
 
 @_weight_gradient_op.register_fake
 def _(grad_NO: Tensor, rows: Tensor, ends_E: Tensor, slot_N: Tensor | None, top_k: int) -> Tensor:
-    return rows.new_empty(ends_E.shape[0], grad_NO.shape[1], rows.shape[1])
+    slots = _slots(slot_N, top_k)
+    return rows.new_empty(_weight_gradient_shape(grad_NO, rows, ends_E, slots, False, slots is not None))
 
 
 @torch.library.custom_op("pmoe::grouped_hidden_gradient", mutates_args=())
@@ -645,7 +721,7 @@ def _hidden_gradient_op(
     activation: str,
     weighs_active: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    slots = None if slot_N is None else Slots(slot_N=slot_N, top_k=top_k)
+    slots = _slots(slot_N, top_k)
     return hidden_gradient(
         grad, weight_EMH, hidden_NG, scale, ends_E, activation=activation, slots=slots,
         gathered=slots is not None, weighs_active=weighs_active,
@@ -664,7 +740,13 @@ def _(
     activation: str,
     weighs_active: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, wide = hidden_NG.shape[0], torch.promote_types(grad.dtype, torch.float32)
+    _activation(activation)
+    slots = _slots(slot_N, top_k)
+    rows = _checked(grad, weight_EMH, ends_E, slots, slots is not None, 1)
+    width = weight_EMH.shape[2]
+    _check_out("hidden", hidden_NG, (rows, 2 * width if activation == "swiglu" else width), weight_EMH)
+    _check_scale(scale, grad, rows, slots, slots is not None)
+    wide = torch.promote_types(grad.dtype, torch.float32)
     return (
         torch.empty_like(hidden_NG, memory_format=torch.contiguous_format),
         grad.new_empty(rows, weight_EMH.shape[2]),

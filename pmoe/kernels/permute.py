@@ -74,10 +74,8 @@ def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
 def _missing(device: torch.device) -> str | None:
     if extension.load() is None:
         return extension.status().reason
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"compute capability {major}.{minor}: the kernels are compiled for 8.0 and newer"
-    return None
+    found = extension.on_device(torch.cuda.current_device() if device.index is None else device.index)
+    return None if found.kernels else f"device {found.index}: {found.reason}"
 
 
 @cache  # once for each
@@ -140,8 +138,10 @@ def _check_permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: 
     _check_shapes(position_TK, weight_TK, x_TM.dtype)
     _check_rows("x", x_TM, position_TK, position_TK.shape[0])
     _check_weight_device(weight_TK, position_TK)
-    if num_rows < 0:
-        raise ValueError(f"num_rows ({num_rows}) must be at least 0")
+    if not 0 <= num_rows <= position_TK.numel():
+        raise ValueError(
+            f"num_rows ({num_rows}) must be from 0 to {position_TK.numel()}, as many as there are positions"
+        )
 
 
 def _check_unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None) -> None:

@@ -541,13 +541,14 @@ def _digest(parts: Iterable[str]) -> int:
 def _check_alike(here: Architecture, least: Sequence[float], most: Sequence[float]) -> None:
     """Where no rank has kernels there are none to differ."""
     if least[:3] != most[:3] and most[0]:
-        smallest, largest = (
-            Architecture(binary_version=int(binary), ptx_version=int(ptx), capability=int(capability))
-            for binary, ptx, capability in (least[:3], most[:3])
-        )
+        names = ("binary version", "PTX version", "compute capability times 10")
+        found = [
+            f"{name} {int(low)} to {int(high)}"
+            for name, low, high in zip(names, least[:3], most[:3], strict=True)
+        ]
         raise ValueError(
             f"mixed architectures: the kernels of this rank ({here}) must be those of all ranks, which have "
-            f"from {smallest} to {largest}"
+            f"{', '.join(found)}"
         )
 
 

@@ -373,10 +373,13 @@ def _check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: 
         raise ValueError(f"num_experts ({num_experts}), the second size of logits, must be at least 1")
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must be 1 to num_experts ({num_experts})")
-    if num_chunks < 1:
-        raise ValueError(f"num_chunks ({num_chunks}) must be at least 1")
-    if not z_loss_weight >= 0:
-        raise ValueError(f"z_loss_weight ({z_loss_weight}) must be at least 0")
+    if num_chunks < 1 or num_chunks * num_experts > MOST_SLOTS:
+        raise ValueError(
+            f"num_chunks ({num_chunks}) must be at least 1, and times num_experts ({num_experts}) at most "
+            f"{MOST_SLOTS}"
+        )
+    if not 0 <= z_loss_weight < math.inf:
+        raise ValueError(f"z_loss_weight ({z_loss_weight}) must be a number of at least 0")
 
 
 def _check_memory(logits_TE: Tensor, top_k: int) -> None:

@@ -235,6 +235,49 @@ def test_bad_operands_are_named_with_their_numbers() -> None:
         grouped_gemm.weight_gradient(x, rows(4, 4), ends)
 
 
+def test_operands_that_a_kernel_would_misread_are_named() -> None:
+    x, weight, ends = rows(5, 4), rows(2, 3, 4), ends_of((2, 3))
+    product, slots = grouped_gemm.product, slots_of(5, 2)
+    with pytest.raises(ValueError, match=r"bias of dtype torch.float32 must be of the weights' dtype"):
+        product(x, weight, ends, bias_EO=rows(2, 3).float())
+    with pytest.raises(ValueError, match=r"bias on meta must be where the weights are \(cpu\)"):
+        product(x, weight, ends, bias_EO=rows(2, 3).to("meta"))
+    with pytest.raises(ValueError, match=r"scale .* shape \(1,\) must be \(5,\)"):
+        product(x, weight, ends, scale=rows(1), slots=slots)
+    with pytest.raises(ValueError, match=r"scale .* shape \(5,\) must be \(6,\)"):
+        product(rows(3, 4), weight, ends, scale=rows(5), slots=slots, gathered=True)
+    with pytest.raises(ValueError, match=r"weight of shape \(3, 4\) must have three dimensions"):
+        product(x, rows(3, 4), ends)
+    with pytest.raises(ValueError, match=r"rows of shape \(\) must have two dimensions"):
+        product(torch.tensor(1.0), weight, ends)
+    with pytest.raises(ValueError, match=r"ends \(\[3, 2\]\) must not decrease"):
+        product(x, weight, torch.tensor([3, 2], dtype=torch.int32))
+    none = Slots(slot_N=slots.slot_N, top_k=0)
+    with pytest.raises(ValueError, match=r"top_k \(0\) must be at least 1"):
+        grouped_gemm.weight_gradient(rows(5, 3), x, ends, slots=none, gathers_rows=True)
+    with pytest.raises(ValueError, match=r"accumulate \(True\) must be False without out"):
+        grouped_gemm.weight_gradient(rows(5, 3), x, ends, accumulate=True)
+    narrow = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"out of dtype torch.bfloat16 must be float32 to accumulate"):
+        grouped_gemm.weight_gradient(rows(5, 3).bfloat16(), x.bfloat16(), ends, out=narrow, accumulate=True)
+
+
+@pytest.mark.parametrize("which", ["rows", "weight", "ends", "bias", "scale"])
+def test_an_operand_on_another_device_is_refused_by_the_operator_too(which: str) -> None:
+    given = {
+        "rows": rows(5, 4),
+        "weight": rows(2, 3, 4),
+        "ends": ends_of((2, 3)),
+        "bias": rows(2, 3),
+        "scale": rows(5),
+    }
+    given[which] = given[which].to("meta")
+    with pytest.raises(ValueError, match="meta"):
+        grouped_product(
+            given["rows"], given["weight"], given["ends"], bias_EO=given["bias"], scale=given["scale"]
+        )
+
+
 def test_what_does_not_fit_the_kernels_is_said_with_its_numbers() -> None:
     assert grouped_gemm.misfit(torch.bfloat16, in_features=64) is None
     assert "in_features (60) must be a multiple of 8" in str(

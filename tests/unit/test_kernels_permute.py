@@ -401,11 +401,24 @@ def test_why_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch.float64" in str(refusal(cuda, torch.float64, 2))
     assert "top_k (257)" in str(refusal(cuda, torch.float32, 257))
     monkeypatch.setattr(extension, "load", lambda: object())
-    for capability, expected in (((7, 5), "compute capability 7.5"), ((8, 0), None), ((9, 0), None)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+    loaded = extension.Kernel(
+        name="permute",
+        runs="sm_80",
+        refusal=None,
+        binary_version=80,
+        ptx_version=80,
+        threads=256,
+        registers=46,
+        shared_bytes=0,
+        dynamic_shared_bytes=0,
+        local_bytes=0,
+    )
+    for kernels, why in (((loaded,), None), ((), "no kernel image is available")):
+        device = extension.Device(index=0, name="a GPU", capability=(8, 0), kernels=kernels, reason=why)
+        monkeypatch.setattr(extension, "on_device", lambda index, found=device: found)
         module._missing.cache_clear()
         reason = refusal(cuda, torch.bfloat16, 8)
-        assert reason is None if expected is None else expected in str(reason)
+        assert reason == (None if why is None else f"device 0: {why}")
     monkeypatch.setattr(extension, "load", lambda: None)
     module._missing.cache_clear()
     assert refusal(cuda, torch.bfloat16, 8) == extension.status().reason

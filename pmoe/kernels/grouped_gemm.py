@@ -754,8 +754,8 @@ def _(
     )
 
 
-def _sum_by_expert(rows_NO: Tensor, ends_E: Tensor, experts: int) -> Tensor:
-    """(E, O), in a fixed order: a product with a column of ones."""
+def sum_by_expert(rows_NO: Tensor, ends_E: Tensor) -> Tensor:
+    """(E, O), in a fixed order where atomic adds would have none: a product with a column of ones."""
     ones = rows_NO.new_zeros(rows_NO.shape[0], 8)
     ones[:, 0] = 1
     summed: Tensor = _weight_gradient_op(rows_NO, ones, ends_E, None, 1)
@@ -805,7 +805,7 @@ def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         if needs[1]:
             grad_weight = _weight_gradient_op(scaled, rows, ends, gather_slot, ctx.top_k)
         if needs[3]:
-            grad_bias = _sum_by_expert(scaled, ends, weight.shape[0])
+            grad_bias = sum_by_expert(scaled, ends)
     return grad_rows, grad_weight, None, grad_bias, grad_scale, None, None, None
 
 
@@ -829,7 +829,7 @@ def _hidden_backward(ctx: Any, grad_hidden: Tensor, grad_active: Tensor) -> tupl
     if ctx.needs_input_grad[1]:
         grad_weight = _weight_gradient_op(total, rows, ends, slot, ctx.top_k)
     if ctx.has_bias and ctx.needs_input_grad[3]:
-        grad_bias = _sum_by_expert(total, ends, weight.shape[0])
+        grad_bias = sum_by_expert(total, ends)
     return grad_rows, grad_weight, None, grad_bias, None, None, None
 
 

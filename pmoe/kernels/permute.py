@@ -381,13 +381,17 @@ def _readable(grad: Tensor) -> Tensor:
     """An incoming gradient, in a layout that the kernels read: autograd may hand over an expanded one."""
     if not grad.is_cuda:
         return grad
-    size = grad.element_size()
-    columns_fit = grad.shape[1] <= 1 or grad.stride(1) == 1
-    stride = grad.stride(0)
-    rows_fit = grad.shape[0] <= 1 or (stride >= grad.shape[1] and stride * size % VECTOR_BYTES == 0)
-    if columns_fit and rows_fit and grad.storage_offset() * size % VECTOR_BYTES == 0:
+    if strides_fit(grad) and grad.storage_offset() * grad.element_size() % VECTOR_BYTES == 0:
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
+
+
+def strides_fit(rows: Tensor) -> bool:
+    """Whether kernels read rows that lie so: neighbouring columns, rows apart and on 16-byte boundaries."""
+    columns_fit = rows.shape[1] <= 1 or rows.stride(1) == 1
+    stride = rows.stride(0)
+    apart = stride >= rows.shape[1] and stride * rows.element_size() % VECTOR_BYTES == 0
+    return columns_fit and (rows.shape[0] <= 1 or apart)
 
 
 @torch.library.custom_op(

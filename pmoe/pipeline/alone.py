@@ -101,14 +101,9 @@ def aligned(rows_TM: Tensor) -> Tensor:
     """The same rows, as the kernels can read them."""
     if not rows_TM.numel():
         return rows_TM
-    (apart, step), size = rows_TM.stride(), rows_TM.element_size()
-    one = rows_TM.shape[0] == 1 or (apart >= rows_TM.shape[1] and apart * size % 16 == 0)
-    fits = step == 1 and one and rows_TM.data_ptr() % 16 == 0
-    return (
-        rows_TM
-        if fits
-        else torch.empty(rows_TM.shape, dtype=rows_TM.dtype, device=rows_TM.device).copy_(rows_TM)
-    )
+    if permute.strides_fit(rows_TM) and rows_TM.data_ptr() % permute.VECTOR_BYTES == 0:
+        return rows_TM
+    return rows_TM.clone(memory_format=torch.contiguous_format)
 
 
 def compute(rows_TM: Tensor, routes: Routes, parameters: Sequence[Tensor], activation: str) -> Tensor:
@@ -168,7 +163,7 @@ class _Alone(torch.autograd.Function):
         expert_TK = places[0] if b2 is not None else None
         _, position_TK, _, ends_E = places
         ctx.save_for_backward(x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E)
-        ctx.activation, ctx.has_b1 = activation, b1 is not None
+        ctx.activation = activation
         return y_TM
 
     @staticmethod
@@ -192,7 +187,7 @@ class _Alone(torch.autograd.Function):
             of_w2 = grouped_gemm.weight_gradient(grad_TM, active_NH, ends_E, slots=slots, gathers_grad=True)
         del active_NH
         if needs_b2:
-            of_b2 = _sum_of_rows(grad_TM, scale, ends_E, slots)
+            of_b2 = _weighted_sum(grad_TM, scale, ends_E, slots)
         if needs_weight:
             of_weight = dot_N.index_select(0, position_TK.view(-1)).view_as(weight_TK)
             if b2 is not None:
@@ -200,8 +195,7 @@ class _Alone(torch.autograd.Function):
                 of_weight = of_weight + of_bias_TE.gather(1, expert_TK.long())
             of_weight = of_weight.to(weight_TK.dtype)
         if needs_b1:
-            ones = torch.ones_like(scale)
-            of_b1 = _sum_of_rows(grad_hidden_NG, ones, ends_E, None)
+            of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
         if needs_w1:
             of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, x_TM, ends_E, slots=slots, gathers_rows=True)
         if needs_x:
@@ -218,11 +212,9 @@ def _inverse(position_TK: Tensor) -> Tensor:
     return torch.empty_like(slot_N).index_copy_(0, position_N.long(), slot_N)
 
 
-def _sum_of_rows(rows: Tensor, scale: Tensor, ends_E: Tensor, slots: Slots | None) -> Tensor:
-    """(E, O): for each expert the sum of its rows times scale, by row or by slot: a product with one column,
-    in a fixed order where atomic adds would have none. rows are gathered where slots are given."""
-    scale_N = scale if slots is None else scale.index_select(0, slots.slot_N.long())
-    column = rows.new_zeros(scale_N.shape[0], 8)  # 16 bytes a row
-    column[:, 0] = scale_N
-    summed = grouped_gemm.weight_gradient(rows, column, ends_E, slots=slots, gathers_grad=slots is not None)
+def _weighted_sum(tokens_TM: Tensor, scale: Tensor, ends_E: Tensor, slots: Slots) -> Tensor:
+    """(E, M): for each expert the sum of its tokens times their weights; see `grouped_gemm.sum_by_expert`."""
+    column = tokens_TM.new_zeros(slots.slot_N.numel(), 8)  # 16 bytes a row
+    column[:, 0] = scale.index_select(0, slots.slot_N.long())
+    summed = grouped_gemm.weight_gradient(tokens_TM, column, ends_E, slots=slots, gathers_grad=True)
     return summed[:, :, 0]

@@ -1,6 +1,7 @@
 // What host and device code share: one spelling of "both", and small integer arithmetic.
 #pragma once
 #include <cstdint>
+#include <utility>
 
 #if defined(__CUDACC__)
 #define PMOE_HD __host__ __device__ __forceinline__
@@ -22,6 +23,23 @@ PMOE_HD constexpr T smaller(T a, T b) {
 template <class T>
 PMOE_HD constexpr T larger(T a, T b) {
   return a < b ? b : a;
+}
+
+// Calls each(Index<i>{}) for i from 0 to kCount - 1: a loop that is unrolled however long it gets.
+// (A compiler may ignore its pragma for a loop of thousands of instructions.)
+template <int kIndex>
+struct Index {
+  static constexpr int value = kIndex;
+};
+
+template <class Each, int... kAll>
+PMOE_HD void unrolled_over(const Each& each, std::integer_sequence<int, kAll...>) {
+  (each(Index<kAll>{}), ...);
+}
+
+template <int kCount, class Each>
+PMOE_HD void unrolled(const Each& each) {
+  unrolled_over(each, std::make_integer_sequence<int, kCount>{});
 }
 
 // Division of numbers from 0 to 2^31 - 1 by one that is known before: a product and a shift.

@@ -150,16 +150,19 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
   }
 }
 
-template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
-__global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
+// walk: the block's tiles. ready(tile) and stored(tile): called by all threads, before anything of the tile's
+// rows is loaded, and when all of the tile is stored.
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk, class Ready,
+          class Stored>
+__device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk walk, const Ready& ready,
+                                        const Stored& stored) {
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
-  Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int down = thread / 32 / kWarpColumns, across = thread / 32 % kWarpColumns;
   const Loader<T, kForm, kHalves> loader(p, thread);
-  TileWalk<kForm> walk(p.ends, p.experts, p.m, kHalves ? p.n / 2 : p.n, {kRows, tile_columns(kHalves)});
   Tile tile;
-  for (int w = blockIdx.x; walk.find(w, tile); w += gridDim.x) {
+  while (walk.next(tile)) {
+    ready(tile);
     float d[2][2][16];
     PMOE_UNROLL
     for (int i = 0; i < 64; ++i) d[i / 32][i / 16 % 2][i % 16] = 0.0f;
@@ -199,7 +202,35 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
       store.finish(tile.column / kColumns * kWarpColumns + across);
     }
     sync_block();  // the next tile's first stages are filled at once
+    stored(tile);
   }
+}
+
+// The tiles of one block of a grid.
+template <Form kForm>
+class BlockWalk {
+ public:
+  __device__ __forceinline__ BlockWalk(const Problem& p, bool halves)
+      : walk_(p.ends, p.experts, p.m, halves ? p.n / 2 : p.n, {kRows, tile_columns(halves)}),
+        next_(blockIdx.x) {}
+
+  __device__ __forceinline__ bool next(Tile& tile) {
+    if (!walk_.find(next_, tile)) return false;
+    next_ += gridDim.x;
+    return true;
+  }
+
+ private:
+  TileWalk<kForm> walk_;
+  int next_;
+};
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
+__global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
+  Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+  const BlockWalk<kForm> walk(p, are_halves(kEpilogue, kActivation));
+  const auto nothing = [](const Tile&) {};
+  compute<T, kForm, kEpilogue, kActivation>(p, shared, walk, nothing, nothing);
 }
 
 }  // namespace pmoe::ampere

@@ -136,20 +136,25 @@ class BlockWalk {
   int next_, rank_;
 };
 
-// One thread issues every load.
+// One thread issues every load of a tile.
+template <Form kForm, bool kHalves, int kCluster>
+__device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
+                                          const Tile& tile, Ring<kStages>& ring) {
+  for (int step = 0, end = steps<kForm>(loader.p, tile); step < end; ++step, ring.advance()) {
+    uint64_t* full = &shared.full[ring.stage];
+    mbarrier_wait(&shared.empty[ring.stage], ring.empty_parity());
+    mbarrier_arrive_expect(full, kBytesA + kBytesB);
+    loader.load_a(shared.a[ring.stage], full, tile, step);
+    loader.load_b(shared.b[ring.stage], full, tile, step);
+  }
+}
+
 template <Form kForm, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
                                             BlockWalk<kForm, kCluster> walk) {
   Ring<kStages> ring;
   Tile tile;
-  while (walk.next(tile))
-    for (int step = 0, end = steps<kForm>(loader.p, tile); step < end; ++step, ring.advance()) {
-      uint64_t* full = &shared.full[ring.stage];
-      mbarrier_wait(&shared.empty[ring.stage], ring.empty_parity());
-      mbarrier_arrive_expect(full, kBytesA + kBytesB);
-      loader.load_a(shared.a[ring.stage], full, tile, step);
-      loader.load_b(shared.b[ring.stage], full, tile, step);
-    }
+  while (walk.next(tile)) load_tile(loader, shared, tile, ring);
 }
 
 // All loading threads copy gathered rows, and the first issues the loads of the other operand. Copies are
@@ -257,8 +262,10 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   }
 }
 
-template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster>
-__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, BlockWalk<kForm, kCluster> walk) {
+// walk: the block's tiles. stored(tile): called by all of these threads when each has stored its part.
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Walk,
+          class Stored>
+__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
   constexpr int kForwardA =
       kTransposeA ? 16 * kLineBytes : 32;  // bytes from one 16 of the reduction to the next
@@ -311,19 +318,30 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Block
     wgmma_wait<0>();
     pin_accumulators(d);
     if (end > 0) release<kCluster>(&shared.empty[previous], lane);
-    // Of two halves in one tile accumulators lie 64 apart.
+    // Of two halves in one tile accumulators lie 64 apart. A block of 32 columns has no second place.
     constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
-    PMOE_UNROLL
-    for (int i = 0; i < kBlocks; ++i) {
+    constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
+    unrolled<kBlocks>([&](auto index) {
+      constexpr int i = decltype(index)::value;
       if constexpr (!Stores::kFetchesAhead) store.fetch(tile.column + i * kStep, ahead);
       const typename Stores::Ahead own = ahead;
-      if constexpr (Stores::kFetchesAhead)
-        if (i + 1 < kBlocks) store.fetch(tile.column + (i + 1) * kStep, ahead);
+      if constexpr (Stores::kFetchesAhead && i + 1 < kBlocks)
+        store.fetch(tile.column + (i + 1) * kStep, ahead);
       const float* first = d + i * kStep / 2;
-      store.block(first, first + (kHalves ? 64 : 16), tile.column + i * kStep, own);
-    }
+      store.block(first, first + kApart, tile.column + i * kStep, own);
+    });
     store.finish(tile.column / kColumns);
+    stored(tile);
   }
+}
+
+// By one thread. full_arrivals: of whoever fills a stage, beside the bytes.
+__device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster) {
+  for (int i = 0; i < kStages; ++i) {
+    mbarrier_init(&shared.full[i], full_arrivals);
+    mbarrier_init(&shared.empty[i], kMultiplierWarps * cluster);
+  }
+  fence_mbarrier_init();
 }
 
 #endif  // PMOE_HOPPER_CODE
@@ -339,11 +357,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     if (!p.a_gathered) tma_prefetch(&a_map);
     if (!p.b_gathered) tma_prefetch(&b_map);
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full[i], copies ? 1 + kLoaders / 32 : 1);
-      mbarrier_init(&shared.empty[i], kMultiplierWarps * kCluster);
-    }
-    fence_mbarrier_init();
+    init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster);
   }
   if constexpr (kCluster > 1)
     sync_cluster();  // the other block's barriers are there before anything arrives at them
@@ -360,7 +374,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       load_by_tma(loader, shared, Walk(p, kHalves));
   } else {
     more_registers<kMultiplierRegisters<kForm>>();
-    multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(p, kHalves));
+    multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(p, kHalves), [](const Tile&) {});
   }
   if constexpr (kCluster > 1) sync_cluster();  // the other block may still load into this one, or let go here
 #endif

@@ -74,19 +74,8 @@ AmpereKernel ampere_kernel(const GroupedGemm& which) {
 
 cudaError_t launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows,
                           int blocks, cudaStream_t stream) {
-  const bool by_weight = which.form == Form::kWeight;
-  // Operands without rows are never loaded; a map must still point somewhere.
-  const void* a = a_rows ? p.a : p.d;
-  const void* b = by_weight && !b_rows ? p.d : p.b;
-  const Layout of_a = by_weight ? rows_of(a, p.m, a_rows, p.a_stride, hopper::kDepth)
-                                : rows_of(a, p.k, a_rows, p.a_stride, hopper::kRows);
-  const Layout of_b = by_weight                      ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
-                      : which.form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
-                                                     : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
-  // What is gathered is not loaded by a map, and may lie as maps cannot say.
   TensorMap a_map = {}, b_map = {};
-  cudaError_t error = p.a_gathered ? cudaSuccess : encode(&a_map, which.element, of_a);
-  if (error == cudaSuccess && !p.b_gathered) error = encode(&b_map, which.element, of_b);
+  cudaError_t error = encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map);
   if (error != cudaSuccess) return error;
   const HopperKernel kernel = hopper_kernel(which);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper::kSharedBytes);
@@ -115,6 +104,22 @@ cudaError_t launch_ampere(const GroupedGemm& which, const Problem& p, int64_t, i
 }
 
 }  // namespace
+
+cudaError_t encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, int64_t b_rows,
+                        TensorMap* a_map, TensorMap* b_map) {
+  const bool by_weight = form == Form::kWeight;
+  // Operands without rows are never loaded; a map must still point somewhere.
+  const void* a = a_rows ? p.a : p.d;
+  const void* b = by_weight && !b_rows ? p.d : p.b;
+  const Layout of_a = by_weight ? rows_of(a, p.m, a_rows, p.a_stride, hopper::kDepth)
+                                : rows_of(a, p.k, a_rows, p.a_stride, hopper::kRows);
+  const Layout of_b = by_weight                ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
+                      : form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
+                                               : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
+  // What is gathered is not loaded by a map, and may lie as maps cannot say.
+  const cudaError_t error = p.a_gathered ? cudaSuccess : encode(a_map, element, of_a);
+  return error != cudaSuccess || p.b_gathered ? error : encode(b_map, element, of_b);
+}
 
 const GroupedGemmPath hopper_path = {
     [](const GroupedGemm& which) { return reinterpret_cast<const void*>(hopper_kernel(which)); },

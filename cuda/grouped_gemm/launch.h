@@ -1,5 +1,6 @@
 // Launching the grouped products, without a word of PyTorch: pointers, sizes, a stream.
 #pragma once
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -28,6 +29,10 @@ struct GroupedGemmPath {
 };
 
 extern const GroupedGemmPath hopper_path, ampere_path;
+
+// The maps by which Hopper's path loads the operands. a_rows, b_rows: as above.
+cudaError_t encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
+                        CUtensorMap* b_map);
 
 // Pairs of tiles need groups of many rows: of a group that ends in the first half of a pair the other half is
 // computed for nothing. With 1024 rows a group that is an eighth of the tiles on average, as much as is

@@ -127,6 +127,22 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   return before;
 }
 
+// ---- across ranks: other devices, and processes
+
+__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release_system(uint32_t* p, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_system(uint32_t* p, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -224,6 +240,11 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
 // Ordinary writes of this thread to shared memory, before wgmma or TMA of whoever it then meets.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// What ordinary accesses have written to global memory, here seen behind an acquire, before bulk reads of it.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -9,18 +10,69 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+# Plain threads in place of a device's (threads.h), and such threads under ThreadSanitizer.
+THREADS = ["-std=c++20", "-pthread", "-DPMOE_THREADS"]
+SANITIZED = [*THREADS, "-O1", "-g", "-fsanitize=thread"]
+
+RACE_FOUND = 66  # the exit code of a program in which ThreadSanitizer has found a race
 
 
-def compile_and_run(source: str, folder: Path, *arguments: str, timeout: float = 100) -> str:
-    """What the program prints. Raises AssertionError with the compiler's or the program's output."""
+def compile_program(source: str, folder: Path, *flags: str) -> Path:
+    """The program. Raises AssertionError with the compiler's output. Later flags win over FLAGS."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    assert compiler, "the kernels' own tests need a C++17 compiler: g++ on PATH, or CXX"
+    assert compiler, "the kernels' own tests need a C++ compiler: g++ on PATH, or CXX"
     program = folder / Path(source).stem
     include = [f"-I{HERE.parents[1] / 'cuda'}", f"-I{HERE}"]
     made = subprocess.run(
-        [compiler, *FLAGS, *include, str(HERE / source), "-o", str(program)], capture_output=True, text=True
+        [compiler, *FLAGS, *flags, *include, str(HERE / source), "-o", str(program)],
+        capture_output=True,
+        text=True,
     )
-    assert made.returncode == 0, made.stderr
+    hint = ""
+    if "-fsanitize=thread" in flags:
+        hint = f"\n(this test needs a C++20 compiler with ThreadSanitizer, libtsan: does {compiler} have it?)"
+    assert made.returncode == 0, made.stderr + hint
+    return program
+
+
+def run_program(program: Path, *arguments: str, timeout: float = 100) -> str:
+    """What it prints. Raises AssertionError with that where it ends with anything but 0."""
     ran = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout)
     assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}{ran.stderr}"
     return ran.stdout
+
+
+def compile_and_run(
+    source: str, folder: Path, *arguments: str, flags: tuple[str, ...] = (), timeout: float = 100
+) -> str:
+    return run_program(compile_program(source, folder, *flags), *arguments, timeout=timeout)
+
+
+@functools.cache
+def _at_fixed_addresses() -> list[str]:
+    """What to put before a command. ThreadSanitizer stops where the kernel places memory at random in a wider
+    range than it knows."""
+    setarch = shutil.which("setarch")
+    command = [setarch, "-R"] if setarch else []
+    # It may be there and not be allowed, in a container.
+    works = bool(command) and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    return command if works else []
+
+
+def run_sanitized(
+    program: Path, *arguments: str, reports: bool = True, timeout: float = 100
+) -> subprocess.CompletedProcess[str]:
+    """How the program ended. The first race ends it with RACE_FOUND, or none is reported at all."""
+    options = f"halt_on_error=1 exitcode={RACE_FOUND} report_bugs={int(reports)}"
+    ran = subprocess.run(
+        [*_at_fixed_addresses(), str(program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "TSAN_OPTIONS": options},
+    )
+    assert "unexpected memory mapping" not in ran.stderr, (
+        "ThreadSanitizer does not run here: memory is placed too much at random, and setarch -R cannot "
+        f"change that (sysctl vm.mmap_rnd_bits=28 does)\n{ran.stderr}"
+    )
+    return ran

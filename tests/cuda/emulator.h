@@ -34,6 +34,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
+#define PMOE_EMULATOR 1
 #define PMOE_HOPPER_CODE 1
 
 namespace emu {
@@ -119,6 +120,7 @@ struct Fiber {
   std::vector<Copy> copies;              // cp.async, not yet in a group
   std::deque<std::vector<Copy>> groups;  // cp.async groups, oldest first
   std::vector<int> unfenced;  // 16-byte units of shared memory that it has written by ordinary means
+  uint64_t fenced = 0;        // of its warp's acquires of global memory: those before its last proxy fence
 };
 
 struct Wgmma {
@@ -140,8 +142,14 @@ struct Block {
   std::vector<int> dirty;  // by 16-byte unit: 1 + the thread that wrote it without a fence, 0 for clean
   std::map<int, Meeting> barriers;
   std::vector<Meeting> warps;
+  std::vector<uint64_t> acquires;  // by warp: of global memory that others may have written
   std::vector<Wgmma> warpgroups;
   std::set<uint64_t*> mbarriers;
+};
+
+struct Pending {
+  Deferred load;
+  uint64_t since;  // which pass
 };
 
 struct Grid {
@@ -149,9 +157,10 @@ struct Grid {
   std::vector<Meeting> clusters;  // by cluster, their threads' barrier
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
-  std::vector<Deferred> pending;  // TMA loads on their way
+  std::vector<Pending> pending;  // TMA loads on their way
   Fiber* current = nullptr;
   Context scheduler;
+  uint64_t passes = 0;  // of the scheduler: the clock
   std::mt19937 random;
   int eagerness = 50;  // percent: how often what may be late happens at once
   Dim grid_dim, block_dim;
@@ -239,6 +248,11 @@ inline void entry() {
   switch_to(self().context, grid->scheduler);
 }
 
+// Threads that look at memory again and again never stand still: long before this many turns each, all of a
+// test's have ended.
+constexpr uint64_t kMostPasses = 200000;
+constexpr uint64_t kLatest = 100;  // passes that a load takes at most
+
 inline std::string report(const Grid& g) {
   std::map<std::string, int> waiting;
   for (const auto& fiber : g.fibers)
@@ -271,6 +285,7 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
     block->shared.resize(kSharedBytes + 2048, 0xFF);
     block->dirty.resize((kSharedBytes + 2048) / 16 + 1, 0);
     block->warps.resize((block_dim + 31) / 32);
+    block->acquires.resize((block_dim + 31) / 32);
     block->warpgroups.resize((block_dim + 127) / 128);
     for (unsigned t = 0; t < block_dim; ++t) {
       auto fiber = std::make_unique<Fiber>();
@@ -287,6 +302,7 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
   }
   size_t left = g.fibers.size();
   while (left) {
+    ++g.passes;
     bool moved = false;
     const size_t start = g.random() % g.fibers.size();
     for (size_t i = 0; i < g.fibers.size(); ++i) {
@@ -298,13 +314,14 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
       if (fiber.done) --left;
     }
     g.current = nullptr;
-    // Loads arrive in any order, and always when nothing else can move.
+    // Loads arrive in any order, and always when nothing else can move; those who only look at memory again
+    // and again do move, so also after a while.
     for (size_t i = 0; i < g.pending.size();) {
-      if (moved && !chance()) {
+      if (moved && g.passes - g.pending[i].since < kLatest && !chance()) {
         ++i;
         continue;
       }
-      Deferred load = std::move(g.pending[i]);
+      Deferred load = std::move(g.pending[i].load);
       g.pending.erase(g.pending.begin() + static_cast<long>(i));
       try {
         load();
@@ -314,6 +331,8 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
       moved = true;
     }
     if (!moved && !g.error) g.error = std::make_exception_ptr(Error(report(g)));
+    if (g.passes == kMostPasses && !g.error)
+      g.error = std::make_exception_ptr(Error("no end in sight, " + report(g)));
   }
   grid = nullptr;
   if (g.error) std::rethrow_exception(g.error);
@@ -530,7 +549,22 @@ inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   return before;
 }
 
-inline uint64_t nanoseconds() { return 0; }
+// The same, and what follows may be written by others: bulk reads of it need a fence.
+inline uint32_t load_acquire_system(const uint32_t* p) {
+  ++emu::self().block->acquires[emu::self().linear / 32];
+  return load_acquire(p);
+}
+
+inline void store_release_system(uint32_t* p, uint32_t value) { write(p, value); }
+inline void store_relaxed_system(uint32_t* p, uint32_t value) { write(p, value); }
+
+inline void fence_proxy_async_global() {
+  emu::Fiber& fiber = emu::self();
+  fiber.fenced = fiber.block->acquires[fiber.linear / 32];
+}
+
+// Every thread has had its turn between two of these.
+inline uint64_t nanoseconds() { return 100 * emu::grid->passes; }
 
 inline void pause() { emu::yield(); }
 
@@ -729,6 +763,8 @@ inline void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
 inline void tma_load_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z, uint16_t ranks) {
   if (emu::address_of(*emu::self().block, dst) % 1024)
     throw emu::Error("a swizzled box must begin on 1024 bytes");
+  if (emu::self().fenced != emu::self().block->acquires[emu::self().linear / 32])
+    throw emu::Error("a bulk read behind an acquire without a fence of the asynchronous proxy");
   const TensorMap m = *map;
   if (m.box[0] * m.element_bytes != 128) throw emu::Error("a 128-byte swizzle needs rows of 128 bytes");
   const int bytes = m.box[1] * m.box[2] * 128;
@@ -742,11 +778,12 @@ inline void tma_load_to(void* dst, const TensorMap* map, uint64_t* bar, int x, i
     // Whatever was there is gone as soon as the load is issued.
     std::memset(out, 0xFF, static_cast<size_t>(bytes));
     emu::mark_clean(block, out, bytes);
-    emu::grid->pending.push_back([=, &block] {
+    const auto load = [=, &block] {
       if (block.left) throw emu::Error("a load arrives in a block that has left");
       fill_box(m, out, x, y, z);
       mbarrier_complete(remote, bytes);
-    });
+    };
+    emu::grid->pending.push_back({load, emu::grid->passes});
   }
 }
 

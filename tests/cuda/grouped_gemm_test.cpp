@@ -7,6 +7,7 @@
 #include "grouped_gemm/ampere.cuh"
 #include "grouped_gemm/hopper.cuh"
 #include "grouped_gemm/parts.h"
+#include "maps.h"
 
 using namespace pmoe;
 
@@ -40,19 +41,6 @@ struct Case {
   unsigned grid = 2, seed = 1;
   int eagerness = 50;
 };
-
-TensorMap map_2d(const void* base, int64_t columns, int64_t rows, int64_t stride, int lines) {
-  return {static_cast<const uint8_t*>(base), 2, {columns, rows, 1}, {2, stride * 2, 0}, {64, lines, 1}, 2};
-}
-
-TensorMap map_3d(const void* base, int64_t columns, int64_t rows, int64_t experts, int lines) {
-  return {static_cast<const uint8_t*>(base),
-          3,
-          {columns, rows, experts},
-          {2, columns * 2, columns * rows * 2},
-          {64, lines, 1},
-          2};
-}
 
 int failures = 0;
 

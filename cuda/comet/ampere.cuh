@@ -1,0 +1,84 @@
+// COMET's two kernels with the instructions of sm_80; see hopper.cuh.
+#pragma once
+#include "comet/combine.cuh"
+#include "comet/dispatch.cuh"
+#include "comet/fused.h"
+#include "grouped_gemm/ampere.cuh"
+
+namespace pmoe::comet {
+
+// Within the 99 KiB that a block has on 8.6 and 8.9.
+constexpr int kSmallBoardWords = 768;
+
+struct AmpereShared {
+  ampere::Shared gemm;
+  int32_t board[kSmallBoardWords];
+};
+static_assert(sizeof(AmpereShared) <= 99 * 1024, "more than a block of 8.6 has");
+static_assert(sizeof(ampere::Shared) >= 4 * kSendsWords, "what is sent is counted where stages would be");
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
+__global__ void __launch_bounds__(ampere::kThreads, 1)
+    dispatch_gemm_sm80(const __grid_constant__ Launch launch) {
+  constexpr bool kHalves = are_halves(kEpilogue, kActivation);
+  AmpereShared& shared = *reinterpret_cast<AmpereShared*>(shared_memory());
+  const Fused& f = launch.fused[blockIdx.x / launch.blocks];
+  const Rank& r = f.rank;
+  const int block = static_cast<int>(blockIdx.x) % launch.blocks, thread = static_cast<int>(threadIdx.x);
+  const auto meet = [] { sync_block(); };
+  Board board(shared.board, r.ranks(), r.experts());
+  fill_board(r, board, thread, ampere::kThreads, meet);
+  if (block < r.communicating) {
+    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_sends(r, sends, thread, ampere::kThreads, meet);
+    if (block == 0) grant(r, board, thread, ampere::kThreads, meet);
+    const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
+                       ampere::kThreads / 32 * r.communicating};
+    send_rows(r, sends, team);
+    if (!r.computes) await_all(r, board, team);
+    return;
+  }
+  const int columns = kHalves ? f.problem.n / 2 : f.problem.n;
+  const ArrivalWalk walk(board, columns, {ampere::kRows, ampere::tile_columns(kHalves)},
+                         block - r.communicating, r.blocks - r.communicating);
+  ampere::compute<T, kForm, kEpilogue, kActivation>(
+      f.problem, shared.gemm, walk,
+      [&](const Tile& tile) {
+        const int begin = tile.group_begin + tile.row;
+        if (thread < 32) await_rows(r, board, tile.expert, begin, begin + tile.rows, thread, 32);
+        if (thread == 0) nap(r.watch, blockIdx.x + 4000);
+        sync_block();
+      },
+      [](const Tile&) {});
+}
+
+template <class T, Form kForm>
+__global__ void __launch_bounds__(ampere::kThreads, 1)
+    gemm_combine_sm80(const __grid_constant__ Launch launch) {
+  AmpereShared& shared = *reinterpret_cast<AmpereShared*>(shared_memory());
+  const Fused& f = launch.fused[blockIdx.x / launch.blocks];
+  const Rank& r = f.rank;
+  const int block = static_cast<int>(blockIdx.x) % launch.blocks, thread = static_cast<int>(threadIdx.x);
+  const auto meet = [] { sync_block(); };
+  Board board(shared.board, r.ranks(), r.experts());
+  fill_board(r, board, thread, ampere::kThreads, meet);
+  if (block < r.communicating) {
+    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_sends(r, sends, thread, ampere::kThreads, meet);
+    const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
+                       ampere::kThreads / 32 * r.communicating};
+    combine<T>(r, board, sends, row_tiles(board, ampere::kRows), ampere::kColumns, team);
+    return;
+  }
+  const ColumnWalk walk(board, r.chunks, {ampere::kRows, ampere::kColumns}, block - r.communicating,
+                        r.blocks - r.communicating);
+  ampere::compute<T, kForm, Epilogue::kPlain, Activation::kNone>(
+      f.problem, shared.gemm, walk, [](const Tile&) {},
+      [&](const Tile& tile) {  // all of the block has stored and met
+        if (thread != 0) return;
+        nap(r.watch, blockIdx.x + 5000);
+        tile_done(r, tile.column / r.chunks.chunk_columns);
+      });
+}
+
+}  // namespace pmoe::comet

@@ -1,0 +1,162 @@
+// COMET's two kernels on Hopper. Some of a rank's blocks communicate, the others compute as in
+// grouped_gemm/hopper.cuh, but for the order of their tiles and for what a tile waits for or tells (COMET,
+// section 3.2.1: thread block specialisation).
+#pragma once
+#include "comet/combine.cuh"
+#include "comet/dispatch.cuh"
+#include "comet/fused.h"
+#include "grouped_gemm/hopper.cuh"
+
+namespace pmoe::comet {
+
+constexpr int kWalkBytes = 128;
+
+struct HopperShared {
+  hopper::Shared gemm;
+  int32_t board[kBoardWords];
+  alignas(16) uint8_t walk[hopper::kMultiplierWarps][kWalkBytes];
+};
+static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
+static_assert(sizeof(hopper::Shared::a) >= 4 * kSendsWords, "what is sent is counted where stages would be");
+
+#if PMOE_HOPPER_CODE
+
+// A multiplying warp's walk, in shared memory: beside accumulators there are no registers for it, nor for
+// where it is.
+template <class Walk>
+class WarpWalk {
+ public:
+  __device__ __forceinline__ explicit WarpWalk(const Walk& walk) {
+    if (thread_again() % 32 == 0) kept().walk = walk;
+  }
+
+  __device__ __forceinline__ bool next(Tile& tile) {
+    if (thread_again() % 32 == 0) kept().more = kept().walk.next(kept().tile);
+    sync_warp();
+    tile = kept().tile;
+    const bool more = kept().more;
+    sync_warp();
+    return more;
+  }
+
+ private:
+  struct Kept {
+    Walk walk;
+    Tile tile;
+    int more;
+  };
+  static_assert(sizeof(Kept) <= kWalkBytes);
+
+  __device__ __forceinline__ static Kept& kept() {
+    auto& shared = *reinterpret_cast<HopperShared*>(shared_memory());
+    return *reinterpret_cast<Kept*>(shared.walk[(thread_again() - hopper::kLoaders) / 32]);
+  }
+};
+
+template <Form kForm, bool kHalves, class Walk>
+__device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Board& board, HopperShared& shared,
+                                                    Walk walk) {
+  const hopper::Loader<kForm, kHalves, 1> loader{f.a_map, f.b_map, f.problem, 0};
+  const int lane = static_cast<int>(threadIdx.x);
+  Ring<hopper::kStages> ring;
+  Tile tile;
+  while (walk.next(tile)) {
+    await_rows(f.rank, board, tile.expert, tile.group_begin + tile.row,
+               tile.group_begin + tile.row + tile.rows, lane, 32);
+    if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();
+    sync_warp();
+    if (lane == 0) {
+      nap(f.rank.watch, blockIdx.x + 4000);
+      // For what the other lanes have seen.
+      if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();
+      hopper::load_tile(loader, shared.gemm, tile, ring);
+    }
+    sync_warp();  // lanes that looked out for the next tile's rows would take the loading one's turns
+  }
+}
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
+__global__ void __launch_bounds__(hopper::kThreads, 1) dispatch_gemm(const __grid_constant__ Launch launch) {
+  constexpr bool kHalves = are_halves(kEpilogue, kActivation);
+  HopperShared& shared = *reinterpret_cast<HopperShared*>(shared_memory());
+  const Fused& f = launch.fused[blockIdx.x / launch.blocks];
+  const Rank& r = f.rank;
+  const int block = static_cast<int>(blockIdx.x) % launch.blocks, thread = static_cast<int>(threadIdx.x);
+  const auto meet = [] { sync_block(); };
+  Board board(shared.board, r.ranks(), r.experts());
+  fill_board(r, board, thread, hopper::kThreads, meet);
+  if (block < r.communicating) {
+    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_sends(r, sends, thread, hopper::kThreads, meet);
+    if (block == 0) grant(r, board, thread, hopper::kThreads, meet);
+    const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
+                       hopper::kThreads / 32 * r.communicating};
+    send_rows(r, sends, team);
+    if (!r.computes) await_all(r, board, team);
+    return;
+  }
+  if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1);
+  sync_block();
+  const int columns = kHalves ? f.problem.n / 2 : f.problem.n;
+  const ArrivalWalk walk(board, columns, {hopper::kRows, hopper::tile_columns(kHalves)},
+                         block - r.communicating, r.blocks - r.communicating);
+  if (thread < hopper::kLoaders) {
+    fewer_registers<hopper::kLoaderRegisters<kForm>>();
+    if (thread < 32) load_as_rows_arrive<kForm, kHalves>(f, board, shared, walk);
+  } else {
+    more_registers<hopper::kMultiplierRegisters<kForm>>();
+    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(f.problem, shared.gemm, WarpWalk<ArrivalWalk>(walk),
+                                                          [](const Tile&) {});
+  }
+}
+
+template <class T, Form kForm>
+__global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid_constant__ Launch launch) {
+  HopperShared& shared = *reinterpret_cast<HopperShared*>(shared_memory());
+  const Fused& f = launch.fused[blockIdx.x / launch.blocks];
+  const Rank& r = f.rank;
+  const int block = static_cast<int>(blockIdx.x) % launch.blocks, thread = static_cast<int>(threadIdx.x);
+  const auto meet = [] { sync_block(); };
+  Board board(shared.board, r.ranks(), r.experts());
+  fill_board(r, board, thread, hopper::kThreads, meet);
+  if (block < r.communicating) {
+    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_sends(r, sends, thread, hopper::kThreads, meet);
+    const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
+                       hopper::kThreads / 32 * r.communicating};
+    combine<T>(r, board, sends, row_tiles(board, hopper::kRows), hopper::kColumns, team);
+    return;
+  }
+  if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1);
+  sync_block();
+  const ColumnWalk walk(board, r.chunks, {hopper::kRows, hopper::kColumns}, block - r.communicating,
+                        r.blocks - r.communicating);
+  if (thread < hopper::kLoaders) {
+    fewer_registers<hopper::kLoaderRegisters<kForm>>();
+    if (thread != 0) return;
+    const hopper::Loader<kForm, false, 1> loader{f.a_map, f.b_map, f.problem, 0};
+    Ring<hopper::kStages> ring;
+    Tile tile;
+    for (ColumnWalk own = walk; own.next(tile);) hopper::load_tile(loader, shared.gemm, tile, ring);
+  } else {
+    more_registers<hopper::kMultiplierRegisters<kForm>>();
+    hopper::multiply<T, kForm, Epilogue::kPlain, Activation::kNone, 1>(
+        f.problem, shared.gemm, WarpWalk<ColumnWalk>(walk), [&](const Tile& tile) {
+          sync_named(2, hopper::kMultipliers);
+          if (thread_again() != hopper::kLoaders) return;
+          nap(r.watch, blockIdx.x + 5000);
+          tile_done(r, tile.column / r.chunks.chunk_columns);
+        });
+  }
+}
+
+#else
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
+__global__ void __launch_bounds__(hopper::kThreads, 1) dispatch_gemm(const __grid_constant__ Launch) {}
+template <class T, Form kForm>
+__global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid_constant__ Launch) {}
+
+#endif  // PMOE_HOPPER_CODE
+
+}  // namespace pmoe::comet

@@ -1,0 +1,19 @@
+// From a Which's values to the kernel compiled for them.
+#pragma once
+#include "comet/launch.h"
+#include "grouped_gemm/instances.cuh"
+
+namespace pmoe::comet {
+
+// Calls use.dispatch<form, epilogue, activation>() or use.combine<form>() with the values as constants.
+template <class Use>
+FusedKernel with_constants(const Which& which, const Use& use) {
+  if (which.kernel == Kernel::kCombine)
+    return which.form == Form::kForward ? use.template combine<Form::kForward>()
+                                        : use.template combine<Form::kInput>();
+  if (which.epilogue == Epilogue::kHiddenGradient)
+    return with_activation<Form::kInput, Epilogue::kHiddenGradient>(which.activation, use);
+  return with_activation<Form::kForward, Epilogue::kHidden>(which.activation, use);
+}
+
+}  // namespace pmoe::comet

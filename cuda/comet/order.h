@@ -1,0 +1,280 @@
+// Who does what, and in which order: rows by expert and source, tiles as their rows arrive, tiles by chunks
+// of columns, pieces of rows that travel. Plain arithmetic, walked by every role for itself.
+//
+// Letters: W ranks, E experts of a rank.
+#pragma once
+#include "comet/layout.h"
+#include "common/host_device.h"
+#include "grouped_gemm/tiles.h"
+
+namespace pmoe::comet {
+
+// Rows that a rank receives: those of expert e from the source at level l are rows first(l, e) to
+// first(l + 1, e) of its inbox (COMET, section 3.1.2: sorted by source rank, local rows first).
+class Board {
+ public:
+  PMOE_HD Board(int32_t* memory, int ranks, int experts) : first_(memory), ranks_(ranks), experts_(experts) {}
+
+  // Of the memory, in 32-bit words. The last line holds the experts' ends.
+  PMOE_HD static constexpr int words(int ranks, int experts) { return (ranks + 1) * experts; }
+
+  PMOE_HD int first(int level, int expert) const { return first_[level * experts_ + expert]; }
+  PMOE_HD int rows(int level, int expert) const { return first(level + 1, expert) - first(level, expert); }
+  PMOE_HD int begin(int expert) const { return first(0, expert); }
+  PMOE_HD int end(int expert) const { return first(ranks_, expert); }
+  PMOE_HD const int32_t* ends() const { return first_ + ranks_ * experts_; }
+  PMOE_HD int total() const { return end(experts_ - 1); }
+  PMOE_HD int ranks() const { return ranks_; }
+  PMOE_HD int experts() const { return experts_; }
+
+  // Written by `threads` threads together; meet() is a barrier of theirs. count(source, expert): rows.
+  template <class Count, class Meet>
+  PMOE_HD void fill(int rank, const Count& count, int thread, int threads, const Meet& meet) {
+    for (int e = thread; e < experts_; e += threads) {
+      int rows = 0;
+      for (int l = 0; l < ranks_; ++l) {
+        first_[l * experts_ + e] = rows;
+        rows += count(source_at(l, rank, ranks_), e);
+      }
+      first_[ranks_ * experts_ + e] = rows;
+    }
+    meet();
+    if (thread == 0) {
+      int rows = 0;
+      for (int e = 0; e < experts_; ++e) first_[ranks_ * experts_ + e] = rows += end(e);
+    }
+    meet();
+    for (int e = thread; e < experts_; e += threads) {
+      const int before = e ? end(e - 1) : 0;
+      for (int l = 0; l < ranks_; ++l) first_[l * experts_ + e] += before;
+    }
+    meet();
+  }
+
+ private:
+  int32_t* first_;
+  int ranks_, experts_;
+};
+
+// Where the rows that a rank sends begin in its own order: by target and expert. Likewise filled.
+class Sends {
+ public:
+  PMOE_HD Sends(int32_t* memory, int ranks, int experts) : first_(memory), ranks_(ranks), experts_(experts) {}
+
+  PMOE_HD static constexpr int words(int ranks, int experts) { return ranks * experts + 1; }
+
+  PMOE_HD int first(int target, int expert) const { return first_[target * experts_ + expert]; }
+  PMOE_HD int rows(int target, int expert) const {
+    return first_[target * experts_ + expert + 1] - first(target, expert);
+  }
+  PMOE_HD int rows(int target) const { return first_[(target + 1) * experts_] - first(target, 0); }
+  PMOE_HD int total() const { return first_[ranks_ * experts_]; }
+  PMOE_HD int ranks() const { return ranks_; }
+  PMOE_HD int experts() const { return experts_; }
+
+  // In three steps: each thread's own stretch is summed, the stretches are, and each thread adds its own.
+  template <class Count, class Meet>
+  PMOE_HD void fill(const Count& count, int thread, int threads, const Meet& meet) {
+    const int all = ranks_ * experts_, each = static_cast<int>(ceil_div(all, threads));
+    const int begin = smaller(thread * each, all), end = smaller(begin + each, all);
+    int rows = 0;
+    for (int i = begin; i < end; ++i) first_[i + 1] = rows += count(i);
+    meet();
+    if (thread == 0) {
+      first_[0] = 0;
+      for (int last = each, before = 0; last - each < all; last += each) {
+        const int at = smaller(last, all);
+        first_[at] = before += first_[at];
+      }
+    }
+    meet();
+    const int before = begin < all ? first_[begin] : 0;
+    for (int i = begin; i + 1 < end; ++i) first_[i + 1] += before;
+    meet();
+  }
+
+ private:
+  int32_t* first_;
+  int ranks_, experts_;
+};
+
+// Pieces of at most kPiece rows, by step, then by expert: what communicating warps do in turn. Piece numbers
+// only rise from call to call.
+struct Piece {
+  int step, expert;
+  int number;       // of the pieces of these rows
+  int begin, rows;  // in the rows of this step and expert
+};
+
+class PieceWalk {
+ public:
+  PMOE_HD PieceWalk(int steps, int experts) : steps_(steps), experts_(experts) {}
+
+  // rows(step, expert): how many there are.
+  template <class Rows>
+  PMOE_HD bool find(int index, const Rows& rows, Piece& piece) {
+    while (step_ < steps_) {
+      const int have = rows(step_, expert_), pieces = static_cast<int>(ceil_div(have, kPiece));
+      if (index - before_ < pieces) {
+        piece.step = step_;
+        piece.expert = expert_;
+        piece.number = index - before_;
+        piece.begin = piece.number * kPiece;
+        piece.rows = smaller(kPiece, have - piece.begin);
+        return true;
+      }
+      before_ += pieces;
+      if (++expert_ == experts_) {
+        expert_ = 0;
+        ++step_;
+      }
+    }
+    return false;
+  }
+
+ private:
+  int steps_, experts_;
+  int step_ = 0, expert_ = 0, before_ = 0;
+};
+
+// A tile's place in a group of tiles that are `height` down and `across` wide: by bands of kBand, inside a
+// band down first (grouped_gemm/tiles.h).
+PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& right) {
+  const int band = inside / (kBand * across), first = band * kBand;
+  const int rows = smaller(kBand, height - first), rest = inside - band * kBand * across;
+  down = first + rest % rows;
+  right = rest / rows;
+}
+
+// Tiles in the order in which their rows arrive: first those whose rows are all this rank's own, by expert,
+// then those that the next source completes, and so on (COMET, section 3.1.2, figure 5).
+class ArrivalWalk {
+ public:
+  PMOE_HD ArrivalWalk(const Board& board, int columns, TileShape shape, int first, int step)
+      : board_(board),
+        shape_(shape),
+        across_(static_cast<int>(ceil_div(columns, shape.columns))),
+        index_(first),
+        step_(step) {
+    load_group();
+  }
+
+  PMOE_HD bool next(Tile& tile) {
+    while (level_ < board_.ranks() && index_ - before_ >= height_ * across_) {
+      before_ += height_ * across_;
+      if (++expert_ == board_.experts()) {
+        expert_ = 0;
+        ++level_;
+      }
+      load_group();
+    }
+    if (level_ >= board_.ranks()) return false;
+    int down, right;
+    place_in_bands(index_ - before_, height_, across_, down, right);
+    tile.expert = expert_;
+    tile.group_begin = board_.begin(expert_);
+    tile.group_rows = board_.end(expert_) - tile.group_begin;
+    tile.row = (first_ + down) * shape_.rows;
+    tile.rows = smaller(shape_.rows, tile.group_rows - tile.row);
+    tile.column = right * shape_.columns;
+    index_ += step_;
+    return true;
+  }
+
+ private:
+  // Row tiles of the expert that are complete when the sources up to this level have sent; all behind the
+  // last one that has rows.
+  PMOE_HD int complete(int level) const {
+    if (level < 0) return 0;
+    const int last = board_.first(level + 1, expert_), rows = last - board_.begin(expert_);
+    return last == board_.end(expert_) ? static_cast<int>(ceil_div(rows, shape_.rows)) : rows / shape_.rows;
+  }
+
+  PMOE_HD void load_group() {
+    if (level_ >= board_.ranks()) return;
+    first_ = complete(level_ - 1);
+    height_ = complete(level_) - first_;
+  }
+
+  Board board_;
+  TileShape shape_;
+  int across_, index_, step_;
+  int level_ = 0, expert_ = 0, first_ = 0, height_ = 0;
+  int before_ = 0;
+};
+
+// Columns in chunks: the sizes that both sides of the combining kernel count by.
+struct Chunks {
+  int columns, chunk_columns;
+
+  PMOE_HD int count() const { return static_cast<int>(ceil_div(columns, chunk_columns)); }
+  PMOE_HD int begin(int chunk) const { return chunk * chunk_columns; }
+  PMOE_HD int width(int chunk) const { return smaller(chunk_columns, columns - begin(chunk)); }
+};
+
+PMOE_HD int row_tiles(const Board& board, int rows) {
+  int tiles = 0;
+  for (int e = 0; e < board.experts(); ++e)
+    tiles += static_cast<int>(ceil_div(board.end(e) - board.begin(e), rows));
+  return tiles;
+}
+
+// Tiles by chunks of columns, inside a chunk by expert: a chunk of all rows is computed, and leaves, while
+// the next one is computed (COMET, section 3.1.2, figure 6). chunk_columns is a multiple of the tile's.
+class ColumnWalk {
+ public:
+  PMOE_HD ColumnWalk(const Board& board, Chunks chunks, TileShape shape, int first, int step)
+      : board_(board),
+        chunks_(chunks),
+        shape_(shape),
+        row_tiles_(row_tiles(board, shape.rows)),
+        index_(first),
+        step_(step) {
+    enter(0);
+  }
+
+  PMOE_HD bool next(Tile& tile) {
+    if (row_tiles_ == 0) return false;
+    while (index_ - chunk_before_ >= row_tiles_ * across_) {
+      if (chunk_ + 1 == chunks_.count()) return false;
+      chunk_before_ += row_tiles_ * across_;
+      enter(chunk_ + 1);
+    }
+    while (index_ - before_ >= height_ * across_) {
+      before_ += height_ * across_;
+      ++expert_;
+      load_group();
+    }
+    int down, right;
+    place_in_bands(index_ - before_, height_, across_, down, right);
+    tile.expert = expert_;
+    tile.group_begin = board_.begin(expert_);
+    tile.group_rows = board_.end(expert_) - tile.group_begin;
+    tile.row = down * shape_.rows;
+    tile.rows = smaller(shape_.rows, tile.group_rows - tile.row);
+    tile.column = chunks_.begin(chunk_) + right * shape_.columns;
+    index_ += step_;
+    return true;
+  }
+
+ private:
+  PMOE_HD void enter(int chunk) {
+    chunk_ = chunk;
+    across_ = static_cast<int>(ceil_div(chunks_.width(chunk), shape_.columns));
+    expert_ = 0;
+    before_ = chunk_before_;
+    load_group();
+  }
+  PMOE_HD void load_group() {
+    height_ = static_cast<int>(ceil_div(board_.end(expert_) - board_.begin(expert_), shape_.rows));
+  }
+
+  Board board_;
+  Chunks chunks_;
+  TileShape shape_;
+  int row_tiles_, index_, step_;
+  int chunk_ = 0, chunk_before_ = 0, across_ = 0;
+  int expert_ = 0, before_ = 0, height_ = 0;
+};
+
+}  // namespace pmoe::comet

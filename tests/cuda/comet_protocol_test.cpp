@@ -1,0 +1,571 @@
+// COMET's two kernels as a protocol, run by threads under ThreadSanitizer: ranks that know of each other by
+// their heaps alone, round after round on the same heaps, uneven rows and none. Every value is compared with
+// a plain loop's. A thread stands for a warp of a communicating block, and for a whole computing one; see
+// comet/hopper.cuh for who does what.
+//
+//   comet_protocol_test rounds RANKS [MISTAKE]   exit code 1: a value is wrong. MISTAKE: a planted one, below
+//   comet_protocol_test absent RANKS             a rank that does not come: what the others report, and when
+//   comet_protocol_test fill                     boards that several threads fill in together
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comet/combine.cuh"
+#include "comet/dispatch.cuh"
+#include "comet_world.h"
+
+using namespace pmoe;
+using namespace pmoe::comet;
+using world::Random;
+using world::Routing;
+
+namespace {
+
+constexpr int kWarps = 2;             // of a communicating block
+constexpr int kComputing = 2;         // blocks of a rank
+constexpr int kHidden = 6;            // columns between the two products
+constexpr TileShape kFirst = {4, 4};  // tiles of the first product
+constexpr TileShape kSecond = {4, 16};
+constexpr Chunks kColumns = {56, 32};  // of tokens: the last chunk and its last tile are narrower
+constexpr int kRounds = 5;
+
+std::atomic<int> failures{0};
+
+void expect(bool holds, const std::string& what) {
+  if (!holds && ++failures < 20) std::printf("FAILED: %s\n", what.c_str());
+}
+
+// ---- mistakes that can be planted while the program runs; those of compilation: PMOE_PLANT
+
+struct Mistake {
+  const char* name;
+  Wait not_waited;
+  bool grants_early;  // inboxes are granted for the next round while this one's products are on their way
+  bool old_epoch;     // every round has the first one's number
+};
+
+constexpr Mistake kMistakes[] = {
+    {"none", Wait::kNone, false, false},
+    {"no_grant_wait", Wait::kGrant, false, false},
+    {"no_arrival_wait", Wait::kArrival, false, false},
+    {"no_done_wait", Wait::kDone, false, false},
+    {"no_return_wait", Wait::kReturn, false, false},
+    {"reused_inbox", Wait::kNone, true, false},
+    {"reused_flags", Wait::kNone, false, true},
+};
+
+// ---- the experts: whole numbers, so that sums are exact in any order
+
+float first_weight(int expert, int from, int to) {
+  return static_cast<float>((expert * 5 + from * 3 + to * 7) % 3);
+}
+float second_weight(int expert, int from, int to) { return static_cast<float>((expert + from * 5 + to) % 3); }
+
+float hidden_value(int expert, const float* row, int column, float weight) {
+  float sum = 0;
+  for (int k = 0; k < kColumns.columns; ++k) sum += row[k] * first_weight(expert, k, column);
+  return sum * weight;
+}
+
+bf16 product_value(int expert, const float* hidden, int column) {
+  float sum = 0;
+  for (int h = 0; h < kHidden; ++h) sum += hidden[h] * second_weight(expert, h, column);
+  return narrow<bf16>(sum);
+}
+
+int parts_of_dots() { return static_cast<int>(ceil_div(kHidden, kFirst.columns)); }
+
+// ---- a rank in a round: what its kernels are given, and what they make
+
+struct Member {
+  Routing routing;
+  std::vector<int32_t> receives;
+  std::vector<bf16> source, result;           // by token
+  std::vector<float> hidden, dots, gradient;  // by row, by part and row, by slot
+  bool is_granted_before = false;             // a mistake
+  Report report = {};
+  Rank rank;
+};
+
+struct World {
+  int experts = 1, communicating = 1;
+  std::vector<std::vector<Member>> rounds;  // by round and rank
+  std::unique_ptr<world::Heaps> heaps;
+
+  int ranks() const { return static_cast<int>(rounds[0].size()); }
+};
+
+// routing: by round and rank.
+World make(std::vector<std::vector<Routing>> routing, int experts, int communicating, const Mistake& mistake,
+           uint32_t seed) {
+  World w;
+  w.experts = experts;
+  w.communicating = communicating;
+  Layout layout = {static_cast<int32_t>(routing[0].size()), experts, 0, 0, kColumns.columns * 2};
+  for (const auto& round : routing)
+    for (size_t r = 0; r < round.size(); ++r) {
+      layout.rows = larger<int64_t>(
+          layout.rows, static_cast<int64_t>(world::arrivals(round, static_cast<int>(r), experts).size()));
+      layout.home_rows = larger<int64_t>(layout.home_rows, round[r].rows());
+    }
+  w.heaps = std::make_unique<world::Heaps>(layout);
+  Random random = {seed};
+  for (size_t i = 0; i < routing.size(); ++i) {
+    w.rounds.emplace_back(routing[i].size());
+    for (size_t rank = 0; rank < routing[i].size(); ++rank) {
+      Member& m = w.rounds[i][rank];
+      m.receives = world::receive_counts(routing[i], static_cast<int>(rank), experts);
+      const auto rows = world::arrivals(routing[i], static_cast<int>(rank), experts).size();
+      m.routing = routing[i][rank];
+      const auto values = static_cast<size_t>((m.routing.first_token + m.routing.tokens) * kColumns.columns);
+      for (size_t j = 0; j < values; ++j)
+        m.source.push_back(narrow<bf16>(static_cast<float>(random.below(8))));
+      m.result.assign(values, bf16{0xFFFF});
+      m.hidden.assign(rows * kHidden, -1.0f);
+      m.dots.assign(rows * static_cast<size_t>(parts_of_dots()), -1.0f);
+      m.gradient.assign(m.routing.expert.size(), -1.0f);
+      const int number = static_cast<int>(i) + 1;
+      Rank& r = m.rank;
+      r = world::rank_of(*w.heaps, static_cast<int>(rank), m.routing, m.receives,
+                         static_cast<uint32_t>(mistake.old_epoch ? 1 : number), &m.report);
+      r.watch.nap_seed = seed;
+      if (mistake.not_waited != Wait::kNone) r.watch.not_waited = 1u << static_cast<int>(mistake.not_waited);
+      m.is_granted_before = mistake.grants_early && i > 0;
+      r.source = reinterpret_cast<const uint8_t*>(m.source.data());
+      r.result = reinterpret_cast<uint8_t*>(m.result.data());
+      r.source_stride = r.result_stride = layout.row_bytes;
+      r.chunks = kColumns;
+      r.row_dots = m.dots.data();
+      r.dot_parts = parts_of_dots();
+      r.dot_rows = static_cast<int64_t>(rows);
+      r.weight_gradient = m.gradient.data();
+      r.communicating = communicating;
+      r.blocks = communicating + kComputing;
+    }
+  }
+  return w;
+}
+
+// ---- kernels
+
+class Meeting {  // the barrier of a block
+ public:
+  explicit Meeting(int threads) : threads_(threads) {}
+  void meet() {
+    const int generation = generation_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      generation_.fetch_add(1, std::memory_order_release);
+    } else {
+      while (generation_.load(std::memory_order_acquire) == generation) std::this_thread::yield();
+    }
+  }
+
+ private:
+  int threads_;
+  std::atomic<int> arrived_{0}, generation_{0};
+};
+
+struct Block {
+  Meeting meeting;
+  std::vector<int32_t> words;
+  Board board;
+  Sends sends;
+
+  Block(const Rank& r, int threads)
+      : meeting(threads),
+        words(
+            static_cast<size_t>(Board::words(r.ranks(), r.experts()) + Sends::words(r.ranks(), r.experts())),
+            -1),
+        board(words.data(), r.ranks(), r.experts()),
+        sends(words.data() + Board::words(r.ranks(), r.experts()), r.ranks(), r.experts()) {}
+};
+
+void read_row(const Rank& r, int row, float* values) {
+  for (int v = 0; v < kColumns.columns / 8; ++v) {
+    const Words words = load16(r.inbox(r.rank, row) + v * 16);
+    for (int i = 0; i < 4; ++i) {
+      values[v * 8 + 2 * i] = low_half<bf16>(words.word[i]);
+      values[v * 8 + 2 * i + 1] = high_half<bf16>(words.word[i]);
+    }
+  }
+}
+
+void compute_first(Member& m, const Board& board, int block) {
+  const Rank& r = m.rank;
+  ArrivalWalk walk(board, kHidden, kFirst, block - r.communicating, r.blocks - r.communicating);
+  Tile tile;
+  while (walk.next(tile)) {
+    const int begin = tile.group_begin + tile.row;
+    await_rows(r, board, tile.expert, begin, begin + tile.rows, 0, 1);
+    nap(r.watch, static_cast<uint32_t>(block) + 4000);
+    for (int row = begin; row < begin + tile.rows; ++row) {
+      float values[kColumns.columns], dot = 0;
+      read_row(r, row, values);
+      const float weight = read(reinterpret_cast<const float*>(r.own() + r.layout.weights()) + row);
+      for (int h = tile.column; h < smaller(kHidden, tile.column + kFirst.columns); ++h)
+        dot += m.hidden[static_cast<size_t>(row * kHidden + h)] =
+            hidden_value(r.rank * r.experts() + tile.expert, values, h, weight);
+      m.dots[static_cast<size_t>(tile.column / kFirst.columns * r.dot_rows + row)] = dot;
+    }
+  }
+}
+
+void compute_second(Member& m, const Board& board, int block) {
+  const Rank& r = m.rank;
+  ColumnWalk walk(board, r.chunks, kSecond, block - r.communicating, r.blocks - r.communicating);
+  Tile tile;
+  while (walk.next(tile)) {
+    const int chunk = tile.column / r.chunks.chunk_columns;
+    const int end = smaller(tile.column + kSecond.columns, r.chunks.begin(chunk) + r.chunks.width(chunk));
+    for (int row = tile.group_begin + tile.row; row < tile.group_begin + tile.row + tile.rows; ++row)
+      for (int c = tile.column; c < end; c += 8) {
+        Words words;
+        for (int i = 0; i < 4; ++i) {
+          const float* const hidden = m.hidden.data() + row * kHidden;
+          const int expert = r.rank * r.experts() + tile.expert;
+          words.word[i] = product_value(expert, hidden, c + 2 * i).bits |
+                          uint32_t{product_value(expert, hidden, c + 2 * i + 1).bits} << 16;
+        }
+        store16(r.inbox(r.rank, row) + c * 2, words);
+      }
+    nap(r.watch, static_cast<uint32_t>(block) + 5000);
+    tile_done(r, chunk);
+  }
+}
+
+void dispatch_thread(Member& m, Block& shared, int block, int warp) {
+  const Rank& r = m.rank;
+  const bool communicates = block < r.communicating;
+  const int threads = communicates ? kWarps : 1;
+  const auto meet = [&] { shared.meeting.meet(); };
+  Board board = shared.board;
+  world::fill(r, board, warp, threads, meet);
+  if (!communicates) return compute_first(m, board, block);
+  Sends sends = shared.sends;
+  world::fill(r, sends, warp, threads, meet);
+  if (block == 0 && !m.is_granted_before) grant(r, board, warp, threads, meet);
+  send_rows(r, sends, {0, 1, block + warp * r.communicating, kWarps * r.communicating});
+}
+
+void combine_thread(Member& m, Block& shared, int block, int warp) {
+  const Rank& r = m.rank;
+  const bool communicates = block < r.communicating;
+  const int threads = communicates ? kWarps : 1;
+  const auto meet = [&] { shared.meeting.meet(); };
+  Board board = shared.board;
+  world::fill(r, board, warp, threads, meet);
+  if (!communicates) return compute_second(m, board, block);
+  Sends sends = shared.sends;
+  world::fill(r, sends, warp, threads, meet);
+  combine<bf16>(r, board, sends, row_tiles(board, kSecond.rows), kSecond.columns,
+                {0, 1, block + warp * r.communicating, kWarps * r.communicating});
+}
+
+// A launch: all its threads, until they have ended.
+template <class Body>
+void launch(Member& m, const Body& body) {
+  const Rank& r = m.rank;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::thread> threads;
+  for (int b = 0; b < r.blocks; ++b) {
+    const int warps = b < r.communicating ? kWarps : 1;
+    blocks.push_back(std::make_unique<Block>(r, warps));
+    for (int warp = 0; warp < warps; ++warp)
+      threads.emplace_back([&m, &body, b, warp, block = blocks.back().get()] { body(m, *block, b, warp); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void grant_before(const Rank& r) {
+  Block block(r, 1);
+  world::fill(r, block.board, 0, 1, [] {});
+  grant(r, block.board, 0, 1, [] {});
+}
+
+// All rounds of one rank: it meets the others nowhere.
+void run_rank(World& w, int rank) {
+  for (size_t i = 0; i < w.rounds.size(); ++i) {
+    Member& m = w.rounds[i][static_cast<size_t>(rank)];
+    launch(m, dispatch_thread);
+    if (m.is_granted_before) *m.rank.counters() = {};  // as a grant in time does
+    if (i + 1 < w.rounds.size()) {
+      const Member& next = w.rounds[i + 1][static_cast<size_t>(rank)];
+      if (next.is_granted_before) grant_before(next.rank);
+    }
+    launch(m, combine_thread);
+  }
+}
+
+// body(rank), by a thread for each rank.
+template <class Body>
+void for_ranks(int ranks, const Body& body) {
+  std::vector<std::thread> drivers;
+  for (int rank = 0; rank < ranks; ++rank) drivers.emplace_back([&body, rank] { body(rank); });
+  for (std::thread& driver : drivers) driver.join();
+}
+
+// ---- the plain loop
+
+void check(const World& w, size_t round, int rank, const std::string& name) {
+  const Member& m = w.rounds[round][static_cast<size_t>(rank)];
+  const Routing& g = m.routing;
+  const std::string where = name + ", round " + std::to_string(round + 1) + ", rank " + std::to_string(rank);
+  for (int t = g.first_token; t < g.first_token + g.tokens; ++t) {
+    float row[kColumns.columns];
+    for (int c = 0; c < kColumns.columns; ++c)
+      row[c] = widen(m.source[static_cast<size_t>(t * kColumns.columns + c)]);
+    // Of each choice: its expert and hidden values.
+    std::vector<int> experts;
+    std::vector<std::vector<float>> hidden;
+    for (int s = t * g.choices; s < (t + 1) * g.choices; ++s) {
+      float dot = 0;
+      if (g.is_kept(s)) {
+        experts.push_back(g.expert[static_cast<size_t>(s)]);
+        hidden.emplace_back();
+        for (int h = 0; h < kHidden; ++h)
+          hidden.back().push_back(hidden_value(experts.back(), row, h, g.weight[static_cast<size_t>(s)]));
+        for (float value : hidden.back()) dot += value;
+      }
+      expect(m.gradient[static_cast<size_t>(s)] == dot,
+             "the gradient of weight " + std::to_string(s) + ", " + where);
+    }
+    // Rounded where it leaves the rank that it was summed on, in the order of the choices.
+    for (int c = 0; c < kColumns.columns; ++c) {
+      float sum = 0;
+      for (size_t k = 0; k < experts.size(); ++k) {
+        const int target = experts[k] / w.experts;
+        bool is_first = true;
+        for (size_t j = 0; j < k; ++j) is_first = is_first && experts[j] / w.experts != target;
+        if (!is_first) continue;
+        float on_target = 0;
+        for (size_t j = k; j < experts.size(); ++j)
+          if (experts[j] / w.experts == target)
+            on_target += widen(product_value(experts[j], hidden[j].data(), c));
+        sum += widen(narrow<bf16>(on_target));
+      }
+      expect(m.result[static_cast<size_t>(t * kColumns.columns + c)].bits == narrow<bf16>(sum).bits,
+             "token " + std::to_string(t) + ", column " + std::to_string(c) + ", " + where);
+    }
+  }
+}
+
+void test_rounds(int ranks, const Mistake& mistake) {
+  for (uint32_t seed = 1; seed <= 6; ++seed) {
+    Random random = {seed * 77 + static_cast<uint32_t>(ranks)};
+    const int experts = 1 + random.below(3), communicating = 1 + random.below(2);
+    std::vector<std::vector<Routing>> routing;
+    for (int round = 0; round < kRounds; ++round) {
+      routing.emplace_back();
+      for (int rank = 0; rank < ranks; ++rank) {
+        const int tokens = random.below(4) ? 1 + random.below(40) : 0;
+        const int choices = 1 + random.below(smaller(3, ranks * experts));
+        routing.back().push_back(
+            world::route(random, ranks * experts, tokens, choices, random.below(2) != 0));
+      }
+    }
+    World w = make(std::move(routing), experts, communicating, mistake, seed % 3 ? seed : 0);
+    for_ranks(ranks, [&](int rank) { run_rank(w, rank); });
+    for (int rank = 0; rank < ranks; ++rank) {
+      expect(!w.heaps->has_failed(rank), "a wait that did not end, on rank " + std::to_string(rank));
+      for (size_t round = 0; round < kRounds; ++round) check(w, round, rank, "seed " + std::to_string(seed));
+    }
+  }
+}
+
+// ---- a rank that does not come
+
+struct Absence {
+  const char* name;
+  int launches;                          // that rank 0 still makes in the second round, of two
+  std::vector<std::vector<int>> counts;  // by rank and expert: rows of the second round
+  int piece_raised;                      // of the absent rank's rows for each rank's expert 1, or -1
+  // What each rank reports; of the absent one nothing. wait, peer, expert, part.
+  std::vector<std::vector<int>> reports;
+};
+
+constexpr double kBoundSeconds = 1;
+
+// One good round, then one in which rank 0 stops.
+void test_absence(int ranks, const Absence& absence) {
+  const int experts = 2;
+  Random random = {3};
+  std::vector<std::vector<Routing>> routing(2);
+  for (int rank = 0; rank < ranks; ++rank) {
+    routing[0].push_back(world::route(random, ranks * experts, 10, 2, false));
+    routing[1].push_back(world::route_counts(random, absence.counts[static_cast<size_t>(rank)], 1, false));
+  }
+  World w = make(std::move(routing), experts, 1, kMistakes[0], 0);
+  for (Member& m : w.rounds[1]) m.rank.watch.bound = static_cast<uint64_t>(kBoundSeconds * 1e9);
+  for_ranks(ranks, [&](int rank) {
+    launch(w.rounds[0][static_cast<size_t>(rank)], dispatch_thread);
+    launch(w.rounds[0][static_cast<size_t>(rank)], combine_thread);
+  });
+  if (absence.piece_raised >= 0)
+    for (int rank = 1; rank < ranks; ++rank) {
+      const Member& m = w.rounds[1][static_cast<size_t>(rank)];
+      Block block(m.rank, 1);
+      world::fill(m.rank, block.board, 0, 1, [] {});
+      const int first = block.board.first(level_of(0, rank, ranks), 1);
+      signal(w.rounds[1][0].rank.watch,
+             (*w.heaps)[rank] + w.heaps->layout().arrival(0, 1, first, absence.piece_raised));
+    }
+  std::vector<double> seconds(static_cast<size_t>(ranks), 0.0);
+  for_ranks(ranks, [&](int rank) {
+    Member& m = w.rounds[1][static_cast<size_t>(rank)];
+    const uint64_t start = nanoseconds();
+    if (rank != 0 || absence.launches > 0) launch(m, dispatch_thread);
+    if (rank != 0) launch(m, combine_thread);
+    seconds[static_cast<size_t>(rank)] = static_cast<double>(nanoseconds() - start) * 1e-9;
+  });
+  for (int rank = 0; rank < ranks; ++rank) {
+    const Report& found = w.rounds[1][static_cast<size_t>(rank)].report;
+    const std::vector<int>& wanted = absence.reports[static_cast<size_t>(rank)];
+    const std::string where = std::string(absence.name) + ", rank " + std::to_string(rank);
+    check(w, 0, rank, where);
+    if (wanted.empty()) {
+      if (rank != 0) check(w, 1, rank, where);
+      expect(found.wait == 0 && !w.heaps->has_failed(rank),
+             where + ": a report where there is nothing to wait for");
+      continue;
+    }
+    expect(w.heaps->has_failed(rank), where + ": did not fail");
+    expect(found.wait == wanted[0] && found.peer == wanted[1] && found.expert == wanted[2] &&
+               found.part == wanted[3],
+           where + ": reports wait " + std::to_string(found.wait) + " for rank " +
+               std::to_string(found.peer) + ", expert " + std::to_string(found.expert) + ", part " +
+               std::to_string(found.part));
+    expect(found.epoch == 2 && found.rank == rank, where + ": another round or rank");
+    const double took = seconds[static_cast<size_t>(rank)];
+    expect(took >= kBoundSeconds, where + ": gave up before the bound");
+    expect(took < 2 * kBoundSeconds + 5, where + ": took " + std::to_string(took) + " seconds");
+  }
+}
+
+std::vector<int> report_of(Wait wait, int peer, int expert, int part) {
+  return {static_cast<int>(wait), peer, expert, part};
+}
+
+// rows(from, to, expert) of the second round; report(rank).
+template <class Rows, class Reported>
+void test_absence(int ranks, const char* name, int launches, int piece_raised, const Rows& rows,
+                  const Reported& reported) {
+  Absence absence = {name, launches, {}, piece_raised, {{}}};
+  for (int from = 0; from < ranks; ++from) {
+    absence.counts.emplace_back();
+    for (int to = 0; to < ranks; ++to)
+      for (int e = 0; e < 2; ++e) absence.counts.back().push_back(rows(from, to, e));
+    if (from > 0) absence.reports.push_back(reported(from));
+  }
+  test_absence(ranks, absence);
+}
+
+// A rank's own computing blocks that do not come.
+void test_nothing_done() {
+  Random random = {3};
+  World w = make({{world::route_counts(random, {20, 3}, 1, false)}}, 2, 1, kMistakes[0], 0);
+  Member& m = w.rounds[0][0];
+  m.rank.watch.bound = static_cast<uint64_t>(kBoundSeconds * 1e9);
+  launch(m, dispatch_thread);
+  launch(m, [](Member& member, Block& block, int number, int warp) {
+    if (number < member.rank.communicating) combine_thread(member, block, number, warp);
+  });
+  const Report& found = m.report;
+  expect(
+      found.wait == static_cast<int>(Wait::kDone) && found.peer == 0 && found.part == 0 && found.epoch == 1,
+      "a chunk that is never computed");
+}
+
+int to_absent(int from, int to, int) { return from > 0 && to == 0 ? 3 : 0; }
+int from_absent(int from, int to, int expert) { return from == 0 && to > 0 && expert == 1 ? 20 : 0; }
+// From 0 to 1, and from each other rank to the one below it; some stay.
+int in_a_chain(int from, int to, int expert) {
+  return from == to || (from > 1 && to == from - 1) || (from == 0 && to == 1 && expert == 0) ? 5 : 0;
+}
+
+// Side by side, as most of the time is spent waiting.
+void test_absences(int ranks) {
+  std::vector<std::thread> all;
+  all.emplace_back([=] {
+    test_absence(ranks, "no grant", 0, -1, to_absent, [](int) { return report_of(Wait::kGrant, 0, 0, 0); });
+  });
+  all.emplace_back([=] {
+    test_absence(ranks, "no rows", 0, -1, from_absent,
+                 [](int) { return report_of(Wait::kArrival, 0, 1, 0); });
+  });
+  all.emplace_back([=] {
+    test_absence(ranks, "half of the rows", 0, 0, from_absent,
+                 [](int) { return report_of(Wait::kArrival, 0, 1, 1); });
+  });
+  all.emplace_back([=] {
+    test_absence(ranks, "no return", 1, -1, to_absent, [](int) { return report_of(Wait::kReturn, 0, 0, 0); });
+  });
+  // Who waits for one who waits in vain, and one whom it does not concern.
+  all.emplace_back([=] {
+    test_absence(ranks, "a chain", 0, -1, in_a_chain, [](int rank) {
+      return rank == 1   ? report_of(Wait::kArrival, 0, 0, 0)
+             : rank == 2 ? report_of(Wait::kReturn, 1, 0, 0)
+                         : std::vector<int>{};
+    });
+  });
+  all.emplace_back(test_nothing_done);
+  for (std::thread& each : all) each.join();
+}
+
+// ---- boards
+
+void test_fill() {
+  const int ranks = 5, experts = 3;
+  const auto count = [](int source, int e) { return (source * 7 + e * 3) % 5; };
+  const auto sent = [&](int i) { return count(i / experts, i % experts); };
+  const auto fill = [&](int threads, std::vector<int32_t>& board, std::vector<int32_t>& sends) {
+    board.assign(static_cast<size_t>(Board::words(ranks, experts)), -1);
+    sends.assign(static_cast<size_t>(Sends::words(ranks, experts)), -1);
+    Meeting meeting(threads);
+    std::vector<std::thread> all;
+    for (int thread = 0; thread < threads; ++thread)
+      all.emplace_back([&, thread] {
+        const auto meet = [&] { meeting.meet(); };
+        Board(board.data(), ranks, experts).fill(2, count, thread, threads, meet);
+        Sends(sends.data(), ranks, experts).fill(sent, thread, threads, meet);
+      });
+    for (std::thread& thread : all) thread.join();
+  };
+  std::vector<int32_t> board, sends, expected_board, expected_sends;
+  fill(1, expected_board, expected_sends);
+  for (const int threads : {3, 7, 20}) {
+    fill(threads, board, sends);
+    expect(board == expected_board && sends == expected_sends,
+           "a board of " + std::to_string(threads) + " threads");
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  const int ranks = argc > 2 ? std::atoi(argv[2]) : 2;
+  const std::string planted = argc > 3 ? argv[3] : "none";
+  if (what == "rounds") {
+    bool is_known = false;
+    for (const Mistake& mistake : kMistakes) {
+      if (planted != mistake.name) continue;
+      is_known = true;
+      test_rounds(ranks, mistake);
+    }
+    expect(is_known, "no such mistake: " + planted);
+  } else if (what == "absent") {
+    test_absences(ranks);
+  } else if (what == "fill") {
+    test_fill();
+  } else {
+    expect(false, "nothing to run");
+  }
+  std::printf("%d failures\n", failures.load());
+  return failures != 0;
+}

@@ -1,0 +1,94 @@
+"""COMET's heap, order and signals on the CPU, without a kernel: the headers that the kernels use, against
+plain loops, and run by threads under ThreadSanitizer. With a planted mistake each, the latter must fail."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.compiled import (
+    RACE_FOUND,
+    SANITIZED,
+    THREADS,
+    compile_and_run,
+    compile_program,
+    run_sanitized,
+)
+
+RANKS = (2, 3, 4)
+
+# A mistake, and who then meets with whom: functions that ThreadSanitizer's report must name.
+MISTAKES = {
+    "no_grant_wait": "send_rows",
+    "no_arrival_wait": "compute_first",
+    "no_done_wait": "send_sums|send_dots|compute_second",
+    "no_return_wait": "sum_tokens",
+    "reused_inbox": "send_rows",
+    "reused_flags": "",  # anywhere
+}
+
+pytestmark = pytest.mark.timeout(110)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_program("comet_protocol_test.cpp", tmp_path_factory.mktemp("protocol"), *SANITIZED)
+
+
+@pytest.fixture(scope="module")
+def program_with_a_relaxed_signal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("relaxed")
+    return compile_program("comet_protocol_test.cpp", folder, *SANITIZED, "-DPMOE_PLANT=kRelaxedSignal")
+
+
+def expect_right(ran: subprocess.CompletedProcess[str]) -> None:
+    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}{ran.stderr}"
+
+
+def expect_a_race(ran: subprocess.CompletedProcess[str], between: str) -> None:
+    told = f"exit code {ran.returncode}\n{ran.stdout}{ran.stderr}"
+    assert ran.returncode == RACE_FOUND and "data race" in ran.stderr, f"not caught: {told}"
+    if "comet_protocol_test.cpp:" in ran.stderr:  # some machines lack what turns addresses into names
+        assert any(name in ran.stderr for name in between.split("|")), f"caught elsewhere: {told}"
+
+
+def test_rows_pieces_and_tiles_come_in_the_order_of_a_plain_sort(tmp_path: Path) -> None:
+    compile_and_run("comet_order_test.cpp", tmp_path)
+
+
+def test_no_region_of_a_heap_is_written_by_two_ranks(tmp_path: Path) -> None:
+    compile_and_run("comet_layout_test.cpp", tmp_path, flags=tuple(THREADS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_no_region_of_a_heap_is_written_by_two_ranks_for_every_small_table(tmp_path: Path) -> None:
+    compile_and_run("comet_layout_test.cpp", tmp_path, "thorough", flags=tuple(THREADS), timeout=350)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rounds_are_right_and_free_of_races(program: Path, ranks: int) -> None:
+    expect_right(run_sanitized(program, "rounds", str(ranks)))
+
+
+def test_threads_fill_in_a_board_without_races(program: Path) -> None:
+    expect_right(run_sanitized(program, "fill"))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_caught(program: Path, mistake: str, ranks: int) -> None:
+    expect_a_race(run_sanitized(program, "rounds", str(ranks), mistake), MISTAKES[mistake])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_relaxed_signal_is_caught(program_with_a_relaxed_signal: Path, ranks: int) -> None:
+    expect_a_race(run_sanitized(program_with_a_relaxed_signal, "rounds", str(ranks)), "")
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_waits_for_a_rank_that_does_not_come_end_and_say_what_for(program: Path, ranks: int) -> None:
+    # What a rank computes after it has failed is worthless, and may be read while it is written.
+    expect_right(run_sanitized(program, "absent", str(ranks), reports=False))

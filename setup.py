@@ -9,6 +9,8 @@ read:
     PMOE_NVCC        the nvcc to use; else the one on PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin
     PMOE_CUDA        0: no kernels; 1: a missing nvcc is an error; unset: kernels where there is nvcc
     PMOE_CUDA_ARCHS  what to compile for, as in "sm_90a": a quicker build while working on one kernel
+    PMOE_NVSHMEM     0: no NVSHMEM; 1: missing headers of it are an error; unset: with it where they are
+    NVSHMEM_HOME     where they are, in include/; else in the package nvidia-nvshmem-cu12 or -cu13
 """
 
 from __future__ import annotations
@@ -100,6 +102,29 @@ def say_without_kernels(reason: str) -> None:
     _say(f"pmoe: building without CUDA kernels: {reason}")
 
 
+NVSHMEM_SOURCE = "cuda/heap/nvshmem.cpp"
+NVSHMEM_PLACES = "$NVSHMEM_HOME/include, or in the package nvidia-nvshmem-cu12 or nvidia-nvshmem-cu13"
+
+
+def find_nvshmem() -> Path | None:
+    """The folder to include NVSHMEM's host headers from, or None. Its library is looked for at run time."""
+    asked = os.environ.get("PMOE_NVSHMEM", "")
+    if asked not in ("", "0", "1"):
+        raise refuse(f"PMOE_NVSHMEM ({asked!r}) must be 0, 1 or unset")
+    if asked == "0":
+        return None
+    packages = importlib.util.find_spec("nvidia")
+    places = [Path(place, "nvshmem") for place in (packages and packages.submodule_search_locations) or ()]
+    if home := os.environ.get("NVSHMEM_HOME"):
+        places = [Path(home)]
+    for place in places:
+        if (place / "include" / "host" / "nvshmem_api.h").is_file():
+            return place / "include"
+    if asked == "1":
+        raise refuse(f"PMOE_NVSHMEM=1 needs host/nvshmem_api.h, and it is not in {NVSHMEM_PLACES}")
+    return None
+
+
 @dataclass(frozen=True)
 class Nvcc:
     path: str
@@ -174,10 +199,13 @@ def pybind11_folder(scratch: Path) -> Path:
 
 def cuda_sources() -> list[str]:
     """binding.cpp, and of each kernel's folder bind.cpp and *.cu; relative, as setuptools wants them. Folders
-    without a bind.cpp hold headers, and what tests compile."""
+    without a bind.cpp hold headers, and what tests compile. NVSHMEM's part only where NVSHMEM is."""
     found = [HERE / "cuda" / "binding.cpp"]
     for bind in sorted((HERE / "cuda").glob("*/bind.cpp")):
         found += [bind, *sorted(bind.parent.glob("*.cu"))]
+    nvshmem = HERE / NVSHMEM_SOURCE
+    if nvshmem.is_file() and find_nvshmem() is not None:
+        found.append(nvshmem)
     return [path.relative_to(HERE).as_posix() for path in found]
 
 
@@ -208,7 +236,10 @@ class Build:
             ".cu": [*common, "-lineinfo", *map(gencode, self.archs)],
         }
         with ThreadPoolExecutor(min(MOST_JOBS, os.cpu_count() or 1)) as pool:
-            jobs = [pool.submit(self._compile, source, flags[Path(source).suffix]) for source in sources]
+            jobs = [
+                pool.submit(self._compile, source, [*flags[Path(source).suffix], *_flags_of(source)])
+                for source in sources
+            ]
             try:
                 objects = [job.result() for job in jobs]
             except BaseException:
@@ -271,6 +302,11 @@ class Build:
             return all(os.stat(path).st_mtime_ns <= when for path in depends())
         except (OSError, ValueError):  # something is missing, or half written
             return False
+
+
+def _flags_of(source: str) -> list[str]:
+    """What this file alone is compiled with."""
+    return ["-isystem", str(find_nvshmem())] if source == NVSHMEM_SOURCE else []
 
 
 def _beside(made: Path, suffix: str) -> Path:

@@ -1,8 +1,9 @@
 """The one exchange before any payload: row counts, and what all ranks must know of each other.
 
 Row counts travel in bins, finer than chunks where chunks may have to be cut finer: the cuttings that join
-neighbouring bins form chains, each cutting refining the last. Where chunks may be cut so, one max-reduction
-of a few numbers then carries everything that ranks must share; no rank holds a table of all ranks.
+neighbouring bins form chains, each cutting refining the last. Where chunks may be cut so, or all rows must
+find room at once, one max-reduction of a few numbers then carries everything that ranks must share; no rank
+holds a table of all ranks.
 
 Letters: W ranks, P of them across nodes, F bins, n chunks, K choices, E_local experts a rank.
 """
@@ -72,7 +73,9 @@ class Shared:
     holds several of its experts; None where each row does. relayed: (F, X) of `Exchange.relay_counts`, for
     dispatch and for combine. The rest is the same on every rank, and so are decisions taken from it. depth:
     for each n asked for, how often it must be doubled until no chunk brings any rank more rows than
-    `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory."""
+    `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory. most_rows:
+    the largest number of rows that any rank receives, its own among them; None where that was not asked for,
+    or where some rank has other rows than one for each kept choice of its tokens."""
 
     send: Tensor
     recv: Tensor
@@ -81,6 +84,7 @@ class Shared:
     needs_grad: bool
     depth: dict[int, int] = field(default_factory=dict)
     host_shortage: bool = False
+    most_rows: int | None = None
     sent_once: Tensor | None = None
     received_once: Tensor | None = None
     received_once_device: Tensor | None = None
@@ -204,10 +208,14 @@ class CountsExchange:
         once_FP: Tensor | None = None,
         exchanges: tuple[Exchange, ...] = (),
         bypass_local: bool = False,
+        asks_most_rows: bool = False,
+        one_row_a_choice: bool = True,
     ) -> None:
         """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there.
         dtype: of the rows that will travel. once_FP: see `Shared`. exchanges: the dispatch and the combine,
-        where they have counts to relay. bypass_local: rows between a rank and itself do not travel."""
+        where they have counts to relay. bypass_local: rows between a rank and itself do not travel.
+        asks_most_rows: whether `Shared.most_rows` is wanted, on all ranks or on none; one_row_a_choice:
+        whether this rank's rows are such that it makes sense."""
         counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
         self._counted_once = once_FP is not None
         if once_FP is not None:
@@ -215,6 +223,7 @@ class CountsExchange:
         self._grid, self._ranks, self._exchanges = grid, grid.all, exchanges
         self._own_FPX, ranks, self._bypass_local = counts_FPX, grid.all, bypass_local
         self._slots, self._traffic = slots, traffic
+        self._asks_most_rows, self._one_row_a_choice = asks_most_rows, one_row_a_choice
         header = counts_FE.new_empty(HEADER)
         # Filled by kernels: a tensor built from Python numbers would be a synchronising copy on CUDA.
         kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
@@ -249,7 +258,7 @@ class CountsExchange:
         own, arrived, headers, numbers, *counts = (
             found.view_as(each) for found, each in zip(on_host, on_device, strict=True)
         )
-        max_tokens, fault, needs_grad, _, host_shortage, *depths = numbers.tolist()
+        max_tokens, fault, needs_grad, _, host_shortage, most_rows, irregular, *depths = numbers.tolist()
         if fault:
             told = [
                 f"rank {rank}: {FAULTS[Fault(code)]}"
@@ -275,6 +284,7 @@ class CountsExchange:
             needs_grad=bool(needs_grad),
             depth={} if self._slots is None else dict(zip(self._slots.degrees, depths, strict=True)),
             host_shortage=bool(host_shortage),
+            most_rows=most_rows if self._asks_most_rows and not irregular else None,
             sent_once=sent_once,
             received_once=received_once_host,
             received_once_device=received_once,
@@ -305,17 +315,23 @@ class CountsExchange:
         return [own.new_empty(own.shape[0], 0) if counts is None else counts for counts in found]
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
-        """The largest over all ranks of: the header's numbers, host shortage, and the depths. The former came
-        with the counts; only what follows from the counts must be asked for after them."""
+        """The largest over all ranks of: the header's numbers, host shortage, rows received and whether they
+        are irregular, and the depths. The first came with the counts; only what follows from the counts must
+        be asked for after them."""
         told = self._received[:, :HEADER].amax(0)
-        if self._slots is None:
-            return F.pad(told, (0, 1))
-        agreed = recv_FWE.new_zeros(HEADER + 1 + len(self._slots.degrees))
+        slots = self._slots
+        if slots is None and not self._asks_most_rows:
+            return F.pad(told, (0, 3))
+        agreed = recv_FWE.new_zeros(HEADER + 3 + (0 if slots is None else len(slots.degrees)))
         agreed[:HEADER] = told
-        if self._slots.host_rows is not None:
-            agreed[HEADER] = recv_FWE.sum() > self._slots.host_rows
-        for i, depth in enumerate(self._slots.depths(recv_FWE, told[0])):
-            agreed[HEADER + 1 + i] = depth
+        if self._asks_most_rows:
+            agreed[HEADER + 1] = recv_FWE.sum()
+            agreed[HEADER + 2] = not self._one_row_a_choice
+        if slots is not None:
+            if slots.host_rows is not None:
+                agreed[HEADER] = recv_FWE.sum() > slots.host_rows
+            for i, depth in enumerate(slots.depths(recv_FWE, told[0])):
+                agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
             self._traffic.counts += agreed.numel() * agreed.element_size()
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._ranks.group)

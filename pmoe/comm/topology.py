@@ -118,7 +118,7 @@ def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
 
 
 def _check_alike(told: str, ranks: Ranks) -> None:
-    everyone = _gathered(told, ranks)
+    everyone = gathered(told, ranks)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ValueError(
@@ -126,7 +126,7 @@ def _check_alike(told: str, ranks: Ranks) -> None:
             )
 
 
-def _gathered(value: object, ranks: Ranks) -> list[Any]:
+def gathered(value: object, ranks: Ranks) -> list[Any]:
     everyone: list[Any] = [None] * ranks.size
     dist.all_gather_object(everyone, value, group=ranks.group)
     return everyone
@@ -208,7 +208,7 @@ def _make_groups(
 
 
 def _check_number_of_groups(ranks: Ranks) -> None:
-    numbers = _gathered(len(dist.distributed_c10d._world.pg_names), ranks)
+    numbers = gathered(len(dist.distributed_c10d._world.pg_names), ranks)
     if len(set(numbers)) > 1:
         raise ValueError(
             f"group ({ranks.size} of {dist.get_world_size()} processes) must be of processes that are in "

@@ -13,6 +13,8 @@ Its versions (90 is 9.0) tell code that nvcc compiled from what the driver made 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -111,12 +113,14 @@ class Status:
     kernels: tuple[str, ...]
     devices: tuple[Device, ...]
     no_devices: str | None  # why there are none
+    nvshmem: str | None = None  # of which version, and its library; None where it is not built in
 
     def __str__(self) -> str:
         if self.built:
             lines = [f"CUDA kernels: {len(self.kernels)}, built for {self.archs} by nvcc {self.nvcc}"]
             names = ", ".join(self.kernels)
             lines += textwrap.wrap(names, 110, initial_indent="  ", subsequent_indent="  ")
+            lines.append(f"NVSHMEM: {self.nvshmem or 'not built in, its headers were not found'}")
         else:
             lines = [f"CUDA kernels: none, {self.reason}"]
         if self.no_devices is not None:
@@ -167,7 +171,33 @@ def status() -> Status:
         kernels=() if module is None else tuple(each["name"] for each in module.declared()),
         devices=devices,
         no_devices=no_devices,
+        nvshmem=_nvshmem(module),
     )
+
+
+def _nvshmem(module: ModuleType | None) -> str | None:
+    version = getattr(module, "NVSHMEM", None)
+    if version is None:
+        return None
+    library = nvshmem_library()
+    found = "its library is not found" if library is None else f"library {library}"
+    return f"built for {version}, untested; {found}"
+
+
+def nvshmem_library() -> str | None:
+    """The path of NVSHMEM's host library: in $NVSHMEM_HOME, else in the package nvidia-nvshmem-cu12 or cu13.
+    None where it is in neither; nothing is opened."""
+    if home := os.environ.get("NVSHMEM_HOME"):
+        places = [Path(home)]
+    else:
+        packages = importlib.util.find_spec("nvidia")
+        found = (packages and packages.submodule_search_locations) or ()
+        places = [Path(place, "nvshmem") for place in found]
+    for place in places:
+        for folder in ("lib", "lib64"):
+            for library in sorted(place.joinpath(folder).glob("libnvshmem_host.so*")):
+                return str(library)
+    return None
 
 
 @cache

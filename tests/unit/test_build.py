@@ -203,6 +203,61 @@ def test_every_folder_with_a_bind_cpp_is_compiled() -> None:
     assert all((ROOT / source).is_file() for source in sources)
 
 
+# ---- NVSHMEM, which is optional -------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvshmem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place with its headers and its library; nothing points there."""
+    for name in ("PMOE_NVSHMEM", "NVSHMEM_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    place = tmp_path / "nvshmem"
+    for name in ("include/host/nvshmem_api.h", "lib/libnvshmem_host.so.3"):
+        (place / name).parent.mkdir(parents=True)
+        (place / name).touch()
+    return place
+
+
+def test_nvshmem_is_compiled_where_its_headers_are_and_not_elsewhere(
+    nvshmem: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "cuda/heap/nvshmem.cpp"
+    assert SETUP.find_nvshmem() is None and source not in SETUP.cuda_sources()
+    packages = SimpleNamespace(submodule_search_locations=["/nowhere", str(nvshmem.parent)])
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: packages if name == "nvidia" else None)
+        assert SETUP.find_nvshmem() == nvshmem / "include"
+        assert extension.nvshmem_library() == str(nvshmem / "lib" / "libnvshmem_host.so.3")
+    assert extension.nvshmem_library() is None
+    monkeypatch.setenv("NVSHMEM_HOME", str(nvshmem))
+    assert extension.nvshmem_library() == str(nvshmem / "lib" / "libnvshmem_host.so.3")
+    assert SETUP.find_nvshmem() == nvshmem / "include" and SETUP.cuda_sources()[-1] == source
+    assert SETUP._flags_of(source) == ["-isystem", str(nvshmem / "include")]
+    assert SETUP._flags_of("cuda/heap/bind.cpp") == []
+    monkeypatch.setenv("PMOE_NVSHMEM", "0")
+    assert SETUP.find_nvshmem() is None and source not in SETUP.cuda_sources()
+    monkeypatch.setenv("PMOE_NVSHMEM", "1")
+    monkeypatch.setenv("NVSHMEM_HOME", "/nowhere")
+    with pytest.raises(SystemExit, match=r"PMOE_NVSHMEM=1 needs host/nvshmem_api\.h, and it is not in"):
+        SETUP.find_nvshmem()
+    monkeypatch.setenv("PMOE_NVSHMEM", "yes")
+    with pytest.raises(SystemExit, match=r"PMOE_NVSHMEM \('yes'\) must be 0, 1 or unset"):
+        SETUP.find_nvshmem()
+
+
+def test_status_tells_whether_nvshmem_is_built_in(nvshmem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(ARCHS="sm_80", NVCC="13.0.88", declared=lambda: [], kernels=lambda index: [])
+    monkeypatch.setattr(extension, "_load", lambda: (module, None))
+    assert status().nvshmem is None
+    assert "NVSHMEM: not built in, its headers were not found" in str(status()).splitlines()
+    module.NVSHMEM = "3.4.5"
+    assert "NVSHMEM: built for 3.4.5, untested; its library is not found" in str(status()).splitlines()
+    monkeypatch.setenv("NVSHMEM_HOME", str(nvshmem))
+    library = nvshmem / "lib" / "libnvshmem_host.so.3"
+    assert f"NVSHMEM: built for 3.4.5, untested; library {library}" in str(status()).splitlines()
+
+
 # ---- wheels ---------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,67 @@
+// Addresses and streams come as integers, handles as bytes; pmoe/comm/heap.py is the Python face.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "heap/heap.h"
+#include "module.h"
+
+namespace py = pybind11;
+namespace heap = pmoe::heap;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T = void>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Most of them wait for the device or the driver, which other threads need not.
+using no_gil = py::call_guard<py::gil_scoped_release>;
+
+void bind_heap(py::module_& m) {
+  using py::arg;
+  m.def(
+      "heap_allocate",
+      [](int device, int64_t bytes) { return reinterpret_cast<Address>(heap::allocate(device, bytes)); },
+      arg("device"), arg("bytes"), "The address of zeroed memory of its own.", no_gil());
+  m.def(
+      "heap_free", [](int device, Address base) { heap::release(device, at(base)); }, arg("device"),
+      arg("base"), no_gil());
+  m.def(
+      "heap_handle", [](int device, Address base) { return py::bytes(heap::handle(device, at(base))); },
+      arg("device"), arg("base"), "64 bytes, by which another process of the node opens this memory.");
+  m.def(
+      "heap_open",
+      [](int device, const py::bytes& handle) {
+        const std::string given = handle;
+        const py::gil_scoped_release others_run;
+        return reinterpret_cast<Address>(heap::open(device, given));
+      },
+      arg("device"), arg("handle"), "The address at which this process sees another one's memory.");
+  m.def(
+      "heap_close", [](int device, Address peer) { heap::close(device, at(peer)); }, arg("device"),
+      arg("peer"), no_gil());
+  m.def(
+      "heap_raise_flag",
+      [](int device, Address stream, Address flag, uint32_t value) {
+        heap::raise_flag(device, at(stream), at<uint32_t>(flag), value);
+      },
+      arg("device"), arg("stream"), arg("flag"), arg("value"), no_gil());
+  m.def(
+      "heap_await_flag",
+      [](int device, Address stream, Address flag, uint32_t wanted, uint64_t bound_nanoseconds,
+         Address waited) {
+        heap::await_flag(device, at(stream), at<const uint32_t>(flag), wanted, bound_nanoseconds,
+                         at<int64_t>(waited));
+      },
+      arg("device"), arg("stream"), arg("flag"), arg("wanted"), arg("bound_nanoseconds"), arg("waited"),
+      "One launch; waited is int64, in memory that the host reads: nanoseconds, or -1.", no_gil());
+}
+
+const pmoe::Module joined(bind_heap, heap::list_kernels);
+
+}  // namespace

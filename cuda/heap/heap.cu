@@ -1,0 +1,108 @@
+#include <cstring>
+#include <stdexcept>
+
+#include "common/device.cuh"
+#include "common/on_device.h"
+#include "heap/heap.h"
+
+namespace pmoe::heap {
+namespace {
+
+static_assert(sizeof(cudaIpcMemHandle_t) == kHandleBytes);
+
+__global__ void raise_flag_kernel(uint32_t* flag, uint32_t value) { store_release_system(flag, value); }
+
+__global__ void await_flag_kernel(const uint32_t* flag, uint32_t wanted, uint64_t bound, int64_t* waited) {
+  const uint64_t start = nanoseconds();
+  for (;;) {
+    const bool came = static_cast<int32_t>(load_acquire_system(flag) - wanted) >= 0;
+    const uint64_t past = nanoseconds() - start;
+    if (came || past > bound) {
+      *waited = came ? static_cast<int64_t>(past) : -1;
+      return;
+    }
+    pause();
+  }
+}
+
+// What a user can do about it.
+std::string told(cudaError_t error) {
+  if (error == cudaErrorPeerAccessUnsupported)
+    return ": the devices do not reach each other's memory, by NVLink or PCIe (nvidia-smi topo -p2p w)";
+  if (error == cudaErrorMapBufferObjectFailed || error == cudaErrorInvalidResourceHandle)
+    return ": is its process alive, on this node, and sees the same /dev/shm and process ids?";
+  return "";
+}
+
+}  // namespace
+
+void* allocate(int device, int64_t bytes) {
+  if (bytes < 1) throw std::invalid_argument("bytes (" + std::to_string(bytes) + ") must be at least 1");
+  const OnDevice here(device);
+  const size_t whole = static_cast<size_t>(ceil_div(bytes, kBlockBytes) * kBlockBytes);
+  void* base = nullptr;
+  const std::string call = "cudaMalloc(" + std::to_string(whole) + " bytes)";
+  check(cudaMalloc(&base, whole), call.c_str());
+  try {
+    check(cudaMemset(base, 0, whole), "cudaMemset of a heap");
+    check(cudaDeviceSynchronize(), "zeroing a heap");
+  } catch (...) {
+    cudaFree(base);
+    throw;
+  }
+  return base;
+}
+
+void release(int device, void* base) {
+  const OnDevice here(device);
+  check(cudaFree(base), "cudaFree of a heap");
+}
+
+std::string handle(int device, void* base) {
+  const OnDevice here(device);
+  cudaIpcMemHandle_t found;
+  check(cudaIpcGetMemHandle(&found, base), "cudaIpcGetMemHandle");
+  return std::string(reinterpret_cast<const char*>(&found), sizeof found);
+}
+
+void* open(int device, const std::string& handle) {
+  if (handle.size() != kHandleBytes)
+    throw std::invalid_argument("a handle has " + std::to_string(kHandleBytes) + " bytes, not " +
+                                std::to_string(handle.size()));
+  const OnDevice here(device);
+  cudaIpcMemHandle_t given;
+  std::memcpy(&given, handle.data(), sizeof given);
+  void* peer = nullptr;
+  const cudaError_t error = cudaIpcOpenMemHandle(&peer, given, cudaIpcMemLazyEnablePeerAccess);
+  try {
+    check(error, "cudaIpcOpenMemHandle");
+  } catch (const std::runtime_error& known) {
+    throw std::runtime_error(known.what() + told(error));
+  }
+  return peer;
+}
+
+void close(int device, void* peer) {
+  const OnDevice here(device);
+  check(cudaIpcCloseMemHandle(peer), "cudaIpcCloseMemHandle");
+}
+
+void raise_flag(int device, void* stream, uint32_t* flag, uint32_t value) {
+  const OnDevice here(device);
+  raise_flag_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(flag, value);
+  check(cudaGetLastError(), "raise_flag");
+}
+
+void await_flag(int device, void* stream, const uint32_t* flag, uint32_t wanted, uint64_t bound,
+                int64_t* waited) {
+  const OnDevice here(device);
+  await_flag_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(flag, wanted, bound, waited);
+  check(cudaGetLastError(), "await_flag");
+}
+
+void list_kernels(std::vector<KernelInfo>& found) {
+  found.push_back({"heap.raise_flag", reinterpret_cast<const void*>(&raise_flag_kernel), 1, 0});
+  found.push_back({"heap.await_flag", reinterpret_cast<const void*>(&await_flag_kernel), 1, 0});
+}
+
+}  // namespace pmoe::heap

@@ -1,0 +1,163 @@
+// NVSHMEM as a place for heaps: memory that ranks of other nodes reach by loads and stores, too, where NVLink
+// goes there. Compiled only where setup.py finds NVSHMEM's headers, and never run yet by its authors.
+//
+// Only the host's side is used, and the kernels know nothing of it: a peer whose memory cannot be mapped is
+// refused. The library is opened when it is needed, so that pmoe works without it.
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <host/nvshmem_api.h>
+#include <host/nvshmemx_api.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/on_device.h"
+#include "module.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Address = std::uintptr_t;
+using pmoe::check;
+using pmoe::OnDevice;
+
+// Also other parts of the process may have opened it: it is one and the same then.
+class Library {
+ public:
+  explicit Library(const char* path) : file_(dlopen(path, RTLD_NOW | RTLD_GLOBAL)) {
+    if (file_ == nullptr) throw std::runtime_error(std::string("pmoe._cuda: NVSHMEM: ") + dlerror());
+    find(get_uniqueid, "nvshmemx_get_uniqueid");
+    find(set_uniqueid, "nvshmemx_set_attr_uniqueid_args");
+    find(init, "nvshmemx_hostlib_init_attr");
+    find(status, "nvshmemx_init_status");
+    find(my_pe, "nvshmem_my_pe");
+    find(n_pes, "nvshmem_n_pes");
+    find(allocate, "nvshmem_malloc");
+    find(release, "nvshmem_free");
+    find(pointer, "nvshmem_ptr");
+  }
+
+  decltype(&nvshmemx_get_uniqueid) get_uniqueid;
+  decltype(&nvshmemx_set_attr_uniqueid_args) set_uniqueid;
+  decltype(&nvshmemx_hostlib_init_attr) init;
+  decltype(&nvshmemx_init_status) status;
+  decltype(&nvshmem_my_pe) my_pe;
+  decltype(&nvshmem_n_pes) n_pes;
+  decltype(&nvshmem_malloc) allocate;
+  decltype(&nvshmem_free) release;
+  decltype(&nvshmem_ptr) pointer;
+
+ private:
+  template <class Function>
+  void find(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(file_, name));
+    if (function == nullptr)
+      throw std::runtime_error(std::string("pmoe._cuda: NVSHMEM's library has no ") + name);
+  }
+
+  void* file_;  // stays open: what it started cannot be undone
+};
+
+std::unique_ptr<Library> opened;
+
+Library& library() {
+  if (!opened) throw std::runtime_error("pmoe._cuda: nvshmem_open comes first");
+  return *opened;
+}
+
+void expect_zero(int status, const char* call) {
+  if (status != 0)
+    throw std::runtime_error(std::string("pmoe._cuda: ") + call + " failed with status " +
+                             std::to_string(status) + " (NVSHMEM_DEBUG=INFO tells more)");
+}
+
+void open(const std::string& path) {
+  if (!opened) opened = std::make_unique<Library>(path.c_str());
+}
+
+std::string unique_id() {
+  nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
+  expect_zero(library().get_uniqueid(&id), "nvshmemx_get_uniqueid");
+  return std::string(reinterpret_cast<const char*>(&id), sizeof id);
+}
+
+// The ranks that call this with one id are NVSHMEM's, once a process: (rank, ranks), as they are afterwards.
+std::pair<int, int> init(int device, const std::string& id, int rank, int ranks) {
+  if (id.size() != sizeof(nvshmemx_uniqueid_t))
+    throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have " +
+                                std::to_string(sizeof(nvshmemx_uniqueid_t)));
+  const OnDevice here(device);
+  check(cudaFree(nullptr), "starting CUDA");
+  Library& nvshmem = library();
+  if (nvshmem.status() < NVSHMEM_STATUS_IS_INITIALIZED) {
+    nvshmemx_uniqueid_t given;
+    std::memcpy(&given, id.data(), sizeof given);
+    nvshmemx_init_attr_t attributes;
+    std::memset(&attributes, 0, sizeof attributes);
+    nvshmemx_init_init_attr_ver_only(attributes);
+    expect_zero(nvshmem.set_uniqueid(rank, ranks, &given, &attributes), "nvshmemx_set_attr_uniqueid_args");
+    expect_zero(nvshmem.init(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes), "nvshmemx_hostlib_init_attr");
+  }
+  return {nvshmem.my_pe(), nvshmem.n_pes()};
+}
+
+// Collective over NVSHMEM's ranks, as is release().
+Address allocate(int device, int64_t bytes) {
+  const OnDevice here(device);
+  void* const base = library().allocate(static_cast<size_t>(bytes));
+  if (base == nullptr)
+    throw std::runtime_error("pmoe._cuda: nvshmem_malloc(" + std::to_string(bytes) +
+                             " bytes) found no memory (NVSHMEM_SYMMETRIC_SIZE, "
+                             "NVSHMEM_MAX_MEMORY_PER_GPU)");
+  check(cudaMemset(base, 0, static_cast<size_t>(bytes)), "cudaMemset of a heap");
+  check(cudaDeviceSynchronize(), "zeroing a heap");
+  return reinterpret_cast<Address>(base);
+}
+
+void release(int device, Address base) {
+  const OnDevice here(device);
+  library().release(reinterpret_cast<void*>(base));
+}
+
+// 0 where the peer is beyond loads and stores.
+Address pointer(int device, Address base, int peer) {
+  const OnDevice here(device);
+  return reinterpret_cast<Address>(library().pointer(reinterpret_cast<void*>(base), peer));
+}
+
+using no_gil = py::call_guard<py::gil_scoped_release>;
+
+void bind_nvshmem(py::module_& m) {
+  using py::arg;
+  m.attr("NVSHMEM") = std::to_string(NVSHMEM_VENDOR_MAJOR_VERSION) + "." +
+                      std::to_string(NVSHMEM_VENDOR_MINOR_VERSION) + "." +
+                      std::to_string(NVSHMEM_VENDOR_PATCH_VERSION);
+  m.def("nvshmem_open", &open, arg("path"), "Opens libnvshmem_host, once a process.", no_gil());
+  m.def(
+      "nvshmem_unique_id", [] { return py::bytes(unique_id()); }, "Of the rank that gives it to the others.");
+  m.def(
+      "nvshmem_init",
+      [](int device, const py::bytes& id, int rank, int ranks) {
+        const std::string given = id;
+        const py::gil_scoped_release others_run;
+        return init(device, given, rank, ranks);
+      },
+      arg("device"), arg("id"), arg("rank"), arg("ranks"),
+      "Collective, once a process: (rank, ranks), as NVSHMEM has them since its first start.");
+  m.def("nvshmem_allocate", &allocate, arg("device"), arg("bytes"), "Collective. Zeroed.", no_gil());
+  m.def("nvshmem_free", &release, arg("device"), arg("base"), "Collective.", no_gil());
+  m.def("nvshmem_pointer", &pointer, arg("device"), arg("base"), arg("peer"),
+        "Where this rank sees a peer's part; 0 where it is beyond loads and stores.", no_gil());
+}
+
+void list_none(std::vector<pmoe::KernelInfo>&) {}
+
+const pmoe::Module joined(bind_nvshmem, list_none);
+
+}  // namespace

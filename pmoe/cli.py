@@ -3,7 +3,9 @@
     pmoe memory --theory --d-model 2048 --d-hidden 8192 --num-experts 64 --tokens 16384 --n 8
     pmoe plan --d-model 1024 --d-hidden 4096 --num-experts 64 --tokens 8192 --ranks 8 --budget 2GiB
     torchrun --nproc-per-node 8 -m pmoe profile
+    pmoe profile --kernels --d-model 4096 --d-hidden 14336 --num-experts 8 --top-k 2 --virtual-ranks 8
     pmoe simulate fsmoe-table5 --contention 1.25
+    pmoe simulate comet --draw comet.png
     pmoe kernels
 
 Each subcommand parses, calls the library, and prints; with --json one object and nothing else. Bad arguments
@@ -17,7 +19,9 @@ import io
 import json
 import math
 import os
+import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,16 +32,28 @@ import torch.distributed as dist
 
 from pmoe import __version__
 from pmoe.comm.ranks import Ranks
+from pmoe.comm.topology import gathered
 from pmoe.kernels import status
 from pmoe.layer import MoELayer
+from pmoe.pipeline import comet_figures
 from pmoe.pipeline.advise import Advice, advise, step_bars
 from pmoe.pipeline.allocations import StepMemory, step_memory
 from pmoe.pipeline.buffers import pool
 from pmoe.pipeline.decide import Candidate, bound, parse_bytes
+from pmoe.pipeline.division import (
+    forget,
+    fused_refusal,
+    kernel_shapes,
+    layer_sizes,
+    measure_kernels,
+    time_layers,
+)
 from pmoe.pipeline.footprint import STACKED, Shape, shape_of_sizes
 from pmoe.pipeline.fsmoe_table5 import ASSUMPTIONS, CONTENTION, PAPER_DIFFERING, table2, table5
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.degree import check_backward
+from pmoe.planner.division import LayerTimes, Sizes, Table, now, rule, sizes_of
+from pmoe.planner.division_file import as_fields, load_table, save_table
 from pmoe.planner.profile import (
     LINE_SECONDS,
     WIDTH,
@@ -51,12 +67,22 @@ from pmoe.planner.profile import (
     save,
 )
 from pmoe.planner.restore import ALL_PAIRS, STRATEGIES, Restore
-from pmoe.planner.stored import NoProfileError, find_profile
+from pmoe.planner.stored import NoProfileError, find_profile, profile_folder
 from pmoe.planner.theory import theory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16} | {
     "float64": torch.float64
 }
+
+LAYER: dict[str, Any] = {
+    "d_model": 4096,
+    "d_hidden": 14336,
+    "num_experts": 8,
+    "top_k": 2,
+    "tokens": (1024, 4096, 16384),
+    "expert": "swiglu",
+}
+"""Whose fused kernels `pmoe profile --kernels` measures where nobody says: COMET's Table 2, Mixtral 8x7B."""
 
 EQUATIONS = {
     "model_states": ("Eq. 1", "4 (E M + 2 H M)"),
@@ -204,22 +230,54 @@ def _add_profile(command: argparse.ArgumentParser) -> None:
         metavar="L",
         help="ranks of a node, which are to share each expert (default: torchrun's ranks a node)",
     )
-    command.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    command.add_argument("--dtype", choices=list(DTYPES), help="default float32, and bfloat16 with --kernels")
     command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     command.add_argument("--folder", type=Path, help="where to store it (default $PMOE_CACHE, ~/.cache/pmoe)")
     command.add_argument("--out", type=Path, metavar="FILE", help="store it in this file instead")
+    fused = command.add_argument_group(
+        "the fused kernels", "how many of their thread blocks communicate (default layer: Mixtral 8x7B's)"
+    )
+    fused.add_argument(
+        "--kernels", action="store_true", help="measure them in place of the machine, on a CUDA device"
+    )
+    fused.add_argument("--show", action="store_true", help="print what is stored, and measure nothing")
+    for name, letter, about in (
+        ("--d-model", "M", ""),
+        ("--d-hidden", "H", ""),
+        ("--num-experts", "E", "on all ranks together; "),
+        ("--top-k", "K", "experts a token; "),
+    ):
+        default = LAYER[name.removeprefix("--").replace("-", "_")]
+        fused.add_argument(name, type=_whole, metavar=letter, help=f"{about}default {default}")
+    fused.add_argument(
+        "--tokens",
+        type=_whole,
+        nargs="+",
+        metavar="B",
+        help=f"of one rank; default {' '.join(map(str, LAYER['tokens']))}",
+    )
+    fused.add_argument("--expert", choices=list(STACKED), help=f"default {LAYER['expert']}")
+    fused.add_argument(
+        "--virtual-ranks", type=_whole, metavar="W", help="that share this one device, in one process"
+    )
 
 
 def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "experiment", choices=["fsmoe-table5"], help="FSMoE's Table 5: five systems, 1,458 layers, Testbed B"
+        "experiment",
+        choices=["fsmoe-table5", "comet"],
+        help="FSMoE's Table 5: five systems, 1,458 layers, Testbed B; or COMET's Table 3, the moves of n_c "
+        "in its Fig. 8, and a fused layer beside a chunked one",
     )
     command.add_argument(
         "--contention",
         type=_slack,
-        default=CONTENTION,
         metavar="C",
-        help=f"seconds of collectives of both lanes together, over those alone (default {CONTENTION})",
+        help="fsmoe-table5: seconds of collectives of both lanes together, over those alone "
+        f"(default {CONTENTION})",
+    )
+    command.add_argument(
+        "--draw", type=Path, metavar="FILE", help="comet: the fused layer beside the chunked one, as a PNG"
     )
     command.add_argument(
         "--assumptions", action="store_true", help="print what is assumed, and simulate nothing"
@@ -524,6 +582,9 @@ def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice
 
 def run_profile(args: argparse.Namespace) -> int:
     """Under torchrun every rank takes part, and rank 0 stores and prints."""
+    if args.kernels:
+        return run_profile_kernels(args)
+    _refuse_given(args, ("show", *LAYER, "virtual_ranks"), "needs --kernels")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     text = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -535,7 +596,7 @@ def run_profile(args: argparse.Namespace) -> int:
     if several:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        ranks, dtype = Ranks(), DTYPES[args.dtype]
+        ranks, dtype = Ranks(), DTYPES[args.dtype or "float32"]
         path = args.out or profile_path(identity(ranks, device, dtype), args.folder)
         across, inside = _nodes(ranks, args.inside)
         profile = measure(ranks, device, dtype, quick=args.quick)
@@ -567,6 +628,159 @@ def run_profile(args: argparse.Namespace) -> int:
     print(_interference_table(profile.interference, profile.num_ranks > 1))
     print(f"\nwrote {path}")
     return 0
+
+
+def _refuse_given(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(args, name) not in (None, False):
+            raise _BadInputError(f"--{name.replace('_', '-')} {why}")
+
+
+def run_profile_kernels(args: argparse.Namespace) -> int:
+    """Fills the table of division points. Under torchrun as `run_profile`."""
+    _refuse_given(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
+    if args.show:
+        return _show_divisions(args)
+    world, virtual = int(os.environ.get("WORLD_SIZE", "1")), args.virtual_ranks
+    if virtual is not None and world > 1:
+        raise _BadInputError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
+    text = args.device or "cuda"
+    if text == "cuda":
+        text = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    device = _device(text, must_exist=False)
+    reason = fused_refusal(device)
+    if reason is not None:
+        raise _BadInputError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
+    torch.cuda.set_device(device)
+    several = world > 1 and not dist.is_initialized()
+    if several:
+        dist.init_process_group("nccl")
+    try:
+        ranks = Ranks()
+        given = {name: getattr(args, name) or default for name, default in LAYER.items()}
+        gated = given.pop("expert") == "swiglu"
+        layers = [
+            layer_sizes(
+                device,
+                **given | {"tokens": tokens},
+                num_ranks=virtual or ranks.size,
+                gated=gated,
+                dtype=DTYPES[args.dtype or "bfloat16"],
+                virtual=virtual is not None,
+            )
+            for tokens in given["tokens"]
+        ]
+        found = measure_kernels(layers, ranks, device, top_k=given["top_k"])
+        if not found.entries:
+            raise _BadInputError("no fused kernel could be measured")
+        path = _save_divisions(found, ranks, args.folder)
+        if virtual is None and ranks.size > 1:  # with the division points that were just stored
+            kind = "swiglu" if gated else "ffn"
+            times = _time_layers(layers, given, kind, ranks, device, DTYPES[args.dtype or "bfloat16"])
+            found = Table(found.entries, times)
+            path = _save_divisions(found, ranks, args.folder)
+        if ranks.rank:
+            return 0
+    finally:
+        if several:
+            dist.destroy_process_group()
+    if args.json:
+        print(json.dumps({"path": str(path), **as_fields(found)}))
+        return 0
+    print(f"{_divisions_table(found)}\n\nwrote {path}")
+    return 0
+
+
+def _save_divisions(found: Table, ranks: Ranks, folder: Path | None) -> Path | None:
+    """Where rank 0 has stored it; collective."""
+    path, told = None, ""
+    if ranks.rank == 0:
+        try:
+            (path,) = save_table(found, folder)
+        except OSError as error:
+            told = f"--folder ({profile_folder(folder)}) must be a folder to write: {error.strerror}"
+    if ranks.size > 1:
+        told = next(filter(None, gathered(told, ranks)), "")
+    if told:
+        raise _BadInputError(told)
+    forget()
+    return path
+
+
+def _time_layers(
+    layers: Sequence[Sizes],
+    given: Mapping[str, Any],
+    expert: str,
+    ranks: Ranks,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[Sizes, LayerTimes]:
+    """The fused layer beside the one in chunks, for each number of tokens; none where the fused one falls
+    back."""
+    names = ("d_model", "d_hidden", "num_experts", "top_k")
+    options = {name: given[name] for name in names} | {"expert": expert, "bias": False}
+    found = {}
+    for sizes, tokens in zip(layers, given["tokens"], strict=True):
+        x_TM = torch.randn(tokens, given["d_model"], device=device).to(dtype)
+        fused, chunked = (
+            MoELayer(**options, fused=way, pipeline=True, memory_reuse=True, device=device, dtype=dtype)
+            for way in (True, False)
+        )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fused(x_TM)
+        if any("falls back" in str(each.message) for each in told):
+            print(f"pmoe: no layer times: {told[0].message}", file=sys.stderr)
+            continue
+        found[sizes] = LayerTimes(sizes=sizes, seconds=time_layers(fused, chunked, x_TM, ranks), when=now())
+    return found
+
+
+def _show_divisions(args: argparse.Namespace) -> int:
+    found, folder = load_table(args.folder), profile_folder(args.folder)
+    if args.json:
+        print(json.dumps({"folder": str(folder), **as_fields(found)}))
+        return 0
+    if not (found.entries or found.layers):
+        print(f"nothing measured of the fused kernels in {folder}")
+        return 0
+    if found.entries:
+        print(_divisions_table(found))
+    if found.layers:
+        rows = []
+        for times in sorted(found.layers.values(), key=lambda times: str(times.sizes)):
+            each = times.seconds
+            cells = (each.fused_forward, each.chunked_forward, each.fused_step, each.chunked_step)
+            rows.append([str(times.sizes), *map(_ms, cells), times.when])
+        print("\nms of a layer, forward and both passes, with fused kernels and in chunks")
+        print(_table(["", "fused", "chunked", "fused, both", "chunked, both", "measured"], rows))
+    print(f"\nstored in {folder}")
+    return 0
+
+
+def _divisions_table(found: Table) -> str:
+    """Beside the fastest, what the rule takes that holds where nothing is measured, if it was tried."""
+    lines = ["thread blocks that communicate (n_c), columns of a chunk (T_N), and ms of the kernel"]
+    layers = sorted({sizes_of(shape) for shape in found.entries}, key=str)
+    for sizes in layers:
+        rows = []
+        for shape in kernel_shapes(sizes):
+            entry = found.entries.get(shape)
+            if entry is None:
+                continue
+            by_rule = entry.seconds.get(rule(shape))
+            rows.append(
+                [
+                    f"{shape.kernel} {shape.direction}",
+                    str(entry.division.n_c),
+                    str(entry.division.chunk_columns) if shape.kernel == "combine" else "-",
+                    _ms(entry.seconds[entry.division]),
+                    "-" if by_rule is None else _ms(by_rule),
+                    entry.when,
+                ]
+            )
+        lines += ["", str(sizes), _table(["kernel", "n_c", "T_N", "ms", "ms by rule", "measured"], rows)]
+    return "\n".join(lines)
 
 
 def _rates_table(profile: Profile) -> str:
@@ -652,16 +866,90 @@ def _interference_table(found: Interference, travels: bool) -> str:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
+    comet = args.experiment == "comet"
+    if comet and args.contention is not None:
+        raise _BadInputError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")
+    if args.draw is not None and (not comet or args.assumptions):
+        raise _BadInputError(f"--draw ({args.draw}) is for comet, without --assumptions")
     if args.assumptions:
-        if args.json:
-            print(json.dumps(dict(ASSUMPTIONS)))
-            return 0
-        width = max(map(len, ASSUMPTIONS))
-        for name, told in ASSUMPTIONS.items():
-            first, other = f"{name:<{width}}  ", " " * (width + 2)
-            print(textwrap.fill(told, 110, initial_indent=first, subsequent_indent=other))
+        return _print_assumptions(comet_figures.ASSUMPTIONS if comet else ASSUMPTIONS, args.json)
+    return _simulate_comet(args) if comet else _simulate_table5(args)
+
+
+def _print_assumptions(assumptions: Mapping[str, str], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(dict(assumptions)))
         return 0
-    ideal, contended, operations = table5(1.0), table5(args.contention), table2()
+    width = max(map(len, assumptions))
+    for name, told in assumptions.items():
+        first, other = f"{name:<{width}}  ", " " * (width + 2)
+        print(textwrap.fill(told, 110, initial_indent=first, subsequent_indent=other))
+    return 0
+
+
+def _simulate_comet(args: argparse.Namespace) -> int:
+    sizes, cases, beside = comet_figures.table3(), comet_figures.figure8(), comet_figures.beside()
+    told = comet_figures.moves(cases)
+    if args.draw is not None:
+        _draw_comet(args.draw, beside)
+    if args.json:
+        found = {
+            "table3": [asdict(each) for each in sizes],
+            "figure8": [asdict(each) for each in cases],
+            "moves": told,
+            "beside": {**asdict(beside), "fused": beside.fused},
+            "machine": asdict(comet_figures.H800),
+            "assumptions": dict(comet_figures.ASSUMPTIONS),
+        }
+        print(json.dumps(found))
+        return 0
+    print("COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n")
+    rows = [
+        [each.model, f"{each.tokens}", f"{each.paper_mb}", f"{each.num_bytes / 2**20:g}"] for each in sizes
+    ]
+    print(_table(["model", "M", "paper", "computed"], rows))
+    print(
+        "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest; also the model's where "
+        "communicating\nblocks are half as fast, and where M is of a TP group; us with the model's n_c and "
+        "the paper's\n"
+    )
+    rows = []
+    for case in cases:
+        paper = "-" if case.paper is None else f"{case.paper}"
+        slower = "-" if case.paper_seconds is None else f"{case.paper_seconds * 1e6:.0f}"
+        numbers = [case.model, case.half_rate, case.per_group]
+        rows.append(
+            [f"{case.tp}", f"{case.tokens}", paper, *map(str, numbers), f"{case.seconds * 1e6:.0f}", slower]
+        )
+    print(_table(["TP", "M", "paper", "model", "half rate", "M W / TP", "us", "us, paper's"], rows))
+    print("\n" + "\n".join(told))
+    print(textwrap.fill(comet_figures.WHY, 110))
+    print(
+        f"\nMixtral 8x7B, EP = 8, M = {beside.tokens}: fused {_ms(beside.fused)} ms (layer 0 "
+        f"{_ms(beside.dispatch.seconds)} with n_c = {beside.dispatch.division.n_c}, layer 1 "
+        f"{_ms(beside.combine.seconds)} with n_c = {beside.combine.division.n_c}\nand T_N = "
+        f"{beside.combine.division.chunk_columns}), chunked "
+        + ", ".join(f"{_ms(seconds)} with n = {n}" for n, seconds in beside.chunked.items())
+    )
+    print("\nassumed: pmoe simulate comet --assumptions")
+    return 0
+
+
+def _draw_comet(path: Path, beside: comet_figures.Beside) -> None:
+    from pmoe.planner.timeline import draw
+
+    title = f"Mixtral 8x7B, EP = 8, M = {beside.tokens}: a rank of 8 H800, simulated"
+    try:
+        draw(path, comet_figures.panels(beside), title)
+    except ImportError as error:
+        raise _BadInputError(f"--draw ({path}) must be left out without matplotlib: {error}") from None
+    except (OSError, ValueError) as error:
+        raise _BadInputError(f"--draw ({path}) must be a file to write: {error}") from None
+
+
+def _simulate_table5(args: argparse.Namespace) -> int:
+    contention = CONTENTION if args.contention is None else args.contention
+    ideal, contended, operations = table5(1.0), table5(contention), table2()
     if args.json:
         found = {
             "ideal": asdict(ideal),
@@ -682,7 +970,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         spans = [f"{each.least:.2f} - {each.greatest:.2f}" for each in (alone, beside)]
         paper = "-" if alone.paper is None else f"{alone.paper:.2f}"
         rows.append([name, f"{alone.mean:.3f}", spans[0], f"{beside.mean:.3f}", spans[1], paper])
-    header = ["system", "C = 1", "of one layer", f"C = {args.contention:g}", "of one layer", "paper"]
+    header = ["system", "C = 1", "of one layer", f"C = {contention:g}", "of one layer", "paper"]
     print(_table(header, rows))
     print(
         f"\nlayers whose best degrees of both passes differ: {ideal.differing} ({ideal.differing_alone} "

@@ -371,7 +371,7 @@ class Registry:
         device = requests[0].device
         here, known = self.machine.architecture(device), self._known(requests)
         codes = [self._code(request, known) for request in requests]
-        of_requests, of_codes = _digest(each.key for each in requests), _digest(map(str, codes))
+        of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
         facts = [here.binary_version, here.ptx_version, here.capability, of_requests, of_codes]
         least, most = _range(facts, agree)
         _check_alike(here, least, most)
@@ -509,12 +509,12 @@ class Registry:
         }
         text = json.dumps({"format": FORMAT, **self._whose(like), "choices": choices}, indent=1) + "\n"
         try:
-            _replace(self.path(like), text)
+            write_whole(self.path(like), text)
         except (OSError, RuntimeError) as error:  # must not stop one rank alone
             self._tell(f"measured products could not be saved, and will be measured again: {error}")
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Writes the whole file or none: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".kernels-")
@@ -533,7 +533,7 @@ def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[flo
     return [-value for value in found[len(values) :]], found[: len(values)]
 
 
-def _digest(parts: Iterable[str]) -> int:
+def digest(parts: Iterable[str]) -> int:
     """48 bits: a float holds them exactly."""
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
 

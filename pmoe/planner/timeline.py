@@ -36,7 +36,10 @@ class Ran(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One task on the drawing: seconds from the start of the step."""
+    """One task on the drawing: seconds from the start of the step.
+
+    share, base: the part of the lane's height that it takes, and what lies below it, where a lane is many
+    blocks of a device, of which some work on this."""
 
     direction: str
     name: str
@@ -45,6 +48,8 @@ class Bar:
     lane: str
     start: float
     end: float
+    share: float = 1.0
+    base: float = 0.0
 
 
 def bars(spans: Iterable[Ran], origin: float | None = None) -> list[Bar]:
@@ -81,6 +86,7 @@ COLOURS: Mapping[str, str] = {
     "P": "#bbbbbb",
     "L": "#228833",
     "C": "#ccbb44",
+    "E": "#bbaa66",
     "LW": "#99ddaa",
     "W": "#eedd99",
     "G": "#aa3377",
@@ -109,6 +115,7 @@ MEANING: Mapping[str, str] = {
     "P": "P routing weights",
     "L": "L experts, rows that stay",
     "C": "C experts, received rows",
+    "E": "E experts, columns of all rows",
     "LW": "LW weight gradients, rows that stay",
     "W": "W weight gradients, received rows",
     "G": "G gather",
@@ -140,6 +147,9 @@ SHARED: Mapping[str, str] = (
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """From the top. Copies are shown where there are any."""
 
+FUSED_LANES = ("link", "communicating blocks", "computing blocks")
+"""Those of a fused kernel (`pmoe.planner.comet.busy_bars`), from the top."""
+
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], title: str) -> None:
     """A PNG with one panel a key, lanes as rows, all on one time axis. Needs matplotlib."""
@@ -149,12 +159,15 @@ def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], titl
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
+    # a lane of many blocks is higher: its parts lie above each other
+    inches = [0.9 + (0.8 if _fused(each) else 0.4) * len(_lanes(each)) for each in panels.values()]
     figure, axes = plt.subplots(
         len(panels),
         1,
         sharex=True,
         squeeze=False,
-        figsize=(13, 1.2 + sum(0.9 + 0.4 * len(_lanes(content)) for content in panels.values())),
+        figsize=(13, 1.2 + sum(inches)),
+        height_ratios=inches,
         layout="constrained",
     )
     kinds: dict[str, None] = {}
@@ -170,7 +183,13 @@ def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], titl
     plt.close(figure)
 
 
+def _fused(content: Sequence[Bar]) -> bool:
+    return any(bar.lane in FUSED_LANES for bar in content)
+
+
 def _lanes(content: Sequence[Bar]) -> list[str]:
+    if _fused(content):
+        return list(FUSED_LANES)
     used = {"communicate", "compute", *(bar.lane for bar in content)}
     return [lane for lane in LANES if lane in used]
 
@@ -181,17 +200,20 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
     for bar in content:
         row = len(lanes) - 1 - lanes.index(bar.lane)
         width = bar.end - bar.start
+        # parts of shares have many edges: they are told apart by shade, not by lines
+        middle = row + 0.8 * (bar.base + bar.share / 2 - 0.5)
         axis.barh(
-            row,
+            middle,
             width * 1e3,
             left=bar.start * 1e3,
-            height=0.8,
+            height=0.8 * bar.share,
             color=COLOURS[bar.kind],
+            alpha=0.65 if bar.lane in FUSED_LANES and bar.chunk % 2 else 1.0,
             edgecolor="white",
-            lw=0.5,
+            lw=0.0 if bar.lane in FUSED_LANES else 0.5,
         )
-        if width > (0.002 + 0.005 * len(bar.name)) * total:
-            axis.text((bar.start + width / 2) * 1e3, row, bar.name, ha="center", va="center", fontsize=7)
+        if bar.share > 0.2 and width > (0.002 + 0.005 * len(bar.name)) * total:
+            axis.text((bar.start + width / 2) * 1e3, middle, bar.name, ha="center", va="center", fontsize=7)
     backward = [bar.start for bar in content if bar.direction == "backward"]
     if backward:
         axis.axvline(min(backward) * 1e3, color="black", lw=0.8, ls=":")

@@ -1,0 +1,283 @@
+"""Several virtual ranks of a fused layer in one process and one launch, on one device: for tests of the
+kernels and for measurements of what their protocol costs. No layer uses it.
+
+The kernels see no difference to real ranks but that the heaps' addresses are all on one device. All ranks'
+tokens are rows of one tensor, rank r's from floor(r T / W) on, as `pmoe.kernels.route` cuts chunks; gate and
+routing are launched once for all.
+
+Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_model, H = d_hidden, G = H or
+2H rows of w1.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
+from pmoe.comm.ranks import Ranks as Group
+from pmoe.kernels import comet
+from pmoe.kernels.comet import Journey, Mischief
+from pmoe.kernels.route import Routes
+from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
+from pmoe.planner.division import Division, Shape
+
+WARM_UP, ROUNDS = 2, 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Of all ranks' experts, by rank: w1 (E, G, M), w2 (E, M, H), b1 (E, G) and b2 (E, M) or None."""
+
+    w1: Sequence[Tensor]
+    w2: Sequence[Tensor]
+    b1: Sequence[Tensor | None]
+    b2: Sequence[Tensor | None]
+    activation: str
+
+    @classmethod
+    def random(
+        cls,
+        num_ranks: int,
+        experts: int,
+        d_model: int,
+        d_hidden: int,
+        activation: str,
+        *,
+        bias: bool,
+        like: Tensor,
+    ) -> Parameters:
+        """Of such sizes that hidden and output are about as large as their input."""
+        width = 2 * d_hidden if activation == "swiglu" else d_hidden
+
+        def made(*shape: int) -> list[Tensor]:
+            scale = shape[-1] ** -0.5
+            return [
+                torch.randn(shape, dtype=torch.float32, device=like.device).mul_(scale).to(like.dtype)
+                for _ in range(num_ranks)
+            ]
+
+        nothing: list[Tensor | None] = [None] * num_ranks
+        return cls(
+            w1=made(experts, width, d_model),
+            w2=made(experts, d_model, d_hidden),
+            b1=made(experts, width) if bias else nothing,
+            b2=made(experts, d_model) if bias else nothing,
+            activation=activation,
+        )
+
+
+class VirtualRanks:
+    """W ranks with their heaps. rows: that each can receive.
+
+    Raises ValueError where the kernels do not run here, or for more ranks than one launch takes; RuntimeError
+    where memory does not suffice. `close` gives it back.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        experts: int,
+        *,
+        rows: int,
+        home_rows: int,
+        d_model: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        division: Division | None = None,
+        mischief: Mischief | None = None,
+    ) -> None:
+        shape = HeapShape(num_ranks, experts, rows, home_rows, d_model, dtype)
+        self.shape, self.division = shape, Division(1) if division is None else division
+        self.heaps = virtual_heaps(shape, device)
+        self.ranks = comet.Ranks(self.heaps, lambda kernel, direction: self.division, mischief)
+
+    def close(self) -> None:
+        for heap in self.heaps:
+            heap.close()
+
+    def check(self) -> None:
+        """Waits for the device; HeapError where a rank has waited in vain."""
+        for heap in self.heaps:
+            heap.check()
+
+    def journeys(self, routes: Routes) -> list[Journey]:
+        """Of a routing with a chunk a rank: nothing is computed. num_received is the heaps' rows."""
+        num_ranks, experts = self.shape.num_ranks, self.shape.experts
+        first = chunk_bounds(routes.expert_TK.shape[0], num_ranks)
+        return [
+            Journey(
+                rank=rank,
+                expert_TK=routes.expert_TK,
+                position_TK=routes.position_TK,
+                slot_S=routes.slot_N,
+                send_WE=routes.counts_nE[rank].view(num_ranks, experts),
+                recv_WE=routes.counts_nE[:, rank * experts : (rank + 1) * experts],
+                num_received=self.shape.rows,
+                first_token=first[rank],
+                num_tokens=first[rank + 1] - first[rank],
+                first_row=first[rank] * routes.expert_TK.shape[1],
+            )
+            for rank in range(num_ranks)
+        ]
+
+    def forward(
+        self,
+        x_TM: Tensor,
+        weight_TK: Tensor,
+        journeys: Sequence[Journey],
+        given: Parameters,
+        *,
+        keep: bool = True,
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """T_O (T, M), and T_M by rank where it is kept: two launches."""
+        hidden, active = comet.dispatch_hidden(
+            self.ranks, journeys, x_TM, weight_TK, given.w1, given.b1, activation=given.activation, keep=keep
+        )
+        return comet.product_combine(self.ranks, journeys, active, given.w2, given.b2), hidden
+
+    def backward(
+        self,
+        grad_TM: Tensor,
+        weight_TK: Tensor,
+        journeys: Sequence[Journey],
+        given: Parameters,
+        hidden: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """dT_I (T, M), the gradients of the weights (T, K); dT_M and the weighted activated hidden by rank:
+        two launches, without the products that only the parameters wait for."""
+        of_hidden, active, dots = comet.dispatch_hidden_gradient(
+            self.ranks, journeys, grad_TM, weight_TK, given.w2, given.b2, hidden, activation=given.activation
+        )
+        of_x, of_weight = comet.gradient_combine(self.ranks, journeys, of_hidden, given.w1, dots)
+        return of_x, of_weight, of_hidden, active
+
+
+def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:
+    """Such choices as `pmoe.kernels.route` would tell them, with weights of 1; what is not kept has position
+    -1, and rows of a rank begin where they would if all were kept."""
+    num_tokens, top_k = expert_TK.shape
+    position_TK = torch.full_like(expert_TK, -1, dtype=torch.int32)
+    slot_N = torch.zeros(num_tokens * top_k, dtype=torch.int32, device=expert_TK.device)
+    counts = torch.zeros(num_ranks, num_experts, dtype=torch.int32, device=expert_TK.device)
+    bounds = chunk_bounds(num_tokens, num_ranks)
+    for rank, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        kept = torch.ones_like(expert_TK[begin:end], dtype=torch.bool)
+        kept = kept if keep_TK is None else keep_TK[begin:end]
+        rows = sort_rows(expert_TK[begin:end].long(), kept, 1, num_experts, LocalExperts(0, 0), 0)
+        first, count = begin * top_k, int(kept.sum())
+        slot_N[first : first + count] = rows.slot[:count].int() + first
+        own = rows.position.view(end - begin, top_k).int() + first
+        position_TK[begin:end] = own.masked_fill(~kept, -1)
+        counts[rank] = expert_TK[begin:end][kept].bincount(minlength=num_experts).int()
+    return Routes(
+        weight_TK=torch.ones(num_tokens, top_k, device=expert_TK.device),
+        expert_TK=expert_TK.int(),
+        position_TK=position_TK,
+        slot_N=slot_N,
+        counts_nE=counts,
+        ends_nE=counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts),
+        l_aux=torch.zeros((), device=expert_TK.device),
+    )
+
+
+def even_choices(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
+    """(T, K): every expert as often as every other, by tokens of every rank."""
+    slot = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
+    return (slot % num_experts).view(num_tokens, top_k)
+
+
+# ---- timing a division point
+
+
+def time_division(
+    shape: Shape, division: Division, *, top_k: int, device: torch.device, group: Group
+) -> float:
+    """Seconds of one fused kernel with so many communicating blocks: the median of some rounds on random rows
+    whose routing is even. Collective over ``group``, whose ranks share nothing but the heap, or of one
+    process for a shape of virtual ranks.
+
+    Raises as `pmoe.comm.heap.process_heap` and `virtual_heaps` do, and HeapError where a rank waits in vain.
+    """
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    ranks = shape.num_ranks
+    tokens, num_experts = max(shape.rows // top_k, 1), ranks * shape.experts
+    like = torch.empty(0, dtype=dtype, device=device)
+    sizes = HeapShape(ranks, shape.experts, 2 * shape.rows, shape.rows, shape.d_model, dtype)
+    heaps = virtual_heaps(sizes, device) if shape.virtual else [process_heap(group, sizes, device)]
+    try:
+        launcher = comet.Ranks(heaps, lambda kernel, direction: division)
+        routes = routes_of(even_choices(ranks * tokens, top_k, num_experts, device), None, ranks, num_experts)
+        journeys = [
+            Journey(
+                rank=heap.rank,
+                expert_TK=routes.expert_TK,
+                position_TK=routes.position_TK,
+                slot_S=routes.slot_N,
+                send_WE=routes.counts_nE[heap.rank].view(ranks, shape.experts),
+                recv_WE=routes.counts_nE[:, heap.rank * shape.experts : (heap.rank + 1) * shape.experts],
+                num_received=sizes.rows,
+                first_token=heap.rank * tokens,
+                num_tokens=tokens,
+                first_row=heap.rank * tokens * top_k,
+            )
+            for heap in heaps
+        ]
+        kind = "swiglu" if shape.gated else "gelu"
+        given = Parameters.random(
+            len(heaps), shape.experts, shape.d_model, shape.d_hidden, kind, bias=False, like=like
+        )
+        x_TM = torch.randn(ranks * tokens, shape.d_model, dtype=torch.float32, device=device).to(dtype)
+        return _median_seconds(_pieces(shape, launcher, journeys, given, x_TM, routes.weight_TK), device)
+    finally:
+        for heap in heaps:
+            heap.close()
+
+
+def _pieces(
+    shape: Shape,
+    launcher: comet.Ranks,
+    journeys: Sequence[Journey],
+    given: Parameters,
+    x_TM: Tensor,
+    weight_TK: Tensor,
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What is launched before the kernel that is timed, and that kernel."""
+
+    def hidden() -> tuple[list[Tensor] | None, list[Tensor]]:
+        return comet.dispatch_hidden(
+            launcher, journeys, x_TM, weight_TK, given.w1, given.b1, activation=given.activation, keep=True
+        )
+
+    kept, active = hidden()
+    assert kept is not None
+
+    def gradient() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        return comet.dispatch_hidden_gradient(
+            launcher, journeys, x_TM, weight_TK, given.w2, given.b2, kept, activation=given.activation
+        )
+
+    if shape.kernel == "dispatch":
+        return (lambda: None), (hidden if shape.direction == "forward" else gradient)
+    if shape.direction == "forward":
+        return hidden, lambda: comet.product_combine(launcher, journeys, active, given.w2, given.b2)
+    of_hidden, _, dots = gradient()
+    return gradient, lambda: comet.gradient_combine(launcher, journeys, of_hidden, given.w1, dots)
+
+
+def _median_seconds(pieces: tuple[Callable[[], object], Callable[[], object]], device: torch.device) -> float:
+    before, timed = pieces
+    events = []
+    for _ in range(WARM_UP + ROUNDS):
+        before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        timed()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize(device)
+    return statistics.median(float(start.elapsed_time(end)) / 1e3 for start, end in events[WARM_UP:])

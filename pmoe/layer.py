@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins
-from pmoe.comm.flat import FlatDispatch
+from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.sharing import Sharing
 from pmoe.experts import Experts, ModuleExperts, StackedExperts, make_stacked
@@ -28,15 +28,16 @@ from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Columns, Shard
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
-from pmoe.gates import GATES, Routing, SoftGate, SwitchGate, TopKGate
+from pmoe.gates import GATES, ExpertChoiceGate, Routing, SoftGate, SwitchGate, TopKGate
 from pmoe.gates.base import at_least_float32
 from pmoe.gates.logits import router_logits
 from pmoe.gates.make import make_gate
+from pmoe.kernels.comet import Journey, Steps
 from pmoe.ordering import Order, make_order
 from pmoe.ordering.capacity import expert_capacity, within_capacity
 from pmoe.ordering.once import carriers
 from pmoe.ordering.sorted import LocalExperts, SortedOrder, Tokens, count_rows, sort_rows
-from pmoe.pipeline import alone
+from pmoe.pipeline import alone, comet
 from pmoe.pipeline.buffers import ALIGNMENT, pool, warn_once
 from pmoe.pipeline.callbacks import Callback, Hooks
 from pmoe.pipeline.decide import Choice, Chooser, bound, parse_bytes, profile_of
@@ -110,6 +111,13 @@ class MoELayer(nn.Module):
             (FSMoE's ESP): its tokens are gathered there before it and its partial outputs summed behind it.
             Each rank has tokens of its own. "ffn" and "swiglu" are split; a `pmoe.experts.Experts` must be a
             part already.
+        fused: computes a call by COMET's fused kernels, in which tiles of the experts' first product start as
+            their rows arrive and columns of the second leave as they are computed. "forward" does so forward,
+            and goes backward by the pipeline engine with ``pipeline_backward`` chunks; True does so in both
+            passes, and nothing is cut into chunks; "auto" is True where they were measured to be faster.
+            ``memory_reuse`` is as ever, but nothing is offloaded: True takes "S4". What they do not compute
+            falls back to the layer as it is with False, and so does a batch that brings any rank more rows
+            than their memory holds; a warning says why, once a reason, but with "auto".
         order: "sorted", "einsum" (GShard's, the slow reference), or a `pmoe.Order`.
         dispatch: how rows travel to their experts: "flat", "hierarchical_1d" or "hierarchical_2d", or a
             `pmoe.Dispatch`.
@@ -137,7 +145,8 @@ class MoELayer(nn.Module):
             of this rank's tokens (1 where even), plus the z-loss.
         tokens_per_expert: (E,) int64 on the CPU, kept rows of this rank for each expert in the last forward.
         row_counts: of the last forward, rows by bin, rank and expert on the host, for `predict_memory`.
-        traffic: bytes this rank has sent to others since the layer was built.
+        traffic: bytes this rank has sent to others since the layer was built; what fused kernels write to
+            other ranks is not counted.
 
     Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), or (E / W, 2H, M) for "swiglu", gate
     rows first; ``experts.w2`` (E / W, M, H); ``experts.b1``, ``experts.b2``. Experts' parameters carry
@@ -169,6 +178,7 @@ class MoELayer(nn.Module):
         memory_budget: int | str | None = None,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        fused: bool | str = False,
         order: str | Order = "sorted",
         dispatch: str | Dispatch = "flat",
         combine: str | Combine | None = None,
@@ -206,6 +216,9 @@ class MoELayer(nn.Module):
             raise TypeError(f"dtype ({dtype!r}) must be a torch.dtype")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype ({dtype}) must be a floating-point type")
+        if not isinstance(fused, bool) and fused not in ("forward", "auto"):
+            raise ValueError(f'fused ({fused!r}) must be False, True, "forward" or "auto"')
+        self.fused = fused
         check_pipeline(pipeline)
         check_backward(pipeline, pipeline_backward)
         if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -358,6 +371,11 @@ class MoELayer(nn.Module):
         )
 
     @property
+    def is_flat(self) -> bool:
+        """Whether rows travel straight to their ranks, by the library's own all-to-alls."""
+        return type(self.dispatch) is FlatDispatch and type(self.combine) is FlatCombine
+
+    @property
     def hooks(self) -> Hooks:
         """The callbacks' hooks inside the layer. Asked anew each time: modules may have new parameters."""
         return Hooks.of(self.callbacks)
@@ -506,6 +524,7 @@ class MoELayer(nn.Module):
                 "cannot be predicted"
             )
         unknown = {
+            f"kernels are fused (fused={self.fused!r})": bool(self.fused) and name != "memory_budget",
             f"the gate is a {type(self.gate).__name__}": type(self.gate) not in (TopKGate, SwitchGate),
             "gate is a module": not self.trusts_gate and name == "memory_budget",
             f"the order is a {type(self.order).__name__}": not isinstance(self.order, SortedOrder),
@@ -635,6 +654,7 @@ class MoELayer(nn.Module):
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "
+        reuse += f"fused={self.fused!r}, " if self.fused else ""
         return (
             f"d_model={self.d_model}, d_hidden={self.d_hidden}, num_experts={self.num_experts}, "
             f"top_k={self.top_k}, pipeline={self.pipeline}, {reuse}{self.ranks}"
@@ -679,7 +699,7 @@ class _Routed:
 def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     """Route, exchange counts, plan, run the experts between dispatch and combine."""
     layer.grid.reconnect()
-    if _alone_refusal(layer, x) is None:
+    if not _may_fuse(layer, x) and _alone_refusal(layer, x) is None:
         return _forward_alone(layer, x)
     routed = _route(layer, x, token_ids)
     routing, keep_TK = routed.routing, routed.keep_TK
@@ -713,9 +733,11 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     slots = _slots(layer, routed) if rotates else None
     shared_weight_T = _shared_weight(layer, routed.x_TM)
     operands = (*parameters, *shared_parameters, *modules.hooks.parameters)
+    may_fuse = bool(layer.fused) and _unfit_to_fuse(layer) is None
+    counts_FE = count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts, tokens)
     exchange = CountsExchange(
         layer.grid,
-        count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts, tokens),
+        counts_FE,
         num_tokens=tokens.count,
         fault=routed.fault,
         needs_grad=_needs_grad(routed.x_TM, routing.weight, *operands),
@@ -725,9 +747,13 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
         once_FP=once_FP,
         exchanges=(layer.dispatch, layer.combine),
         bypass_local=modules.stages.local,
+        asks_most_rows=may_fuse,
+        one_row_a_choice=_gives_top_k(layer, routing),
     )
     orders: dict[tuple[int, int], Ordered] = {}
-    if len(candidates) == 1 and not rotates:  # while the counts travel: no count can change this order
+    # While the counts travel: no count can change these orders.
+    sent = comet.sort(expert_TK, keep_TK, layer.num_experts) if may_fuse else None
+    if len(candidates) == 1 and not rotates and sent is None:
         n = candidates[0]
         orders[n, layer.num_pieces(n)] = sort(n, layer.num_pieces(n))
     try:
@@ -754,7 +780,6 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
 
     layer.l_aux = routing.l_aux
     layer._counted, layer.max_tokens = shared.on_host(), shared.max_tokens
-    _settle(layer, x, shared)
 
     autocast_dtype = _autocast_dtype(x)
     rows_TM = routed.x_TM
@@ -774,16 +799,146 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
         hook_parameters=modules.hooks.parameters,
     )
     inside = autocast_dtype is not None and layer.experts.runs_under_autocast
+    steps = _fused_steps(layer, rows_TM, shared)
+    call = None
+    if steps is not None and sent is not None:
+        journey = comet.make_journey(expert_TK, sent, counts_FE, shared, layer.ranks.rank)
+        call = _fused_call(layer, steps, journey)
     with torch.autocast(x.device.type, enabled=inside, dtype=autocast_dtype):
-        choice = _choose(layer, shared, plan_for, inputs)
-        plan = plan_for(choice.forward, choice.backward, choice.restore)
-        y_TM = run_experts(plan, inputs, needs_grad=shared.needs_grad)
+        if call is not None and (layer.fused != "forward" or not shared.needs_grad):
+            y_TM = comet.run(call, inputs, needs_grad=shared.needs_grad)
+        else:
+            _settle(layer, x, shared)
+            y_TM = _piped(layer, shared, plan_for, inputs, call)
     if routing.mix is not None:
         y_TM = routing.mix.combine.to(y_TM.dtype) @ y_TM
     y = y_TM.view(x.shape)
     for callback in layer.callbacks:
         y = callback.before_moe_end(y)
     return y
+
+
+def _piped(
+    layer: MoELayer,
+    shared: Shared,
+    plan_for: Callable[[int, int, Restore], Plan],
+    inputs: Inputs,
+    call: comet.Call | None,
+) -> Tensor:
+    """T_O by the pipeline engine; with ``call``, forward by the fused kernels, in the chunks of backward."""
+    if call is None:
+        choice = _choose(layer, shared, plan_for, inputs)
+        plan = plan_for(choice.forward, choice.backward, choice.restore)
+        return run_experts(plan, inputs, needs_grad=shared.needs_grad)
+    backward = _choose_degrees(layer, shared, call.restore, plan_for, inputs).backward
+    plan = plan_for(backward, backward, call.restore)
+    forward = comet.forward_by(call, shared.recv_device)
+    return run_experts(plan, inputs, needs_grad=True, forward=forward)
+
+
+def _gives_top_k(layer: MoELayer, routing: Routing) -> bool:
+    """Whether every token has top_k rows of its own, dropped ones among them."""
+    return routing.token is None and routing.mix is None and routing.expert.shape[1] == layer.top_k
+
+
+def _unfit_to_fuse(layer: MoELayer) -> str | None:
+    """Why no call of a layer that asks for the fused kernels is computed by them, whatever its tokens: the
+    same on every rank. None where a call may be."""
+    unfit = {
+        "nothing travels on one rank": layer.fused == "auto" and layer.ranks.size == 1,
+        f"the experts are {type(layer.experts).__name__}": not comet.takes(layer.experts),
+        "experts are sharded over the ranks of a node": layer.grid.is_sharded,
+        "there are callbacks": bool(layer.callbacks),
+        "there is a shared expert": layer.shared_expert is not None,
+        "rows travel once (send_once=True)": layer.send_once,
+        "rows are sent to their own rank (bypass_local=False)": not layer.bypass_local,
+        "rows do not travel by flat all-to-alls": not layer.is_flat,
+        f"the order is a {type(layer.order).__name__}": type(layer.order) is not SortedOrder,
+        f"the gate is a {type(layer.gate).__name__}": isinstance(layer.gate, SoftGate | ExpertChoiceGate),
+        "there is a memory_budget": layer.memory_budget is not None,
+        "steps are timed one after the other (sequential=True)": layer.sequential,
+        "collectives wait for each other (one_lane=True)": layer.one_lane,
+        "other layers' gradients are reduced inside": layer.gradients is not None,
+    }
+    return next((why for why, holds in unfit.items() if holds), None)
+
+
+def _may_fuse(layer: MoELayer, x: Tensor) -> bool:
+    """Whether a layer of one rank waits for its row counts, because the fused kernels may take them."""
+    if layer.ranks.size > 1 or not layer.fused:
+        return False
+    why = _unfit_to_fuse(layer)
+    if why is None:
+        _check_input(layer, x)
+        assert isinstance(layer.experts, StackedExperts)
+        _, d_model, d_hidden = layer.experts.w2.shape
+        dtype = _autocast_dtype(x) or x.dtype
+        why = comet.refusal(x.device, dtype, d_model=d_model, d_hidden=d_hidden)
+    if why is not None:
+        _tell_unfused(layer, why)
+    return why is None
+
+
+def _tell_unfused(layer: MoELayer, why: str) -> None:
+    """Once a reason: reasons with numbers begin alike, up to a colon."""
+    if layer.fused != "auto":
+        warn_once(f"fused ({layer.fused!r}) falls back to the unfused layer because {why}")
+
+
+def _fused_refusal(layer: MoELayer, shared: Shared) -> str | None:
+    """Why a call is not computed by the fused kernels, as far as its sizes on a device have no part in it, or
+    None. The same on every rank."""
+    why = _unfit_to_fuse(layer)
+    if why is not None:
+        return why
+    if shared.most_rows is None:
+        return f"the gate ({type(layer.gate).__name__}) does not give every token top_k ({layer.top_k}) rows"
+    if shared.needs_grad and _fused_pair(layer) is None:
+        return f"memory_reuse ({layer.restore}) offloads"
+    return None
+
+
+def _fused_pair(layer: MoELayer) -> Restore | None:
+    """The restore pair of a fused call: the layer's, or the one that does not offload where it may choose."""
+    return next((pair for pair in layer.chooser.pairs if not pair.offloads), None)
+
+
+def _fused_steps(layer: MoELayer, rows_TM: Tensor, shared: Shared) -> Steps | None:
+    """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
+    if not layer.fused:
+        return None
+    why = _fused_refusal(layer, shared)
+    if why is None:
+        assert isinstance(layer.experts, StackedExperts) and shared.most_rows is not None
+        request = comet.Request(
+            ranks=layer.ranks,
+            device=rows_TM.device,
+            dtype=rows_TM.dtype,
+            d_model=layer.d_model,
+            d_hidden=layer.experts.w2.shape[2],
+            activation=alone.activation_of(layer.experts),
+            experts=layer.num_local_experts,
+            top_k=layer.top_k,
+            max_tokens=shared.max_tokens,
+            most_rows=shared.most_rows,
+            needs_grad=shared.needs_grad,
+            slack=layer.slack,
+        )
+        if layer.fused == "auto" and not comet.worth(request):
+            return None
+        found = comet.steps_for(request)
+        if not isinstance(found, str):
+            return found
+        why = found
+    _tell_unfused(layer, why)
+    return None
+
+
+def _fused_call(layer: MoELayer, steps: Steps, journey: Journey) -> comet.Call:
+    assert isinstance(layer.experts, StackedExperts)
+    activation = alone.activation_of(layer.experts)
+    restore = _fused_pair(layer) or KEEP  # of a call without a backward pass
+    return comet.Call(steps=steps, journey=journey, activation=activation, restore=restore)
 
 
 def _alone_refusal(layer: MoELayer, x: Tensor) -> str | None:
@@ -898,13 +1053,23 @@ def _choose(
         restore = Restore("communicate", restore.hidden)
         if shared.needs_grad:  # else nothing is offloaded at all
             warn_once("too little host memory is left on some rank to offload T_DI: it is sent again instead")
+    found = _choose_degrees(layer, shared, restore, plan_for, inputs)
+    return Choice(forward=found.forward, backward=found.backward, restore=restore)
+
+
+def _choose_degrees(
+    layer: MoELayer,
+    shared: Shared,
+    restore: Restore,
+    plan_for: Callable[[int, int, Restore], Plan],
+    inputs: Inputs,
+) -> PassDegrees:
+    forward = fixed_degree(layer.pipeline)
     if layer.pipeline == SOLVE:
-        found = _solved(layer, restore, rows_TM, most)
-        return Choice(forward=found.forward, backward=found.backward, restore=restore)
+        return _solved(layer, restore, inputs.x_TM, shared.max_tokens)
     if forward is None:
-        found = _searched(layer, shared, restore, plan_for, inputs)
-        return Choice(forward=found.forward, backward=found.backward, restore=restore)
-    return Choice(forward=forward, backward=layer.pipeline_backward or forward, restore=restore)
+        return _searched(layer, shared, restore, plan_for, inputs)
+    return PassDegrees(forward, layer.pipeline_backward or forward)
 
 
 def _solved(layer: MoELayer, restore: Restore, rows_TM: Tensor, most: int) -> PassDegrees:

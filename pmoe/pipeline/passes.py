@@ -11,7 +11,7 @@ Letters: T tokens, K choices, N rows, M = d_model, n chunks. "_L" marks buffers 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +77,23 @@ class Kept:
     rows_NM: Tensor | None = None
     hidden: Hidden | None = None
     recipe: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forwarded:
+    """What a forward pass leaves, whoever ran it. y_TM: T_O. kept: for each unit of ``plan.forward``.
+    weight_received: the routing weights of the rows that its chunks received, by chunk and in expert order;
+    None where none did. passed: what hooks saved. regroup: of chunks whose rows travelled once (`Cut.once`).
+    """
+
+    y_TM: Tensor
+    kept: Mapping[Unit, Kept]
+    weight_received: Tensor | None
+    passed: Mapping[tuple[str, int], Passed] = field(default_factory=dict)
+    regroup: Sequence[Tensor | None] = ()
+
+
+ForwardPass = Callable[[Plan, Inputs], Forwarded]
 
 
 def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
@@ -985,12 +1002,30 @@ def _both(*works: dist.Work | None) -> dist.Work | None:
     return waited
 
 
+def forward_pass(plan: Plan, inputs: Inputs) -> Forwarded:
+    """Forward by ``plan``'s schedule, with all that a backward pass needs."""
+    done = _Forward(plan, inputs, keep=True)
+    return Forwarded(
+        y_TM=done.run(),
+        kept=done.kept,
+        weight_received=done.weight_received,
+        passed=done.passed,
+        regroup=done.regroup if plan.forward.once is not None else (),
+    )
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, inputs: Inputs, anchor: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        inputs: Inputs,
+        forward: ForwardPass | None,
+        anchor: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
         inputs = inputs.like(tensors)
-        done = _Forward(plan, inputs, keep=True)
-        y_TM = done.run()
+        done = (forward or forward_pass)(plan, inputs)
         needs_x = plan.restore.dispatched == "communicate" or plan.stages.shared
         saved = [*inputs.all, done.weight_received]
         saved[0] = inputs.x_TM if needs_x else None
@@ -1003,11 +1038,10 @@ class _Experts(torch.autograd.Function):
         for point, passed in done.passed.items():
             ctx.passed.append((point, passed.emptied(), len(passed.tensors)))
             saved += passed.tensors
-        if plan.forward.once is not None:  # which rows are whose was not known when the plan was made
-            saved += done.regroup
+        saved += done.regroup  # which rows are whose was not known when the plan was made
         ctx.save_for_backward(*saved)
         ctx.plan, ctx.inputs = plan, inputs.like([None] * len(tensors))
-        return y_TM
+        return done.y_TM
 
     @staticmethod
     def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
@@ -1020,7 +1054,7 @@ class _Experts(torch.autograd.Function):
             inputs=inputs,
             weight_received=next(saved),
             kept={},
-            wanted=ctx.needs_input_grad[3:],
+            wanted=ctx.needs_input_grad[4:],
         )
         for unit, recipe, hidden, count in ctx.units:
             rows_NM = next(saved)
@@ -1033,24 +1067,31 @@ class _Experts(torch.autograd.Function):
             given = replace(given, regroup=list(saved))
         with torch.autocast(grad_TM.device.type, enabled=False):
             grads = _Backward(ctx.plan, grad_TM, given).run()
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
-def run_experts(plan: Plan, inputs: Inputs, *, needs_grad: bool) -> Tensor:
+def run_experts(
+    plan: Plan, inputs: Inputs, *, needs_grad: bool, forward: ForwardPass | None = None
+) -> Tensor:
     """T_O (T, M) of the tokens under ``plan``, with a hand-written backward where ``needs_grad``.
 
     needs_grad must be the same on every rank: where one rank differentiates all take part, whatever of
-    their own inputs needs a gradient.
+    their own inputs needs a gradient. forward: who goes forward instead of the plan's schedule.
     """
     if needs_grad and torch.is_grad_enabled():
-        # A leaf that always needs a gradient keeps this rank's backward in the graph.
-        anchor = torch.empty(0, device=inputs.x_TM.device, requires_grad=True)
         y_TM: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            plan, inputs.like([None] * len(inputs.all)), anchor, *inputs.all
+            plan, inputs.like([None] * len(inputs.all)), forward, make_anchor(inputs.x_TM), *inputs.all
         )
         return y_TM
     with torch.no_grad():
+        if forward is not None:
+            return forward(plan, inputs).y_TM
         return _Forward(plan, inputs, keep=False).run()
+
+
+def make_anchor(like: Tensor) -> Tensor:
+    """A leaf that always needs a gradient: it keeps this rank's backward in the graph."""
+    return torch.empty(0, device=like.device, requires_grad=True)
 
 
 def run_both(plan: Plan, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float, float]:
@@ -1058,16 +1099,15 @@ def run_both(plan: Plan, inputs: Inputs, now: Callable[[], float]) -> tuple[floa
     before, between and after them."""
     with torch.no_grad():
         start = now()
-        done = _Forward(plan, inputs, keep=True)
-        y_TM = done.run()
+        done = forward_pass(plan, inputs)
         middle = now()
         given = _Given(
             inputs=inputs,
             weight_received=done.weight_received,
-            kept=done.kept,
+            kept=dict(done.kept),
             wanted=[tensor is not None and tensor.requires_grad for tensor in inputs.all],
-            regroup=done.regroup if plan.forward.once is not None else None,
-            passed=done.passed,
+            regroup=done.regroup or None,
+            passed=dict(done.passed),
         )
-        _Backward(plan, y_TM, given).run()
+        _Backward(plan, done.y_TM, given).run()
         return start, middle, now()

@@ -1,0 +1,383 @@
+"""Fused layers on several ranks, their kernels' place taken by all-to-alls and plain products: the plain
+definition to 1e-12, the same bits every time, and the same decisions on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import pmoe
+from pmoe.comm.ranks import Ranks
+from pmoe.kernels.comet import Journey
+from pmoe.pipeline import buffers, comet
+from pmoe.pipeline.comet import Request
+from pmoe.pipeline.comet_plain import PlainSteps, plain_steps
+from tests.pool import ranks
+from tests.reference import Definition, relative_error
+from tests.spread import spread
+
+D_MODEL, D_HIDDEN, AUX = 6, 10, 0.37
+TOKENS = {2: (9, 0), 4: (5, 0, 11, 2)}
+PAIRS = [pmoe.Restore(d, h) for d in ("keep", "communicate") for h in ("keep", "recompute")]
+
+
+@dataclass(frozen=True)
+class Case:
+    top_k: int = 2
+    local_experts: int = 2
+    load: str = "mixed"
+    most_rows: int = 1000  # of a rank, that the steps take
+    options: dict[str, Any] = field(default_factory=lambda: {"fused": True})
+
+
+def build(case: Case, world: int, **options: Any) -> pmoe.MoELayer:
+    torch.manual_seed(7)
+    layer = pmoe.MoELayer(
+        D_MODEL,
+        D_HIDDEN,
+        case.local_experts * world,
+        case.top_k,
+        dtype=torch.float64,
+        **{**case.options, **options},
+    )
+    with torch.no_grad():
+        layer.gate.weight *= 3
+        if case.load == "one expert":
+            layer.gate.weight[-1, 0] += 40
+        if case.load == "some experts get none":
+            layer.gate.weight[::2, 0] -= 40
+    return layer
+
+
+def inputs(world: int) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    xs, grads = [], []
+    for count in TOKENS[world]:
+        x = torch.randn(count, D_MODEL, generator=generator, dtype=torch.float64)
+        x[:, 0] = x[:, 0].abs() + 1
+        xs.append(x)
+        grads.append(torch.randn(count, D_MODEL, generator=generator, dtype=torch.float64))
+    return xs, grads
+
+
+class Taking:
+    """Makes the steps of a case, and notes for which calls."""
+
+    def __init__(self, most_rows: int = 1000) -> None:
+        self.most_rows, self.fused = most_rows, list[bool]()
+
+    def __call__(self, request: Request) -> PlainSteps | str:
+        self.fused.append(request.most_rows <= self.most_rows)
+        if self.fused[-1]:
+            return plain_steps(request)
+        return f"more rows arrive than memory holds: {request.most_rows} on a rank, of {self.most_rows}"
+
+
+def step(layer: pmoe.MoELayer, rank: int, world: int) -> dict[str, Any]:
+    layer.zero_grad(set_to_none=True)
+    xs, grads = inputs(world)
+    x = xs[rank].requires_grad_()
+    y = layer(x)
+    ((y * grads[rank]).sum() + AUX * layer.l_aux).backward()
+    found = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "l_aux": layer.l_aux.detach(), "x": x.grad, **found}
+
+
+def run(rank: int, world: int, case: Case) -> tuple[dict[str, Tensor], list[bool]]:
+    taking = Taking(case.most_rows)
+    with comet.using(taking):
+        return step(build(case, world), rank, world), taking.fused
+
+
+def check(world: int, case: Case) -> None:
+    alone = replace(case, local_experts=case.local_experts * world)
+    whole = build(alone, 1, fused=False)
+    definition = Definition(
+        {name: value.detach() for name, value in whole.named_parameters()},
+        case.top_k,
+        case.options.get("expert", "ffn"),
+        case.options.get("activation", "gelu"),
+        None,
+        case.options.get("capacity_factor"),
+    )
+    ys, aux, gradients = definition.gradients(*inputs(world), AUX)
+    most = max_rows(world, case)
+    for rank, (got, fused) in enumerate(ranks(world).run(run, case)):
+        assert fused == [most <= case.most_rows], rank
+        mine = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
+        expected = {"y": ys[rank], "l_aux": aux[rank], **gradients[rank]}
+        assert set(got) == set(expected)
+        for name, value in expected.items():
+            value = value[mine] if name.startswith("experts.") else value
+            assert got[name] is not None, (rank, name)
+            error = relative_error(got[name], value)
+            assert error < 1e-12, f"rank {rank}, {name}: {error}"
+
+
+def max_rows(world: int, case: Case) -> int:
+    """The most rows that any rank receives, from the gate alone."""
+    if case.most_rows == 1000:
+        return 0
+    layer = build(replace(case, local_experts=case.local_experts * world), 1, fused=False)
+    received = torch.zeros(world, dtype=torch.int64)
+    for x in inputs(world)[0]:
+        layer(x)
+        received += layer.tokens_per_expert.view(world, -1).sum(1)
+    return int(received.max())
+
+
+@pytest.mark.parametrize(
+    "way, pair, world, top_k, load",
+    spread(
+        [True, "forward"], PAIRS, [2, 4], [1, 2, 4], ["mixed", "one expert", "some experts get none"], every=3
+    ),
+)
+def test_output_and_gradients_equal_the_definition(
+    way: bool | str, pair: pmoe.Restore, world: int, top_k: int, load: str
+) -> None:
+    for capacity in (None, 0.6):
+        options = {"fused": way, "memory_reuse": pair, "capacity_factor": capacity}
+        check(world, Case(top_k, 2, load, options=options))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("way", [True, "forward"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [{"activation": "relu"}, {"activation": "silu"}, {"expert": "swiglu"}])
+def test_every_expert_equals_the_definition(
+    kind: dict[str, str], bias: bool, way: bool | str, world: int
+) -> None:
+    check(world, Case(2, 3, options={"fused": way, "bias": bias, **kind}))
+
+
+@pytest.mark.parametrize(
+    "n, n_backward, world, pair",
+    spread([1, 2, 4], [None, 1, 2, 4], [2, 4], [False, True, *PAIRS], every=4),
+)
+def test_forward_alone_fits_the_engines_backward(
+    n: int, n_backward: int | None, world: int, pair: Any
+) -> None:
+    options = {"fused": "forward", "pipeline": n, "pipeline_backward": n_backward, "memory_reuse": pair}
+    for load in ("mixed", "one expert"):  # the second cuts into finer chunks where buffers rotate
+        check(world, Case(2, 2, load, options={**options, "capacity_factor": 0.8}))
+
+
+@pytest.mark.parametrize("way", [True, "forward"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("reuse", [False, "S4"])
+def test_more_rows_than_memory_holds_go_through_the_engine_on_every_rank(
+    way: bool | str, world: int, reuse: bool | str
+) -> None:
+    options = {"fused": way, "memory_reuse": reuse, "pipeline": 2}
+    case = Case(2, 2, "one expert", options=options)
+    most = max_rows(world, replace(case, most_rows=0))
+    check(world, replace(case, most_rows=most))
+    check(world, replace(case, most_rows=most - 1))
+
+
+def again_job(rank: int, world: int, case: Case) -> list[dict[str, Tensor]]:
+    with comet.using(plain_steps):
+        layer = build(case, world)
+        return [step(layer, rank, world) for _ in range(2)]
+
+
+@pytest.mark.parametrize("way", [True, "forward"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_two_runs_give_the_same_bits(way: bool | str, world: int) -> None:
+    for first, second in ranks(world).run(again_job, Case(4, 2, options={"fused": way})):
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), name
+
+
+def order_job(rank: int, world: int, expert_TK: list[list[int]]) -> list[float]:
+    """`gradient_combine` of rank 0's rows, of one column: 1 for expert 0, s = 2**-24 for all others. By how
+    many s the sums are above 1."""
+    small = 2.0**-24
+    of_rank_0 = torch.tensor(expert_TK)
+    expert = of_rank_0 if rank == 0 else of_rank_0[:0]
+    flat, rows = expert.view(-1), torch.bincount(of_rank_0.view(-1), minlength=4).view(2, 2)
+    slot = flat.argsort(stable=True)
+    journey = Journey(
+        rank=rank,
+        expert_TK=expert.int(),
+        position_TK=slot.argsort().view(-1, 3).int(),
+        slot_S=slot.int(),
+        send_WE=(rows if rank == 0 else 0 * rows).int(),
+        recv_WE=torch.stack([rows[rank], 0 * rows[rank]]).int(),
+        num_received=int(rows[rank].sum()),
+    )
+    steps = PlainSteps(Ranks())
+    steps.dispatch(journey, torch.ones(expert.shape[0], 1), torch.ones(expert.shape))
+    w1 = torch.tensor([1.0 if rank == 0 else small, small]).view(2, 1, 1)
+    grad, dots = torch.ones(journey.num_received, 1), torch.zeros(1, journey.num_received)
+    y_TM, _ = steps.gradient_combine(journey, grad, w1, dots)
+    return ((y_TM.flatten() - 1) / small).tolist()
+
+
+def test_ranks_sum_their_own_rows_before_the_owner_sums_theirs() -> None:
+    """Experts 0 and 1 are on rank 0, 2 and 3 on rank 1. 1 + s is rounded to 1, and 1 + 2s is not."""
+    tokens = [[0, 2, 3], [2, 0, 3], [0, 2, 1], [1, 2, 0], [2, 1, 0]]
+    # (1) + (s + s);  (s + s) + (1);  (1 + s) + (s);  (s + 1) + (s);  (s) + (s + 1)
+    assert ranks(2).run(order_job, tokens) == [[2.0, 2.0, 0.0, 0.0, 0.0], []]
+
+
+# ---- what ranks may have different
+
+
+def different_job(rank: int, world: int, way: bool | str, pair: pmoe.Restore) -> dict[str, Any]:
+    """On rank 0 experts are frozen, and only rank 1's input needs a gradient."""
+    layer = build(Case(options={"fused": way, "memory_reuse": pair}), world)
+    if rank == 0:
+        layer.requires_grad_(False)
+    xs, _ = inputs(world)
+    x = xs[rank].requires_grad_(rank == 1)
+    with comet.using(plain_steps):
+        layer(x).sum().backward()
+    return {"x": x.grad is not None, "w1": layer.experts.w1.grad is not None}
+
+
+@pytest.mark.parametrize("way", [True, "forward"])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_ranks_may_freeze_different_parameters(way: bool | str, pair: pmoe.Restore) -> None:
+    first, second = ranks(2).run(different_job, way, pair)
+    assert first == {"x": False, "w1": False} and second == {"x": True, "w1": True}
+
+
+def no_grad_job(rank: int, world: int) -> bool:
+    layer, (xs, _) = build(Case(), world), inputs(world)
+    with comet.using(plain_steps):
+        expected = layer(xs[rank])
+        with torch.no_grad():
+            y = layer(xs[rank])
+    return torch.equal(y, expected) and expected.requires_grad and not y.requires_grad
+
+
+def test_without_gradients_the_result_is_the_same() -> None:
+    assert ranks(4).run(no_grad_job) == [True] * 4
+
+
+def mixed_job(rank: int, world: int, way: bool | str) -> Tensor:
+    """Rank 0 alone differentiates nothing."""
+    layer, (xs, _) = build(Case(options={"fused": way, "pipeline": 2}), world), inputs(world)
+    with comet.using(plain_steps), torch.set_grad_enabled(rank != 0):
+        return layer(xs[rank]).detach()
+
+
+@pytest.mark.parametrize("way", [True, "forward"])
+def test_a_rank_without_gradients_takes_the_same_steps_forward(way: bool | str) -> None:
+    xs, _ = inputs(2)
+    whole = build(Case(local_experts=4), 1, fused=False)
+    for x, y in zip(xs, ranks(2).run(mixed_job, way), strict=True):
+        assert relative_error(y, whole(x).detach()) < 1e-12
+
+
+def refused_job(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep", "esp"))
+    buffers._warned.clear()
+    with comet.using(plain_steps), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for options in ({"mesh": mesh}, {"dispatch": "hierarchical_1d", "nodes": 1}):
+            build(Case(), world, **options)(inputs(world)[0][rank]).sum().backward()
+    return [str(each.message).partition(" because ")[2] for each in told]
+
+
+def test_shards_and_hierarchies_are_not_fused() -> None:
+    expected = ["experts are sharded over the ranks of a node", "rows do not travel by flat all-to-alls"]
+    assert ranks(2).run(refused_job) == [expected] * 2
+
+
+class Uneven(nn.Module):
+    """Says of each row which token it is of, on one rank."""
+
+    def __init__(self, gate: nn.Module, says: bool) -> None:
+        super().__init__()
+        self.gate, self.says = gate, says
+
+    def forward(self, x: Tensor) -> pmoe.Routing:
+        if x.shape[0] == 3:
+            raise ArithmeticError("three tokens")
+        routing = self.gate(x)
+        return replace(routing, token=torch.arange(x.shape[0])) if self.says else routing
+
+
+def uneven_job(rank: int, world: int) -> tuple[list[str], bool, str]:
+    torch.manual_seed(7)
+    taking, gate = Taking(), pmoe.gates.TopKGate(D_MODEL, 4, dtype=torch.float64)
+    buffers._warned.clear()
+    layer = pmoe.MoELayer(
+        D_MODEL, D_HIDDEN, 4, 1, gate=Uneven(gate, rank == 1), fused=True, dtype=torch.float64
+    )
+    with comet.using(taking), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        layer(torch.ones(4, D_MODEL, dtype=torch.float64)).sum().backward()
+        try:
+            layer(torch.ones(3 + rank, D_MODEL, dtype=torch.float64))
+            failed = ""
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+    return [str(each.message) for each in told], bool(taking.fused), failed
+
+
+def test_a_routing_that_does_not_fit_on_one_rank_is_fused_on_none() -> None:
+    message = (
+        "pmoe: fused (True) falls back to the unfused layer because the gate (Uneven) does not give every "
+        "token top_k (1) rows"
+    )
+    first, second = ranks(2).run(uneven_job)
+    assert first[:2] == second[:2] == ([message], False)
+    assert first[2] == "ArithmeticError: three tokens"
+    assert second[2] == "FaultError: rank 0: its gate raised an error"
+
+
+def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
+    """Rank 1 has no kernels."""
+    layer, (xs, _) = build(Case(), world), inputs(world)
+    asked: list[Request] = []
+    here, kernel_steps = comet.refusal, getattr(comet.kernels, "kernel_steps", None)
+    comet.refusal = lambda *_, **__: "no kernels here" if rank == 1 else None
+    comet.kernels.kernel_steps = lambda *request, **_: asked.append(request)
+    buffers._warned.clear()
+    comet._agreed.clear()
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                layer(xs[rank]).sum().backward()
+    finally:
+        comet._agreed.clear()
+        comet.refusal, comet.kernels.kernel_steps = here, kernel_steps
+        if kernel_steps is None:
+            del comet.kernels.kernel_steps
+    return [str(each.message) for each in told], bool(asked)
+
+
+def test_kernels_that_one_rank_lacks_are_taken_on_none() -> None:
+    start = "pmoe: fused (True) falls back to the unfused layer because "
+    assert ranks(2).run(missing_job) == [
+        ([start + "another rank refuses the fused kernels: it says why"], False),
+        ([start + "no kernels here"], False),
+    ]
+
+
+def worth_job(rank: int, world: int) -> tuple[int, int]:
+    taking, layer = Taking(), build(Case(options={"fused": "auto"}), world)
+    xs, worth = inputs(world)[0], comet.worth
+    try:
+        with comet.using(taking):
+            layer(xs[rank])
+            before = len(taking.fused)
+            comet.worth = lambda request: request.max_tokens == 9
+            layer(xs[rank])
+    finally:
+        comet.worth = worth
+    return before, len(taking.fused)
+
+
+def test_auto_is_fused_where_that_was_measured_to_be_faster() -> None:
+    assert ranks(2).run(worth_job) == [(0, 1)] * 2

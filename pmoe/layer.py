@@ -699,7 +699,11 @@ class _Routed:
 def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     """Route, exchange counts, plan, run the experts between dispatch and combine."""
     layer.grid.reconnect()
-    if not _may_fuse(layer, x) and _alone_refusal(layer, x) is None:
+    if _may_fuse(layer, x):
+        fused = _fused_alone(layer, x)
+        if fused is not None:
+            return fused
+    elif _alone_refusal(layer, x) is None:
         return _forward_alone(layer, x)
     routed = _route(layer, x, token_ids)
     routing, keep_TK = routed.routing, routed.keep_TK
@@ -909,20 +913,9 @@ def _fused_steps(layer: MoELayer, rows_TM: Tensor, shared: Shared) -> Steps | No
         return None
     why = _fused_refusal(layer, shared)
     if why is None:
-        assert isinstance(layer.experts, StackedExperts) and shared.most_rows is not None
-        request = comet.Request(
-            ranks=layer.ranks,
-            device=rows_TM.device,
-            dtype=rows_TM.dtype,
-            d_model=layer.d_model,
-            d_hidden=layer.experts.w2.shape[2],
-            activation=alone.activation_of(layer.experts),
-            experts=layer.num_local_experts,
-            top_k=layer.top_k,
-            max_tokens=shared.max_tokens,
-            most_rows=shared.most_rows,
-            needs_grad=shared.needs_grad,
-            slack=layer.slack,
+        assert shared.most_rows is not None
+        request = _fused_request(
+            layer, rows_TM.device, rows_TM.dtype, shared.max_tokens, shared.most_rows, shared.needs_grad
         )
         if layer.fused == "auto" and not comet.worth(request):
             return None
@@ -932,6 +925,59 @@ def _fused_steps(layer: MoELayer, rows_TM: Tensor, shared: Shared) -> Steps | No
         why = found
     _tell_unfused(layer, why)
     return None
+
+
+def _fused_request(
+    layer: MoELayer,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int,
+    most_rows: int,
+    needs_grad: bool,
+) -> comet.Request:
+    assert isinstance(layer.experts, StackedExperts)
+    return comet.Request(
+        ranks=layer.ranks,
+        device=device,
+        dtype=dtype,
+        d_model=layer.d_model,
+        d_hidden=layer.experts.w2.shape[2],
+        activation=alone.activation_of(layer.experts),
+        experts=layer.num_local_experts,
+        top_k=layer.top_k,
+        max_tokens=max_tokens,
+        most_rows=most_rows,
+        needs_grad=needs_grad,
+        slack=layer.slack,
+    )
+
+
+def _fused_alone(layer: MoELayer, x: Tensor) -> Tensor | None:
+    """A call of one rank by the fused kernels, in four launches: the gate's product, the routing, those two.
+    None where the gate is none that the routing kernel computes, or where the call falls back."""
+    gate = layer.gate
+    whole = layer.trusts_gate and layer.capacity_factor is None and not layer.check_finite
+    if not whole or alone.refusal(gate, layer.experts) is not None or _fused_pair(layer) is None:
+        return None
+    x_TM = x.reshape(-1, layer.d_model)
+    needs_grad = _needs_grad(x, *layer.parameters())
+    if layer.fused == "forward" and needs_grad:
+        return None  # the pipeline engine's backward pass wants the counts on the host
+    dtype, num_tokens = _autocast_dtype(x) or x.dtype, x_TM.shape[0]
+    request = _fused_request(layer, x.device, dtype, num_tokens, num_tokens * layer.top_k, needs_grad)
+    steps = comet.steps_for(request)
+    if isinstance(steps, str):
+        return None  # which is told where the call goes on
+    assert isinstance(gate, TopKGate)
+    with torch.autocast(x.device.type, enabled=False):
+        routes = alone.route_tokens(gate, x_TM)
+        call = _fused_call(layer, steps, comet.journey_alone(routes))
+        parameters = _cast(layer.experts, list(layer.experts.parameters()), dtype)
+        inputs = Inputs(x_TM=x_TM.to(dtype), weight_TK=routes.weight_TK, parameters=parameters)
+        y_TM = comet.run(call, inputs, needs_grad=needs_grad)
+    layer.l_aux, layer.max_tokens = routes.l_aux, num_tokens
+    layer._counted = _Alone(routes.counts_nE[0], num_tokens, needs_grad)
+    return y_TM.view(x.shape)
 
 
 def _fused_call(layer: MoELayer, steps: Steps, journey: Journey) -> comet.Call:

@@ -35,6 +35,7 @@ from pmoe.comm.counts import at_stage
 from pmoe.comm.heap_memory import DeviceMemory, Memory, NvshmemMemory, needed, tensor_at
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import gathered, timeout_of
+from pmoe.kernels.comet import WAITS
 
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 """The environment variable: for how long a kernel waits for a peer."""
@@ -157,10 +158,6 @@ class Awaited:
         }
         what = told.get(self.wait, f"rank {self.peer}: {self.wait}, expert {self.expert}, part {self.part}")
         return f"{what}, in round {self.epoch}"
-
-
-WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
-"""`Wait`, in words."""
 
 
 class HeapError(RuntimeError):

@@ -230,6 +230,10 @@ Divide = Callable[[Kind, Direction], DivisionPoint]
 """The division point of a launch; the same on every rank."""
 
 
+WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
+"""`Wait` of cuda/comet/watch.h, in words."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mischief:
     """For tests on a device. nap_seed: everybody sleeps now and then. not_waited: names of waits that are
@@ -238,13 +242,11 @@ class Mischief:
     nap_seed: int = 0
     not_waited: tuple[str, ...] = ()
 
-    WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
-
     @property
     def fields(self) -> dict[str, int]:
         return {
             "nap_seed": self.nap_seed,
-            "not_waited": sum(1 << self.WAITS.index(name) for name in self.not_waited),
+            "not_waited": sum(1 << WAITS.index(name) for name in self.not_waited),
         }
 
 

@@ -88,13 +88,16 @@ def run(
 ) -> Result:
     """Routes the tokens and computes them. parameters: the experts', of ``dtype`` as the rows will be."""
     with torch.autocast(x_TM.device.type, enabled=False):
-        logits_TE = router_logits(x_TM, gate.weight)
-        routes = route.route(
-            logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight
-        )
+        routes = route_tokens(gate, x_TM)
         rows_TM = aligned(x_TM.to(dtype))
         y_TM = compute(rows_TM, routes, parameters, activation_of(experts))
     return Result(y_TM=y_TM, l_aux=routes.l_aux, counts_E=routes.counts_nE[0])
+
+
+def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:
+    """The gate's product and the routing, a launch each; autocast must be off."""
+    logits_TE = router_logits(x_TM, gate.weight)
+    return route.route(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
 
 
 def aligned(rows_TM: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from pmoe.kernels import comet as kernels
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.kernels.registry import bucket
+from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import LocalExperts, SortedRows, sort_rows
 from pmoe.pipeline.division import agreed, agreed_layer, layer_sizes
 from pmoe.pipeline.passes import Forwarded, ForwardPass, Inputs, Kept, Unit, make_anchor
@@ -222,6 +223,19 @@ def make_journey(
         send_WE=counts_FE.sum(0).view(num_ranks, num_local).int(),
         recv_WE=shared.recv_device.sum(0).int(),
         num_received=int(shared.recv.sum()),
+    )
+
+
+def journey_alone(routes: Routes) -> Journey:
+    """Of one rank whose routing kernel has sorted its rows: nothing is exchanged, and nothing is launched."""
+    return Journey(
+        rank=0,
+        expert_TK=routes.expert_TK,
+        position_TK=routes.position_TK,
+        slot_S=routes.slot_N,
+        send_WE=routes.counts_nE,
+        recv_WE=routes.counts_nE,
+        num_received=routes.slot_N.numel(),
     )
 
 

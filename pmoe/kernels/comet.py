@@ -275,6 +275,21 @@ def _address(tensor: Tensor | None) -> int:
 _last_stream: weakref.WeakKeyDictionary[Memory, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
 
+def _stream_behind(heaps: Sequence[Memory], device: torch.device) -> int:
+    """The current stream, behind whatever was launched with these heaps: their rounds follow each other."""
+    stream = torch.cuda.current_stream(device)
+    for heap in heaps:
+        before = _last_stream.get(heap)
+        if before is not None and before != stream:
+            stream.wait_stream(before)
+        _last_stream[heap] = stream
+    return int(stream.cuda_stream)
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 class Ranks:
     """The ranks that this process runs, with their heaps, and how their launches are divided."""
 
@@ -293,8 +308,7 @@ class Ranks:
         self.device = heaps[0].device
         self.hopper = found == "sm_90a"
         self.module = extension.load()
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.blocks = processors // len(heaps)
+        self.blocks = _processors(self.device) // len(heaps)
         self.tile_columns = _path_told(self.hopper)["tile_columns"]
 
     def row_dot_parts(self, columns: int) -> int:
@@ -312,13 +326,9 @@ class Ranks:
         activation: int = 0,
     ) -> None:
         """ranks: what cuda/comet/bind.cpp takes of each, but for what all launches have."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = _stream_behind(self.heaps, self.device)
         for heap in self.heaps:
             heap.raise_if_failed()
-            before = _last_stream.get(heap)
-            if before is not None and before != stream:
-                stream.wait_stream(before)  # rounds of one heap follow each other
-            _last_stream[heap] = stream
             if kernel == _DISPATCH:
                 heap.next_epoch()
         shape = self.heaps[0].shape
@@ -344,8 +354,8 @@ class Ranks:
             for heap, fields in zip(self.heaps, ranks, strict=True)
         ]
         self.module.comet(  # type: ignore[union-attr]
-            device=self.device.index,
-            stream=stream.cuda_stream,
+            device=self.device.index or 0,
+            stream=stream,
             hopper=self.hopper,
             kernel=kernel,
             element=_ELEMENTS[shape.dtype],

@@ -250,7 +250,9 @@ inline void entry() {
 
 // Threads that look at memory again and again never stand still: long before this many turns each, all of a
 // test's have ended.
-constexpr uint64_t kMostPasses = 200000;
+inline uint64_t most_passes = 200000;
+// What the OS thread does between two of them.
+inline std::function<void()> between_passes;
 constexpr uint64_t kLatest = 100;  // passes that a load takes at most
 
 inline std::string report(const Grid& g) {
@@ -303,6 +305,7 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
   size_t left = g.fibers.size();
   while (left) {
     ++g.passes;
+    if (between_passes) between_passes();
     bool moved = false;
     const size_t start = g.random() % g.fibers.size();
     for (size_t i = 0; i < g.fibers.size(); ++i) {
@@ -331,7 +334,7 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
       moved = true;
     }
     if (!moved && !g.error) g.error = std::make_exception_ptr(Error(report(g)));
-    if (g.passes == kMostPasses && !g.error)
+    if (g.passes == most_passes && !g.error)
       g.error = std::make_exception_ptr(Error("no end in sight, " + report(g)));
   }
   grid = nullptr;

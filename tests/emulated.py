@@ -1,0 +1,75 @@
+"""The fused kernels on the CPU behind their own Python face: every thread of them in the emulator, heaps in
+files that processes map. What a layer computes this way is what the kernels' source says, and no plain
+definition."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from pmoe.comm import heap
+from pmoe.comm.heap import Heap, HeapShape, process_heap, virtual_heaps
+from pmoe.comm.ranks import Ranks
+from pmoe.kernels import comet, extension
+from pmoe.pipeline import comet as passes
+from pmoe.pipeline import comet_virtual
+from pmoe.planner.division import Division
+from tests.cuda.compiled import compile_program
+from tests.heaps import FileMemory
+
+BLOCKS = 3
+
+
+def compile_kernels(folder: Path) -> Path:
+    """The module, compiled; 15 seconds."""
+    pybind11 = pytest.importorskip("pybind11")
+    flags = ("-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{pybind11.get_include()}")
+    return compile_program("comet_module.cpp", folder, *flags, f"-I{sysconfig.get_paths()['include']}")
+
+
+@functools.cache
+def _loaded(path: str) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader("comet_module", path)
+    spec = importlib.util.spec_from_file_location("comet_module", path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def emulated(
+    path: Path, *, hopper: bool = False, division: Division | None = None, virtual_ranks: int = 1
+) -> Iterator[None]:
+    """In the block the kernels run in the emulator, for tensors on the CPU, with 3 blocks a rank."""
+    module, division = _loaded(str(path)), division or Division(1, 256)
+
+    def of_processes(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
+        return process_heap(ranks, shape, device, memory=FileMemory())
+
+    def of_virtual_ranks(shape: HeapShape, device: torch.device) -> list[Heap]:
+        return virtual_heaps(shape, device, memory=FileMemory())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extension, "load", lambda: module)
+        patch.setattr(comet, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
+        patch.setattr(comet, "_stream_behind", lambda heaps, device: 0)
+        patch.setattr(comet, "_processors", lambda device: BLOCKS * virtual_ranks)
+        patch.setattr(passes, "process_heap", of_processes)
+        patch.setattr(passes, "_division", lambda request, kernel, direction: division)
+        patch.setattr(comet_virtual, "virtual_heaps", of_virtual_ranks)
+        comet._path_told.cache_clear()
+        heap._places.cache_clear()
+        try:
+            yield
+        finally:
+            comet._path_told.cache_clear()
+            heap._places.cache_clear()

@@ -1,0 +1,146 @@
+"""Fused layers of several processes by the kernels' own source: every rank's launch in an emulator of its
+own, rows written straight into heaps in files that the processes map, flags raised and awaited across
+them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pmoe
+from pmoe.comm.heap import HeapError, close_heaps
+from pmoe.comm.ranks import Ranks
+from pmoe.planner.division import Division
+from tests.emulated import compile_kernels, emulated
+from tests.pool import ranks
+from tests.reference import relative_error
+
+BF16 = torch.bfloat16
+D_MODEL, D_HIDDEN = 264, 40  # two chunks of columns
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_kernels(tmp_path_factory.mktemp("emulated"))
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: tuple[int, ...]
+    skewed: bool = False
+    steps: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def run(rank: int, case: Case, fused: bool | str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Some steps of one layer, with routing that changes with the tokens."""
+    torch.manual_seed(3)
+    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 2 * len(case.tokens), 2, dtype=BF16, fused=fused, **case.options)
+    layer = layer.to(dtype)
+    if case.skewed:
+        with torch.no_grad():
+            layer.gate.weight[0, 0] += 30
+    found = []
+    for turn in range(case.steps):
+        generator = torch.Generator().manual_seed(10 * turn + rank)
+        count = case.tokens[(rank + turn) % len(case.tokens)]
+        x, grad = (
+            torch.randn(count, D_MODEL, generator=generator, dtype=torch.float64).to(BF16).to(dtype)
+            for _ in range(2)
+        )
+        x[:, 0] = 1
+        x.requires_grad_()
+        layer.zero_grad()
+        y = layer(x)
+        (y * grad).sum().backward()
+        assert x.grad is not None
+        grads = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+        found.append({"y": y.detach(), "x": x.grad, **grads})
+    return found
+
+
+def job(rank: int, world: int, path: Path, case: Case, fused: bool | str) -> list[tuple[str, float, float]]:
+    """(name, error of the fused layer, of the unfused one), both beside float64."""
+    import warnings
+
+    with emulated(path, division=Division(1, 256)), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*falls back.*")
+        found = run(rank, case, fused, BF16)
+        again = run(rank, case, fused, BF16)
+        close_heaps(Ranks())
+    plain, exact = run(rank, case, False, BF16), run(rank, case, False, torch.float64)
+    errors = []
+    for one, two, other, wanted in zip(found, again, plain, exact, strict=True):
+        for name, values in wanted.items():
+            assert torch.equal(one[name], two[name]), f"{name} has other bits the second time"
+            pair = (one[name].double(), other[name].double())
+            errors.append((name, *(relative_error(each, values) for each in pair)))
+    return errors
+
+
+def check(kernels: Path, case: Case, fused: bool | str) -> None:
+    for errors in ranks(len(case.tokens)).run(job, kernels, case, fused):
+        for name, error, plain in errors:
+            assert error <= 2 * plain + 4e-3, (name, error, plain)
+
+
+@pytest.mark.parametrize("fused", [True, "forward"])
+@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+def test_two_processes_train_as_unfused(kernels: Path, fused: bool | str, expert: str) -> None:
+    check(kernels, Case(tokens=(23, 9), options={"expert": expert, "bias": expert == "ffn"}), fused)
+
+
+def test_a_rank_without_tokens_skewed_routing_and_drops(kernels: Path) -> None:
+    options = {"capacity_factor": 1.0, "slack": 2.0, "memory_reuse": "S4"}
+    check(kernels, Case(tokens=(0, 31), skewed=True, options=options), True)
+
+
+@pytest.mark.slow
+def test_four_processes(kernels: Path) -> None:
+    check(kernels, Case(tokens=(5, 0, 17, 8), steps=3, options={"slack": 4.0}), True)
+
+
+def absent_job(rank: int, world: int, path: Path) -> str:
+    """Rank 1 takes part in everything but the launches: rank 0 must tell for whom it waited, and go on."""
+    import warnings
+
+    from pmoe.kernels import comet
+
+    os.environ["PMOE_WAIT_SECONDS"] = "0.002"  # of the emulator's time
+    case = Case(tokens=(9, 9), steps=1)
+    told = ""
+    try:
+        with emulated(path), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if rank == 1:
+                patch.setattr(comet.Ranks, "launch", lambda self, *args, **options: None)
+            try:
+                torch.manual_seed(3)
+                layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2, dtype=BF16, fused=True)
+                with torch.no_grad():
+                    layer(torch.ones(9, D_MODEL, dtype=BF16))  # the second launch knows of the first
+            except HeapError as error:
+                told = str(error)
+            close_heaps(Ranks())
+            patch.undo()
+        os.environ.pop("PMOE_WAIT_SECONDS")
+        with emulated(path):
+            run(rank, case, True, BF16)  # with a new heap
+            close_heaps(Ranks())
+    finally:
+        os.environ.pop("PMOE_WAIT_SECONDS", None)
+    return told
+
+
+def test_a_rank_that_never_comes_is_named_and_a_new_heap_serves(kernels: Path) -> None:
+    pool = ranks(2)
+    told, other = pool.run(absent_job, kernels)
+    assert "rank 0 waited" in told and "rank 1" in told and "round" in told, told
+    assert other == ""

@@ -1,0 +1,145 @@
+"""The fused kernels behind their Python face, on the CPU: each launch runs in the emulator, every thread of
+it, on the tensors and the heap that the layer gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pmoe
+from pmoe.comm.heap import close_heaps
+from pmoe.comm.ranks import Ranks
+from pmoe.kernels.comet import Mischief
+from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks, routes_of
+from pmoe.planner.division import Division
+from tests.emulated import compile_kernels, emulated
+from tests.reference import relative_error
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_kernels(tmp_path_factory.mktemp("emulated"))
+
+
+def step(layer: pmoe.MoELayer, count: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    dtype = next(layer.experts.parameters()).dtype
+    x = torch.randn(count, layer.d_model, generator=generator, dtype=torch.float64).to(BF16).to(dtype)
+    grad = torch.randn(count, layer.d_model, generator=generator, dtype=torch.float64).to(BF16).to(dtype)
+    x.requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    (y * grad).sum().backward()
+    assert x.grad is not None
+    found = {"y": y.detach(), "x": x.grad}
+    return found | {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+
+
+def layers(count: int, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """What the fused layer gives, the unfused one, and that in float64 of the same parameters."""
+    found = []
+    state: dict[str, Tensor] = {}
+    for fused, dtype in ((options.pop("fused"), BF16), (False, BF16), (False, torch.float64)):
+        torch.manual_seed(3)
+        layer = pmoe.MoELayer(72, 64, 4, 2, dtype=dtype, fused=fused, **options)
+        state = state or layer.state_dict()
+        layer.load_state_dict({name: each.to(dtype) for name, each in state.items()})
+        found.append(step(layer, count))
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("hopper", [True, False], ids=["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fused": True, "expert": "swiglu", "bias": False},
+        {"fused": True, "activation": "gelu", "memory_reuse": "S4"},
+        {"fused": "forward", "activation": "silu", "pipeline": 2, "capacity_factor": 0.8},
+        {"fused": True, "expert": "swiglu", "capacity_factor": 0.6, "memory_reuse": "S4"},
+    ],
+    ids=["swiglu", "gelu again", "forward only, drops", "swiglu, drops, again"],
+)
+def test_a_layer_of_one_rank_is_as_near_to_float64_as_unfused(
+    kernels: Path, options: dict[str, Any], hopper: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    with emulated(kernels, hopper=hopper):
+        fused, plain, exact = layers(37, **options)
+        close_heaps(Ranks())
+    assert not [each for each in recwarn if "falls back" in str(each.message)]
+    for name, wanted in exact.items():
+        error = relative_error(fused[name].double(), wanted)
+        assert error <= 2 * relative_error(plain[name].double(), wanted) + 4e-3, (name, error)
+        assert fused[name].dtype == plain[name].dtype
+
+
+def test_no_tokens_at_all(kernels: Path) -> None:
+    with emulated(kernels):
+        fused, plain, _ = layers(0, fused=True, bias=True)
+        close_heaps(Ranks())
+    for name, wanted in plain.items():
+        assert torch.equal(fused[name], wanted), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num_ranks: int) -> None:
+    experts, tokens, top_k, d_model, d_hidden = 2, 41, 2, 72, 40
+    generator = torch.Generator().manual_seed(num_ranks)
+    like = torch.empty(0, dtype=BF16)
+    with emulated(kernels, virtual_ranks=num_ranks, division=Division(1, 256)):
+        world = VirtualRanks(
+            num_ranks, experts, rows=tokens * top_k, home_rows=tokens * top_k, d_model=d_model, dtype=BF16,
+            device=torch.device("cpu"), division=Division(1, 256), mischief=Mischief(nap_seed=5),
+        )  # fmt: skip
+        for turn in range(2):
+            given = Parameters.random(
+                num_ranks, experts, d_model, d_hidden, "swiglu", bias=bool(turn), like=like
+            )
+            choice = torch.rand(tokens, num_ranks * experts, generator=generator).argsort(1)[:, :top_k]
+            keep = torch.rand(tokens, top_k, generator=generator) < 0.9
+            routes = routes_of(choice, keep, num_ranks, num_ranks * experts)
+            weight = torch.rand(tokens, top_k, generator=generator)
+            x = torch.randn(tokens, d_model, generator=generator).to(BF16)
+            dy = torch.randn(tokens, d_model, generator=generator).to(BF16)
+            journeys = world.journeys(routes)
+            y, hidden = world.forward(x, weight, journeys, given)
+            assert hidden is not None
+            of_x, of_weight, _, _ = world.backward(dy, weight, journeys, given, hidden)
+            wanted = defined(x, weight, dy, choice, keep, given)
+            for name, found, exact in zip(
+                ["y", "of_x", "of_weight"], (y, of_x, of_weight), wanted, strict=True
+            ):
+                assert relative_error(found.double(), exact) < 1e-2, (turn, name)
+        world.check()
+        world.close()
+
+
+def defined(
+    x: Tensor, weight: Tensor, dy: Tensor, choice: Tensor, keep: Tensor, given: Parameters
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients of tokens and weights, token by token, in float64."""
+    x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
+    w1, w2 = torch.cat(list(given.w1)).double(), torch.cat(list(given.w2)).double()
+    b1 = None if given.b1[0] is None else torch.cat([each for each in given.b1 if each is not None]).double()
+    b2 = None if given.b2[0] is None else torch.cat([each for each in given.b2 if each is not None]).double()
+    rows = []
+    for t in range(x.shape[0]):
+        total = x64[t] * 0
+        for k in range(choice.shape[1]):
+            if not keep[t, k]:
+                continue
+            e = int(choice[t, k])
+            hidden = w1[e] @ x64[t] + (0 if b1 is None else b1[e])
+            gate, up = hidden.chunk(2)
+            out = w2[e] @ (torch.nn.functional.silu(gate) * up) + (0 if b2 is None else b2[e])
+            total = total + weight64[t, k] * out
+        rows.append(total)
+    y = torch.stack(rows)
+    of_x, of_weight = torch.autograd.grad((y * dy.double()).sum(), (x64, weight64))
+    return y.detach(), of_x, of_weight

@@ -17,6 +17,7 @@ H = d_hidden, G = H or 2H rows of w1.
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from pmoe.kernels.grouped_gemm import ACTIVATIONS, misfit
 
 MOST_RANKS, MOST_EXPERTS, MOST_CHUNKS, MOST_VIRTUAL = 64, 1024, 64, 4
 """As in cuda/comet/layout.h and fused.h."""
+
+SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
 
 _ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
 _DISPATCH, _COMBINE = 0, 1
@@ -286,6 +289,20 @@ def _stream_behind(heaps: Sequence[Memory], device: torch.device) -> int:
     return int(stream.cuda_stream)
 
 
+def spare_blocks() -> int:
+    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 0. ValueError for a variable
+    that is no such number.
+
+    A fused kernel takes a whole multiprocessor for each block, and waits for its peers'. A collective that
+    runs beside it on another stream, as data-parallel wrappers issue them in backward, may then hold one rank's
+    fused kernel up, and be held up by another's, until the wait's bound: unless there is room for both.
+    """
+    text = os.environ.get(SPARE_BLOCKS, "0")
+    if not text.isdecimal():
+        raise ValueError(f"{SPARE_BLOCKS} ({text!r}) must be a whole number of blocks, at least 0")
+    return int(text)
+
+
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -308,7 +325,12 @@ class Ranks:
         self.device = heaps[0].device
         self.hopper = found == "sm_90a"
         self.module = extension.load()
-        self.blocks = _processors(self.device) // len(heaps)
+        self.blocks = (_processors(self.device) - spare_blocks()) // len(heaps)
+        if self.blocks < 2:
+            raise ValueError(
+                f"the fused kernels cannot run: {self.blocks} blocks of {self.device} for each of {len(heaps)} "
+                f"ranks are less than 2, one that communicates and one that computes ({SPARE_BLOCKS})"
+            )
         self.tile_columns = _path_told(self.hopper)["tile_columns"]
 
     def row_dot_parts(self, columns: int) -> int:
@@ -635,10 +657,26 @@ def _weight_like(
 
 
 class KernelSteps:
-    """`Steps` of one rank of this process, by the kernels."""
+    """`Steps` of one rank of this process, by the kernels.
 
-    def __init__(self, heap: Memory, divide: Divide) -> None:
-        self._ranks, self._heap = Ranks([heap], divide), heap
+    find_heap: the heap that serves this call now. Between forward and backward it may have been made anew, for
+    larger batches; the rounds of the two need no memory in common.
+    """
+
+    def __init__(self, find_heap: Callable[[], Memory], divide: Divide) -> None:
+        self._find_heap, self._divide = find_heap, divide
+        self._made = Ranks([find_heap()], divide)
+
+    @property
+    def _heap(self) -> Memory:
+        return self._ranks.heaps[0]
+
+    @property
+    def _ranks(self) -> Ranks:
+        heap = self._find_heap()
+        if heap is not self._made.heaps[0]:
+            self._made = Ranks([heap], self._divide)
+        return self._made
 
     def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
         dispatch(self._ranks, [journey], x_TM, _weights(weight_TK))

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import Shared
-from pmoe.comm.heap import HeapError, HeapShape, heap_for, nvshmem_heap, process_heap
+from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
 from pmoe.experts.base import Hidden
@@ -126,13 +126,17 @@ def _kernel_steps(request: Request) -> Steps | str:
     if request.most_rows > shape.rows:
         return f"more rows arrive at a rank than its heap holds: {request.most_rows}, of {shape.rows}"
     across = ranks.size > int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    make = nvshmem_heap if across else process_heap
+
+    def find_heap() -> Heap:
+        return heap_for(ranks, request.device, shape, make=make)
+
     try:
-        heap = heap_for(ranks, request.device, shape, make=nvshmem_heap if across else process_heap)
+        return kernels.KernelSteps(find_heap, lambda kernel, direction: _division(request, kernel, direction))
     except HeapError:
         raise
     except RuntimeError as error:
         return f"there is no heap: {error}"
-    return kernels.KernelSteps(heap, lambda kernel, direction: _division(request, kernel, direction))
 
 
 def heap_shape(request: Request) -> HeapShape:

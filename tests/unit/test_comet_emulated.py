@@ -79,6 +79,24 @@ def test_a_layer_of_one_rank_is_as_near_to_float64_as_unfused(
         assert fused[name].dtype == plain[name].dtype
 
 
+def test_a_heap_that_grew_between_the_passes_serves_both(kernels: Path) -> None:
+    """A layer's backward after another forward, of more tokens and of another layer: one heap, made anew."""
+    torch.manual_seed(3)
+    first, second = (pmoe.MoELayer(72, 64, 4, 2, dtype=BF16, fused=True) for _ in range(2))
+    x = torch.randn(9, 72).to(BF16)
+    with emulated(kernels):
+        first(x).float().sum().backward()
+        wanted = {name: each.grad.clone() for name, each in first.named_parameters() if each.grad is not None}
+        first.zero_grad()
+        y = first(x)
+        z = second(torch.randn(60, 72).to(BF16))
+        z.float().sum().backward()
+        y.float().sum().backward()
+        close_heaps(Ranks())
+    for name, each in first.named_parameters():
+        assert each.grad is not None and torch.equal(each.grad, wanted[name]), name
+
+
 def test_no_tokens_at_all(kernels: Path) -> None:
     with emulated(kernels):
         fused, plain, _ = layers(0, fused=True, bias=True)
@@ -143,3 +161,20 @@ def defined(
     y = torch.stack(rows)
     of_x, of_weight = torch.autograd.grad((y * dy.double()).sum(), (x64, weight64))
     return y.detach(), of_x, of_weight
+
+
+@pytest.mark.parametrize(
+    ("spare", "told"),
+    [("2", "1 blocks of cpu"), ("many", r"PMOE_SPARE_BLOCKS \('many'\) must be a whole number")],
+)
+def test_blocks_that_are_left_to_others(
+    kernels: Path, spare: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = pmoe.MoELayer(72, 64, 4, 2, dtype=BF16, fused=True)
+    with emulated(kernels):
+        monkeypatch.setenv("PMOE_SPARE_BLOCKS", "1")
+        layer(torch.ones(3, 72, dtype=BF16))
+        monkeypatch.setenv("PMOE_SPARE_BLOCKS", spare)
+        with pytest.raises(ValueError, match=told):
+            layer(torch.ones(3, 72, dtype=BF16))
+        close_heaps(Ranks())

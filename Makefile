@@ -110,7 +110,7 @@ clean:
 # PYTHON is the machine's own and is never changed. What it lacks goes into .venv-gpu, from wheels/
 # where there is such a folder, else from the package index. pmoe itself is found by PYTHONPATH.
 
-.PHONY: gpu gpu-env gpu-build gpu-test gpu-sanitize gpu-bench
+.PHONY: gpu gpu-env gpu-build gpu-test gpu-sanitize gpu-bench gpu-comet
 GPU_PYTHON = $$([ -x .venv-gpu/bin/python ] && echo .venv-gpu/bin/python || echo "$(PYTHON)")
 GPU_RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" "$(GPU_PYTHON)"
 
@@ -167,7 +167,7 @@ print(shutil.which("cuobjdump", path=_path()) or "")
 endef
 export NEED_CUDA MISSING IDENTITY LINK_SITES VERSIONS FIND_SANITIZER FIND_CUOBJDUMP
 
-gpu: gpu-build gpu-test gpu-sanitize gpu-bench
+gpu: gpu-build gpu-test gpu-sanitize gpu-bench gpu-comet
 
 gpu-env:
 	@command -v "$(PYTHON)" >/dev/null || { echo "make gpu: no PYTHON=$(PYTHON) here" >&2; exit 1; }
@@ -218,7 +218,8 @@ GPU_PYTEST = -m pytest -q -o timeout_method=thread
 GPU_PYTEST_ARGS = $$("$(GPU_PYTHON)" -c 'import xdist' 2>/dev/null && echo "$(PYTEST_ARGS)" \
 	|| echo "$(filter-out -n 2,$(PYTEST_ARGS))")
 KERNEL_TESTS = tests/unit/test_disassembly.py $(wildcard tests/unit/test_kernels_*.py)
-SANITIZED = tests/gpu/test_grouped_gemm.py tests/gpu/test_permute.py tests/gpu/test_route.py
+COMET_TESTS = $(wildcard tests/gpu/test_comet*.py)
+SANITIZED = tests/gpu/test_grouped_gemm.py tests/gpu/test_permute.py tests/gpu/test_route.py $(COMET_TESTS)
 
 # First, where there is a disassembler, the machine code that was just built: those tests need no GPU.
 gpu-test: gpu-build
@@ -229,7 +230,8 @@ gpu-test: gpu-build
 	else
 		echo "make gpu-test: the machine code is not looked at, cuobjdump is not on this machine"
 	fi
-	timeout -k 5 360 "$(GPU_PYTHON)" $(GPU_PYTEST) tests/gpu -m gpu $(GPU_PYTEST_ARGS) || failed=1
+	timeout -k 5 360 "$(GPU_PYTHON)" $(GPU_PYTEST) tests/gpu -m gpu $(COMET_TESTS:%=--ignore=%) \
+		$(GPU_PYTEST_ARGS) || failed=1
 	exit $$failed
 
 # memcheck: without torch's caching allocator every tensor is an allocation of its own, so an access past its end
@@ -266,4 +268,17 @@ gpu-bench: gpu-build
 		timeout -k 5 $${one#*:} "$(GPU_PYTHON)" bench/bench_$${one%:*}.py --out bench/results $(ARGS) || failed=1
 	done
 	timeout -k 5 80 "$(GPU_PYTHON)" bench/bench_gpu_memory.py --out bench/results || failed=1
+	exit $$failed
+
+# The fused kernels: their machine code, where there is a disassembler, their tests, and their benchmark.
+gpu-comet: gpu-build
+	@failed=0
+	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+	[ "$${PMOE_CUDA:-1}" != 0 ] || exit 0
+	if [ -n "$$("$(GPU_PYTHON)" -c "$$FIND_CUOBJDUMP")" ]; then
+		timeout -k 5 80 "$(GPU_PYTHON)" $(GPU_PYTEST) tests/unit/test_comet_kernels.py -m "not slow" \
+			$(GPU_PYTEST_ARGS) || failed=1
+	fi
+	timeout -k 5 270 "$(GPU_PYTHON)" $(GPU_PYTEST) $(COMET_TESTS) -m gpu $(GPU_PYTEST_ARGS) || failed=1
+	timeout -k 5 110 "$(GPU_PYTHON)" bench/bench_comet.py --out bench/results $(ARGS) || failed=1
 	exit $$failed

@@ -518,13 +518,15 @@ class MoELayer(nn.Module):
     def _check_predictable(self, name: str, value: object) -> None:
         """Raises ValueError where not all of the memory is this layer's to know."""
         like = _experts_parameter(self)
+        refused = (
+            "predict_memory must not be called" if value is None else f"{name} ({value!r}) must be left out"
+        )
         if not self.experts.columns("cpu" if like is None else like.device.type).hidden:
             raise ValueError(
-                f"{name} ({value!r}) must be left out where experts are modules of one's own: what they save "
-                "cannot be predicted"
+                f"{refused} where experts are modules of one's own: what they save cannot be predicted"
             )
         unknown = {
-            f"kernels are fused (fused={self.fused!r})": bool(self.fused) and name != "memory_budget",
+            f"kernels are fused (fused={self.fused!r})": name != "memory_budget" and _is_fusible(self),
             f"the gate is a {type(self.gate).__name__}": type(self.gate) not in (TopKGate, SwitchGate),
             "gate is a module": not self.trusts_gate and name == "memory_budget",
             f"the order is a {type(self.order).__name__}": not isinstance(self.order, SortedOrder),
@@ -534,7 +536,7 @@ class MoELayer(nn.Module):
             "there are callbacks": bool(self.callbacks),
         }
         for why in (why for why, holds in unknown.items() if holds):
-            raise ValueError(f"{name} ({value!r}) must be left out where {why}: its memory is not predicted")
+            raise ValueError(f"{refused} where {why}: its memory is not predicted")
 
     def memory_shape(self, rows_TM: Tensor | None = None) -> Shape:
         """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
@@ -699,7 +701,8 @@ class _Routed:
 def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     """Route, exchange counts, plan, run the experts between dispatch and combine."""
     layer.grid.reconnect()
-    if _may_fuse(layer, x):
+    may_fuse = _may_fuse(layer, x)
+    if may_fuse and layer.ranks.size == 1:
         fused = _fused_alone(layer, x)
         if fused is not None:
             return fused
@@ -737,7 +740,6 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     slots = _slots(layer, routed) if rotates else None
     shared_weight_T = _shared_weight(layer, routed.x_TM)
     operands = (*parameters, *shared_parameters, *modules.hooks.parameters)
-    may_fuse = bool(layer.fused) and _unfit_to_fuse(layer) is None
     counts_FE = count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts, tokens)
     exchange = CountsExchange(
         layer.grid,
@@ -803,8 +805,8 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
         hook_parameters=modules.hooks.parameters,
     )
     inside = autocast_dtype is not None and layer.experts.runs_under_autocast
-    steps = _fused_steps(layer, rows_TM, shared)
     call = None
+    steps = _fused_steps(layer, rows_TM, shared) if may_fuse else None
     if steps is not None and sent is not None:
         journey = comet.make_journey(expert_TK, sent, counts_FE, shared, layer.ranks.rank)
         call = _fused_call(layer, steps, journey)
@@ -867,12 +869,18 @@ def _unfit_to_fuse(layer: MoELayer) -> str | None:
     return next((why for why, holds in unfit.items() if holds), None)
 
 
+def _is_fusible(layer: MoELayer) -> bool:
+    """Whether any step of this layer may be computed by the fused kernels."""
+    return bool(layer.fused) and _unfit_to_fuse(layer) is None and _fused_pair(layer) is not None
+
+
 def _may_fuse(layer: MoELayer, x: Tensor) -> bool:
-    """Whether a layer of one rank waits for its row counts, because the fused kernels may take them."""
-    if layer.ranks.size > 1 or not layer.fused:
+    """Whether the fused kernels may take a call, whatever its row counts; the same on every rank. Where not,
+    the reason is told."""
+    if not layer.fused:
         return False
     why = _unfit_to_fuse(layer)
-    if why is None:
+    if why is None and layer.ranks.size == 1:
         _check_input(layer, x)
         assert isinstance(layer.experts, StackedExperts)
         _, d_model, d_hidden = layer.experts.w2.shape
@@ -892,9 +900,6 @@ def _tell_unfused(layer: MoELayer, why: str) -> None:
 def _fused_refusal(layer: MoELayer, shared: Shared) -> str | None:
     """Why a call is not computed by the fused kernels, as far as its sizes on a device have no part in it, or
     None. The same on every rank."""
-    why = _unfit_to_fuse(layer)
-    if why is not None:
-        return why
     if shared.most_rows is None:
         return f"the gate ({type(layer.gate).__name__}) does not give every token top_k ({layer.top_k}) rows"
     if shared.needs_grad and _fused_pair(layer) is None:
@@ -909,8 +914,6 @@ def _fused_pair(layer: MoELayer) -> Restore | None:
 
 def _fused_steps(layer: MoELayer, rows_TM: Tensor, shared: Shared) -> Steps | None:
     """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
-    if not layer.fused:
-        return None
     why = _fused_refusal(layer, shared)
     if why is None:
         assert shared.most_rows is not None

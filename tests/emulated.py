@@ -63,6 +63,8 @@ def emulated(
         patch.setattr(comet, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
         patch.setattr(comet, "_stream_behind", lambda heaps, device: 0)
         patch.setattr(comet, "_processors", lambda device: BLOCKS * virtual_ranks)
+        patch.setattr(comet, "DEFAULT_SPARE_BLOCKS", 0)
+        patch.setattr(passes, "_agreed", {})  # without the emulator the kernels were refused
         patch.setattr(passes, "process_heap", of_processes)
         patch.setattr(passes, "_division", lambda request, kernel, direction: division)
         patch.setattr(comet_virtual, "virtual_heaps", of_virtual_ranks)

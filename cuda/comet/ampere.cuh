@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
     fill_sends(r, sends, thread, ampere::kThreads, meet);
     const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
                        ampere::kThreads / 32 * r.communicating};
-    combine<T>(r, board, sends, row_tiles(board, ampere::kRows), ampere::kColumns, team);
+    combine<T>(r, board, sends, {row_tiles(board, ampere::kRows), ampere::kColumns}, team,
+               ampere::kThreads / 32 * (r.blocks - r.communicating));
     return;
   }
   const ColumnWalk walk(board, r.chunks, {ampere::kRows, ampere::kColumns}, block - r.communicating,
@@ -79,6 +80,15 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
         nap(r.watch, blockIdx.x + 5000);
         tile_done(r, tile.column / r.chunks.chunk_columns);
       });
+  // Nothing is loaded into the stages any more: what is sent is counted there.
+  Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+  sync_block();
+  fill_sends(r, sends, thread, ampere::kThreads, meet);
+  constexpr int kWarps = ampere::kThreads / 32;
+  const int first = kWarps * r.communicating, computing = r.blocks - r.communicating;
+  const Team all = {thread % 32, 32, first + block - r.communicating + thread / 32 * computing,
+                    first + kWarps * computing};
+  help<T>(r, board, sends, {row_tiles(board, ampere::kRows), ampere::kColumns}, all);
 }
 
 }  // namespace pmoe::comet

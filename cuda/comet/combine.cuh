@@ -10,6 +10,7 @@
 namespace pmoe::comet {
 
 constexpr int kAtOnce = 4;  // tokens that a warp sums side by side
+constexpr int kAcross = 2;  // vectors of each, where a rank sums at home
 
 // Eight values of 16 bits, as floats.
 template <class T>
@@ -29,8 +30,14 @@ __device__ __forceinline__ Words round_vector(const float (&sum)[8]) {
   return v;
 }
 
-__device__ __forceinline__ Link read_link(const Rank& r, int row) {
-  const Words w = load16(r.own() + r.layout.links() + int64_t{row} * int64_t{sizeof(Link)});
+// Regions' addresses are worked out before loops: an offset takes a hundred instructions, and nothing that is
+// asked of the layout in a loop is kept from one store to the next.
+__device__ __forceinline__ const Link* own_links(const Rank& r) {
+  return reinterpret_cast<const Link*>(r.own() + r.layout.links());
+}
+
+__device__ __forceinline__ Link read_link(const Link* link) {
+  const Words w = load16(link);
   return {static_cast<int32_t>(w.word[0]), static_cast<int32_t>(w.word[1]), static_cast<int32_t>(w.word[2]),
           static_cast<int32_t>(w.word[3])};
 }
@@ -41,7 +48,10 @@ template <class T>
 __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows, int chunk,
                                           const Team& team) {
   const int vectors = static_cast<int>(r.chunks.width(chunk) * int64_t{sizeof(T)} / 16);
-  const int64_t begin = r.chunks.begin(chunk) * int64_t{sizeof(T)};
+  const int64_t begin = r.chunks.begin(chunk) * int64_t{sizeof(T)}, row_bytes = r.layout.row_bytes;
+  const uint8_t* const inbox = r.inbox(r.rank, 0) + begin;
+  const Link* const links = own_links(r);
+  const int64_t home = r.layout.home() + begin;
   for (int base = 0; base < rows; base += kAtOnce) {
     int row[kAtOnce];
     uint8_t* to[kAtOnce];
@@ -49,14 +59,15 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
     PMOE_UNROLL
     for (int b = 0; b < kAtOnce; ++b) {
       row[b] = -1;
-      if (base + b < rows) link[b] = read_link(r, first_row + base + b);
+      if (base + b < rows) link[b] = read_link(links + first_row + base + b);
     }
-    PMOE_UNROLL
-    for (int b = 0; b < kAtOnce; ++b) {
-      if (base + b >= rows || !link[b].first) continue;
+    unrolled<kAtOnce>([&](auto index) {
+      constexpr int b = decltype(index)::value;
+      to[b] = nullptr;
+      if (base + b >= rows || !link[b].first) return;
       row[b] = first_row + base + b;
-      to[b] = r.heap(link[b].source) + r.layout.home() + link[b].home * r.layout.row_bytes + begin;
-    }
+      to[b] = r.heap(link[b].source) + home + link[b].home * row_bytes;
+    });
     for (int v = team.lane; v < vectors; v += team.lanes) {
       float sum[kAtOnce][8] = {};
       int at[kAtOnce], next[kAtOnce];
@@ -69,31 +80,35 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
       }
       while (more) {
         Words held[kAtOnce];
-        more = false;
-        PMOE_UNROLL
-        for (int b = 0; b < kAtOnce; ++b)
-          if (at[b] >= 0) held[b] = load16(r.inbox(r.rank, at[b]) + begin + int64_t{v} * 16);
+        int behind[kAtOnce];
         PMOE_UNROLL
         for (int b = 0; b < kAtOnce; ++b) {
-          if (at[b] < 0) continue;
+          held[b] = {{0, 0, 0, 0}};
+          if (at[b] >= 0) held[b] = load16(inbox + at[b] * row_bytes + int64_t{v} * 16);
+          behind[b] = next[b] < 0 ? -1 : read(&links[next[b]].next);
+        }
+        more = false;
+        PMOE_UNROLL
+        for (int b = 0; b < kAtOnce; ++b) {
           add_vector<T>(sum[b], held[b]);
           at[b] = next[b];
-          if (at[b] < 0) continue;
-          next[b] = read_link(r, at[b]).next;
-          more = true;
+          next[b] = behind[b];
+          more |= at[b] >= 0;
         }
       }
-      PMOE_UNROLL
-      for (int b = 0; b < kAtOnce; ++b)
+      unrolled<kAtOnce>([&](auto index) {
+        constexpr int b = decltype(index)::value;
         if (row[b] >= 0) store16(to[b] + int64_t{v} * 16, round_vector<T>(sum[b]));
+      });
     }
   }
 }
 
 // The gradients of a piece's routing weights, to the rows' source: parts are summed in their order.
 __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows, const Team& team) {
+  const Link* const links = own_links(r) + first_row;
   for (int i = team.lane; i < rows; i += team.lanes) {
-    const Link link = read_link(r, first_row + i);
+    const Link link = read_link(links + i);
     float dot = 0.0f;
     for (int part = 0; part < r.dot_parts; ++part)
       dot += read(r.row_dots + part * r.dot_rows + first_row + i);
@@ -132,67 +147,121 @@ __device__ __forceinline__ void await_returns(const Rank& r, const Sends& sends,
   sync_warp();
 }
 
-// Tokens of a chunk, summed over the ranks. A token has one sum for each rank that it has rows on, where the
-// first of those rows stood.
+// Where what a rank has sent for a token stands among this rank's rows, by the first choice that is on that
+// rank; -1 for other choices. slot: the token's first.
+__device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice) {
+  const int position = read(r.position + slot + choice);
+  if (position < 0) return -1;
+  const int target = r.by_experts.divide(read(r.expert + slot + choice));
+  for (int i = 0; i < choice; ++i)
+    if (read(r.position + slot + i) >= 0 && r.by_experts.divide(read(r.expert + slot + i)) == target)
+      return -1;
+  return position - r.first_row;
+}
+
+// Tokens of a chunk, summed over the ranks.
 template <class T>
 __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const Team& team) {
   const int vectors = static_cast<int>(r.chunks.width(chunk) * int64_t{sizeof(T)} / 16);
-  const int64_t begin = r.chunks.begin(chunk) * int64_t{sizeof(T)};
+  const int64_t begin = r.chunks.begin(chunk) * int64_t{sizeof(T)}, row_bytes = r.layout.row_bytes;
   const uint8_t* const home = r.own() + r.layout.home() + begin;
-  for (int t = team.number; t < r.tokens; t += team.count) {
-    const int token = r.first_token + t;
+  const auto* const dots = reinterpret_cast<const float*>(r.own() + r.layout.dots());
+  for (int base = team.number * kAtOnce; base < r.tokens; base += team.count * kAtOnce) {
+    const int token = r.first_token + base, tokens = smaller(kAtOnce, r.tokens - base);
     const int64_t slot = int64_t{token} * r.choices;
-    for (int v = team.lane; v < vectors; v += team.lanes) {
-      float sum[8] = {};
+    uint8_t* const to = r.result + token * r.result_stride + begin;
+    for (int v = team.lane; v < vectors; v += kAcross * team.lanes) {
+      float sum[kAtOnce][kAcross][8] = {};
       for (int k = 0; k < r.choices; ++k) {
-        const int position = read(r.position + slot + k);
-        if (position < 0) continue;
-        const int target = read(r.expert + slot + k) / r.experts();
-        bool first = true;
-        for (int j = 0; j < k; ++j)
-          first &= read(r.position + slot + j) < 0 || read(r.expert + slot + j) / r.experts() != target;
-        if (first) add_vector<T>(sum, load16(home + (position - r.first_row) * r.layout.row_bytes + v * 16));
+        int row[kAtOnce];
+        Words held[kAtOnce][kAcross];
+        PMOE_UNROLL
+        for (int b = 0; b < kAtOnce; ++b) row[b] = b < tokens ? home_row(r, slot + b * r.choices, k) : -1;
+        PMOE_UNROLL
+        for (int b = 0; b < kAtOnce; ++b) PMOE_UNROLL
+        for (int a = 0; a < kAcross; ++a) {
+          const int at = v + a * team.lanes;
+          held[b][a] = {{0, 0, 0, 0}};
+          if (row[b] >= 0 && at < vectors) held[b][a] = load16(home + row[b] * row_bytes + int64_t{at} * 16);
+        }
+        PMOE_UNROLL
+        for (int b = 0; b < kAtOnce; ++b) PMOE_UNROLL
+        for (int a = 0; a < kAcross; ++a) add_vector<T>(sum[b][a], held[b][a]);
       }
-      store16(r.result + token * r.result_stride + begin + int64_t{v} * 16, round_vector<T>(sum));
+      PMOE_UNROLL
+      for (int b = 0; b < kAtOnce; ++b) PMOE_UNROLL
+      for (int a = 0; a < kAcross; ++a) {
+        const int at = v + a * team.lanes;
+        if (b < tokens && at < vectors)
+          store16(to + b * r.result_stride + int64_t{at} * 16, round_vector<T>(sum[b][a]));
+      }
     }
     if (r.weight_gradient != nullptr && chunk == 0) {
-      const auto* const dots = reinterpret_cast<const float*>(r.own() + r.layout.dots());
-      for (int k = team.lane; k < r.choices; k += team.lanes) {
-        const int position = read(r.position + slot + k);
-        write(r.weight_gradient + slot + k, position < 0 ? 0.0f : read(dots + (position - r.first_row)));
+      for (int i = team.lane; i < tokens * r.choices; i += team.lanes) {
+        const int position = read(r.position + slot + i);
+        write(r.weight_gradient + slot + i, position < 0 ? 0.0f : read(dots + (position - r.first_row)));
       }
     }
   }
 }
 
-// Chunk after chunk: sent as it is done; the one before is summed at home meanwhile. row_tiles: of the
-// product, `across` columns wide each.
+// A chunk leaves as soon as it is computed. tiles: that it has.
 template <class T>
-__device__ __forceinline__ void combine(const Rank& r, const Board& board, const Sends& sends, int row_tiles,
-                                        int tile_columns, const Team& team) {
+__device__ __forceinline__ void send_chunk(const Rank& r, const Board& board, int chunk, int tiles,
+                                           const Team& team) {
   const auto rows = [&](int level, int e) { return board.rows(level, e); };
-  const int chunks = r.chunks.count();
-  for (int chunk = 0; chunk <= chunks; ++chunk) {
-    if (chunk < chunks) {
-      const auto across = static_cast<int>(ceil_div(r.chunks.width(chunk), tile_columns));
-      if (team.lane == 0) await_done(r, chunk, static_cast<uint32_t>(row_tiles * across));
-      sync_warp();
-      nap(r.watch, team.number + 3000);
-      PieceWalk walk(r.ranks(), r.experts());
-      Piece piece;
-      for (int i = team.number; walk.find(i, rows, piece); i += team.count) {
-        if (has_failed(r.watch)) break;  // links may be missing, and would say where to write
-        const int first = board.first(piece.step, piece.expert) + piece.begin;
-        if (r.row_dots != nullptr && chunk == 0) send_dots(r, first, piece.rows, team);
-        send_sums<T>(r, first, piece.rows, chunk, team);
-      }
-      chunk_sent(r, chunk, team);
-    }
-    if (chunk > 0) {
-      await_returns(r, sends, chunk - 1, team);
-      sum_tokens<T>(r, chunk - 1, team);
-    }
+  if (team.lane == 0) await_done(r, chunk, static_cast<uint32_t>(tiles));
+  sync_warp();
+  nap(r.watch, team.number + 3000);
+  PieceWalk walk(r.ranks(), r.experts());
+  Piece piece;
+  for (int i = team.number; walk.find(i, rows, piece); i += team.count) {
+    if (has_failed(r.watch)) break;  // links may be missing, and would say where to write
+    const int first = board.first(piece.step, piece.expert) + piece.begin;
+    if (r.row_dots != nullptr && chunk == 0) send_dots(r, first, piece.rows, team);
+    send_sums<T>(r, first, piece.rows, chunk, team);
   }
+  chunk_sent(r, chunk, team);
+}
+
+template <class T>
+__device__ __forceinline__ void sum_chunk(const Rank& r, const Sends& sends, int chunk, const Team& team) {
+  await_returns(r, sends, chunk, team);
+  sum_tokens<T>(r, chunk, team);
+}
+
+// Row tiles of the product, and columns of each.
+struct Tiling {
+  int row_tiles, columns;
+
+  PMOE_HD int of_chunk(const Chunks& chunks, int chunk) const {
+    return row_tiles * static_cast<int>(ceil_div(chunks.width(chunk), columns));
+  }
+};
+
+// Communicating warps: chunk after chunk, sent as it is done; the one before is summed at home meanwhile.
+// Behind the last one nothing is left to compute, and `helpers` warps that have computed share it.
+template <class T>
+__device__ __forceinline__ void combine(const Rank& r, const Board& board, const Sends& sends, Tiling tiling,
+                                        const Team& team, int helpers) {
+  const int last = r.chunks.count() - 1;
+  const auto of = [&](int chunk) -> Team {
+    return {team.lane, team.lanes, team.number, team.count + (chunk < last ? 0 : helpers)};
+  };
+  for (int chunk = 0; chunk <= last + 1; ++chunk) {
+    if (chunk <= last) send_chunk<T>(r, board, chunk, tiling.of_chunk(r.chunks, chunk), of(chunk));
+    if (chunk > 0) sum_chunk<T>(r, sends, chunk - 1, of(chunk - 1));
+  }
+}
+
+// The helpers' part: of all warps that see to the last chunk the one with this number, behind those that
+// communicate.
+template <class T>
+__device__ __forceinline__ void help(const Rank& r, const Board& board, const Sends& sends, Tiling tiling,
+                                     const Team& all) {
+  const int last = r.chunks.count() - 1;
+  send_chunk<T>(r, board, last, tiling.of_chunk(r.chunks, last), all);
+  sum_chunk<T>(r, sends, last, all);
 }
 
 }  // namespace pmoe::comet

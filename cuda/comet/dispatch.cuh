@@ -41,12 +41,13 @@ __device__ __forceinline__ void fill_sends(const Rank& r, Sends& sends, int thre
 }
 
 // Tells each peer where its rows begin here, and that the inbox is free: nothing of the round before is read
-// any more when this kernel runs. By the threads of one block; meet() is its barrier.
+// any more when this kernel runs. A rank that has failed tells nothing: who is late still reads what it was
+// told before, for this rank has not waited for it. By the threads of one block; meet() is its barrier.
 template <class Meet>
 __device__ __forceinline__ void grant(const Rank& r, const Board& board, int thread, int threads,
                                       const Meet& meet) {
   nap(r.watch, 6000 + r.rank);
-  const int experts = r.experts(), all = r.ranks() * experts;
+  const int experts = r.experts(), all = has_failed(r.watch) ? 0 : r.ranks() * experts;
   for (int i = thread; i < all; i += threads) {
     const int peer = i / experts, e = i % experts;
     auto* const told = reinterpret_cast<int32_t*>(r.heap(peer) + r.layout.grants(r.rank));
@@ -98,17 +99,21 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
       if (team.lane == 0) await(r.watch, r.own() + r.layout.granted(target), Wait::kGrant, target, 0, 0);
       sync_warp();
     }
-    if (has_failed(r.watch)) return;  // a grant that never came would say where to write
+    if (ballot(has_failed(r.watch))) return;  // a grant that never came would say where to write
     nap(r.watch, team.number);
     const int first = read(grants + piece.expert), to = first + piece.begin;
     const int from = r.first_row + sends.first(target, piece.expert) + piece.begin;
+    auto* const weights = reinterpret_cast<float*>(heap + r.layout.weights()) + to;
+    auto* const links = reinterpret_cast<Link*>(heap + r.layout.links()) + to;
+    uint8_t* const inbox = r.inbox(target, to);
+    const int64_t row_bytes = r.layout.row_bytes;
     for (int row = team.lane; row < piece.rows; row += team.lanes) {
       const int slot = read(r.slot + from + row);
-      write(reinterpret_cast<float*>(heap + r.layout.weights()) + to + row, read(r.weight + slot));
+      write(weights + row, read(r.weight + slot));
       const Link link = link_of(r, sends, grants, target, slot);
       Words words = {{static_cast<uint32_t>(link.home), static_cast<uint32_t>(link.next),
                       static_cast<uint32_t>(link.source), static_cast<uint32_t>(link.first)}};
-      store16(heap + r.layout.links() + int64_t{to + row} * int64_t{sizeof(Link)}, words);
+      store16(links + row, words);
     }
     int token[kPiece];
     PMOE_UNROLL
@@ -117,8 +122,7 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
     PMOE_UNROLL
     for (int row = 0; row < kPiece; ++row)
       if (row < piece.rows)
-        copy_row(r.inbox(target, to + row), r.source + token[row] * r.source_stride, r.layout.row_bytes,
-                 team);
+        copy_row(inbox + row * row_bytes, r.source + token[row] * r.source_stride, row_bytes, team);
     sync_warp();
     nap(r.watch, team.number + 1000);
     if (team.lane == 0) signal(r.watch, heap + r.layout.arrival(r.rank, piece.expert, first, piece.number));

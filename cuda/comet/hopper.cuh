@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
     fill_sends(r, sends, thread, hopper::kThreads, meet);
     const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
                        hopper::kThreads / 32 * r.communicating};
-    combine<T>(r, board, sends, row_tiles(board, hopper::kRows), hopper::kColumns, team);
+    combine<T>(r, board, sends, {row_tiles(board, hopper::kRows), hopper::kColumns}, team,
+               hopper::kMultiplierWarps * (r.blocks - r.communicating));
     return;
   }
   if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1);
@@ -147,6 +148,16 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
           nap(r.watch, blockIdx.x + 5000);
           tile_done(r, tile.column / r.chunks.chunk_columns);
         });
+    // Nothing is loaded into the stages any more: what is sent is counted there.
+    const int self = thread_again() - hopper::kLoaders;
+    const auto together = [] { sync_named(2, hopper::kMultipliers); };
+    together();
+    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_sends(r, sends, self, hopper::kMultipliers, together);
+    const int first = hopper::kThreads / 32 * r.communicating, computing = r.blocks - r.communicating;
+    const Team all = {self % 32, 32, first + block - r.communicating + self / 32 * computing,
+                      first + hopper::kMultiplierWarps * computing};
+    help<T>(r, board, sends, {row_tiles(board, hopper::kRows), hopper::kColumns}, all);
   }
 }
 

@@ -26,8 +26,8 @@ struct Rank {
   const int32_t* position = nullptr;
   const int32_t* slot = nullptr;
   int first_row = 0;
-  int choices = 1;  // K
-  Divisor by_choices;
+  int choices = 1;                 // K
+  Divisor by_choices, by_experts;  // K, E
 
   // dispatch: rows of tokens. row_bytes of the layout each.
   const uint8_t* source = nullptr;

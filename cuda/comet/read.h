@@ -72,7 +72,7 @@ inline void read_rank(Fields& given, Rank& r) {
   r.slot = given.at<const int32_t>("slot");
   r.first_row = given.small("first_row");
   r.choices = given.small("top_k");
-  r.by_choices = Divisor(r.choices);
+  r.by_choices = Divisor(r.choices), r.by_experts = Divisor(r.layout.experts);
   r.source = given.at<const uint8_t>("source");
   r.source_stride = given.number("source_stride");
   r.result = given.at<uint8_t>("result");

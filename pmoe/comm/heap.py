@@ -35,7 +35,7 @@ from pmoe.comm.counts import at_stage
 from pmoe.comm.heap_memory import DeviceMemory, Memory, NvshmemMemory, needed, tensor_at
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import gathered, timeout_of
-from pmoe.kernels.comet import WAITS
+from pmoe.kernels.comet import WAITS, spare_blocks
 
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 """The environment variable: for how long a kernel waits for a peer."""
@@ -46,7 +46,8 @@ FLAG_BYTES = 1024
 """Behind the layout: the flag of `probe_flag`."""
 
 MOST_ROWS = 2**31 - 1
-EPOCHS = 2**32
+MOST_EPOCHS = 2**31 - 1
+"""Later than that a flag that was never raised would count as raised (cuda/comet/protocol.h)."""
 REPORT_WORDS = 8
 ROW_ALIGNMENT_BYTES = 16
 
@@ -144,7 +145,7 @@ class Awaited:
         if code == 0:
             return None
         name = WAITS[code] if 0 < code < len(WAITS) else f"wait {code}"
-        return Awaited(name, rank, peer, expert, part, epoch % EPOCHS)
+        return Awaited(name, rank, peer, expert, part, epoch % 2**32)
 
     def __str__(self) -> str:
         """Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"."""
@@ -247,8 +248,16 @@ class Heap:
     def next_epoch(self) -> int:
         """The number of the round that begins, for one launch on every rank. Raises as `raise_if_failed`."""
         self.raise_if_failed()
-        self.epoch = (self.epoch + 1) % EPOCHS
+        if self.epoch + 1 >= MOST_EPOCHS:
+            self._unusable = f"this heap of rank {self.rank} has had {self.epoch} rounds, the most there are"
+            self._check_usable()
+        self.epoch += 1
         return self.epoch
+
+    def give_up(self, why: str) -> None:
+        """A round of this rank was left in the middle: flags that are raised now would be taken for its."""
+        if self._unusable is None:
+            self._unusable = f"this heap of rank {self.rank} was given up in round {self.epoch}: {why}"
 
     def rows(self, count: int) -> Tensor:
         """(count, M) the first rows of the inbox: the memory itself, which later rounds overwrite."""
@@ -522,6 +531,7 @@ def _agree(together: _Together, shape: HeapShape, memory: Memory, *, one_node: b
     host, bound, trouble = "", 0.0, None
     try:
         place, bound = memory.place(together.device), wait_seconds(ranks)
+        spare_blocks()  # raises for a bad number, while the other ranks can still be told
         host = place.host
         facts |= {"bytes": shape.bytes, "kernels": place.kernels}
     except Exception as error:

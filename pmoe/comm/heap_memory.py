@@ -63,6 +63,7 @@ class DeviceMemory:
     collective = False
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
+        _check_cuda(device)
         try:
             return self._allocate(device, num_bytes)
         except RuntimeError:
@@ -89,9 +90,15 @@ class DeviceMemory:
         needed().heap_close(device.index, peer)
 
     def place(self, device: torch.device) -> Place:
+        _check_cuda(device)
         kernels = Machine().architecture(device)
         uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device.index)
         return Place(kernels=str(kernels), host=host_name(), device=str(uuid))
+
+
+def _check_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise RuntimeError(f"device {device}: a symmetric heap is in the memory of a CUDA device")
 
 
 _nvshmem_members: list[int] | None = None

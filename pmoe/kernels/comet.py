@@ -32,7 +32,7 @@ from pmoe.kernels.grouped_gemm import ACTIVATIONS, misfit
 MOST_RANKS, MOST_EXPERTS, MOST_CHUNKS, MOST_VIRTUAL = 64, 1024, 64, 4
 """As in cuda/comet/layout.h and fused.h."""
 
-SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
+SPARE_BLOCKS, DEFAULT_SPARE_BLOCKS = "PMOE_SPARE_BLOCKS", 4
 
 _ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
 _DISPATCH, _COMBINE = 0, 1
@@ -84,6 +84,10 @@ class Steps(Protocol):
 
     def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
         """Rows and their routing weights to the ranks that compute them: `rows` and `row_weight` there."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """A round was left in the middle by an error of this rank alone, and cannot be gone on with."""
         ...
 
     def rows(self, journey: Journey) -> Tensor:
@@ -213,6 +217,7 @@ class Memory(Protocol):
     def bound_nanoseconds(self) -> int: ...
 
     def next_epoch(self) -> int: ...
+    def give_up(self, why: str) -> None: ...
     def raise_if_failed(self) -> None: ...
     def rows(self, count: int) -> Tensor: ...
     def row_weight(self, count: int) -> Tensor: ...
@@ -289,15 +294,15 @@ def _stream_behind(heaps: Sequence[Memory], device: torch.device) -> int:
     return int(stream.cuda_stream)
 
 
-def spare_blocks() -> int:
-    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 0. ValueError for a variable
-    that is no such number.
+def spare_blocks(num_ranks: int = 1) -> int:
+    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 4 where other processes are
+    waited for, 0 on one rank alone. ValueError for a variable that is no such number.
 
     A fused kernel takes a whole multiprocessor for each block, and waits for its peers'. A collective that
-    runs beside it on another stream, as data-parallel wrappers issue them in backward, may then hold one rank's
-    fused kernel up, and be held up by another's, until the wait's bound: unless there is room for both.
+    runs beside it on another stream, as data-parallel wrappers issue them in backward, may then hold one
+    rank's fused kernel up, and be held up by another's, until the wait's bound: unless both have room.
     """
-    text = os.environ.get(SPARE_BLOCKS, "0")
+    text = os.environ.get(SPARE_BLOCKS, "0" if num_ranks == 1 else str(DEFAULT_SPARE_BLOCKS))
     if not text.isdecimal():
         raise ValueError(f"{SPARE_BLOCKS} ({text!r}) must be a whole number of blocks, at least 0")
     return int(text)
@@ -325,11 +330,14 @@ class Ranks:
         self.device = heaps[0].device
         self.hopper = found == "sm_90a"
         self.module = extension.load()
-        self.blocks = (_processors(self.device) - spare_blocks()) // len(heaps)
+        # Virtual ranks wait for nobody outside their launch.
+        spare = spare_blocks(shape.num_ranks // len(heaps))
+        self.blocks = (_processors(self.device) - spare) // len(heaps)
         if self.blocks < 2:
             raise ValueError(
-                f"the fused kernels cannot run: {self.blocks} blocks of {self.device} for each of {len(heaps)} "
-                f"ranks are less than 2, one that communicates and one that computes ({SPARE_BLOCKS})"
+                f"the fused kernels cannot run: {self.blocks} blocks of {self.device} for each of "
+                f"{len(heaps)} ranks are less than 2, one that communicates and one that computes "
+                f"({SPARE_BLOCKS} is {spare})"
             )
         self.tile_columns = _path_told(self.hopper)["tile_columns"]
 
@@ -401,6 +409,13 @@ class Ranks:
             raise ValueError(
                 f"num_received ({journey.num_received}) must be at most the heap's {shape.rows} rows"
             )
+        sent = journey.slot_S.shape[0]
+        if journey.num_tokens is not None:
+            sent = min(sent, journey.num_tokens * journey.top_k)
+        if sent > shape.home_rows:
+            raise ValueError(
+                f"rows that may be sent ({sent}) must be at most the heap's home_rows ({shape.home_rows})"
+            )
         recv_WE = journey.recv_WE
         if recv_WE.stride(1) != 1:
             raise ValueError(f"recv of strides {recv_WE.stride()} must have a rank's counts side by side")
@@ -429,10 +444,11 @@ class Ranks:
         _like("weight", weight_TK, torch.float32, heap.device)
         if not weight_TK.is_contiguous():
             raise ValueError(f"weight of strides {weight_TK.stride()} must be contiguous")
-        if source_TM.shape[1] != shape.d_model or weight_TK.shape != journey.expert_TK.shape:
+        wanted = (journey.expert_TK.shape[0], shape.d_model)
+        if tuple(source_TM.shape) != wanted or weight_TK.shape != journey.expert_TK.shape:
             raise ValueError(
                 f"rows of shape {tuple(source_TM.shape)} and weight of shape {tuple(weight_TK.shape)} must "
-                f"be {(journey.expert_TK.shape[0], shape.d_model)} and {tuple(journey.expert_TK.shape)}"
+                f"be {wanted} and {tuple(journey.expert_TK.shape)}"
             )
         places = shape.places
         return {
@@ -441,7 +457,7 @@ class Ranks:
             "source_stride": shape.row_bytes,
             "weight": weight_TK.data_ptr(),
             "a": heap.base + places["inbox"],
-            "a_rows": shape.rows,
+            "a_rows": max(shape.rows, 1),  # a heap without rows has an address, what is not kept has none
             "a_stride": shape.d_model,
             "row_weight": heap.base + places["weights"],
             "k": shape.d_model,
@@ -539,7 +555,8 @@ def product_combine(
     result_TM = active[0].new_empty(journeys[0].expert_TK.shape[0], ranks.heaps[0].shape.d_model)
     division = ranks.divide("combine", "forward")
     for heap, journey, active_NH, weight_EMH, bias in zip(ranks.heaps, journeys, active, w2, b2, strict=True):
-        _weight_like("w2", weight_EMH, bias, heap, columns=1)
+        _, _, width = _weight_like("w2", weight_EMH, bias, heap, columns=1)
+        _check_width("active", active_NH, width, "w2")
         fields.append(
             {
                 **ranks.returning(heap, journey, division, active_NH, result_TM),
@@ -621,7 +638,8 @@ def gradient_combine(
     for heap, journey, grad_NG, weight_EGM, dots_PN in zip(
         ranks.heaps, journeys, of_hidden, w1, dots, strict=True
     ):
-        _weight_like("w1", weight_EGM, None, heap, columns=2)
+        _, width, _ = _weight_like("w1", weight_EGM, None, heap, columns=2)
+        _check_width("gradient of the hidden", grad_NG, width, "w1")
         fields.append(
             {
                 **ranks.returning(heap, journey, division, grad_NG, result_TM),
@@ -634,6 +652,11 @@ def gradient_combine(
         )
     ranks.launch(_COMBINE, _INPUT, division, fields)
     return result_TM, of_weight_TK
+
+
+def _check_width(name: str, rows: Tensor, width: int, of: str) -> None:
+    if rows.shape[1] != width:
+        raise ValueError(f"{name} of {rows.shape[1]} columns must have {width}, as {of} has")
 
 
 def _weight_like(
@@ -659,8 +682,8 @@ def _weight_like(
 class KernelSteps:
     """`Steps` of one rank of this process, by the kernels.
 
-    find_heap: the heap that serves this call now. Between forward and backward it may have been made anew, for
-    larger batches; the rounds of the two need no memory in common.
+    find_heap: the heap that serves this call now. Between forward and backward it may have been made anew,
+    for larger batches; the rounds of the two need no memory in common.
     """
 
     def __init__(self, find_heap: Callable[[], Memory], divide: Divide) -> None:
@@ -680,6 +703,9 @@ class KernelSteps:
 
     def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
         dispatch(self._ranks, [journey], x_TM, _weights(weight_TK))
+
+    def give_up(self, why: str) -> None:
+        self._made.heaps[0].give_up(why)
 
     def rows(self, journey: Journey) -> Tensor:
         return self._heap.rows(journey.num_received)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +30,14 @@ from torch import Tensor
 
 from pmoe.comm.counts import Shared
 from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, nvshmem_heap, process_heap
+from pmoe.comm.heap_memory import host_name
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
 from pmoe.experts.base import Hidden
 from pmoe.kernels import comet as kernels
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
-from pmoe.kernels.registry import bucket
+from pmoe.kernels.registry import bucket, digest
 from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import LocalExperts, SortedRows, sort_rows
 from pmoe.pipeline.division import agreed, agreed_layer, layer_sizes
@@ -99,7 +99,13 @@ def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden:
     """Why the kernels do not take such rows on this rank, whatever others may say; None where they do."""
     if _instead:
         return None
-    return kernels.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
+    return _captures(device) or kernels.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
+
+
+def _captures(device: torch.device) -> str | None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is captured: rounds have numbers, which a replay would use again"
+    return None
 
 
 def steps_for(request: Request) -> Steps | str:
@@ -110,6 +116,8 @@ def steps_for(request: Request) -> Steps | str:
     if _instead:
         return _instead[-1](request)
     device, dtype, experts = request.device, request.dtype, request.experts
+    if why := _captures(device):
+        return why
     why = refusal(device, dtype, d_model=request.d_model, d_hidden=request.d_hidden)
     why = why or kernels.ranks_refusal(device, request.ranks.size, experts)
     key = ("refused", request.ranks.name, device, dtype, request.d_model, request.d_hidden, experts)
@@ -125,8 +133,7 @@ def _kernel_steps(request: Request) -> Steps | str:
     shape = heap_shape(request)
     if request.most_rows > shape.rows:
         return f"more rows arrive at a rank than its heap holds: {request.most_rows}, of {shape.rows}"
-    across = ranks.size > int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
-    make = nvshmem_heap if across else process_heap
+    make = nvshmem_heap if _spans_nodes(request) else process_heap
 
     def find_heap() -> Heap:
         return heap_for(ranks, request.device, shape, make=make)
@@ -137,6 +144,17 @@ def _kernel_steps(request: Request) -> Steps | str:
         raise
     except RuntimeError as error:
         return f"there is no heap: {error}"
+
+
+def _spans_nodes(request: Request) -> bool:
+    """Whether the ranks are on several nodes. Asked once for a group."""
+    ranks = request.ranks
+    key = ("nodes", ranks.name)
+    if key not in _agreed:
+        here = float(digest([host_name()]))
+        most, least = agree_among(ranks, request.device)([here, -here])
+        _agreed[key] = most != -least
+    return _agreed[key]
 
 
 def heap_shape(request: Request) -> HeapShape:
@@ -277,11 +295,23 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """T_O, and T_M and T_DI where they are kept."""
     steps, journey = call.steps, call.journey
-    hidden_NG, active_NH = steps.dispatch_hidden(
-        journey, dense(x_TM), weight_TK, w1, b1, activation=call.activation, keep=keeps_hidden
-    )
-    rows_NM = steps.rows(journey).clone() if keeps_rows else None
-    return steps.product_combine(journey, active_NH, w2, b2), hidden_NG, rows_NM
+    with _whole(steps):
+        hidden_NG, active_NH = steps.dispatch_hidden(
+            journey, dense(x_TM), weight_TK, w1, b1, activation=call.activation, keep=keeps_hidden
+        )
+        rows_NM = steps.rows(journey).clone() if keeps_rows else None
+        return steps.product_combine(journey, active_NH, w2, b2), hidden_NG, rows_NM
+
+
+@contextlib.contextmanager
+def _whole(steps: Steps) -> Iterator[None]:
+    """A pass whose steps are all taken, or whose heap nobody takes another step with: memory may have run out
+    between two of them, on this rank alone."""
+    try:
+        yield
+    except BaseException as error:
+        steps.give_up(f"{type(error).__name__}: {error}")
+        raise
 
 
 def dense(rows: Tensor) -> Tensor:
@@ -316,7 +346,7 @@ class _Comet(torch.autograd.Function):
     def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
-        with torch.autocast(grad_TM.device.type, enabled=False):
+        with torch.autocast(grad_TM.device.type, enabled=False), _whole(ctx.call.steps):
             return None, None, *_backward(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[4:], grad_TM)
 
 
@@ -378,6 +408,10 @@ def forward_by(call: Call, recv_FWE: Tensor) -> ForwardPass:
     that come to this rank, by bin, on their device. The plan's two passes must have the same chunks."""
 
     def forward(plan: Plan, inputs: Inputs) -> Forwarded:
+        with _whole(call.steps):
+            return take_steps(plan, inputs)
+
+    def take_steps(plan: Plan, inputs: Inputs) -> Forwarded:
         steps, journey, cut = call.steps, call.journey, plan.forward
         w1, w2, b1, b2 = _named(inputs.parameters)
         hidden_NG, active_NH = steps.dispatch_hidden(

@@ -79,6 +79,9 @@ class PlainSteps(Steps):
         )
         return self._arrived
 
+    def give_up(self, why: str) -> None:
+        """Nothing is shared with later rounds."""
+
     def rows(self, journey: Journey) -> Tensor:
         return self._last.rows_NM
 

@@ -94,7 +94,11 @@ class VirtualRanks:
         shape = HeapShape(num_ranks, experts, rows, home_rows, d_model, dtype)
         self.shape, self.division = shape, Division(1) if division is None else division
         self.heaps = virtual_heaps(shape, device)
-        self.ranks = comet.Ranks(self.heaps, lambda kernel, direction: self.division, mischief)
+        try:
+            self.ranks = comet.Ranks(self.heaps, lambda kernel, direction: self.division, mischief)
+        except ValueError:
+            self.close()
+            raise
 
     def close(self) -> None:
         for heap in self.heaps:

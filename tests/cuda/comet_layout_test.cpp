@@ -423,7 +423,7 @@ void test_world(World w, int warps) {
   each([&](Rank r, Board& board, Sends& sends) {
     r.watch.not_waited = 1u << static_cast<int>(Wait::kDone) | 1u << static_cast<int>(Wait::kReturn);
     for (int warp = 0; warp < warps; ++warp)
-      combine<bf16>(r, board, sends, row_tiles(board, 4), 8, {0, 1, warp, warps});
+      combine<bf16>(r, board, sends, {row_tiles(board, 4), 8}, {0, 1, warp, warps}, 0);
   });
   test_writes(w, parts, true);
   each([&](const Rank& r, Board&, Sends& sends) {

@@ -219,6 +219,7 @@ class World {
       k.recv_counts = counts.data() + r * c.experts, k.recv_stride = c.ranks * c.experts;
       k.expert = expert.data(), k.weight = weight.data(), k.position = position.data(), k.slot = slot.data();
       k.first_row = first_token[r] * c.top_k, k.choices = c.top_k, k.by_choices = Divisor(c.top_k);
+      k.by_experts = Divisor(c.experts);
       k.first_token = first_token[r], k.tokens = c.tokens[r];
       k.chunks = {c.model, c.chunk_columns};
       k.communicating = c.communicating, k.blocks = c.blocks;

@@ -184,6 +184,7 @@ inline Rank rank_of(const Heaps& heaps, int rank, const Routing& g, const std::v
   r.first_row = g.first_row;
   r.choices = g.choices;
   r.by_choices = pmoe::Divisor(g.choices);
+  r.by_experts = pmoe::Divisor(r.layout.experts);
   r.first_token = g.first_token;
   r.tokens = g.tokens;
   return r;

@@ -71,6 +71,9 @@ inline void store_relaxed_system(uint32_t* p, uint32_t value) {
   std::atomic_ref<uint32_t>(*p).store(value, std::memory_order_relaxed);
 }
 
+// Of a warp that one thread stands for.
+inline uint32_t ballot(bool holds) { return holds; }
+
 // ---- time
 
 inline uint64_t nanoseconds() {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -339,21 +339,15 @@ def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
     """Rank 1 has no kernels."""
     layer, (xs, _) = build(Case(), world), inputs(world)
     asked: list[Request] = []
-    here, kernel_steps = comet.refusal, getattr(comet.kernels, "kernel_steps", None)
-    comet.refusal = lambda *_, **__: "no kernels here" if rank == 1 else None
-    comet.kernels.kernel_steps = lambda *request, **_: asked.append(request)
     buffers._warned.clear()
-    comet._agreed.clear()
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                layer(xs[rank]).sum().backward()
-    finally:
-        comet._agreed.clear()
-        comet.refusal, comet.kernels.kernel_steps = here, kernel_steps
-        if kernel_steps is None:
-            del comet.kernels.kernel_steps
+    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(comet, "_agreed", {})
+        patch.setattr(comet, "refusal", lambda *_, **__: "no kernels here" if rank == 1 else None)
+        patch.setattr(comet.kernels, "ranks_refusal", lambda *_: None)
+        patch.setattr(comet, "_kernel_steps", asked.append)
+        for _ in range(2):
+            layer(xs[rank]).sum().backward()
     return [str(each.message) for each in told], bool(asked)
 
 
@@ -363,6 +357,38 @@ def test_kernels_that_one_rank_lacks_are_taken_on_none() -> None:
         ([start + "another rank refuses the fused kernels: it says why"], False),
         ([start + "no kernels here"], False),
     ]
+
+
+def nodes_job(rank: int, world: int, hosts: list[str]) -> list[str]:
+    """Which heap is asked for."""
+    layer, (xs, _) = build(Case(), world), inputs(world)
+    buffers._warned.clear()
+
+    def no(*_: object) -> NoReturn:
+        raise RuntimeError("none of one node")
+
+    def none_beyond(*_: object) -> NoReturn:
+        raise RuntimeError("none of several nodes")
+
+    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(comet, "_agreed", {})
+        patch.setattr(comet, "refusal", lambda *_, **__: None)
+        patch.setattr(comet.kernels, "ranks_refusal", lambda *_: None)
+        patch.setattr(comet, "host_name", lambda: hosts[rank])
+        patch.setattr(comet, "process_heap", no)
+        patch.setattr(comet, "nvshmem_heap", none_beyond)
+        for _ in range(2):
+            layer(xs[rank]).sum().backward()
+    return [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted"), [("aa", "none of one node"), ("ab", "none of several nodes")], ids=["one", "two"]
+)
+def test_the_heap_follows_from_the_nodes_that_the_ranks_are_on(hosts: str, wanted: str) -> None:
+    message = f"pmoe: fused (True) falls back to the unfused layer because there is no heap: {wanted}"
+    assert ranks(2).run(nodes_job, list(hosts)) == [[message]] * 2
 
 
 def worth_job(rank: int, world: int) -> tuple[int, int]:

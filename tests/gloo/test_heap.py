@@ -33,6 +33,7 @@ from pmoe.comm.heap import (
 from pmoe.comm.heap_memory import NvshmemMemory, tensor_at
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
+from pmoe.kernels.comet import SPARE_BLOCKS
 from tests.heaps import CPU, FileMemory, use_layout
 from tests.pool import GROUP_TIMEOUT_SECONDS, Pool, ranks
 
@@ -62,6 +63,8 @@ def attempt(rank: int, world: int, given: list[dict[str, Any]]) -> tuple[str, st
         exchanges = counted(patch)
         if "seconds" in mine:
             patch.setenv(WAIT_SECONDS, mine["seconds"])
+        if "spare" in mine:
+            patch.setenv(SPARE_BLOCKS, mine["spare"])
         if mine.get("built", True) is False:
             patch.setattr(extension, "_load", lambda: (None, "pmoe._cuda is not built"))
             module._places.cache_clear()
@@ -207,10 +210,15 @@ def test_ranks_on_one_device_or_on_several_are_none_of_a_heaps_business() -> Non
 # ---- what fails on one rank
 
 
-def test_a_bad_bound_on_one_rank_is_an_error_on_all() -> None:
+def test_a_bad_variable_on_one_rank_is_an_error_on_all() -> None:
     kind, text = refused({}, {"seconds": "soon"})
     assert kind == "ValueError"
     assert text.startswith("pmoe: no symmetric heap: rank 1: PMOE_WAIT_SECONDS ('soon') must be a number")
+    kind, text = refused({}, {"spare": "many"})
+    assert kind == "ValueError"
+    assert text.startswith(
+        "pmoe: no symmetric heap: rank 1: PMOE_SPARE_BLOCKS ('many') must be a whole number"
+    )
 
 
 def test_a_rank_without_the_extension_is_an_error_on_all() -> None:

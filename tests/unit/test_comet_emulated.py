@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.comm.heap import close_heaps
+from pmoe.comm.heap import HeapError, close_heaps
 from pmoe.comm.ranks import Ranks
+from pmoe.kernels import comet
 from pmoe.kernels.comet import Mischief
 from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks, routes_of
 from pmoe.planner.division import Division
@@ -95,6 +96,30 @@ def test_a_heap_that_grew_between_the_passes_serves_both(kernels: Path) -> None:
         close_heaps(Ranks())
     for name, each in first.named_parameters():
         assert each.grad is not None and torch.equal(each.grad, wanted[name]), name
+
+
+@pytest.mark.parametrize("where", ["product_combine", "dispatch_hidden_gradient", "gradient_combine"])
+def test_a_round_that_is_left_in_the_middle_leaves_a_heap_that_says_so(
+    kernels: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later flags would be taken for those that never came."""
+    layer = pmoe.MoELayer(72, 64, 4, 2, dtype=BF16, fused=True)
+
+    def fail(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("no memory for this")
+
+    with emulated(kernels):
+        with monkeypatch.context() as patch:
+            patch.setattr(comet, where, fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                layer(torch.ones(3, 72, dtype=BF16)).float().sum().backward()
+        with pytest.raises(
+            HeapError, match="given up in round .*no memory for this; a new heap must be made"
+        ):
+            layer(torch.ones(3, 72, dtype=BF16))
+        close_heaps(Ranks())
+        layer(torch.ones(3, 72, dtype=BF16)).float().sum().backward()
+        close_heaps(Ranks())
 
 
 def test_no_tokens_at_all(kernels: Path) -> None:

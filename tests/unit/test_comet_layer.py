@@ -292,7 +292,7 @@ class OneEach(torch.nn.Module):
         ({"one_lane": True}, "collectives wait for each other (one_lane=True)"),
         ({"expert": lambda: torch.nn.Linear(M, M)}, "the experts are ModuleExperts"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "_".join(value),
 )
 def test_what_is_not_fused_is_told_once(options: dict[str, Any], reason: str) -> None:
     layer = make(**options).double()
@@ -343,6 +343,11 @@ def test_without_kernels_for_it_a_layer_says_so_and_goes_through_the_engine() ->
         assert relative_error(found[name], value) < 1e-12, name
 
 
+def test_of_two_reasons_one_is_told() -> None:
+    (message,) = told(make(memory_reuse="S1"))
+    assert "offloads" not in message
+
+
 def test_on_one_rank_it_wins_over_the_kernels_of_one_rank_unless_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -389,8 +394,15 @@ def test_auto_takes_what_was_measured_and_never_one_rank(monkeypatch: pytest.Mon
 
 
 def test_memory_of_a_fused_layer_is_not_predicted() -> None:
-    with pytest.raises(ValueError, match="kernels are fused"):
+    with pytest.raises(ValueError, match="predict_memory must not be called where kernels are fused"):
         make(memory_reuse="S4").predict_memory(T)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fused": "auto", "memory_reuse": "S4"}, {"memory_reuse": "S1"}], ids=str
+)
+def test_memory_of_a_layer_that_is_never_fused_is_predicted(options: dict[str, Any]) -> None:
+    assert make(**options).predict_memory(T) == make(**{**options, "fused": False}).predict_memory(T)
 
 
 def test_bad_input_is_refused_as_ever() -> None:

@@ -18,8 +18,8 @@ import torch
 
 from pmoe.comm import heap as module
 from pmoe.comm.heap import (
-    EPOCHS,
     FLAG_BYTES,
+    MOST_EPOCHS,
     WAIT_SECONDS,
     Awaited,
     Heap,
@@ -249,7 +249,7 @@ def test_reports_are_read_as_the_kernels_write_them() -> None:
 def test_nothing_is_no_report_and_rounds_are_unsigned() -> None:
     assert Awaited.of_report([0] * 8) is None
     awaited = Awaited.of_report([2, 1, 0, 0, -1, 0, 0, 0])
-    assert awaited is not None and awaited.epoch == EPOCHS - 1
+    assert awaited is not None and awaited.epoch == 2**32 - 1
 
 
 def test_a_wait_in_vain_is_told_before_the_next_launch_and_breaks_that_heap_alone(
@@ -320,8 +320,12 @@ def test_a_lost_device_means_that_the_process_must_end(monkeypatch: pytest.Monke
 
 def test_rounds_begin_again_after_the_last_number() -> None:
     (heap,) = virtual_heaps(ALONE, CPU, memory=FileMemory())
-    heap.epoch = EPOCHS - 2
-    assert [heap.next_epoch() for _ in range(3)] == [EPOCHS - 1, 0, 1]
+    heap.epoch = MOST_EPOCHS - 2
+    assert heap.next_epoch() == MOST_EPOCHS - 1
+    with pytest.raises(HeapError, match=f"has had {MOST_EPOCHS - 1} rounds, the most there are"):
+        heap.next_epoch()
+    with pytest.raises(HeapError, match="a new heap must be made"):
+        heap.rows(0)
     heap.close()
 
 
@@ -436,6 +440,14 @@ def test_the_extension_refuses_in_sentences_where_there_is_no_device() -> None:
     ):
         with pytest.raises(RuntimeError, match=r"pmoe\._cuda: .*(no CUDA driver|no CUDA device)"):
             call()
+
+
+def test_a_device_that_is_none_of_cudas_is_refused_with_its_name() -> None:
+    told = "device cpu: a symmetric heap is in the memory of a CUDA device"
+    with pytest.raises(RuntimeError, match=told):
+        virtual_heaps(SHAPE, CPU)
+    with pytest.raises(RuntimeError, match=told):
+        process_heap(Ranks.alone(), ALONE, CPU)
 
 
 def test_without_nvshmem_its_provider_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:

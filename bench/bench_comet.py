@@ -1,0 +1,374 @@
+"""The fused kernels of virtual ranks on one GPU, beside the same two products with their rows in place.
+
+    python bench/bench_comet.py [--out bench/results] [--rounds 20] [--quick]
+
+Mixtral's and Phi-3.5-MoE's experts, SwiGLU without biases, bfloat16; 16384 routed rows of all ranks together,
+each expert with as many as every other; W = 2 and 4 virtual ranks in one cooperative launch (and 1, whose
+rows all stay). The pair: dispatch + first product with its nonlinearity, which keeps T_M; second product with
+the routing weights + sums + combine. Beside it, on all multiprocessors:
+
+    in place  pmoe's own two products of rows that lie sorted; T_M, nonlinearity and weights are included
+    alone     the same without pairs of blocks that share an operand, as the fused kernels are
+    torch     F.grouped_mm twice: the bare products, without nonlinearity and weights
+
+On one GPU the link is its memory. So the ratio of the pair to "in place" is the cost of the protocol and of
+the blocks that communicate, and no link is hidden. The goal, for W = 2 and 4: 1.10, as if 12 of 132 blocks
+did nothing else. n_c is of each rank: W times as many blocks communicate.
+
+First the pair's output is compared with that of "in place". Then every division of a sweep runs once a round,
+each round beginning with another; then the fastest of either kernel, together, in turn with the others. CUDA
+events, medians, behind a write that empties the L2 cache and a sleep in which the host enqueues what is
+timed.
+
+Letters: T tokens, K choices, N routed rows, E experts, W ranks, M = d_model, H = d_hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.bench_gpu import describe_gpu
+from bench.bench_grouped_gemm import MODELS, QUICK_ROWS, ROWS, Model, difference
+from bench.timing import Timing, table, write_json
+from pmoe.kernels import comet, grouped_gemm
+from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks, even_choices, routes_of
+from pmoe.planner.division import Division
+
+DEVICE = torch.device("cuda", 0)
+FLUSH_BYTES = 1 << 28
+"""Far more than any L2 cache holds."""
+WARMUP = 3
+LEAD_CYCLES = 3_000_000
+"""The device sleeps so long, 1.5 ms at 2 GHz, while the host enqueues what is timed: device time counts."""
+
+RANKS = (1, 2, 4)
+N_C = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20)
+CHUNK_COLUMNS = (256, 512, 1024, 2048)
+SWEEP_ROUNDS = 5
+GOAL = 1.10
+"""Times "in place", for W of 2 and more."""
+
+LIMIT = 2.0**-6
+"""Of the relative difference between bfloat16 results: some roundings of 2^-9 each."""
+
+Times = list[float]
+"""Milliseconds of the parts of a run, in order."""
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE).mul_(scale)
+
+
+class Scenario:
+    """One model's experts and tokens, and the products of rows in place."""
+
+    def __init__(self, model: Model, num_rows: int) -> None:
+        self.model, self.num_rows = model, num_rows
+        self.num_tokens = num_rows // model.top_k
+        self.x_TM = draw(self.num_tokens, model.d_model)
+        self.weight_TK = torch.rand(self.num_tokens, model.top_k, device=DEVICE) + 0.1
+        self.w1 = draw(model.experts, 2 * model.d_hidden, model.d_model, scale=model.d_model**-0.5)
+        self.w2 = draw(model.experts, model.d_model, model.d_hidden, scale=model.d_hidden**-0.5)
+        self.expert_TK = even_choices(self.num_tokens, model.top_k, model.experts, DEVICE)
+        expert_N = self.expert_TK.reshape(-1).long()
+        slot_N = expert_N.argsort(stable=True)
+        self.position_TK = slot_N.argsort().view_as(self.expert_TK)
+        self.ends_E = torch.bincount(expert_N, minlength=model.experts).cumsum(0).int()
+        self.rows_NM = self.x_TM.index_select(0, slot_N // model.top_k)
+        self.weight_N = self.weight_TK.reshape(-1)[slot_N].contiguous()
+        self.active_NH = self.first_product()
+
+    def first_product(self) -> Tensor:
+        return grouped_gemm.hidden(self.rows_NM, self.w1, self.ends_E, activation="swiglu")[1]
+
+    def second_product(self) -> Tensor:
+        return grouped_gemm.product(self.active_NH, self.w2, self.ends_E, scale=self.weight_N)
+
+    def output(self) -> Tensor:
+        """(T, M), the rows' sums in float32."""
+        out_NM = self.second_product()
+        return sum(
+            (out_NM[place_T].float() for place_T in self.position_TK.t()), torch.zeros(1, device=DEVICE)
+        )
+
+    def in_place(self) -> list[Callable[[], object]]:
+        return [self.first_product, self.second_product]
+
+    def torch_products(self) -> list[Callable[[], object]]:
+        first, second = self.w1.transpose(1, 2), self.w2.transpose(1, 2)
+        return [
+            lambda: F.grouped_mm(self.rows_NM, first, offs=self.ends_E),
+            lambda: F.grouped_mm(self.active_NH, second, offs=self.ends_E),
+        ]
+
+
+class Fused:
+    """The same by W virtual ranks."""
+
+    def __init__(self, scenario: Scenario, num_ranks: int) -> None:
+        self.scenario, model = scenario, scenario.model
+        routes = routes_of(scenario.expert_TK, None, num_ranks, model.experts)
+        by_rank = routes.counts_nE.unflatten(1, (num_ranks, -1)).sum((0, 2))
+        self.virtual = VirtualRanks(
+            num_ranks,
+            model.experts // num_ranks,
+            rows=int(by_rank.max()),
+            home_rows=-(-scenario.num_tokens // num_ranks) * model.top_k,
+            d_model=model.d_model,
+            dtype=torch.bfloat16,
+            device=DEVICE,
+        )
+        self.ranks, self.journeys = self.virtual.ranks, self.virtual.journeys(routes)
+        nothing: list[Tensor | None] = [None] * num_ranks
+        self.given = Parameters(
+            w1=scenario.w1.chunk(num_ranks),
+            w2=scenario.w2.chunk(num_ranks),
+            b1=nothing,
+            b2=nothing,
+            activation="swiglu",
+        )
+        self.active: Sequence[Tensor] = []
+
+    @property
+    def n_c(self) -> list[int]:
+        """Of a sweep: as many blocks compute at least."""
+        return [count for count in N_C if 2 * count <= self.ranks.blocks]
+
+    def divide(self, dispatch: Division, combine: Division) -> None:
+        taken = {"dispatch": dispatch, "combine": combine}
+        self.ranks.divide = lambda kernel, direction: taken[kernel]
+
+    def dispatch(self) -> None:
+        given, scenario = self.given, self.scenario
+        _, self.active = comet.dispatch_hidden(
+            self.ranks, self.journeys, scenario.x_TM, scenario.weight_TK, given.w1, given.b1,
+            activation="swiglu", keep=True,
+        )  # fmt: skip
+
+    def combine(self) -> Tensor:
+        return comet.product_combine(self.ranks, self.journeys, self.active, self.given.w2, self.given.b2)
+
+    def pair(self, dispatch: Division, combine: Division) -> Callable[[], list[Callable[[], object]]]:
+        def parts() -> list[Callable[[], object]]:
+            self.divide(dispatch, combine)
+            return [self.dispatch, self.combine]
+
+        return parts
+
+
+# ---- correct first
+
+
+def check(scenario: Scenario, fused: Fused) -> float:
+    """How far the pair's output is from that of rows in place. Raises SystemExit over the limit."""
+    fused.divide(Division(4), Division(4))
+    fused.dispatch()
+    found = fused.combine()
+    fused.virtual.check()
+    apart = difference(found, scenario.output())
+    if not apart <= LIMIT:  # NaN is refused too
+        sys.exit(f"bench_comet: {scenario.model.name}: {apart} from the products in place, limit {LIMIT}")
+    return apart
+
+
+# ---- then time
+
+
+def milliseconds(parts: Sequence[Callable[[], object]], flush: Tensor) -> Times:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+    flush.zero_()
+    torch.cuda._sleep(LEAD_CYCLES)
+    events[0].record()
+    for part, event in zip(parts, events[1:], strict=True):
+        part()
+        event.record()
+    events[-1].synchronize()
+    return [float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(events)]
+
+
+def in_turn(
+    runs: Mapping[Any, Callable[[], Sequence[Callable[[], object]]]], rounds: int, flush: Tensor
+) -> dict[Any, list[Times]]:
+    """The parts' milliseconds, a sample a round: every run once in each, which begins with another."""
+    names = list(runs)
+    samples: dict[Any, list[Times]] = {name: [] for name in names}
+    for round_ in range(-WARMUP, rounds):
+        for turn in range(len(names)):
+            name = names[(turn + round_) % len(names)]
+            taken = milliseconds(runs[name](), flush)
+            if round_ >= 0:
+                samples[name].append(taken)
+    return samples
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Medians, in milliseconds: of the dispatching kernel by n_c, of the combining one by division."""
+
+    dispatch: dict[int, float]
+    combine: dict[tuple[int, int], float]
+
+    @property
+    def best(self) -> tuple[Division, Division]:
+        n_c = min(self.dispatch, key=lambda each: (self.dispatch[each], each))
+        return Division(n_c), Division(*min(self.combine, key=lambda each: (self.combine[each], each)))
+
+    def rows(self) -> list[dict[str, Any]]:
+        chunks = sorted({chunk for _, chunk in self.combine})
+        return [
+            {"n_c": n_c, "dispatch ms": taken}
+            | {f"combine {chunk}": self.combine[n_c, chunk] for chunk in chunks}
+            for n_c, taken in self.dispatch.items()
+        ]
+
+
+def sweep(fused: Fused, rounds: int, flush: Tensor) -> Sweep:
+    divisions = list(itertools.product(fused.n_c, CHUNK_COLUMNS))
+    runs = {each: fused.pair(Division(each[0]), Division(*each)) for each in divisions}
+    samples = in_turn(runs, rounds, flush)
+    by_n_c: dict[int, Times] = {}
+    for (n_c, _), taken in samples.items():
+        by_n_c.setdefault(n_c, []).extend(first for first, _ in taken)
+    return Sweep(
+        dispatch={n_c: statistics.median(taken) for n_c, taken in by_n_c.items()},
+        combine={each: statistics.median(second for _, second in taken) for each, taken in samples.items()},
+    )
+
+
+def in_clusters(blocks: int, parts: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+    def so(part: Callable[[], object]) -> object:
+        before, grouped_gemm.CLUSTER = grouped_gemm.CLUSTER, blocks
+        try:
+            return part()
+        finally:
+            grouped_gemm.CLUSTER = before
+
+    return [lambda part=part: so(part) for part in parts]
+
+
+def timing(samples: Sequence[Times], part: int | None = None) -> Timing:
+    """Of one part, or of all together; in seconds."""
+    return Timing(tuple((sum(taken) if part is None else taken[part]) / 1e3 for taken in samples))
+
+
+def measure(
+    scenario: Scenario, num_ranks: int, rounds: int, flush: Tensor
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(row of the table, what else goes into the file)"""
+    fused = Fused(scenario, num_ranks)
+    apart = check(scenario, fused)
+    swept = sweep(fused, min(rounds, SWEEP_ROUNDS), flush)
+    dispatch, combine = swept.best
+    runs: dict[str, Callable[[], Sequence[Callable[[], object]]]] = {
+        "fused": fused.pair(dispatch, combine),
+        "in place": scenario.in_place,
+        "alone": lambda: in_clusters(1, scenario.in_place()),
+        "torch": scenario.torch_products,
+    }
+    samples = in_turn(runs, rounds, flush)
+    fused.virtual.check()
+    fused.virtual.close()
+    pairs = {name: timing(taken) for name, taken in samples.items()}
+    row: dict[str, Any] = {
+        "model": scenario.model.name,
+        "W": num_ranks,
+        "n_c": f"{dispatch.n_c}, {combine.n_c}",
+        "columns": combine.chunk_columns,
+    }
+    for at, name in enumerate(("dispatch", "combine")):
+        row[f"{name} ms"] = timing(samples["fused"], at).median * 1e3
+        row["product ms" if at else "hidden ms"] = timing(samples["in place"], at).median * 1e3
+    row |= {
+        "pair ms": pairs["fused"].median * 1e3,
+        "spread": pairs["fused"].spread,
+        "in place ms": pairs["in place"].median * 1e3,
+        "x in place": pairs["in place"].speedup_over(pairs["fused"]),
+        "x alone": pairs["alone"].speedup_over(pairs["fused"]),
+        "x torch": pairs["torch"].speedup_over(pairs["fused"]),
+        "difference": apart,
+    }
+    document = {
+        "blocks_of_a_rank": fused.ranks.blocks,
+        "dispatch": asdict(dispatch),
+        "combine": asdict(combine),
+        "sweep": swept.rows(),
+        "parts": {
+            name: [timing(taken, part) for part in range(2)] for name, taken in samples.items()
+        },
+    }  # fmt: skip
+    print(f"\n{scenario.model.name}, W = {num_ranks}: {fused.ranks.blocks} blocks a rank")
+    print(table(swept.rows()), flush=True)
+    return row, document
+
+
+def missed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Goals that a row is over."""
+    return [
+        f"{row['model']}, W = {row['W']}: {row['x in place']:.3f} x in place, goal {GOAL}"
+        for row in rows
+        if row["W"] > 1 and not row["x in place"] <= GOAL
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="The fused kernels of virtual ranks on one GPU, beside products of rows in place."
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the rows, 5 rounds, no file")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_comet: not run, torch sees no CUDA device")
+    torch.cuda.set_device(0)
+    path, reason = comet.path(DEVICE)
+    if path is None:
+        sys.exit(f"bench_comet: not run, {reason}")
+    rounds = 5 if arguments.quick else arguments.rounds
+    num_rows = QUICK_ROWS if arguments.quick else ROWS
+    machine = describe_gpu()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    print(f"the kernels of {path}; {num_rows} routed rows, SwiGLU, bfloat16, uniform routing", flush=True)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=DEVICE)
+    rows, documents = [], []
+    for model in MODELS:
+        if model.by_bound:  # Qwen2-MoE: not among this benchmark's goals
+            continue
+        torch.manual_seed(0)
+        scenario = Scenario(model, num_rows)
+        for num_ranks in RANKS:
+            row, document = measure(scenario, num_ranks, rounds, flush)
+            rows.append(row)
+            documents.append({"model": asdict(model), "ranks": num_ranks, **document})
+        del scenario
+        torch.cuda.empty_cache()
+    print(f"\n{table(rows)}")
+    over = missed(rows)
+    print("\n".join(["over the goals:", *(over or ["none"])]))
+    if arguments.quick:
+        return
+    slug = re.sub(r"[^a-z0-9]+", "_", machine["gpu"].lower()).strip("_")
+    file = arguments.out / f"comet_{slug}.json"
+    write_json(
+        file, **machine, kernels=path, routed_rows=num_rows, rounds=rounds,
+        goals={"x in place": GOAL}, over_the_goals=over, rows=rows, measured=documents,
+    )  # fmt: skip
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -146,7 +146,7 @@ def test_output_and_gradients_equal_the_definition(
         check(world, Case(top_k, 2, load, options=options))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", [True, "forward"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [{"activation": "relu"}, {"activation": "silu"}, {"expert": "swiglu"}])

@@ -33,6 +33,7 @@ def test_a_wait_that_is_left_out_is_noticed(program: Path) -> None:
     assert told.count(": found") == 8 and "NOT" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_bulk_read_behind_an_acquire_needs_its_proxy_fence(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="without a fence of the asynchronous proxy"):

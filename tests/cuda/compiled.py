@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 # Plain threads in place of a device's (threads.h), and such threads under ThreadSanitizer.
 THREADS = ["-std=c++20", "-pthread", "-DPMOE_THREADS"]
 SANITIZED = [*THREADS, "-O1", "-g", "-fsanitize=thread"]

@@ -590,6 +590,7 @@ def measured_job(rank: int, world: int, folder: str) -> bool:
     return all(parameter.grad is not None for parameter in layer.parameters())
 
 
+@pytest.mark.slow
 def test_solved_degrees_are_measured_on_the_live_groups(tmp_path: Any) -> None:
     assert all(ranks(2).run(measured_job, str(tmp_path)))
 

@@ -214,6 +214,7 @@ def test_ctrl_c_on_any_rank_stops_all_with_a_checkpoint_and_resume_continues_bit
     assert_same_run(out, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit_from_its_last_checkpoint(tmp_path, uninterrupted):
     out = tmp_path / "run"
     processes = start(2, out, *LONG)
@@ -229,6 +230,7 @@ def test_a_killed_run_resumes_bit_for_bit_from_its_last_checkpoint(tmp_path, uni
     assert folders == {"latest.json", "step_00000290", "step_00000300"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_under_torchrun_leaves_a_checkpoint_and_ends_without_a_traceback(tmp_path):
     out = tmp_path / "run"
     command = [*TORCHRUN, str(SCRIPT), "--out", str(out), *TINY, *TEXT, *map(str, LONG), "--steps", "100000"]

@@ -100,10 +100,10 @@ class PlainSteps(Steps):
         keep: bool,
     ) -> tuple[Tensor | None, Tensor]:
         rows_NM = self._dispatch(journey, x_TM, weight_TK).rows_NM
-        return grouped_gemm.hidden(rows_NM, w1, _ends(journey), activation=activation, bias_EG=b1, keep=keep)
+        return grouped_gemm.hidden(rows_NM, w1, journey.ends_E, activation=activation, bias_EG=b1, keep=keep)
 
     def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-        out_NM = grouped_gemm.product(active_NH, w2, _ends(journey), bias_EO=b2, scale=self._last.weight_N)
+        out_NM = grouped_gemm.product(active_NH, w2, journey.ends_E, bias_EO=b2, scale=self._last.weight_N)
         return self._combine(journey, out_NM)
 
     def dispatch_hidden_gradient(
@@ -120,7 +120,7 @@ class PlainSteps(Steps):
         arrived = self._dispatch(journey, grad_TM, weight_TK)
         rows_NM = arrived.rows_NM
         grad_hidden_NG, active_NH, dot_N = grouped_gemm.hidden_gradient(
-            rows_NM, w2, hidden_NG, arrived.weight_N, _ends(journey),
+            rows_NM, w2, hidden_NG, arrived.weight_N, journey.ends_E,
             activation=activation, weighs_active=True,
         )  # fmt: skip
         parts = [dot_N]
@@ -139,7 +139,7 @@ class PlainSteps(Steps):
         sent, come = journey.send_WE.sum(1).tolist(), journey.recv_WE.sum(1).tolist()
         dot_S = self._sent(self._in_source_order(dot_N), come, sent)
         of_weight = dot_S.new_zeros(journey.expert_TK.numel()).index_copy_(0, journey.slot_S.long(), dot_S)
-        of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, _ends(journey))
+        of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, journey.ends_E)
         return self._combine(journey, of_rows_NM), of_weight.view(journey.expert_TK.shape)
 
     @property
@@ -193,10 +193,6 @@ class PlainSteps(Steps):
 def plain_steps(request: Request) -> PlainSteps:
     """For `pmoe.pipeline.comet.using`."""
     return PlainSteps(request.ranks)
-
-
-def _ends(journey: Journey) -> Tensor:
-    return journey.recv_WE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def _by_row(values: Tensor, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_m
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,24 +110,8 @@ class VirtualRanks:
             heap.check()
 
     def journeys(self, routes: Routes) -> list[Journey]:
-        """Of a routing with a chunk a rank: nothing is computed. num_received is the heaps' rows."""
-        num_ranks, experts = self.shape.num_ranks, self.shape.experts
-        first = chunk_bounds(routes.expert_TK.shape[0], num_ranks)
-        return [
-            Journey(
-                rank=rank,
-                expert_TK=routes.expert_TK,
-                position_TK=routes.position_TK,
-                slot_S=routes.slot_N,
-                send_WE=routes.counts_nE[rank].view(num_ranks, experts),
-                recv_WE=routes.counts_nE[:, rank * experts : (rank + 1) * experts],
-                num_received=self.shape.rows,
-                first_token=first[rank],
-                num_tokens=first[rank + 1] - first[rank],
-                first_row=first[rank] * routes.expert_TK.shape[1],
-            )
-            for rank in range(num_ranks)
-        ]
+        """Of a routing with a chunk a rank; see `journeys_of`."""
+        return journeys_of(routes, self.shape, range(self.shape.num_ranks))
 
     def forward(
         self,
@@ -159,6 +143,28 @@ class VirtualRanks:
         )
         of_x, of_weight = comet.gradient_combine(self.ranks, journeys, of_hidden, given.w1, dots)
         return of_x, of_weight, of_hidden, active
+
+
+def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
+    """Of these ranks, for a routing of all ranks' tokens with a chunk a rank: nothing is computed.
+    num_received is the heap's rows."""
+    experts, top_k = shape.experts, routes.expert_TK.shape[1]
+    first = chunk_bounds(routes.expert_TK.shape[0], shape.num_ranks)
+    return [
+        Journey(
+            rank=rank,
+            expert_TK=routes.expert_TK,
+            position_TK=routes.position_TK,
+            slot_S=routes.slot_N,
+            send_WE=routes.counts_nE[rank].view(shape.num_ranks, experts),
+            recv_WE=routes.counts_nE[:, rank * experts : (rank + 1) * experts],
+            num_received=shape.rows,
+            first_token=first[rank],
+            num_tokens=first[rank + 1] - first[rank],
+            first_row=first[rank] * top_k,
+        )
+        for rank in ranks
+    ]
 
 
 def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:
@@ -216,21 +222,7 @@ def time_division(
     try:
         launcher = comet.Ranks(heaps, lambda kernel, direction: division)
         routes = routes_of(even_choices(ranks * tokens, top_k, num_experts, device), None, ranks, num_experts)
-        journeys = [
-            Journey(
-                rank=heap.rank,
-                expert_TK=routes.expert_TK,
-                position_TK=routes.position_TK,
-                slot_S=routes.slot_N,
-                send_WE=routes.counts_nE[heap.rank].view(ranks, shape.experts),
-                recv_WE=routes.counts_nE[:, heap.rank * shape.experts : (heap.rank + 1) * shape.experts],
-                num_received=sizes.rows,
-                first_token=heap.rank * tokens,
-                num_tokens=tokens,
-                first_row=heap.rank * tokens * top_k,
-            )
-            for heap in heaps
-        ]
+        journeys = journeys_of(routes, sizes, [heap.rank for heap in heaps])
         kind = "swiglu" if shape.gated else "gelu"
         given = Parameters.random(
             len(heaps), shape.experts, shape.d_model, shape.d_hidden, kind, bias=False, like=like

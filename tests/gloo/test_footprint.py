@@ -41,8 +41,6 @@ def step_bytes(layer: pmoe.MoELayer, x: torch.Tensor) -> Allocated:
         return y
 
     step(lambda: None)
-    x.grad = None
-    layer.zero_grad(set_to_none=True)
     gc.collect()
     time.sleep(0.02)
     close = Arena.close
@@ -53,8 +51,15 @@ def step_bytes(layer: pmoe.MoELayer, x: torch.Tensor) -> Allocated:
         time.sleep(5e-3)
         close(arena)
 
+    found = []
     with mock.patch.object(Arena, "close", close_late):
-        return Allocated(step)
+        for _ in range(3):
+            x.grad = None
+            layer.zero_grad(set_to_none=True)
+            found.append(Allocated(step))
+    # What gloo's threads still hold of messages before is let go of at any time, now and then in a step, and
+    # would be taken for the step's own.
+    return sorted(found, key=lambda each: each.peak)[1]
 
 
 def exact_job(rank: int, world: int, pair: pmoe.Restore, n: int) -> tuple[float, float]:

@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 
+from pmoe import Restore
+
 
 def spread(*axes: Sequence[Any], every: int) -> list[Any]:
     """All combinations, as pytest parameters. Of those, one in ``every`` is not marked slow, chosen along
-    diagonals: each two values of two axes come together in some of them."""
+    diagonals: any two values of two axes meet in some of them, where a third has ``every`` values."""
+    # A multiple of ``every`` would leave its axis out of the choice.
+    steps = [step for step in range(1, 2 * len(axes) + 1) if step % every]
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[place] for axis, place in zip(axes, places, strict=True)]
         flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-        fast = sum(place * (at + 1) for at, place in enumerate(places)) % every == 0
+        fast = sum(place * step for place, step in zip(places, steps, strict=False)) % every == 0
         cases.append(pytest.param(*flat, marks=() if fast else pytest.mark.slow))
     return cases
+
+
+def named(value: Any) -> str | None:
+    """For parametrize's ``ids``: restore pairs by their names, all else as pytest does."""
+    return str(value) if isinstance(value, Restore) else None

@@ -28,6 +28,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that several tests share: this machine's rates are measured once for each number of ranks."""
+    return tmp_path_factory.mktemp("measured")
+
+
 def batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x, dy = torch.randn(2, count, D_MODEL, generator=generator, dtype=torch.float64)
@@ -173,9 +179,9 @@ def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dic
 )
 @pytest.mark.parametrize("world", [1, 2])
 def test_true_takes_the_cheapest_of_the_four_strategies_on_every_rank_alike(
-    world: int, options: dict[str, Any], tmp_path: Path
+    world: int, options: dict[str, Any], measured: Path
 ) -> None:
-    found = ranks(world).run(pair_job, str(tmp_path), options)
+    found = ranks(world).run(pair_job, str(measured), options)
     for got in found:
         assert got["used"] == found[0]["used"] and len(got["used"]) == 1
         assert got["used"] <= {str(pair) for pair in STRATEGIES.values()}

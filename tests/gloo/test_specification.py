@@ -11,6 +11,7 @@ import torch
 import pmoe
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
+from tests.spread import named, spread
 
 D_MODEL, D_HIDDEN, AUX = 6, 10, 0.37
 TOKENS = {1: (13,), 2: (9, 0), 4: (5, 0, 11, 2)}
@@ -166,36 +167,45 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("pair, world, n", spread(PAIRS, [1, 2, 4], [1, 2, 3, 8], every=2), ids=named)
 def test_every_restore_pair_equals_the_definition(pair: pmoe.Restore, world: int, n: int) -> None:
     check(world, Case(n, 2, 2, memory_reuse=pair))
     check(world, Case(n, 1, 4, 0.6, memory_reuse=pair, expert="swiglu"))
 
 
-@pytest.mark.parametrize("n, n_backward", [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "pair, world, n, n_backward",
+    spread(PAIRS, [1, 2, 4], [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)], every=3),
+    ids=named,
+)
 def test_backward_may_have_other_chunks_than_forward(
     pair: pmoe.Restore, world: int, n: int, n_backward: int
 ) -> None:
     check(world, Case(n, 2, 2, memory_reuse=pair, n_backward=n_backward))
 
 
-@pytest.mark.parametrize("load", ["one expert", "some experts get none"])
-@pytest.mark.parametrize("n, n_backward", [(2, 2), (4, 2), (3, 1), (1, 3)])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "pair, world, n, n_backward, load",
+    spread(
+        PAIRS,
+        [1, 2, 4],
+        [(2, 2), (4, 2), (3, 1), (1, 3)],
+        ["one expert", "some experts get none"],
+        every=5,
+    ),
+    ids=named,
+)
 def test_skew_cuts_finer_and_changes_no_result(
     pair: pmoe.Restore, world: int, n: int, n_backward: int, load: str
 ) -> None:
     check(world, Case(n, 2, 2, load=load, memory_reuse=pair, n_backward=n_backward))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("bypass_local, sequential", [(False, False), (True, True), (False, True)])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "pair, world, bypass_local, sequential",
+    spread(PAIRS, [1, 2, 4], [(False, False), (True, True), (False, True)], every=2),
+    ids=named,
+)
 def test_reuse_with_rows_sent_to_oneself_and_in_sequence_changes_nothing(
     pair: pmoe.Restore, world: int, bypass_local: bool, sequential: bool
 ) -> None:
@@ -203,9 +213,9 @@ def test_reuse_with_rows_sent_to_oneself_and_in_sequence_changes_nothing(
     check(world, case)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("activation", ["relu", "silu"])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "pair, world, activation", spread(PAIRS, [1, 2, 4], ["relu", "silu"], every=2), ids=named
+)
 def test_every_activation_is_restored(pair: pmoe.Restore, world: int, activation: str) -> None:
     check(world, Case(2, 2, 2, activation=activation, memory_reuse=pair))
     check(world, Case(True, 2, 2, activation=activation, memory_reuse=pair))

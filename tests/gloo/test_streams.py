@@ -47,7 +47,7 @@ from pmoe.pipeline.lanes import Action, CudaLanes
 from pmoe.pipeline.schedule import Task, link
 from pmoe.planner.restore import ALL_PAIRS
 from tests.pool import ranks
-from tests.spread import spread
+from tests.spread import named, spread
 
 D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K = 8, 12, 4, 2
 TOKENS = 1024  # enough rows for pipeline=True to choose two chunks on two ranks
@@ -611,9 +611,11 @@ def test_a_planted_race_of_the_lane_inside_the_node_is_found(mistake: str) -> No
         assert report.findings
 
 
-@pytest.mark.parametrize("n, pipeline_backward, expert, bypass_local", ROTATING)
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "pair, world, n, pipeline_backward, expert, bypass_local",
+    spread(ALL_PAIRS, [1, 2], ROTATING, every=2),
+    ids=named,
+)
 def test_rings_and_copies_never_race_and_no_buffer_is_freed_early(
     pair: Restore, world: int, n: int, pipeline_backward: int | None, expert: Any, bypass_local: bool
 ) -> None:

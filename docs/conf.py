@@ -1,0 +1,215 @@
+"""Builds the documentation site: make docs, or sphinx-build -W docs build/docs. Needs no network.
+
+Beside Markdown, Sphinx reads here the public names of pmoe and the help texts of its command, so that the
+reference cannot miss one, and draws the planner's pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from docutils import nodes  # noqa: E402
+from sphinx.application import Sphinx  # noqa: E402
+from sphinx.ext.napoleon import Config, GoogleDocstring  # noqa: E402
+from sphinx.transforms.post_transforms import SphinxPostTransform  # noqa: E402
+from sphinx.util.docutils import SphinxDirective  # noqa: E402
+
+import pmoe  # noqa: E402
+from docs import pictures  # noqa: E402
+from pmoe import cli  # noqa: E402
+
+PICTURES = ROOT / "build" / "docs-pictures"
+"""Where pages look for pictures that are drawn now: nothing is written beside the sources."""
+
+project = "pmoe"
+author = "pmoe authors"
+version = release = pmoe.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+
+myst_heading_anchors = 4
+smartquotes_action = "D"  # dashes only: names in quotes are copied
+default_role = "py:obj"  # of `names` in docstrings
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autoclass_content = "class"
+add_module_names = False
+python_maximum_signature_line_length = 80
+
+html_theme = "furo"
+html_title = f"pmoe {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_extra_path = [str(PICTURES / "plan.html")]
+html_show_copyright = html_copy_source = html_show_sourcelink = False
+html_show_sphinx = False
+
+
+class LinkedPictures(SphinxPostTransform):
+    """A picture leads to its file: on a phone it must be enlarged to be read."""
+
+    default_priority = 500
+    formats = ("html",)
+
+    def run(self, **options: Any) -> None:
+        for image in list(self.document.findall(nodes.image)):
+            if image["uri"] in self.env.images and not isinstance(image.parent, nodes.reference):
+                _, name = self.env.images[image["uri"]]
+                link = nodes.reference("", "", refuri=f"_images/{name}", internal=True)
+                image.replace_self(link)
+                link += image
+
+
+class TableCells(SphinxPostTransform):
+    """Tells the style sheet what a column holds: sentences need room, numbers line up."""
+
+    default_priority = 500
+    formats = ("html",)
+
+    def run(self, **options: Any) -> None:
+        for body in list(self.document.findall(nodes.tbody)):
+            for column in zip(*(row.children for row in body.children), strict=True):
+                texts = [cell.astext() for cell in column]
+                longest = max(map(len, texts))
+                kind = "sentence" if longest > 40 else "number" if all(map(is_number, texts)) else ""
+                for cell in column if kind else ():
+                    cell["classes"].append(kind)
+
+
+def is_number(text: str) -> bool:
+    return re.fullmatch(r"(-?[\d.,]+( %| x)?|-)?", text) is not None
+
+
+class PublicNames(SphinxDirective):
+    """``.. public:: pmoe.parallel``: every public name of the module, with its docstring."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        module = importlib.import_module(self.arguments[0])
+        lines = [".. py:currentmodule:: " + module.__name__, ""]
+        for name in public_names(module):
+            lines += directive(module, name)
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """``__all__``, or what is defined in the module: the layer, other types, then functions. What pmoe itself
+    names is described there."""
+    names = getattr(module, "__all__", None)
+    if names is None:
+        own = (
+            name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__
+        )
+        names = [name for name in own if not name.startswith("_")]
+    above = () if module is pmoe else public_names(pmoe)
+    documented = [name for name in names if callable(getattr(module, name)) and name not in above]
+    return sorted(documented, key=lambda name: (_rank(getattr(module, name)), name.lower()))
+
+
+def _rank(each: object) -> int:
+    return 0 if each is pmoe.MoELayer else 1 if inspect.isclass(each) else 2
+
+
+def directive(module: ModuleType, name: str) -> list[str]:
+    kind = "autoclass" if inspect.isclass(getattr(module, name)) else "autofunction"
+    members = ["   :members:"] if kind == "autoclass" else []
+    return [f".. {kind}:: {module.__name__}.{name}", *members, ""]
+
+
+class Docstring(SphinxDirective):
+    """``.. docstring:: pmoe.integrations.fairseq``, or a function's: read and not imported, for modules that
+    need packages which need not be here."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        text = docstring(self.arguments[0])
+        return [nodes.literal_block(text, text, language="none")]
+
+
+def docstring(name: str) -> str:
+    """Of a module, or of a function in one."""
+    parts = name.split(".")
+    package, file = ROOT.joinpath(*parts, "__init__.py"), ROOT.joinpath(*parts).with_suffix(".py")
+    if package.exists() or file.exists():
+        node: ast.AST = parsed(package if package.exists() else file)
+    else:
+        (node,) = (each for each in parsed(file.parent.with_suffix(".py")).body if named(each) == parts[-1])
+    text = ast.get_docstring(node)
+    if not text:
+        raise ValueError(f"{name} must have a docstring")
+    return text
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def named(node: ast.stmt) -> str | None:
+    return node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
+
+
+class CommandHelp(SphinxDirective):
+    """``.. command-help::``: every subcommand of pmoe with what --help prints."""
+
+    def run(self) -> list[nodes.Node]:
+        return [self.section(f"pmoe {name}", text) for name, text in command_helps()]
+
+    def section(self, title: str, text: str) -> nodes.section:
+        """One that the page's contents list."""
+        section = nodes.section("", nodes.title("", title), ids=[nodes.make_id(title)], names=[title])
+        self.state.document.note_explicit_target(section)
+        section += nodes.literal_block(text, text, language="none")
+        return section
+
+
+def command_helps() -> Iterator[tuple[str, str]]:
+    """(subcommand, its help), as wide as a page is."""
+    os.environ["COLUMNS"] = "92"
+    (commands,) = (
+        action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    for name, parser in commands.choices.items():
+        yield name, parser.format_help()
+
+
+def draw_pictures(app: Sphinx, config: object) -> None:
+    pictures.write(PICTURES)
+
+
+def point_inside(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Links to files that are pages of the site, too, lead there."""
+    source[0] = re.sub(r"\((\.\./)*bench/results/README\.md", "(results.md", source[0])
+
+
+def read_sections(app: Sphinx, kind: str, name: str, each: object, options: object, lines: list[str]) -> None:
+    """Args, Returns, Attributes of a docstring; those of attributes have none, and may have colons."""
+    if kind not in ("attribute", "data", "property"):
+        config = Config(napoleon_use_ivar=True)  # attributes that it lists become no entries of their own
+        lines[:] = GoogleDocstring(lines, config, app, kind, name, each, options).lines()
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("public", PublicNames)
+    app.add_directive("docstring", Docstring)
+    app.add_directive("command-help", CommandHelp)
+    app.add_post_transform(LinkedPictures)
+    app.add_post_transform(TableCells)
+    app.connect("config-inited", draw_pictures, priority=100)  # before html_extra_path is looked at
+    app.connect("source-read", point_inside)
+    app.connect("autodoc-process-docstring", read_sections)
+    return {"parallel_read_safe": True}

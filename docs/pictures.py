@@ -1,0 +1,103 @@
+"""Pictures of the documentation that the planner draws: simulated, of a machine that is assumed.
+
+    python docs/pictures.py build/docs-pictures
+
+The site's build does the same; it takes a few seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from pmoe import Restore, cli
+from pmoe.pipeline.advise import step_bars
+from pmoe.pipeline.decide import Candidate, evaluate
+from pmoe.pipeline.footprint import Shape, shape_of_sizes
+from pmoe.planner.cost_model import NO_INTERFERENCE
+from pmoe.planner.costs import LineCost
+from pmoe.planner.profile_file import FORMAT, Profile, Versions, save
+from pmoe.planner.restore import KEEP, STRATEGIES
+from pmoe.planner.timeline import draw
+
+MACHINE = (
+    "8 ranks, 600 TFLOP/s in bfloat16, 50 GB/s between ranks, 50 GB/s to the host, 10 microseconds a task"
+)
+"""Round numbers of one machine, not measured: the pages name them beside each picture."""
+
+PROFILE = Profile(
+    device="assumed",
+    device_type="cuda",
+    num_ranks=8,
+    backend="nccl",
+    dtype="bfloat16",
+    versions=Versions(torch="any", cuda=None, file=FORMAT),
+    compute=LineCost(alpha_seconds=10e-6, beta_seconds=1 / 300e12),
+    message=LineCost(alpha_seconds=10e-6, beta_seconds=1 / 50e9),
+    copy_out=LineCost(alpha_seconds=10e-6, beta_seconds=1 / 50e9),
+    copy_in=LineCost(alpha_seconds=10e-6, beta_seconds=1 / 50e9),
+    interference=NO_INTERFERENCE,
+    seconds=0.0,
+    when="never",
+)
+
+LAYER = "MoELayer(2048, 8192, 64, top_k=2), 8192 tokens a rank"
+TOKENS, BUDGET = 8192, "1GiB"
+PLAN = [
+    *("--d-model", "2048", "--d-hidden", "8192", "--num-experts", "64", "--top-k", "2"),
+    *("--tokens", str(TOKENS), "--ranks", "8", "--dtype", "bfloat16", "--budget", BUDGET),
+]
+NAMES = ("chunks.png", "pairs.png", "plan.png", "plan.html")
+
+
+def shape() -> Shape:
+    return shape_of_sizes(2048, 8192, 64, top_k=2, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
+
+
+def candidates(degrees: tuple[int, ...], pairs: tuple[Restore, ...]) -> list[Candidate]:
+    both = [(n, n) for n in degrees]
+    return list(evaluate(shape(), TOKENS, degrees=both, pairs=pairs, profile=PROFILE, slack=1.25))
+
+
+def draw_steps(path: Path, drawn: dict[str, Candidate]) -> None:
+    panels = {name: step_bars(shape(), PROFILE, TOKENS, each) for name, each in drawn.items()}
+    draw(path, panels, f"One step of {LAYER}, simulated")
+
+
+def write(folder: Path) -> None:
+    """All of NAMES, in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chunks = candidates((1, 2, 4), (KEEP,))
+    draw_steps(folder / "chunks.png", {f"n = {each.forward}": each for each in chunks})
+    pairs = candidates((4,), (KEEP, STRATEGIES["S1"], STRATEGIES["S4"]))
+    told = {str(each.restore): each.restore.strategy for each in pairs}
+    named = {" ".join(filter(None, (pair, told[pair]))): each for pair, each in zip(told, pairs, strict=True)}
+    draw_steps(folder / "pairs.png", {f"n = 4, {name}": each for name, each in named.items()})
+    draw_plan(folder)
+
+
+def draw_plan(folder: Path) -> None:
+    """What `pmoe plan --html` writes, and its first picture by itself."""
+    save(PROFILE, folder / "profile.json")
+    command = ["plan", *PLAN, "--profile", str(folder / "profile.json")]
+    with contextlib.redirect_stdout(io.StringIO()):
+        cli.main([*command, "--html", str(folder / "plan.html")])
+    (folder / "profile.json").unlink()
+    page = (folder / "plan.html").read_text(encoding="utf-8")
+    found = re.search(r'src="data:image/png;base64,([^"]+)"', page)
+    assert found is not None
+    (folder / "plan.png").write_bytes(base64.b64decode(found[1]))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/pictures.py FOLDER")
+    write(Path(sys.argv[1]))

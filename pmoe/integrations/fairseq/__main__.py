@@ -1,0 +1,80 @@
+"""fairseq's commands, with pmoe's plugin.
+
+    python -m pmoe.integrations.fairseq train DATA --arch transformer_lm_pmoe ...
+    torchrun --standalone --nproc-per-node 2 -m pmoe.integrations.fairseq train ...
+    python -m pmoe.integrations.fairseq eval-lm DATA --path checkpoint_last.pt ...
+    python -m pmoe.integrations.fairseq options         # every --moe option, its default, what it does
+    python -m pmoe.integrations.fairseq user-dir        # what fairseq-train --user-dir takes
+
+Every other argument is fairseq's or the plugin's. --user-dir is set, unless you give one: then its package
+must import pmoe.integrations.fairseq.plugin. Processes that fairseq starts import this file again: the first
+call prepares Python for fairseq in them, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+
+from pmoe.integrations.fairseq.shim import allow_fairseq_defaults
+
+allow_fairseq_defaults()
+
+from pmoe.integrations.fairseq import USER_DIR  # noqa: E402
+
+COMMANDS = {
+    "train": "train",
+    "preprocess": "preprocess",
+    "eval-lm": "eval_lm",
+    "generate": "generate",
+    "interactive": "interactive",
+    "validate": "validate",
+    "score": "score",
+}
+"""Of this command, the module of fairseq_cli."""
+
+WITHOUT_PLUGIN = ("score",)
+"""Commands that know no --user-dir."""
+
+INSTALL = (
+    'pip install "numpy<2" hydra-core==1.3.2 omegaconf==2.3.0 bitarray cffi cython regex sacrebleu tqdm && '
+    "pip install --no-deps fairseq==0.12.2"
+)
+
+
+def main(arguments: list[str]) -> None:
+    name = arguments[0] if arguments else "--help"
+    if name == "user-dir":
+        print(USER_DIR)
+        return
+    if name == "options":
+        _print_options()
+        return
+    if name in ("-h", "--help"):
+        print(__doc__.strip() + "\n\ncommands: options, user-dir, " + ", ".join(COMMANDS))
+        return
+    if name not in COMMANDS:
+        sys.exit(f"command ({name}) must be options, user-dir or one of {', '.join(COMMANDS)}")
+    try:
+        importlib.import_module("fairseq")
+    except ModuleNotFoundError as error:
+        sys.exit(f"fairseq cannot be imported ({error}): {INSTALL}")
+    command = importlib.import_module(f"fairseq_cli.{COMMANDS[name]}")
+    rest = arguments[1:]
+    named = name in WITHOUT_PLUGIN or any(each.split("=")[0] == "--user-dir" for each in rest)
+    sys.argv = [f"fairseq-{name}", *([] if named else ["--user-dir", str(USER_DIR)]), *rest]
+    command.cli_main()
+
+
+def _print_options() -> None:
+    """fairseq's own --help ends before it knows the architecture's options."""
+    from pmoe.integrations.fairseq.options import PLACES, layer_options
+
+    for option in (*PLACES, *layer_options()):
+        print(f"{option.flag} ({option.default})")
+        print(textwrap.fill(option.help, 100, initial_indent="    ", subsequent_indent="    "))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

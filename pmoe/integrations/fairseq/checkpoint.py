@@ -1,0 +1,123 @@
+"""One file holds the experts of all ranks, parameters and optimiser state, as one process that has them all
+would save it: any number of ranks loads it, and so do generate and eval-lm.
+
+Experts are the first dimension of each of their parameters, and of whatever an optimiser keeps of the
+parameter's length there. Rank r of W holds rows [r * E / W, (r + 1) * E / W).
+
+Letters: W ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pmoe import MoELayer
+
+
+def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` with all ranks' experts in it, on the host, on rank 0; elsewhere without. Every rank must
+    call it."""
+    whole = dict(state)
+    for name in _expert_names(model):
+        _replace(whole, name, _gathered(state[name]))
+    return whole
+
+
+def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with this rank's experts only, of one with all experts.
+
+    Raises ValueError, naming the parameter, where it holds another number of experts than the model.
+    """
+    own = dict(state)
+    for name, (layer, parameter) in _expert_names(model).items():
+        if name not in own:
+            continue  # load_state_dict says so
+        if own[name].shape[0] != layer.num_experts:
+            raise ValueError(
+                f"{name} of the checkpoint (experts: {own[name].shape[0]}) must hold --moe-num-experts "
+                f"({layer.num_experts})"
+            )
+        own[name] = own[name].narrow(0, layer.first_expert, parameter.shape[0])
+    return own
+
+
+def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimiser's ``state_dict()`` with all ranks' experts in it, on rank 0. Every rank must call it."""
+    whole = {**state, "state": dict(state["state"])}
+    for index, parameter, kept in _expert_states(optimizer, state):
+        gathered = dict(kept)
+        for key, value in kept.items():
+            if _is_by_expert(value, parameter.shape[0]):
+                _replace(gathered, key, _gathered(value))
+        whole["state"][index] = gathered
+    return whole
+
+
+def own_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], rank: int, num_ranks: int
+) -> dict[str, Any]:
+    """The part of a gathered ``state`` that this rank's optimiser has."""
+    own = {**state, "state": dict(state["state"])}
+    for index, parameter, kept in _expert_states(optimizer, state):
+        size = parameter.shape[0]
+        own["state"][index] = {
+            key: value.narrow(0, rank * size, size) if _is_by_expert(value, size * num_ranks) else value
+            for key, value in kept.items()
+        }
+    return own
+
+
+def for_inference(config: Any) -> Any:
+    """A model's configuration as its checkpoint holds it: a process that builds the model from it holds all
+    experts, so several can generate or evaluate without waiting for each other."""
+    if isinstance(config, Namespace):
+        return Namespace(**{**vars(config), "moe_expert_parallel": "false"})
+    return {**config, "moe_expert_parallel": "false"}
+
+
+def _expert_names(model: nn.Module) -> dict[str, tuple[MoELayer, nn.Parameter]]:
+    """Of the state dict, experts' parameters with their layers, in an order that all ranks share."""
+    return {
+        f"{prefix}.experts.{name}": (layer, parameter)
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, MoELayer)
+        for name, parameter in layer.experts.named_parameters()
+    }
+
+
+def _expert_states(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+    """(number in ``state``, parameter, what is kept of it) of experts' parameters."""
+    for here, there in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, index in zip(here["params"], there["params"], strict=True):
+            if hasattr(parameter, "expert") and index in state["state"]:
+                yield index, parameter, state["state"][index]
+
+
+def _is_by_expert(value: object, num_experts: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_experts
+
+
+def _gathered(own: Tensor) -> Tensor | None:
+    """All ranks' rows on rank 0's host, None elsewhere. One tensor at a time is whole on the device."""
+    own = own.detach().contiguous()
+    if dist.get_rank() != 0:
+        dist.gather(own, dst=0)
+        return None
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.gather(own, parts, dst=0)
+    return torch.cat([part.cpu() for part in parts])
+
+
+def _replace(values: dict[str, Any], name: str, value: Tensor | None) -> None:
+    if value is None:
+        del values[name]
+    else:
+        values[name] = value

@@ -1,0 +1,123 @@
+"""Refuses options that cannot work, and says what to change: `check_model` before a model is built,
+`check_training` before a trainer touches it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pmoe import gates
+from pmoe.integrations.fairseq.options import layer_options, places, value_of
+
+LOOK_AHEAD = (gates.ExpertChoiceGate, gates.SoftGate)
+"""Gates by which later tokens decide about earlier ones: not for decoders."""
+
+NOT_BY_ELEMENT = ("adafactor", "composite", "lamb")
+"""Optimisers that scale by norms or means over a parameter, or hold several others."""
+
+
+def layers_with_experts(config: Any, side: str) -> list[int]:
+    """Of the ``side`` ("encoder" or "decoder"), the layers whose feed-forward part is experts.
+
+    Raises ValueError where --moe-freq is no number of layers or there are fewer.
+    """
+    given = places(config)
+    own = given[f"{side}_freq"]
+    flag, freq = ("--moe-freq", given["freq"]) if own is None else (f"--moe-{side}-freq", own)
+    if not isinstance(freq, int) or isinstance(freq, bool) or freq < 0:
+        raise ValueError(f"{flag} ({freq}) must be a number of layers; 0 means no experts")
+    num_layers = getattr(config, f"{side}_layers")
+    if freq > num_layers:
+        raise ValueError(
+            f"{flag} ({freq}) must be at most --{side}-layers ({num_layers}), or no layer has experts (say 0 "
+            "for none)"
+        )
+    return [index for index in range(num_layers) if freq and (index + 1) % freq == 0]
+
+
+def check_model(config: Any, sides: tuple[str, ...]) -> None:
+    """Raises ValueError where a model of these options cannot be built or would not be what they say. What
+    MoELayer refuses, it refuses itself."""
+    found = {side: layers_with_experts(config, side) for side in sides}
+    if not any(found.values()):
+        raise ValueError(
+            "--moe-freq (0) must be at least 1 for one side, or use the architecture without pmoe"
+        )
+    if _value(config, "num_experts") is None:
+        raise ValueError("--moe-num-experts (none) must be given")
+    off = {
+        "base_layers": "BASE layers and pmoe's experts both own the marks of expert parameters",
+        "activation_dropout": "experts have no dropout between their products",
+        "relu_dropout": "experts have no dropout between their products",
+        "scale_fc": "experts have no norm between their products",
+        "quant_noise_pq": "experts are not quantised",
+        "quant_noise_scalar": "experts are not quantised",
+        **{f"{side}_layerdrop": "every rank must run the same layers" for side in sides},
+        **{f"{side}_layers_to_keep": "dropped layers would move the experts" for side in sides},
+    }
+    for name, why in off.items():
+        value = getattr(config, name, None)
+        if value:
+            raise ValueError(f"--{name.replace('_', '-')} ({value}) must be left out: {why}")
+    name = _value(config, "gate")
+    gate = gates.GATES.get(str(name))
+    if gate is not None and gate.needs_token_ids:
+        raise ValueError(f"--moe-gate ({name}) must be another: fairseq's layers do not see token ids")
+    if gate is not None and issubclass(gate, LOOK_AHEAD) and found["decoder"]:
+        raise ValueError(
+            f"--moe-gate ({name}) must be another in a decoder, where later tokens must not decide about "
+            "earlier ones; --moe-decoder-freq 0 leaves experts to the encoder"
+        )
+
+
+def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: str) -> None:
+    """Raises ValueError where fairseq cannot train a model with experts by its options (a FairseqConfig)."""
+    common, distributed, optimization = config.common, config.distributed_training, config.optimization
+    if not hasattr(criterion, "moe_aux_weight"):
+        name = config.criterion._name
+        raise ValueError(
+            f"--criterion ({name}) must be cross_entropy_pmoe or label_smoothed_cross_entropy_pmoe: they add "
+            "the experts' load-balance loss (--moe-aux-weight 0 for none)"
+        )
+    if criterion.moe_aux_weight < 0:
+        raise ValueError(f"--moe-aux-weight ({criterion.moe_aux_weight}) must be at least 0")
+    for name in ("fp16", "bf16", "amp"):
+        if getattr(common, name, False) and device_type == "cpu":
+            raise ValueError(f"--{name} must be left out on the CPU, which trains in float32")
+    flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    if flat:
+        raise ValueError(
+            "--fp16 must come with --fp16-no-flatten-grads or --memory-efficient-fp16: in one flat tensor, "
+            "experts' parameters are not told from others"
+        )
+    if num_ranks > 1 and distributed.ddp_backend not in ("legacy_ddp", "no_c10d"):
+        raise ValueError(
+            f"--ddp-backend ({distributed.ddp_backend}) must be legacy_ddp: it leaves experts' gradients to "
+            "their own ranks"
+        )
+    if distributed.ddp_backend in ("fully_sharded", "slowmo"):
+        raise ValueError(f"--ddp-backend ({distributed.ddp_backend}) must be legacy_ddp")
+    if num_ranks > 1 and not places(config.model)["expert_parallel"]:
+        raise ValueError("--moe-expert-parallel (false) must be true to train on several ranks")
+    optimizer = config.optimizer._name
+    if num_ranks > 1 and optimizer in NOT_BY_ELEMENT:
+        raise ValueError(
+            f"--optimizer ({optimizer}) must be another, such as adam, on several ranks: what it does to an "
+            "expert must not depend on how many experts share its rank"
+        )
+    off = {
+        "--tpu": common.tpu,
+        "--model-parallel-size": common.model_parallel_size != 1 and common.model_parallel_size,
+        "--quantization-config-path": common.quantization_config_path,
+        "--pipeline-model-parallel": distributed.pipeline_model_parallel,
+        "--zero-sharding": distributed.zero_sharding != "none" and distributed.zero_sharding,
+        "--use-bmuf": optimization.use_bmuf,
+        "--store-ema": config.ema.store_ema,
+    }
+    for flag, value in off.items():
+        if value:
+            raise ValueError(f"{flag} ({value}) must be left out: it does not know experts of several ranks")
+
+
+def _value(config: Any, name: str) -> Any:
+    (option,) = (each for each in layer_options() if each.name == name)
+    return value_of(config, option)

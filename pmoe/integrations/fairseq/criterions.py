@@ -1,0 +1,115 @@
+"""fairseq's criteria with the experts' load-balance loss, and what the log says of experts.
+
+In training, loss += --moe-aux-weight * sample_size * (the sum of the layers' l_aux): fairseq divides
+gradients by the sample size (tokens, or sentences) of all ranks, so the ranks' auxiliary losses are averaged
+by their sizes. In validation nothing is added, so that losses compare with those of other models.
+
+Logged: ``moe_loss``, the sum of the layers' l_aux; ``moe_load``, the rows of the busiest expert over the
+mean, in the layer where that is largest (1: even); ``moe_dropped``, rows dropped for capacity, in percent.
+
+Letters: L layers with experts, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from fairseq import metrics
+from fairseq.criterions import register_criterion
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
+from torch import Tensor
+
+AUX_WEIGHT = 0.01
+
+
+def auxiliary_loss(layers: Any) -> Tensor:
+    """The sum of what the layers kept of their last forward, which they keep no longer: a graph hangs on
+    it."""
+    losses = [layer.l_aux for layer in layers]
+    for layer in layers:
+        layer.l_aux = layer.fc1.l_aux = None
+    return torch.stack(losses).sum()
+
+
+def expert_load(layers: Any) -> dict[str, Any]:
+    """Of the last forward, sums that add up over ranks and batches: rows by layer and expert, and rows asked
+    for."""
+    load_LE = torch.stack([layer.fc1.tokens_per_expert for layer in layers])
+    asked = sum(layer.fc1.num_tokens * layer.fc1.top_k for layer in layers)
+    return {"moe_rows": load_LE.double(), "moe_rows_asked": asked}
+
+
+class WithAuxiliaryLoss:
+    """Before a criterion of fairseq's among the bases."""
+
+    moe_aux_weight: float
+
+    def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
+        loss, sample_size, logged = super().forward(model, sample, reduce=reduce)  # type: ignore[misc]
+        return (self.with_experts(model, loss, sample_size, logged), sample_size, logged)
+
+    def with_experts(self, model: Any, loss: Tensor, sample_size: Any, logged: dict[str, Any]) -> Tensor:
+        """The loss with the auxiliary one; adds to what is logged."""
+        layers = model.moe_layers
+        moe_loss = auxiliary_loss(layers)
+        logged["moe_loss"] = moe_loss.detach() * sample_size
+        logged.update(expert_load(layers))
+        if not self.training or not self.moe_aux_weight:  # type: ignore[attr-defined]
+            return loss
+        total: Tensor = loss + self.moe_aux_weight * sample_size * moe_loss
+        return total
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        super().reduce_metrics(logging_outputs)  # type: ignore[misc]
+        sample_size = sum(log["sample_size"] for log in logging_outputs)
+        rows_LE = sum(log["moe_rows"] for log in logging_outputs)
+        asked = sum(log["moe_rows_asked"] for log in logging_outputs)
+        if not sample_size or not asked:
+            return
+        metrics.log_scalar(
+            "moe_loss", sum(log["moe_loss"] for log in logging_outputs) / sample_size, sample_size, round=3
+        )
+        imbalance_L = rows_LE.amax(-1) / rows_LE.mean(-1).clamp(min=1e-9)
+        metrics.log_scalar("moe_load", imbalance_L.amax(), asked, round=2)
+        metrics.log_scalar("moe_dropped", 100 * (1 - rows_LE.sum() / asked).clamp(min=0), asked, round=1)
+
+
+def _with_weight(config: type, name: str) -> type:
+    field = dataclasses.field(
+        default=AUX_WEIGHT, metadata={"help": "weight of the experts' load-balance loss, per layer and token"}
+    )
+    return dataclasses.make_dataclass(name, [("moe_aux_weight", float, field)], bases=(config,))
+
+
+@register_criterion(
+    "cross_entropy_pmoe", dataclass=_with_weight(CrossEntropyCriterionConfig, "CrossEntropyPMoEConfig")
+)
+class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignore[misc]
+    def __init__(self, task: Any, sentence_avg: bool, moe_aux_weight: float = AUX_WEIGHT) -> None:
+        super().__init__(task, sentence_avg)
+        self.moe_aux_weight = moe_aux_weight
+
+
+@register_criterion(
+    "label_smoothed_cross_entropy_pmoe",
+    dataclass=_with_weight(LabelSmoothedCrossEntropyCriterionConfig, "LabelSmoothedCrossEntropyPMoEConfig"),
+)
+class LabelSmoothedCrossEntropyPMoE(WithAuxiliaryLoss, LabelSmoothedCrossEntropyCriterion):  # type: ignore[misc]
+    def __init__(
+        self,
+        task: Any,
+        sentence_avg: bool,
+        label_smoothing: float,
+        ignore_prefix_size: int = 0,
+        report_accuracy: bool = False,
+        moe_aux_weight: float = AUX_WEIGHT,
+    ) -> None:
+        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        self.moe_aux_weight = moe_aux_weight

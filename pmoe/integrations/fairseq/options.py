@@ -1,0 +1,131 @@
+"""The options of the command line, read off `pmoe.MoELayer`: an argument that the layer gets is an option
+here.
+
+``--moe-top-k 2`` is top_k=2. All values are text: ``true``, ``false``, ``none``, numbers, lists such as
+``0,0,1,1``, pairs such as ``keep/recompute`` (a `pmoe.Restore`), or words.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pmoe import MoELayer, Restore
+
+NOT_OPTIONS = {
+    "d_model": "the width of the model's embeddings",
+    "group": "all ranks, or this rank alone: --moe-expert-parallel",
+    "mesh": "a layout of the ranks, which is made in a program",
+    "callbacks": "objects",
+    "device": "fairseq moves the model",
+    "dtype": "fairseq converts the model: --fp16",
+}
+"""Arguments of MoELayer that a command line cannot give, and what says them instead."""
+
+FOLLOWS = {
+    "d_hidden": "--encoder-ffn-embed-dim or --decoder-ffn-embed-dim",
+    "activation": "--activation-fn",
+}
+"""Arguments that go by an option of fairseq's where theirs is none."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its name without ``moe_``, its default and its help, as the command line has them."""
+
+    name: str
+    default: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--moe-" + self.name.replace("_", "-")
+
+
+PLACES = (
+    Option("freq", "2", "every how many layers there are experts: layer i has them if (i + 1) % freq == 0"),
+    Option("encoder_freq", "none", "the encoder's, where it is another; 0: no experts there"),
+    Option("decoder_freq", "none", "the decoder's, where it is another; 0: no experts there"),
+    Option(
+        "expert_parallel",
+        "true",
+        "experts are spread over all ranks; false: each process holds them all (what checkpoints say: for "
+        "generate and eval-lm)",
+    ),
+)
+"""What MoELayer has no argument for."""
+
+
+def layer_options() -> tuple[Option, ...]:
+    """One for each argument of MoELayer but `NOT_OPTIONS`; defaults are the layer's own."""
+    described = _descriptions(inspect.getdoc(MoELayer) or "")
+    parameters = inspect.signature(MoELayer).parameters
+    return tuple(
+        Option(
+            name,
+            "none" if name in FOLLOWS else as_text(parameter.default),
+            described.get(name, "") + (f" Where none: {FOLLOWS[name]}." if name in FOLLOWS else ""),
+        )
+        for name, parameter in parameters.items()
+        if name not in NOT_OPTIONS
+    )
+
+
+def layer_arguments(config: Any) -> dict[str, Any]:
+    """MoELayer's arguments as a configuration's ``moe_`` fields give them.
+
+    Raises ValueError naming the option for text that is nothing, such as an unknown pair.
+    """
+    return {option.name: value_of(config, option) for option in layer_options()}
+
+
+def value_of(config: Any, option: Option) -> Any:
+    """What the configuration says for an option; its default where it says nothing (older checkpoints)."""
+    text = getattr(config, f"moe_{option.name}", None)
+    try:
+        return parse(option.default if text is None else str(text))
+    except ValueError as error:
+        raise ValueError(f"{option.flag} ({text}) must be a value: {error}") from None
+
+
+def places(config: Any) -> Mapping[str, Any]:
+    """The values of `PLACES` by name."""
+    return {option.name: value_of(config, option) for option in PLACES}
+
+
+def as_text(value: object) -> str:
+    """The text that `parse` makes the value of; "none" for what has no default."""
+    if value is None or value is inspect.Parameter.empty:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse(text: str) -> Any:
+    """Example: "none" -> None, "true" -> True, "2" -> 2, "1.5" -> 1.5, "0,1" -> [0, 1], "2GiB" -> "2GiB"."""
+    word = text.strip()
+    known: dict[str, Any] = {"none": None, "true": True, "false": False}
+    if word.lower() in known:
+        return known[word.lower()]
+    if "," in word:
+        return [parse(part) for part in word.split(",")]
+    if "/" in word:
+        dispatched, hidden = word.split("/", 1)
+        return Restore(dispatched, hidden)  # type: ignore[arg-type]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word
+
+
+def _descriptions(text: str) -> dict[str, str]:
+    """Of a docstring's "Args:", what it says of each argument."""
+    listed = text.partition("\nArgs:\n")[2].partition("\nAttributes:")[0]
+    found: dict[str, str] = {}
+    for names, words in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*|\n)*)", listed, re.MULTILINE):
+        found.update(dict.fromkeys(names.split(", "), " ".join(words.split())))
+    return found

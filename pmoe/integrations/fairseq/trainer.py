@@ -1,0 +1,147 @@
+"""fairseq's trainer for models whose experts are spread over the data-parallel ranks.
+
+fairseq already leaves parameters marked ``expert`` out of its reduction (legacy_ddp). What it does not do is
+here: an expert's gradient holds all ranks' tokens, while those of dense parameters are means over ranks
+before fairseq multiplies all by the number of ranks; the norm that --clip-norm limits must count every rank's
+experts; and checkpoints are written by one rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairseq.nan_detector import NanDetector
+from fairseq.trainer import Trainer
+from torch import Tensor, nn
+
+from pmoe import Gate
+from pmoe.integrations.fairseq.checkpoint import for_inference, gather_model, gather_optimizer, own_optimizer
+from pmoe.integrations.fairseq.checks import check_training
+from pmoe.integrations.fairseq.models import ExpertParallelModel
+
+logger = logging.getLogger(__name__)
+
+
+class NanDetectorBesideGates(NanDetector):  # type: ignore[misc]
+    """What fairseq looks for NaNs with once a step has failed. Its hooks know modules that return tensors."""
+
+    def add_hooks(self, module: nn.Module) -> None:
+        if not isinstance(module, Gate):
+            super().add_hooks(module)
+
+
+class MoETrainer(Trainer):  # type: ignore[misc]
+    """For other models, fairseq's trainer."""
+
+    def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
+        self.has_experts = isinstance(model, ExpertParallelModel)
+        self._gathered: dict[str, Any] | None = None
+        self._is_stepping = False
+        if self.has_experts:
+            on_gpu = torch.cuda.is_available() and not cfg.common.cpu
+            check_training(
+                cfg,
+                criterion,
+                num_ranks=cfg.distributed_training.distributed_world_size,
+                device_type="cuda" if on_gpu else "cpu",
+            )
+        elif hasattr(criterion, "moe_aux_weight"):
+            raise ValueError(
+                f"--criterion ({cfg.criterion._name}) must be one of fairseq's for --arch "
+                f"({cfg.model._name}), which has no experts"
+            )
+        super().__init__(cfg, task, model, criterion, quantizer)
+        if self.is_spread:
+            # Each rank takes its experts from the file. Else rank 0 would send everything to everyone, as a
+            # pickled configuration that torch.load has refused since torch 2.6.
+            cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks hold other experts."""
+        return self.has_experts and self.data_parallel_world_size > 1
+
+    def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
+        self._is_stepping = True
+        try:
+            # A rank that left out a batch for want of memory would leave the others waiting.
+            logged = super().train_step(samples, raise_oom=raise_oom or self.is_spread)
+        finally:
+            self._is_stepping = False
+        for layer in self._model.moe_layers if self.has_experts else ():
+            if hasattr(layer.fc1.gate, "update_bias"):
+                layer.fc1.gate.update_bias()
+        return logged
+
+    def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
+        return super().valid_step(sample, raise_oom=raise_oom or self.is_spread)
+
+    def clip_grad_norm(self, clip_norm: float) -> Tensor:
+        if not self.has_experts:
+            return super().clip_grad_norm(clip_norm)  # type: ignore[no-any-return]
+        norm: Tensor = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self.with_experts)
+        return norm
+
+    @torch.no_grad()
+    def with_experts(self, dense_norm: Tensor) -> Tensor:
+        """Scales experts' gradients as those of dense parameters are; returns the norm of all gradients,
+        those of other ranks' experts included, for the norm of the dense ones. fairseq calls it when all
+        gradients are where its optimiser reads them, and scales all of them afterwards."""
+        gradients = [
+            each.grad for each in self.optimizer.params if hasattr(each, "expert") and each.grad is not None
+        ]
+        if self.is_spread:
+            torch._foreach_div_(gradients, self.data_parallel_world_size)
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        experts = torch.stack([dense_norm.new_zeros(()), *norms]).double().square().sum()
+        if self.is_spread:
+            dist.all_reduce(experts)
+        return (dense_norm.double().square() + experts).sqrt().to(dense_norm.dtype)
+
+    def consolidate_optimizer(self) -> None:
+        """Brings all experts to rank 0, which then writes them. fairseq calls it on every rank before it
+        saves, and where a step has failed: maybe on one rank only, so that nothing may be gathered there."""
+        super().consolidate_optimizer()
+        if not self.is_spread or self._is_stepping:
+            return
+        self._gathered = {"model": gather_model(self._model, self._model.state_dict())}
+        if not self.cfg.checkpoint.no_save_optimizer_state:
+            state = self.optimizer.state_dict()
+            self._gathered["last_optimizer_state"] = gather_optimizer(self.optimizer.optimizer, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict()
+        if not self.has_experts:
+            return state
+        state["cfg"]["model"] = for_inference(state["cfg"]["model"])
+        if self.is_spread:
+            if self._gathered is None:
+                raise RuntimeError("consolidate_optimizer must be called on every rank before state_dict")
+            state.update(self._gathered)
+            self._gathered = None
+        return state
+
+    def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
+        if self.is_spread and self._is_stepping:
+            name = os.path.basename(filename)
+            logger.warning(
+                f"{name} is not written: the other ranks' experts cannot be fetched in a failing step"
+            )
+            return
+        super().save_checkpoint(filename, extra_state)
+
+    def _build_optimizer(self) -> None:
+        super()._build_optimizer()
+        if self.is_spread:
+            load = self._optimizer.load_state_dict
+            self._optimizer.load_state_dict = functools.partial(self._load_own, load)
+
+    def _load_own(self, load: Any, state: dict[str, Any], overrides: Any = None) -> None:
+        """An optimiser's load_state_dict, of this rank's part of all experts' state."""
+        rank, num_ranks = self.data_parallel_rank, self.data_parallel_world_size
+        load(own_optimizer(self._optimizer.optimizer, state, rank, num_ranks), overrides)

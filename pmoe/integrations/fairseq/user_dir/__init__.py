@@ -1,0 +1,1 @@
+"""Holds what fairseq's ``--user-dir`` names, and nothing else."""

@@ -1,0 +1,155 @@
+"""The environment that these tests run fairseq in, and the commands and texts they run it on.
+
+fairseq wants numpy below 2, so it has an environment of its own (environment.sh, ``make .venv-fairseq``).
+pytest itself runs in pmoe's; every fairseq is a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".venv-fairseq"
+PYTHON = FOLDER / "bin" / "python"
+
+MODULES = ("argparse.py", "typing.py", "ast.py", "inspect.py")
+"""Of Python's standard library, the text that is trained on; HELD_OUT's is not."""
+HELD_OUT = ("textwrap.py", "bisect.py")
+
+
+class FailedError(AssertionError):
+    """A command that ended with another status than 0. output: all it printed."""
+
+    def __init__(self, command: list[str], output: str) -> None:
+        super().__init__(f"{' '.join(command)}\n{output[-6000:]}")
+        self.output = output
+
+
+def check_environment() -> None:
+    """AssertionError, never a skip, where `FOLDER` is not there or is not what environment.sh now makes."""
+    made, wanted = FOLDER / "requirements.txt", Path(__file__).parent / "requirements.txt"
+    fresh = made.exists() and made.read_text() == wanted.read_text()
+    assert fresh, f"{FOLDER} is missing or out of date: make .venv-fairseq"
+
+
+def run(
+    *arguments: object, ranks: int = 1, program: tuple[str, ...] = (), timeout: float = 400, **variables: str
+) -> str:
+    """What ``python -m pmoe.integrations.fairseq`` printed, both streams; ``program`` stands for it where
+    given. ``ranks`` > 1 run under torchrun, on the CPU. AssertionError with what was printed where it
+    failed."""
+    check_environment()
+    program = program or ("-m", "pmoe.integrations.fairseq")
+    launcher: list[str] = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        launcher += [f"--nproc-per-node={ranks}"]
+    elif program[0] == "-m":
+        program, launcher = program[1:], ["-m"]
+    command = [str(PYTHON), "-W", "ignore", *launcher, *program, *map(str, arguments)]
+    paths = [variables.pop("PYTHONPATH", ""), str(ROOT)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        command,
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode:
+        raise FailedError(command, done.stdout)
+    return done.stdout
+
+
+def tokens_of(names: tuple[str, ...]) -> list[str]:
+    """Lines of the standard library's modules, their tokens apart."""
+    library = Path(sysconfig.get_path("stdlib"))
+    lines = []
+    for name in names:
+        for line in (library / name).read_text(encoding="utf-8").splitlines():
+            if tokens := re.findall(r"\w+|[^\w\s]", line):
+                lines.append(" ".join(tokens))
+    return lines
+
+
+def preprocess_text(folder: Path) -> str:
+    """Language-model data in folder/data, as fairseq-preprocess makes it. Returns what that printed."""
+    for split, names in (("train", MODULES), ("valid", HELD_OUT)):
+        (folder / f"{split}.txt").write_text("\n".join(tokens_of(names)) + "\n", encoding="utf-8")
+    prefixes = ("--trainpref", folder / "train.txt", "--validpref", folder / "valid.txt")
+    return run("preprocess", "--only-source", *prefixes, "--destdir", folder / "data", "--nwordssrc", 600)
+
+
+def preprocess_pairs(folder: Path) -> Path:
+    """Translation data: lines, and the same lines backwards. Lengths differ, so batches are padded, and 430
+    lines are 9 batches of 48: on two ranks one is left over."""
+    lines = [line for line in tokens_of(MODULES[:1]) if len(line.split()) <= 20]
+    for split, part in (("train", lines[:430]), ("valid", lines[-37:])):
+        backwards = [" ".join(reversed(line.split())) for line in part]
+        (folder / f"{split}.a").write_text("\n".join(part) + "\n", encoding="utf-8")
+        (folder / f"{split}.b").write_text("\n".join(backwards) + "\n", encoding="utf-8")
+    prefixes = ("--trainpref", folder / "train", "--validpref", folder / "valid")
+    languages = ("-s", "a", "-t", "b", "--joined-dictionary", "--nwordssrc", 400)
+    run("preprocess", *languages, *prefixes, "--destdir", folder / "data")
+    return folder / "data"
+
+
+COMMON = (
+    *("--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp", "--num-workers", 0),
+    *("--moe-num-experts", 4, "--moe-top-k", 2, "--moe-pipeline", 2, "--dropout", 0),
+    *("--log-interval", 1, "--log-format", "json", "--no-epoch-checkpoints"),
+)
+
+LANGUAGE_MODEL = (
+    *("--task", "language_modeling", "--arch", "transformer_lm_pmoe", "--criterion", "cross_entropy_pmoe"),
+    *(
+        "--decoder-layers",
+        2,
+        "--decoder-embed-dim",
+        32,
+        "--decoder-input-dim",
+        32,
+        "--decoder-output-dim",
+        32,
+    ),
+    *("--decoder-ffn-embed-dim", 64, "--decoder-attention-heads", 2),
+    *("--tokens-per-sample", 32, "--batch-size", 8, *COMMON),
+)
+
+TRANSLATION = (
+    *("--task", "translation", "--arch", "transformer_pmoe", "--share-all-embeddings"),
+    *("--criterion", "label_smoothed_cross_entropy_pmoe", "--label-smoothing", 0.1),
+    *("--encoder-layers", 2, "--encoder-embed-dim", 32, "--encoder-ffn-embed-dim", 64),
+    *("--decoder-layers", 2, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64),
+    *("--encoder-attention-heads", 2, "--decoder-attention-heads", 2, "--batch-size", 48, *COMMON),
+)
+
+ADAM = ("--optimizer", "adam", "--lr", 0.01, "--clip-norm", 1.0, "--moe-capacity-factor", 1.25)
+SGD = ("--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.05, "--clip-norm", 0.5, "--moe-aux-weight", 0.1)
+QUIET = ("--disable-validation",)
+
+
+def logged(output: str, key: str, kind: str = "train_inner") -> list[float]:
+    """Of a training's output, the values of ``key`` in the log's lines of that kind ("train_inner",
+    "valid")."""
+    lines = re.findall(rf"\| {kind} \| (?:epoch \d+ \| )?(\{{.*\}})", output)
+    found = [re.search(rf'"{key}": "?([-\w.]+)', line) for line in lines]
+    return [float(each[1]) for each in found if each]
+
+
+def load(path: Path) -> dict[str, Any]:
+    import argparse
+
+    import torch
+
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state

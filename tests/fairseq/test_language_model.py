@@ -1,0 +1,175 @@
+"""fairseq trains a language model with experts over ranks, on the text of Python's standard library."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fairseq.environment import ADAM, LANGUAGE_MODEL, QUIET, SGD, FailedError, load, logged, run
+
+pytestmark = pytest.mark.timeout(900)
+
+GARBAGE = "embed_positions._float_tensor"
+"""Ends the names of buffers that fairseq never fills: each process has its own values."""
+
+
+def parameters(path: Path) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = load(path)["model"]
+    return {name: value for name, value in model.items() if not name.endswith(GARBAGE)}
+
+
+def tensors_of_optimizer(path: Path) -> list[tuple[int, str, torch.Tensor]]:
+    state: dict[int, dict[str, Any]] = load(path)["last_optimizer_state"]["state"]
+    return [
+        (index, name, value)
+        for index, kept in sorted(state.items())
+        for name, value in sorted(kept.items())
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = parameters(one), parameters(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    kept, also = tensors_of_optimizer(one), tensors_of_optimizer(other)
+    assert len(kept) == len(also) > 0
+    for (index, name, value), (_, _, again) in zip(kept, also, strict=True):
+        assert torch.equal(value, again), (index, name)
+
+
+def assert_close(one: Path, other: Path, tolerance: float) -> None:
+    """Every parameter within ``tolerance`` of the largest value that the parameter has."""
+    first, second = parameters(one), parameters(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.shape == second[name].shape, name
+        worst = (value - second[name]).abs().max() / second[name].abs().max().clamp(min=1e-12)
+        assert worst <= tolerance, (name, float(worst))
+
+
+def test_the_loss_falls_and_the_log_tells_how_evenly_experts_are_loaded(adam_run: tuple[str, Path]) -> None:
+    output, _ = adam_run
+    losses = logged(output, "loss")
+    assert len(losses) == 36
+    assert sum(losses[-4:]) / 4 < 0.8 * sum(losses[:4]) / 4, losses
+    assert all(1 <= load <= 2 for load in logged(output, "moe_load"))  # top-2 of 4: at most 2 x the mean
+    assert all(loss > 0.5 for loss in logged(output, "moe_loss"))
+    dropped = logged(output, "moe_dropped")
+    assert len(dropped) == 36 and 0 < max(dropped) < 50
+
+
+def test_the_checkpoint_holds_the_experts_of_both_ranks(adam_run: tuple[str, Path]) -> None:
+    _, folder = adam_run
+    found = parameters(folder / "checkpoint_last.pt")
+    w1 = found["decoder.layers.1.fc1.experts.w1"]
+    assert w1.shape == (4, 64, 32)
+    assert all(not torch.equal(w1[0], w1[i]) for i in (1, 2, 3))
+    shapes = {tuple(value.shape) for _, _, value in tensors_of_optimizer(folder / "checkpoint_last.pt")}
+    assert {(4, 64, 32), (4, 32, 64), (4, 64), (4, 32)} <= shapes
+    assert not any(shape[:1] == (2,) for shape in shapes)
+
+
+def test_resuming_continues_bit_for_bit(text: Path, adam_run: tuple[str, Path], tmp_path: Path) -> None:
+    _, folder = adam_run
+    shutil.copy(folder / "checkpoint_1_24.pt", tmp_path / "checkpoint_last.pt")
+    steps = ("--max-update", 36, "--save-dir", tmp_path)
+    output = run("train", text, *LANGUAGE_MODEL, *ADAM, *steps, ranks=2)
+    assert len(logged(output, "loss")) == 12
+    assert_same_bits(tmp_path / "checkpoint_last.pt", folder / "checkpoint_last.pt")
+
+
+def test_eval_lm_reads_the_checkpoint_in_one_process(text: Path, adam_run: tuple[str, Path]) -> None:
+    output, folder = adam_run
+    sizes = ("--tokens-per-sample", 32, "--batch-size", 8, "--cpu", "--num-workers", 0)
+    checkpoint = ("--path", folder / "checkpoint_last.pt", "--gen-subset", "valid")
+    evaluated = run("eval-lm", text, *checkpoint, *sizes)
+    loss = float(evaluated.rpartition("Loss (base 2): ")[2].split(",")[0])
+    # What training's own validation found, on two ranks and with each one's capacity: that drops other rows.
+    trained = logged(output, "valid_loss", "valid")[-1]
+    assert loss == pytest.approx(trained, rel=0.01)
+
+
+def test_two_ranks_step_as_one_does_on_their_batches(
+    text: Path, sgd_run: tuple[str, Path], tmp_path: Path
+) -> None:
+    """SGD, clipped: Adam would hide a wrong scale of experts' gradients, and so would a norm without a
+    limit."""
+    output, checkpoint = sgd_run
+    steps = ("--update-freq", 4, "--max-update", 3, "--save-dir", tmp_path, *QUIET)
+    alone = run("train", text, *LANGUAGE_MODEL, *SGD, *steps, "--checkpoint-activations")
+    assert all(clipped == 100 for clipped in logged(output, "clip"))
+    for key in ("loss", "gnorm", "moe_loss", "moe_load"):
+        assert logged(output, key) == pytest.approx(logged(alone, key), rel=2e-3, abs=2e-3), key
+    assert_close(checkpoint, tmp_path / "checkpoint_last.pt", 2e-6)
+
+
+@pytest.mark.slow
+def test_checkpointed_activations_keep_the_auxiliary_loss(
+    text: Path, sgd_run: tuple[str, Path], tmp_path: Path
+) -> None:
+    _, checkpoint = sgd_run
+    steps = (
+        "--update-freq",
+        2,
+        "--max-update",
+        3,
+        "--save-dir",
+        tmp_path,
+        *QUIET,
+        "--checkpoint-activations",
+    )
+    run("train", text, *LANGUAGE_MODEL, *SGD, *steps, ranks=2)
+    assert_same_bits(checkpoint, tmp_path / "checkpoint_last.pt")
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(
+    text: Path, sgd_run: tuple[str, Path], tmp_path: Path
+) -> None:
+    """With its momentum: a step behind it is the same on 4 ranks and on 1 rank with 4 batches."""
+    _, checkpoint = sgd_run
+    for ranks in (1, 4):
+        (tmp_path / str(ranks)).mkdir()
+        shutil.copy(checkpoint, tmp_path / str(ranks) / "checkpoint_last.pt")
+        steps = (
+            "--update-freq",
+            4 // ranks,
+            "--max-update",
+            4,
+            "--reset-dataloader",
+            "--reset-meters",
+            *QUIET,
+        )
+        folder = ("--save-dir", tmp_path / str(ranks))
+        output = run("train", text, *LANGUAGE_MODEL, *SGD, *steps, *folder, ranks=ranks)
+        assert "Loaded checkpoint" in output
+    one, four = (tmp_path / ranks / "checkpoint_last.pt" for ranks in ("1", "4"))
+    assert_close(one, four, 2e-6)
+    moved = (
+        parameters(one)["decoder.layers.1.fc1.experts.w1"]
+        - parameters(checkpoint)["decoder.layers.1.fc1.experts.w1"]
+    )
+    assert moved.abs().max() > 1e-4
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_ends_with_its_own_error_on_both_ranks(text: Path, tmp_path: Path) -> None:
+    """fairseq then saves crash.pt: it must not wait for experts of a rank that may have gone."""
+    steps = ("--optimizer", "sgd", "--lr", 1e20, "--max-update", 4, "--save-dir", tmp_path, *QUIET)
+    with pytest.raises(FailedError, match="FloatingPointError: gradients are Nan/Inf") as failed:
+        run("train", text, *LANGUAGE_MODEL, *steps, ranks=2)
+    assert "crash.pt is not written" in failed.value.output
+    assert not (tmp_path / "crash.pt").exists()
+
+
+def test_the_auxiliary_loss_changes_the_router(text: Path, sgd_run: tuple[str, Path], tmp_path: Path) -> None:
+    _, checkpoint = sgd_run
+    steps = ("--update-freq", 4, "--max-update", 3, "--save-dir", tmp_path, *QUIET)
+    run("train", text, *LANGUAGE_MODEL, *SGD, *steps, "--moe-aux-weight", 0)
+    name = "decoder.layers.1.fc1.gate.weight"
+    without, with_loss = parameters(tmp_path / "checkpoint_last.pt")[name], parameters(checkpoint)[name]
+    assert (without - with_loss).abs().max() > 1e-4 * with_loss.abs().max()

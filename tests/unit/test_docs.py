@@ -1,0 +1,411 @@
+"""The documentation says what the code does: snippets run, commands, messages, variables and numbers exist,
+and the site builds, whole."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import pmoe
+from docs import pictures
+from pmoe import cli
+from pmoe.pipeline import comet_figures
+from pmoe.planner.profile_file import save
+from pmoe.planner.restore import STRATEGIES
+from tests.browser import browser
+from tests.snippets import PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
+
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "bench" / "results"
+ALONE = [block for block in python_blocks() if block.num_ranks == 1]
+COMMANDS = [command for page in PAGES for command in commands(page)]
+USERS_OWN = {"train.py"}
+"""Files that a page tells its reader to write."""
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+# ---- snippets
+
+
+@pytest.mark.parametrize("block", ALONE, ids=str)
+def test_a_snippet_runs_as_it_stands(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = run_snippet(str(block), block.text)
+    if options := sys.modules.get("pmoe.integrations.transformers"):
+        options.configure()  # for the tests that follow
+    if block.output is not None:
+        assert printed == block.output
+
+
+# ---- commands
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    choices: dict[str, argparse.ArgumentParser] = found.choices
+    return choices
+
+
+def check_pmoe(words: tuple[str, ...], whole: bool) -> None:
+    if whole:
+        cli._parser().parse_args(words)
+        return
+    name, *rest = words
+    known = subcommands()[name].format_help() if not name.startswith("-") else cli._parser().format_help()
+    for flag in (word for word in rest if word.startswith("--")):
+        assert re.search(rf"{flag}\b", known), flag
+
+
+def check_script(words: tuple[str, ...]) -> None:
+    script, *rest = words
+    if script in USERS_OWN:
+        return
+    path = ROOT / script
+    sources = [path, *path.parent.glob("*.py")]  # arguments that scripts share stand beside them
+    text = "\n".join(each.read_text(encoding="utf-8") for each in sources)
+    for flag in (word for word in rest if word.startswith("--")):
+        assert f'"{flag}"' in text, flag
+
+
+def check_make(words: tuple[str, ...]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in (word for word in words if "=" not in word):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_command_that_a_page_names_exists(command: Command) -> None:
+    words = command.words[1:] if command.words[0] == "sudo" else command.words
+    program, *rest = words
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    if program == "pmoe":
+        check_pmoe(tuple(rest), command.whole)
+    elif ("-m", "pmoe") in zip(words, words[1:], strict=False):
+        check_pmoe(words[words.index("pmoe") + 1 :], command.whole)
+    elif any(word.startswith("pmoe.") for word in words):
+        (module,) = (word for word in words if word.startswith("pmoe."))
+        assert ROOT.joinpath(*module.split("."), "__main__.py").is_file()
+    elif program == "make":
+        check_make(tuple(rest))
+    elif "pytest" in words:
+        assert all((ROOT / words[i]).is_file() for i in scripts)
+        assert scripts
+    elif scripts:
+        check_script(words[scripts[0] :])
+    else:
+        assert program in ("pip", "python"), program
+
+
+def test_the_commands_of_choosing_options_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
+    save(pictures.PROFILE, tmp_path / "profile.json")
+    ran = []
+    for command in commands(DOCS / "choosing.md"):
+        if command.whole and command.words[:2] in (("pmoe", "memory"), ("pmoe", "plan")):
+            assert cli.main(command.words[1:]) == 0
+            ran.append(command.words[1])
+    assert ran == ["memory", "plan"]
+    assert "decision: n=" in capsys.readouterr().out
+
+
+def test_a_file_that_a_page_names_exists() -> None:
+    named = [
+        (each.name, path)
+        for each in PAGES
+        for path in re.findall(
+            r"`((?:bench|cuda|docs|examples|pmoe|tests)/[\w./]+)`", each.read_text("utf-8")
+        )
+    ]
+    assert len(named) > 10
+    for name, path in named:
+        assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_every_subcommand_is_named_by_a_page() -> None:
+    guides = "".join(each.read_text(encoding="utf-8") for each in PAGES)
+    for name in subcommands():
+        assert f"pmoe {name}" in guides, name
+
+
+# ---- messages
+
+
+@functools.cache
+def trees() -> tuple[ast.Module, ...]:
+    files = [*sorted((ROOT / "pmoe").rglob("*.py")), ROOT / "setup.py"]
+    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in files)
+
+
+def strings(tree: ast.Module) -> Iterator[list[str]]:
+    """The literal parts of each string, apart where a value is formatted in."""
+    formatted = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    inside = {id(value) for node in formatted for value in node.values}
+    for node in formatted:
+        parts = [""]
+        for value in node.values:
+            if isinstance(value, ast.Constant):
+                parts[-1] += value.value
+            else:
+                parts.append("")
+        yield parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield [node.value]
+
+
+@functools.cache
+def patterns() -> tuple[tuple[str, str], ...]:
+    """(its longest word, pattern) of every string of the code that may be a message. The groups are what is
+    literally in it."""
+    found = []
+    for tree in trees():
+        for parts in strings(tree):
+            words = " ".join(parts).split()
+            if sum(map(len, words)) >= 10:
+                spaced = (r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in parts)
+                found.append((max(words, key=len), ".+?".join(f"({part})" for part in spaced)))
+    return tuple(found)
+
+
+def messages() -> list[Block]:
+    """The blocks of the page that stand for messages: not what a snippet prints."""
+    return [block for block in blocks(DOCS / "troubleshooting.md") if block.language == "text"]
+
+
+def is_told_by_the_code(message: str) -> bool:
+    """Whether a third of it at least is literally in strings of the code that are in it as wholes."""
+    told: set[int] = set()
+    for word, pattern in patterns():
+        if word in message and (found := re.search(pattern, message)):
+            told.update(i for group in range(1, 1 + found.re.groups) for i in range(*found.span(group)))
+    return 3 * len(told) >= len(message)
+
+
+def test_messages_of_the_troubleshooting_page_are_the_codes_own() -> None:
+    found = messages()
+    assert len(found) >= 15
+    for block in found:
+        message = " ".join(block.text.split())
+        assert is_told_by_the_code(message), f"{block}: {message}"
+
+
+def test_a_message_that_the_code_does_not_tell_is_noticed() -> None:
+    true = "memory_budget (9 bytes) must be at least 10 for these tokens, whatever their routing (n=1, S4)"
+    assert is_told_by_the_code(true)
+    assert not is_told_by_the_code(true.replace("at least", "more than"))
+    assert not is_told_by_the_code("ValueError: something that nobody says, but at some length")
+
+
+# ---- variables
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    read = set()
+    for tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read |= set(re.findall(r"^PMOE_[A-Z_]+$", node.value))
+    assert "PMOE_CACHE" in read
+    told = set(re.findall(r"^\| `(PMOE_[A-Z_]+)", page("commands.md"), re.MULTILINE))
+    assert told == read
+
+
+# ---- numbers
+
+
+def stored(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def test_measured_numbers_of_the_papers_page_are_the_stored_ones() -> None:
+    text = page("papers.md")
+    overlap = {row["run"]: row for row in stored("overlap_modelled_auto.json")["rows"]}
+    for n in (1, 2, 4, 8, 16):
+        row = overlap[f"n={n}"]
+        ratios = (row["forward/bound"], row["step/bound"], row["step x seq n=1"])
+        assert f"| n = {n} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |" in text
+    best = min((n for n in (1, 2, 4, 8, 16)), key=lambda n: overlap[f"n={n}"]["step ms"])
+    assert f"n = {best} is best for a step" in text
+
+    breakdown = {
+        row["tokens"]: row["ratios"]["model states"]
+        for row in stored("memory_breakdown.json")["rows"]
+        if row["model"] == "MoE-GPT3-S" and row["source"].startswith("Eq.")
+    }
+    assert f"from {breakdown[256]:.0%} at 256".replace("%", " %") in text
+    assert f"to {breakdown[16384]:.0%} at 16k".replace("%", " %") in text
+
+    shares: dict[str, list[float]] = {}
+    for row in stored("memory_saving.json")["rows"]:
+        shares.setdefault(row["pair"].split()[-1], []).append(row["share"])
+    for pair in ("S1", "S4"):
+        assert f"{pair}: {min(shares[pair]):.2f} to {max(shares[pair]):.2f}" in text, pair
+
+    reuse = {row["variant"]: row for row in stored("reuse_modelled_auto.json")["rows"]}
+    best_pair = reuse["communicate/recompute n=4 S4"]
+    assert f"{best_pair['peak/plain']:.2f} of the peak in {best_pair['step/plain']:.2f} of the time" in text
+
+    at_4 = {name.split()[-1]: row for name, row in reuse.items() if " n=4" in name}
+    told = [f"{pair} {at_4[pair]['peak/plain']:.2f} in {at_4[pair]['step/plain']:.2f}" for pair in STRATEGIES]
+    kept = reuse["keep/keep n=4"]
+    kept_told = f"keep/keep {kept['peak/plain']:.2f} of the peak in {kept['step/plain']:.2f} of the time"
+    assert ", ".join([kept_told, *told]) in text
+
+    esp = stored("esp_modelled.json")["at_best_n"]
+    ratios = (esp["forward"]["one_lane_over_two"], esp["step"]["one_lane_over_two"])
+    assert "forward {:.2f} times as fast as with one lane, a step {:.2f} times".format(*ratios) in text
+
+    ways = {row["way"]: row for row in stored("gradients_modelled.json")["rows"]}
+    plain, cut = ways["plain"], ways["partitioned"]
+    assert f"of a {plain['step ms'] / 1e3:.1f} s step, {plain['exposed ms']:,.0f} ms" in text
+    assert f"{cut['exposed ms']:.0f} ms of the reducer's" in text
+
+    routing = [100 * row["all / layer"] for row in stored("gates.json")["rows"]]
+    assert f"{min(routing):.1f} to {max(routing):.1f} %" in text
+
+
+def test_the_error_of_predicted_steps_is_the_stored_one() -> None:
+    found = []
+    for link in ("modelled", "real"):
+        for rate in ("auto", "auto-step"):
+            rows = stored(f"overlap_{link}_{rate}.json")["rows"]
+            found += [row["predicted/step"] for row in rows if row["run"].startswith("n=")]
+    error = sum(abs(1 - ratio) for ratio in found) / len(found)
+    told = f"mean error of a step {100 * error:.1f} % over {len(found)} overlapped runs"
+    assert f"{told}, {min(found):.2f} to {max(found):.2f}" in page("papers.md")
+
+
+@pytest.mark.slow
+def test_simulated_numbers_of_the_papers_page_are_those_of_the_simulators() -> None:
+    text, table5 = page("papers.md"), page("fsmoe_table5.md")
+    (row,) = re.findall(r"^\| FSMoE \| ([\d.]+) .*? \| ([\d.]+) .*? \| ([\d.]+) \|$", table5, re.MULTILINE)
+    assert "FSMoE {} on ideal lanes, {} with contention 1.25; the paper measured {}".format(*row) in text
+    moved = {(case.tp, case.tokens): (case.paper, case.model) for case in comet_figures.figure8()}
+    (paper_few, few), (paper_many, many) = moved[8, 4096], moved[8, 16384]
+    assert f"moves from {paper_few} to {paper_many}, the model from {few} to {many}" in text
+    paper, model = moved[4, 16384]
+    assert f"the paper's {paper} at TP = 4 is {model} in the model" in text
+    beside = comet_figures.beside()
+    assert f"{beside.fused * 1e3:.3f} ms fused, {beside.chunked[1] * 1e3:.3f} ms in one chunk" in text
+    assert all(each.num_bytes == each.paper_mb * 2**20 for each in comet_figures.table3())
+
+
+def test_pages_name_the_machine_that_their_pictures_assume() -> None:
+    text = " ".join(page("how_it_works.md").split())
+    assert pictures.MACHINE in text
+    assert pictures.BUDGET.replace("GiB", " GiB") in text
+
+
+# ---- the site
+
+
+class Found(HTMLParser):
+    """What a page has: its ids, and what it links to and loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.headings = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.headings += tag == "h1"
+        if given.get("id"):
+            self.ids.add(str(given["id"]))
+        if tag == "a" and given.get("href"):
+            self.links.append(str(given["href"]))
+        if tag in ("img", "script") and given.get("src"):
+            self.loaded.append(str(given["src"]))
+        if tag == "link" and given.get("href"):
+            self.loaded.append(str(given["href"]))
+
+
+@pytest.mark.timeout(400)  # Sphinx and its imports take ten seconds of a processor that is free
+def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees")]
+    built = subprocess.run(
+        [*command, str(DOCS), str(site)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, f"{built.stdout}\n{built.stderr}\nmake setup installs what is missing"
+    assert built.stderr == ""
+    pages = {path: Found(path.read_text(encoding="utf-8")) for path in site.glob("*.html")}
+    names = {path.name for path in pages}
+    assert {f"{each.stem}.html" for each in [*PAGES, DOCS / "reference.rst"]} <= names
+    for path, found in pages.items():
+        check_links(path, found, pages)
+        check_nothing_is_fetched(path, found)
+    for each in [*PAGES, DOCS / "reference.rst"]:
+        assert pages[site / f"{each.stem}.html"].headings == 1, each.name
+    described = pages[site / "reference.html"].ids
+    for name in pmoe.__all__:
+        assert name == "__version__" or any(each.endswith(f".{name}") for each in described), name
+    told = (site / "commands.html").read_text(encoding="utf-8")
+    for name, parser in subcommands().items():
+        assert f"pmoe {name}" in told
+        assert str(parser.description)[:30] in told
+    for name in pictures.NAMES:
+        assert (site / name).exists() or (site / "_images" / name).stat().st_size > 10_000, name
+    check_looks(site.glob("*.html"))
+
+
+def check_looks(names: Iterator[Path]) -> None:
+    """On a phone and on a desktop no page is wider than its window, and everything loads."""
+    pages = sorted(names)
+    for width, is_phone in ((390, True), (1280, False)):
+        with browser(width, 900, is_phone=is_phone) as window:
+            for path in pages:
+                window.open(path)
+                found = window.run(LOOKS)
+                assert found["width"] <= width, f"{path.name} is {found['width']} wide in {width}"
+                assert found["missing"] == [], path.name
+                assert window.messages() == [], path.name
+
+
+LOOKS = """
+return {
+    width: document.documentElement.scrollWidth,
+    missing: [...document.images].filter(each => each.naturalWidth == 0).map(each => each.src),
+}
+"""
+
+
+def check_links(path: Path, found: Found, pages: dict[Path, Found]) -> None:
+    """What a page links to or loads is there, the place in it, too."""
+    for link in [*found.links, *found.loaded]:
+        parts = urlsplit(link)
+        if parts.scheme:
+            continue
+        target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+        assert target.is_file(), f"{path.name} links to {link}"
+        if parts.fragment and target in pages:
+            assert unquote(parts.fragment) in pages[target].ids, f"{path.name} links to {link}"
+
+
+def check_nothing_is_fetched(path: Path, found: Found) -> None:
+    for source in found.loaded:
+        assert not urlsplit(source).netloc, f"{path.name} loads {source}"

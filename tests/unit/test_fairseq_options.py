@@ -1,0 +1,71 @@
+"""The fairseq plugin's options are MoELayer's arguments, all of them."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+import pmoe
+from pmoe.integrations.fairseq.options import (
+    FOLLOWS,
+    NOT_OPTIONS,
+    as_text,
+    layer_arguments,
+    layer_options,
+    parse,
+)
+
+ARGUMENTS = inspect.signature(pmoe.MoELayer).parameters
+
+
+def test_every_argument_of_the_layer_is_an_option_or_says_why_not() -> None:
+    options = {option.name for option in layer_options()}
+    assert options | set(NOT_OPTIONS) == set(ARGUMENTS)
+    assert not options & set(NOT_OPTIONS)
+    assert {"pipeline", "memory_reuse", "memory_budget", "capacity_factor", "top_k"} <= options
+
+
+def test_every_option_has_the_layers_default_and_its_own_words() -> None:
+    given = layer_arguments(SimpleNamespace())
+    for option in layer_options():
+        assert len(option.help) > 5, option
+        default = ARGUMENTS[option.name].default
+        if option.name not in FOLLOWS and default is not inspect.Parameter.empty:
+            assert given[option.name] == default and type(given[option.name]) is type(default), option
+
+
+def test_options_at_their_defaults_build_a_layer() -> None:
+    arguments = layer_arguments(
+        SimpleNamespace(moe_num_experts="4", moe_d_hidden="16", moe_activation="relu")
+    )
+    layer = pmoe.MoELayer(d_model=8, **arguments)
+    assert (layer.num_experts, layer.d_hidden, layer.restore) == (4, 16, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("none", None),
+        ("True", True),
+        ("false", False),
+        ("2", 2),
+        ("1.25", 1.25),
+        ("2GiB", "2GiB"),
+        ("S4", "S4"),
+        ("0,0,1,1", [0, 0, 1, 1]),
+        ("communicate/recompute", pmoe.Restore("communicate", "recompute")),
+    ],
+)
+def test_text_becomes_the_value_that_python_would_take(text: str, value: object) -> None:
+    assert parse(text) == value and type(parse(text)) is type(value)
+    if not isinstance(value, list):
+        assert parse(as_text(value)) == value
+
+
+def test_text_that_is_no_value_is_refused_with_its_option() -> None:
+    with pytest.raises(
+        ValueError, match=r"--moe-memory-reuse \(keep/forget\) must be a value: hidden \('forget'\)"
+    ):
+        layer_arguments(SimpleNamespace(moe_memory_reuse="keep/forget"))

@@ -4,6 +4,7 @@ from pmoe.gates.base import Gate, Mix, Routing
 from pmoe.gates.batch_prioritised import BatchPrioritisedGate
 from pmoe.gates.deepseek import DeepSeekGate
 from pmoe.gates.expert_choice import ExpertChoiceGate
+from pmoe.gates.given import GivenGate
 from pmoe.gates.hash import HashGate
 from pmoe.gates.losses import load_balance_loss, router_z_loss
 from pmoe.gates.noisy_topk import NoisyTopKGate
@@ -34,6 +35,7 @@ __all__ = [
     "DeepSeekGate",
     "ExpertChoiceGate",
     "Gate",
+    "GivenGate",
     "HashGate",
     "Mix",
     "NoisyTopKGate",

@@ -1,0 +1,321 @@
+"""Experts over tensors of another library's module, used where they lie: nothing is copied, and gradients are
+summed in the layout of whoever owns the parameter.
+
+Such experts live for one call (autograd keeps them until its backward): the tensors are those that the module
+has then, whatever has moved, sharded or replaced them since the call before.
+
+Letters: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.experts.base import WHOLE, Columns, Experts, Hidden, Runs, Space, row_dot
+from pmoe.experts.ffn import FFNExperts
+from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.swiglu import SwiGLUExperts
+
+GRAPH = 6
+"""How many tensors of T_M's width differentiating a function may hold at once. Measured: 5 for the square of
+relu, 3.5 for gpt-oss's clamped gate."""
+
+Function = Callable[[Tensor], Tensor]
+"""Element by element, or row by row: one whose value for some rows does not depend on others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """w1 (E, G, M), w2 (E, M, H), b1 (E, G), b2 (E, M) as a module holds them; with ``transposed`` w1 is
+    (E, M, G) and w2 (E, H, M), in-features first."""
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    transposed: bool = False
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        every = {"w1": self.w1, "w2": self.w2, "b1": self.b1, "b2": self.b2}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+    def stand_ins(self) -> Stacks:
+        """Tensors of the same shapes, type and device that hold no memory and nobody's parameter."""
+        made = {name: each.new_empty(()).expand(each.shape) for name, each in self.named.items()}
+        return Stacks(**made, transposed=self.transposed)
+
+
+class BorrowedExperts(StackedExperts):
+    """Two-layer experts whose parameters are another module's. They are no parameters of this one (nothing
+    registers, moves or marks them), but what ``parameters()`` gives."""
+
+    is_parallel = False  # whoever owns them says how their gradients are reduced
+
+    def __init__(self, stacks: Stacks) -> None:
+        Experts.__init__(self)
+        self.stacks = stacks
+        w2 = self._out_features_first(stacks.w2)
+        self.num_local_experts, self.shard, self.all_hidden = w2.shape[0], WHOLE, w2.shape[2]
+
+    @property
+    def w1(self) -> Tensor:  # type: ignore[override]
+        return self._out_features_first(self.stacks.w1)
+
+    @property
+    def w2(self) -> Tensor:  # type: ignore[override]
+        return self._out_features_first(self.stacks.w2)
+
+    @property
+    def b1(self) -> Tensor | None:  # type: ignore[override]
+        return self.stacks.b1
+
+    @property
+    def b2(self) -> Tensor | None:  # type: ignore[override]
+        return self.stacks.b2
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self.stacks.named.items())
+
+    def local_parameters(self) -> list[Tensor]:
+        return list(self.stacks.named.values())
+
+    def hidden_dims(self) -> Mapping[str, int | None] | None:
+        return None  # not ours to cut
+
+    def returned(self) -> Experts:
+        """What is left of these after their call: the sizes, without anybody's parameters."""
+        return type(self)(self.stacks.stand_ins())
+
+    def _out_features_first(self, weight: Tensor) -> Tensor:
+        return weight.transpose(1, 2) if self.stacks.transposed else weight
+
+    def _in_our_layout(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        w1, w2, *biases = parameters
+        return [self._out_features_first(w1), self._out_features_first(w2), *biases]
+
+    def compute(
+        self,
+        rows_NM: Tensor,
+        weight_N: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        **given: Any,
+    ) -> tuple[Tensor, Hidden | None]:
+        return super().compute(rows_NM, weight_N, groups, self._in_our_layout(parameters), **given)
+
+    def recompute(
+        self, rows_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], recipe: Any, **given: Any
+    ) -> Hidden:
+        return super().recompute(rows_NM, groups, self._in_our_layout(parameters), recipe, **given)
+
+    def input_gradient(
+        self,
+        grad_NM: Tensor,
+        rows_NM: Tensor,
+        weight_N: Tensor,
+        hidden: Hidden,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        **given: Any,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        ours = self._in_our_layout(parameters)
+        return super().input_gradient(grad_NM, rows_NM, weight_N, hidden, groups, ours, **given)
+
+    def weight_gradient(
+        self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]
+    ) -> None:
+        if not self.stacks.transposed:
+            super().weight_gradient(pending, groups, sums)
+            return
+        # The transpose of a product is the product of the factors in the other order.
+        rows_NM, grad_hidden_NG, active_NH, grad_out_NM = pending
+        w1, w2, b1, b2 = self._named(sums)
+        if w1 is not None:
+            w1.add_weight(rows_NM, grad_hidden_NG, groups)
+        if w2 is not None:
+            w2.add_weight(active_NH, grad_out_NM, groups)
+        super().weight_gradient(pending, groups, [None, None, *([b1, b2] if len(sums) > 2 else [])])
+
+
+class BorrowedSwiGLU(BorrowedExperts, SwiGLUExperts):
+    """silu(first half) * second half, by pmoe's own kernels."""
+
+
+class BorrowedFFN(BorrowedExperts, FFNExperts):
+    """One of pmoe's own nonlinearities, by its name."""
+
+    def __init__(self, stacks: Stacks, activation: str) -> None:
+        self.activation = activation
+        super().__init__(stacks)
+
+    def returned(self) -> Experts:
+        return BorrowedFFN(self.stacks.stand_ins(), self.activation)
+
+
+class BorrowedActivation(BorrowedExperts):
+    """Any function from T_M to the activated hidden, (N, G) to (N, H), differentiated by autograd a block of
+    rows at a time: T_M is kept as ever, and nothing else."""
+
+    def __init__(self, stacks: Stacks, function: Function | None, *, hidden_factor: int) -> None:
+        self.function, self.hidden_factor = function, hidden_factor
+        super().__init__(stacks)
+
+    def returned(self) -> Experts:
+        return BorrowedActivation(self.stacks.stand_ins(), None, hidden_factor=self.hidden_factor)
+
+    def columns(self, device_type: str) -> Columns:
+        usual = super().columns(device_type)
+        graph, wide = GRAPH * usual.hidden, max(1, 4 // self.w1.element_size())  # some compute in float32
+        block_rows = max(usual.scratch_rows * usual.scratch // (graph * wide), 16)
+        return replace(usual, scratch_rows=block_rows, graph=graph)
+
+    def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
+        assert self.function is not None
+        block_rows = self.columns(hidden_NG.device.type).scratch_rows
+        for hidden, active in zip(hidden_NG.split(block_rows), active_NH.split(block_rows), strict=True):
+            active.copy_(self.function(hidden))
+
+    def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
+        assert self.function is not None
+        with torch.enable_grad():
+            hidden = hidden_NG.detach().requires_grad_()
+            active = self.function(hidden)
+        (found,) = torch.autograd.grad(active, hidden, grad_NG[:, : active.shape[1]].to(active.dtype))
+        grad_NG.copy_(found)
+
+
+class NormedExperts(Experts):
+    """Experts with a norm behind them, one for all of them: each row of T_DO passes it before the routing
+    weight. The norm wants T_DO for its gradient, which therefore counts among what is saved with T_M (or is
+    made again with it). The bytes that it takes are its own to know, so memory is not predicted."""
+
+    is_parallel = False
+
+    def __init__(
+        self, experts: BorrowedExperts, norm: nn.Module | None, norm_parameters: Sequence[Tensor]
+    ) -> None:
+        super().__init__()
+        self.num_local_experts = experts.num_local_experts
+        # Neither is registered: parameters() gives what is borrowed.
+        self.borrowed = (experts, norm)
+        self.norm_parameters = tuple(norm_parameters)
+
+    @property
+    def inner(self) -> BorrowedExperts:
+        return self.borrowed[0]
+
+    def norm(self, rows_NM: Tensor) -> Tensor:
+        norm = self.borrowed[1]
+        assert norm is not None
+        normed: Tensor = norm(rows_NM)
+        return normed
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        yield from self.inner.named_parameters()
+        for i, parameter in enumerate(self.norm_parameters):
+            yield f"norm.{i}", parameter
+
+    def local_parameters(self) -> list[Tensor]:
+        return [*self.inner.local_parameters(), *self.norm_parameters]
+
+    def returned(self) -> Experts:
+        inner = self.inner.returned()
+        assert isinstance(inner, BorrowedExperts)
+        return NormedExperts(
+            inner, None, [each.new_empty(()).expand(each.shape) for each in self.norm_parameters]
+        )
+
+    def compute(
+        self,
+        rows_NM: Tensor,
+        weight_N: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        *,
+        space: Space | None = None,
+        out: Tensor | None = None,
+        keep: bool = True,
+    ) -> tuple[Tensor, Hidden | None]:
+        plain_NM, hidden = self._plain(rows_NM, groups, parameters, keep=keep)
+        normed_NM = self.norm(plain_NM) * weight_N.unsqueeze(1)
+        out = torch.empty_like(rows_NM) if out is None else out
+        out.copy_(normed_NM)
+        return out, None if hidden is None else Hidden(tensors=[*hidden.tensors, plain_NM])
+
+    def _plain(
+        self, rows_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], *, keep: bool
+    ) -> tuple[Tensor, Hidden | None]:
+        """T_DO before the norm, in memory of its own."""
+        ones_N = rows_NM.new_ones(rows_NM.shape[0])
+        return self.inner.compute(rows_NM, ones_N, groups, self._inner_part(parameters), keep=keep)
+
+    def _inner_part(self, values: Sequence[Any]) -> Sequence[Any]:
+        return values[: len(values) - len(self.norm_parameters)]
+
+    def recompute(
+        self,
+        rows_NM: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        recipe: Any,
+        *,
+        space: Space | None = None,
+    ) -> Hidden:
+        plain_NM, hidden = self._plain(rows_NM, groups, parameters, keep=True)
+        assert hidden is not None
+        return Hidden(tensors=[*hidden.tensors, plain_NM], expendable=True)
+
+    def join(
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
+    ) -> Hidden:
+        joined = []
+        for i, like in enumerate(parts[0][0].tensors):
+            whole = like.new_empty(num_rows, like.shape[1])
+            for part, runs in parts:
+                for there, here in runs:
+                    whole[here].copy_(part.tensors[i][there], non_blocking=True)
+            joined.append(whole)
+        return Hidden(tensors=joined, expendable=True)
+
+    def input_gradient(
+        self,
+        grad_NM: Tensor,
+        rows_NM: Tensor,
+        weight_N: Tensor,
+        hidden: Hidden,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        *,
+        space: Space | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        hidden_NG, plain_NM = hidden.tensors
+        wanted = [each for each in self.norm_parameters if each.requires_grad]
+        with torch.enable_grad():
+            plain_NM = plain_NM.detach().requires_grad_()
+            normed_NM = self.norm(plain_NM)
+        grad_weight_N = row_dot(normed_NM.detach(), grad_NM.to(normed_NM.dtype)).to(weight_N.dtype)
+        grad_normed_NM = (grad_NM * weight_N.unsqueeze(1)).to(normed_NM.dtype)
+        grad_plain_NM, *of_norm = torch.autograd.grad(normed_NM, [plain_NM, *wanted], grad_normed_NM)
+        ones_N = rows_NM.new_ones(rows_NM.shape[0])
+        before_norm = Hidden(tensors=[hidden_NG], expendable=hidden.expendable)
+        out, _, pending = self.inner.input_gradient(
+            grad_plain_NM, rows_NM, ones_N, before_norm, groups, self._inner_part(parameters), out=out
+        )
+        found = iter(of_norm)
+        gradients = [next(found) if each.requires_grad else None for each in self.norm_parameters]
+        return out, grad_weight_N, (pending, gradients)
+
+    def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
+        of_inner, of_norm = pending
+        self.inner.weight_gradient(of_inner, groups, self._inner_part(sums))
+        for total, gradient in zip(sums[len(sums) - len(of_norm) :], of_norm, strict=True):
+            if total is not None:
+                total.add(gradient)

@@ -1,0 +1,47 @@
+"""A gate that decides nothing: the routing comes from outside of the layer, call by call.
+
+Letters: T tokens, K choices, E experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pmoe.gates.base import Gate, Routing
+
+
+class GivenGate(Gate):
+    """For models whose router is their own. Each call of the layer stands inside `routing`:
+
+        with gate.routing(expert_TK, weight_TK):
+            y = layer(x)
+
+    It has no parameters, and its l_aux is 0: the router's losses are its owner's. Gradients of weight_TK
+    travel back to whoever made it.
+    """
+
+    partition = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: Routing | None = None
+
+    @contextlib.contextmanager
+    def routing(self, expert_TK: Tensor, weight_TK: Tensor, keep_TK: Tensor | None = None) -> Iterator[None]:
+        """What the layer's calls inside are routed by, as in `Routing`; checked by the layer, on every rank.
+        Of slots that keep_TK drops the expert may be any of the E."""
+        zero = torch.zeros((), device=weight_TK.device)
+        self._given = Routing(expert=expert_TK, weight=weight_TK, l_aux=zero, keep=keep_TK)
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        if self._given is None:
+            raise RuntimeError("a layer with a GivenGate must be called inside `with gate.routing(...)`")
+        return self._given

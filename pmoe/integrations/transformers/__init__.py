@@ -1,0 +1,8 @@
+from pmoe.integrations.transformers.layers import layers
+from pmoe.integrations.transformers.options import configure
+from pmoe.integrations.transformers.registry import register
+
+__all__ = ["configure", "layers", "status"]
+
+status = register()
+"""What was registered, in words."""

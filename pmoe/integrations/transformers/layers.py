@@ -1,0 +1,63 @@
+"""The layer of pmoe behind an experts module. It is found by the module and is no part of it: state_dict,
+copies and pickles of a model know nothing of it, and two models share nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from pmoe.comm.ranks import Ranks
+from pmoe.experts.base import Experts
+from pmoe.experts.borrowed import BorrowedExperts, NormedExperts
+from pmoe.integrations.transformers.options import make_layer, options
+from pmoe.layer import MoELayer
+from pmoe.statistics import finders
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A layer and what it was built for."""
+
+    sizes: Mapping[str, Any]
+    group: dist.ProcessGroup | None
+    options: Mapping[str, Any]
+    layer: MoELayer
+
+
+_layers: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
+
+
+def layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The layers that run a model's experts, by the names of their modules; those that have been called.
+
+    To look at: ``row_counts``, ``tokens_per_expert``, ``predict_memory``, ``traffic`` of the last forward.
+    """
+    return {name: _layers[each].layer for name, each in model.named_modules() if each in _layers}
+
+
+if layers not in finders:
+    finders.append(layers)  # `pmoe.stats` names them as well
+
+
+def layer_of(
+    module: nn.Module, experts: Experts, top_k: int, num_experts: int, group: dist.ProcessGroup | None
+) -> MoELayer:
+    """Built at the first call, and again where sizes, ranks or `configure`'s options are others since."""
+    inner = experts.inner if isinstance(experts, NormedExperts) else experts
+    assert isinstance(inner, BorrowedExperts)
+    sizes = {
+        "d_model": inner.w2.shape[1],
+        "d_hidden": inner.num_hidden,
+        "num_experts": num_experts,
+        "top_k": top_k,
+    }
+    built, chosen = _layers.get(module), options()
+    if built is None or (built.sizes, built.group) != (sizes, group) or built.options is not chosen:
+        layer = make_layer(experts, Ranks.alone() if group is None else group, sizes, chosen)
+        built = _layers[module] = _Built(sizes, group, chosen, layer)
+    return built.layer

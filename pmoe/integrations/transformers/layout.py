@@ -1,0 +1,175 @@
+"""What an experts module of transformers holds, as pmoe's experts: views of its own parameters, its own
+activation, and nothing that pmoe does not know.
+
+Letters: E experts of this rank, M model width, I intermediate width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import GELUActivation, SiLUActivation
+from transformers.integrations import moe
+
+from pmoe.experts.base import Experts
+from pmoe.experts.borrowed import (
+    BorrowedActivation,
+    BorrowedExperts,
+    BorrowedFFN,
+    BorrowedSwiGLU,
+    NormedExperts,
+    Stacks,
+)
+
+FLAGS = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+}
+"""Of transformers' registry, with the value that holds where a release does not have them yet. How gate and
+up columns are mixed (is_concatenated) is the business of the module's own ``_apply_gate``."""
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
+
+
+def borrow(module: nn.Module) -> Experts:
+    """This module's experts, for one call.
+
+    Raises ValueError, naming the module and what to change, where pmoe does not know the layout: quantised
+    weights, flags or parameters that other experts do not have, parameters that are not this rank's own.
+    """
+    check(module)
+    up = up_name(module)
+    stacks = Stacks(
+        w1=_tensor(module, up),
+        w2=_tensor(module, "down_proj"),
+        b1=_tensor(module, f"{up}_bias") if _flag(module, "has_bias") else None,
+        b2=_tensor(module, "down_proj_bias") if _flag(module, "has_bias") else None,
+        transposed=_flag(module, "is_transposed"),
+    )
+    _check_shapes(module, stacks)
+    experts = _activated(module, stacks)
+    if not _flag(module, "has_post_expert_norm"):
+        return experts
+    norm: Any = module.post_expert_norm
+    return NormedExperts(experts, norm, list(norm.parameters()))
+
+
+def check(module: nn.Module) -> None:
+    """What of `borrow` can be said before there are weights."""
+    name = type(module).__name__
+    if not hasattr(module, "has_bias"):
+        raise ValueError(
+            f"experts module ({name}) must be of a class under @use_experts_implementation, which says how "
+            f"its weights lie: {ADVICE}"
+        )
+    unknown = [flag for flag, default in _other_flags().items() if getattr(module, flag, default) != default]
+    if unknown:
+        values = ", ".join(f"{flag}={getattr(module, flag)!r}" for flag in unknown)
+        raise ValueError(f"experts module ({name}, {values}) must have only flags that pmoe knows: {ADVICE}")
+    expected = _expected(module)
+    held = {key for key, each in [*module._parameters.items(), *module._buffers.items()] if each is not None}
+    absent = [key for key in sorted(expected) if not hasattr(module, key)]
+    if absent or held - expected:
+        raise ValueError(
+            f"experts module ({name}) must hold {', '.join(sorted(expected))} and nothing else; it holds "
+            f"{', '.join(sorted(held))}. Where weights are quantised, load the model without "
+            f"quantization_config (or with dequantize=True), or {ADVICE}"
+        )
+    for key in sorted(held):
+        each = getattr(module, key)
+        if each.dtype not in DTYPES or each.dim() != (2 if key.endswith("_bias") else 3):
+            raise ValueError(
+                f"{key} of experts module ({name}) is {each.dtype} of shape {tuple(each.shape)}; it must be "
+                f"floating, stacked by expert. Where it is quantised, load the model dequantised, or {ADVICE}"
+            )
+    learnt = [key for key, _ in module.named_parameters() if _is_of_activation(key)]
+    if learnt:
+        raise ValueError(
+            f"the activation of experts module ({name}) must have no parameters ({learnt}): {ADVICE}"
+        )
+
+
+def _flag(module: nn.Module, name: str) -> bool:
+    return bool(getattr(module, name, FLAGS[name]))
+
+
+def up_name(module: nn.Module) -> str:
+    return "gate_up_proj" if _flag(module, "has_gate") else "up_proj"
+
+
+def _expected(module: nn.Module) -> set[str]:
+    names = {up_name(module), "down_proj"}
+    return names | {f"{name}_bias" for name in names} if _flag(module, "has_bias") else names
+
+
+def _is_of_activation(key: str) -> bool:
+    owner = key.split(".")[0]
+    return "." in key and owner not in ("post_expert_norm", "parametrizations")
+
+
+def _other_flags() -> dict[str, Any]:
+    """Flags of this release's registry that are not among `FLAGS`, with their defaults."""
+    known = inspect.signature(moe.use_experts_implementation).parameters
+    return {
+        name: each.default
+        for name, each in known.items()
+        if name.startswith(("has_", "is_")) and name not in FLAGS
+    }
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    tensor: Tensor = getattr(module, name)
+    if hasattr(tensor, "to_local"):
+        raise ValueError(
+            f"{name} of experts module ({type(module).__name__}) is a DTensor; its part of this rank must be "
+            'given to the experts, as DistributedConfig(ep_size=N, ep_implementation="pmoe") does'
+        )
+    return tensor
+
+
+def _check_shapes(module: nn.Module, stacks: Stacks) -> None:
+    w1, w2 = (each.transpose(1, 2) if stacks.transposed else each for each in (stacks.w1, stacks.w2))
+    experts, d_model, hidden = w2.shape
+    wanted = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
+    if tuple(w1.shape) != wanted:
+        raise ValueError(
+            f"{up_name(module)} of experts module ({type(module).__name__}) is of shape "
+            f"{tuple(stacks.w1.shape)}; beside a down_proj of {tuple(stacks.w2.shape)} it must be "
+            f"{(wanted[0], wanted[2], wanted[1]) if stacks.transposed else wanted}: {ADVICE}"
+        )
+
+
+def _activated(module: nn.Module, stacks: Stacks) -> BorrowedExperts:
+    """By pmoe's own kernels where the activation is one of theirs."""
+    module_: Any = module
+    if not _flag(module, "has_gate"):
+        name = _name_of(module_.act_fn)
+        if name is not None:
+            return BorrowedFFN(stacks, name)
+        return BorrowedActivation(stacks, lambda hidden: module_.act_fn(hidden), hidden_factor=1)
+    gating = getattr(module_._apply_gate, "__func__", None)
+    is_usual = gating is not None and gating is getattr(moe, "_default_apply_gate", None)
+    if is_usual and _name_of(module_.act_fn) == "silu":
+        return BorrowedSwiGLU(stacks)
+    return BorrowedActivation(stacks, module_._apply_gate, hidden_factor=2)
+
+
+def _name_of(activation: object) -> str | None:
+    """As pmoe calls it, None where it is none of pmoe's."""
+    if activation is F.silu or isinstance(activation, nn.SiLU | SiLUActivation):
+        return "silu"
+    if activation is F.relu or isinstance(activation, nn.ReLU):
+        return "relu"
+    exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
+    if exact or (isinstance(activation, GELUActivation) and activation.act is F.gelu):
+        return "gelu"
+    return None

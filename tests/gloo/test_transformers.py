@@ -1,0 +1,403 @@
+"""pmoe as an expert-parallel implementation of transformers, on two ranks: models whose experts the library
+has spread, against one process that has them all and runs them by the library's eager implementation."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pool import ranks
+from tests.tiny_transformers import MODELS, batch, gradients, make_model, relative
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SPREAD = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "pmoe"}
+SHARED = {"tp_size": 2, "ep_size": 2, "ep_implementation": "pmoe"}
+"""Each rank has a batch of its own; both have one."""
+
+QUICK = {"pipeline": 2, "memory_reuse": "S4"}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of models, by name, as plain transformers saves them."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def path(name: str) -> Path:
+        if not (folder / name).exists():
+            make_model(name, "eager").save_pretrained(folder / name)
+        return folder / name
+
+    return path
+
+
+def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """The first job waits until each rank has imported transformers."""
+    return ranks(world).run(job, *args, timeout=240)
+
+
+# ---- on a rank
+
+
+def load(path: Path, name: str, spread: dict[str, Any], options: dict[str, Any]) -> Any:
+    """A model over both ranks; its experts reach tokens through pmoe."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    import pmoe.integrations.transformers as integration
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    integration.configure(**options)
+    kind = getattr(transformers, f"{MODELS[name][0]}ForCausalLM")
+    sizes = {key: value for key, value in spread.items() if key != "experts_implementation"}
+    return kind.from_pretrained(
+        path,
+        dtype=torch.float32,
+        distributed_config=DistributedConfig(**sizes),
+        experts_implementation=spread.get("experts_implementation"),
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach()
+
+
+def parts(ids: Tensor, num_batches: int = 2) -> list[Tensor]:
+    """Unequal ones, of the ranks or of the groups of ranks that share one."""
+    each = len(ids) // num_batches
+    return [ids[i * each : (i + 1) * each, : 12 - 3 * i] for i in range(num_batches)]
+
+
+def num_batches(world: int, spread: dict[str, Any]) -> int:
+    return world // spread.get("tp_size", 1)
+
+
+def seeded_step(model: Any, ids: Tensor, share: float = 1.0) -> Any:
+    """Phi's router draws random numbers in training."""
+    torch.manual_seed(3)
+    output = model.train()(input_ids=ids, labels=ids)
+    (share * output.loss).backward()
+    return output
+
+
+def step_job(
+    rank: int, world: int, path: Path, name: str, spread: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    import pmoe.integrations.transformers as integration
+
+    model = load(path, name, spread, options)
+    own = parts(batch(4), num_batches(world, spread))[rank // spread.get("tp_size", 1)]
+    output = seeded_step(model, own)
+    found = {each: whole(gradient) for each, gradient in gradients(model)}
+    layers = integration.layers(model)
+    return {
+        "loss": whole(output.loss),
+        "logits": whole(output.logits),
+        "gradients": found if rank == 0 else {},
+        "layers": len(layers),
+        "rows": [int(layer.tokens_per_expert.sum()) for layer in layers.values()],
+        "ranks": {layer.ranks.size for layer in layers.values()},
+        "traffic": min(layer.traffic.rows for layer in layers.values()),
+    }
+
+
+# ---- the same step
+
+
+def assert_same_step(
+    path: Path, name: str, spread: dict[str, Any], options: dict[str, Any], world: int = 2
+) -> list[Any]:
+    plain = make_model(name, "eager")
+    batches = parts(batch(4), num_batches(world, spread))
+    wanted = [seeded_step(plain, each, 1 / len(batches)) for each in batches]
+    found = on_ranks(world, step_job, path, name, spread, options)
+    travels = spread.get("ep_implementation") == "pmoe"
+    for rank, each in enumerate(found):
+        theirs = wanted[rank // spread.get("tp_size", 1)]
+        assert relative(each["loss"], theirs.loss) < 1e-5
+        assert relative(each["logits"], theirs.logits) < 1e-5
+        assert each["layers"] == (1 if name == "DeepSeek-V3" else 2)
+        assert each["ranks"] == {spread["ep_size"] if travels else 1} and (each["traffic"] > 0) == travels
+    ours, theirs = found[0]["gradients"], dict(gradients(plain))
+    assert ours.keys() == theirs.keys()
+    worst = max((relative(ours[key], theirs[key]), key) for key in theirs)
+    assert worst[0] < 1e-5, worst
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_logits_and_every_gradient_equal_one_process(name: str, saved: Callable[[str], Path]) -> None:
+    assert_same_step(saved(name), name, SPREAD, QUICK)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pipeline": 4, "memory_reuse": "S1", "memory_budget": "16MiB"},
+        {"dispatch": "hierarchical_2d", "nodes": 1, "send_once": True},
+    ],
+    ids=str,
+)
+def test_they_are_equal_however_the_pipeline_runs(
+    options: dict[str, Any], saved: Callable[[str], Path]
+) -> None:
+    assert_same_step(saved("gpt-oss"), "gpt-oss", SPREAD, options)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+def test_ranks_that_share_a_batch_dispatch_disjoint_slices_of_it(
+    name: str, saved: Callable[[str], Path]
+) -> None:
+    found = assert_same_step(saved(name), name, SHARED, QUICK)
+    tokens, top_k = parts(batch(4), 1)[0].numel(), 2
+    assert [each["rows"] for each in found] == [[tokens * top_k // 2] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        {"fsdp_size": 2},
+        {"tp_size": 2},
+        {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"},
+        {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
+    ],
+    ids=str,
+)
+def test_under_the_librarys_own_parallelism_pmoe_runs_the_experts_that_a_rank_has(
+    spread: dict[str, Any], saved: Callable[[str], Path]
+) -> None:
+    assert_same_step(saved("gpt-oss"), "gpt-oss", spread | {"experts_implementation": "pmoe"}, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"fsdp_size": 4, "ep_size": 2},
+        {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
+        {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+    ],
+    ids=str,
+)
+def test_copies_of_experts_are_sharded_and_reduced_by_the_library_on_four_ranks(
+    sizes: dict[str, Any], saved: Callable[[str], Path]
+) -> None:
+    assert_same_step(saved("gpt-oss"), "gpt-oss", sizes | {"ep_implementation": "pmoe"}, QUICK, world=4)
+
+
+# ---- inference and files
+
+
+def generate_job(rank: int, world: int, path: Path, spread: dict[str, Any], out: Path) -> Tensor:
+    model = load(path, "Mixtral", spread, QUICK).eval()
+    ids = batch(4)
+    ids = ids[:1] if "tp_size" in spread else parts(ids)[rank]
+    text: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    model.save_pretrained(out)
+    return text
+
+
+@pytest.mark.parametrize("spread", [SPREAD, SHARED], ids=["own batches", "one batch"])
+def test_generate_gives_the_tokens_of_one_process_and_what_is_saved_loads_in_plain_transformers(
+    spread: dict[str, Any], saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import transformers
+
+    plain, ids = make_model("Mixtral", "eager").eval(), batch(4)
+    found = on_ranks(2, generate_job, saved("Mixtral"), spread, tmp_path)
+    for rank, text in enumerate(found):
+        own = ids[:1] if "tp_size" in spread else parts(ids)[rank]
+        wanted = plain.generate(own, attention_mask=torch.ones_like(own), max_new_tokens=5, do_sample=False)
+        assert torch.equal(text, wanted)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, plain(ids).logits)
+
+
+# ---- Trainer
+
+
+DDP = {"experts_implementation": "pmoe"}
+
+
+def trainer_job(
+    rank: int, world: int, path: Path, out: Path, spread: dict[str, Any], contexts: bool
+) -> tuple[list[float], list[float], int]:
+    """Losses and gradient norms by step, and how often pmoe ran experts. Without an ep_implementation every
+    rank has all experts, under DistributedDataParallel."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    import transformers
+
+    import pmoe
+    from pmoe.integrations.transformers import run
+
+    if "ep_implementation" in spread:
+        model = load(path, "Mixtral", spread, QUICK)
+    else:
+        model = transformers.MixtralForCausalLM.from_pretrained(path, dtype=torch.float32, **spread)
+    checkpointing: dict[str, Any] = {"use_reentrant": False}
+    if contexts:
+        checkpointing["context_fn"] = pmoe.checkpoint_contexts
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out), use_cpu=True, per_device_train_batch_size=4, max_steps=8, learning_rate=3e-2,
+        logging_steps=1, save_steps=8, save_only_model=True, report_to=[], seed=1, disable_tqdm=True,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs=checkpointing,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in batch(16)]
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows * 8)
+    borrow = mock.Mock(wraps=run.borrow)
+    with mock.patch.object(run, "borrow", borrow):
+        trainer.train()
+    steps = [each for each in trainer.state.log_history if "loss" in each]
+    return [each["loss"] for each in steps], [each["grad_norm"] for each in steps], borrow.call_count
+
+
+def test_trainer_with_gradient_checkpointing_trains_as_the_eager_implementation_does(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import transformers
+
+    path, eager = saved("Mixtral"), {"experts_implementation": "eager"}
+    losses, norms, calls = on_ranks(2, trainer_job, path, tmp_path / "eager", eager, False)[0]
+    assert losses[-1] < 0.9 * losses[0] and calls == 0
+    for spread, contexts in ((DDP, False), (SPREAD, False), (SPREAD, True)):
+        out = tmp_path / f"{len(spread)} {contexts}"
+        for found, found_norms, calls in on_ranks(2, trainer_job, path, out, spread, contexts):
+            assert found == pytest.approx(losses, rel=1e-4) and found_norms == pytest.approx(norms, rel=1e-3)
+            assert calls == 8 * 2 * 2  # steps, layers, and once more in backward
+        trained, plain = (
+            transformers.MixtralForCausalLM.from_pretrained(each / "checkpoint-8", **eager)
+            for each in (out, tmp_path / "eager")
+        )
+        ids = batch(4)
+        with torch.no_grad():
+            assert relative(trained(ids).logits, plain(ids).logits) < 1e-3
+
+
+# ---- what is refused
+
+
+def refused_job(rank: int, world: int, path: Path) -> tuple[str, str]:
+    from transformers.models.mixtral import modeling_mixtral
+
+    load(path, "Mixtral", SPREAD, QUICK)  # what is in order is taken
+    init = modeling_mixtral.MixtralExperts.__init__
+
+    def with_scales(self: Any, config: Any) -> None:
+        init(self, config)
+        self.scales = torch.nn.Parameter(torch.ones(8, 1))
+
+    with mock.patch.object(modeling_mixtral.MixtralExperts, "__init__", with_scales):
+        try:
+            load(path, "Mixtral", SPREAD, QUICK)
+            unknown = ""
+        except ValueError as error:
+            unknown = str(error)
+    model = load(path, "Mixtral", SPREAD | {"ep_implementation": "all_to_all"}, QUICK)
+    experts = model.model.layers[0].mlp.experts
+    del experts.forward  # the library's own, which hands the experts this rank's part of their weights
+    experts.config._experts_implementation = "pmoe"
+    try:
+        experts(torch.zeros(2, 32), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
+        return unknown, ""
+    except ValueError as error:
+        return unknown, str(error)
+
+
+def test_a_layout_that_pmoe_does_not_know_is_refused_before_weights_are_loaded(
+    saved: Callable[[str], Path],
+) -> None:
+    for unknown, spread in on_ranks(2, refused_job, saved("Mixtral")):
+        assert "(MixtralExperts) must hold down_proj, gate_up_proj and nothing else; it holds" in unknown
+        assert "is a DTensor; its part of this rank must be given" in spread
+
+
+def bad_routing_job(rank: int, world: int, path: Path) -> str:
+    model = load(path, "Mixtral", SPREAD, QUICK)
+    if rank == 1:
+        model.model.layers[1].mlp.gate.register_forward_hook(lambda _, __, out: (out[0], out[1], out[2] + 8))
+    try:
+        seeded_step(model, batch(2))
+        return ""
+    except ValueError as error:
+        return str(error)
+
+
+def test_routing_that_one_rank_gets_wrong_is_an_error_on_every_rank(saved: Callable[[str], Path]) -> None:
+    for text in on_ranks(2, bad_routing_job, saved("Mixtral")):
+        assert "rank 1" in text or "expert" in text
+
+
+# ---- the example
+
+EXAMPLE = ROOT / "examples" / "mixtral.py"
+
+
+def without_pmoe() -> str:
+    """The example as a user had it before."""
+    lines = EXAMPLE.read_text().splitlines()
+    added = [line for line in lines if line.endswith("# pmoe")]
+    assert 1 <= len(added) <= 3
+    left = "\n".join(line for line in lines if line not in added) + "\n"
+    assert "pmoe" not in ast.unparse(ast.parse(left).body[1:])  # but for the docstring
+    return left
+
+
+def losses_of(printed: str) -> list[float]:
+    return [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step ")]
+
+
+def example_job(rank: int, world: int, script: str) -> str:
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    printed = io.StringIO()
+    starts, ends = "torch.distributed.init_process_group", "torch.distributed.destroy_process_group"
+    with (
+        mock.patch(starts),
+        mock.patch(ends),
+        mock.patch("sys.argv", [script, "--steps=6"]),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def test_pmoe_adds_no_more_than_three_lines_to_a_training_script(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text(without_pmoe())
+    ours, theirs = (losses_of(on_ranks(2, example_job, str(each))[0]) for each in (EXAMPLE, plain))
+    assert len(ours) == 6 and ours == pytest.approx(theirs, rel=1e-3)
+    assert ours[-1] < ours[0]
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    found = subprocess.run(
+        [*command, "--nproc_per_node=2", str(EXAMPLE)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-3000:]
+    losses = losses_of(found.stdout)
+    assert len(losses) == 30 and losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,103 @@
+"""Small random models of transformers, and what is compared between two ways to run their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("Mixtral", {"num_local_experts": 8}),
+    "Qwen2-MoE": (
+        "Qwen2Moe",
+        {"num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    ),
+    "Qwen3-MoE": (
+        "Qwen3Moe",
+        {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+    ),
+    "OLMoE": ("Olmoe", {"num_experts": 8}),
+    "Phi-3.5-MoE": ("Phimoe", {"num_local_experts": 8}),
+    "DeepSeek-V3": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 8, "head_dim": 8, "sliding_window": 8}),
+}
+"""The name of a model -> the prefix of its classes and what its configuration has beside `SIZES`."""
+
+
+def make_config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    prefix, more = MODELS[name]
+    return getattr(transformers, f"{prefix}Config")(**(SIZES | more | changes))
+
+
+def make_model(name: str, experts: str, seed: int = 0, **changes: Any) -> Any:
+    """In float32, with parameters that are a function of the seed, none of them zero."""
+    import transformers
+
+    config = make_config(name, **changes)
+    config._experts_implementation = experts
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{MODELS[name][0]}ForCausalLM")(config)
+    return randomise(model, seed)
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Biases begin at zero, and experts' of many models in a range where outputs hardly differ."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        around = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        parameter.copy_(around + 0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def batch(rows: int, seed: int = 7, length: int = 12) -> Tensor:
+    """(rows, length) token ids."""
+    return torch.randint(
+        3, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield name, parameter.grad
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """The error of ``found`` by the size of ``wanted``, as norms."""
+    found, wanted = found.detach(), wanted.detach()
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12))

@@ -127,10 +127,3 @@ class ByteGPT(nn.Module):
     def auxiliary_loss(self) -> Tensor:
         """The load-balance losses of the last forward pass, summed over the MoE layers; 0 if dense."""
         return sum((layer.l_aux for layer in self.moe_layers()), self.head.weight.new_zeros(()))
-
-    def tokens_per_expert(self) -> Tensor:
-        """Rows that this rank routed to each expert in the last forward pass: (MoE layers, num_experts)."""
-        layers = self.moe_layers()
-        if not layers:
-            return torch.zeros(0, 0, dtype=torch.int64, device=self.head.weight.device)
-        return torch.stack([layer.tokens_per_expert for layer in layers])

@@ -29,9 +29,6 @@ class History:
     gradient_norm: list[float] = field(default_factory=list)
     valid_bytes: list[int] = field(default_factory=list)
     valid_loss: list[float] = field(default_factory=list)
-    routed_bytes: list[int] = field(default_factory=list)
-    routed_rows: list[list[list[int]]] = field(default_factory=list)
-    """Rows of one step by MoE layer and expert, all ranks together."""
 
 
 def bits(nats: float) -> float:
@@ -102,22 +99,16 @@ def write_metrics(path: Path, settings: dict[str, Any], summary: dict[str, Any],
 
 
 def draw_curves(path: Path, history: History, title: str, final_loss: float | None) -> None:
-    """Draws losses over training bytes, and for each MoE layer the share of each expert.
+    """Draws losses over training bytes.
 
     ``final_loss``: the validation loss of the last, longer evaluation, if there was one.
     Raises ImportError where matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    num_moe_layers = len(history.routed_rows[0]) if history.routed_rows else 0
-    figure = Figure(figsize=(7 + 4.5 * num_moe_layers, 4.5), layout="constrained")
-    panels = figure.subplots(1, 1 + num_moe_layers, squeeze=False, width_ratios=[1.6] + [1] * num_moe_layers)[
-        0
-    ]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
     figure.suptitle(title)
-    draw_losses(panels[0], history, final_loss)
-    for layer, panel in enumerate(panels[1:]):
-        draw_shares(panel, history, layer)
+    draw_losses(figure.subplots(), history, final_loss)
     figure.savefig(path, dpi=120)
 
 
@@ -155,21 +146,6 @@ def draw_losses(panel: Any, history: History, final_loss: float | None) -> None:
     ).set_ylabel("bits a byte")
     panel.grid(alpha=0.3)
     panel.legend()
-
-
-def draw_shares(panel: Any, history: History, layer: int) -> None:
-    """A stacked area: how much of the layer's rows each expert got, over the run."""
-    from matplotlib import colormaps
-
-    rows = torch.tensor([layers[layer] for layers in history.routed_rows], dtype=torch.float64)
-    shares = 100 * rows / rows.sum(1, keepdim=True)
-    megabytes = [count / 1e6 for count in history.routed_bytes]
-    num_experts = shares.shape[1]
-    colors = colormaps["tab20"](torch.arange(num_experts).remainder(20).numpy())
-    panel.stackplot(megabytes, shares.T.tolist(), colors=colors)
-    panel.set(xlabel="training bytes (MB)", ylabel="share of the rows (%)", ylim=(0, 100))
-    panel.set_title(f"tokens per expert, MoE layer {layer} ({num_experts} experts)", fontsize=10)
-    panel.margins(x=0)
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -5,7 +5,8 @@
     python examples/train_lm.py --dense                                      # same active size, no experts
 
 Reads the sources of Python's standard library unless --data names something else. Writes checkpoints,
-metrics.json and curves.png to --out. One rank a GPU where there are GPUs, else the CPU.
+metrics.json, curves.png, and what `pmoe report` makes a page of to --out. One rank a GPU where there are
+GPUs, else the CPU.
 
 This file is the loop; its neighbours hold the arguments (lm_arguments), the text (lm_data), the model
 (lm_model), what the ranks say to each other (lm_ranks), checkpoints (lm_checkpoint) and what is shown
@@ -32,6 +33,8 @@ from lm_ranks import Ranks, is_expert, leave, share_gradients, squared_norm, sta
 from lm_report import History, Progress, bits, draw_curves, peak_memory_bytes, write_metrics
 from torch import Tensor
 from torch.nn import functional as F
+
+from pmoe.integrations.logging import StatsWriter
 
 
 class StopRequest:
@@ -146,6 +149,13 @@ def save_checkpoint(run: Run) -> None:
 
 def train(run: Run, stop: StopRequest) -> None:
     """Steps until the last, or until any rank is asked to stop; then saves and reports."""
+    every = max(1, run.arguments.steps // 100)
+    with StatsWriter(run.arguments.out, run.model, every=every, settings=run.settings()) as writer:
+        take_steps(run, stop, writer)
+    report(run, stop.reason or "another rank")
+
+
+def take_steps(run: Run, stop: StopRequest, writer: StatsWriter) -> None:
     arguments, ranks, history = run.arguments, run.ranks, run.history
     progress = Progress(
         done=run.step,
@@ -163,26 +173,31 @@ def train(run: Run, stop: StopRequest) -> None:
         run.step += 1
         stopped = result.stop
         record(run, result)
+        writer.step(
+            run.step,
+            loss=result.loss,
+            gradient_norm=result.gradient_norm,
+            learning_rate=learning_rate(run.step - 1, arguments),
+        )
         progress.update(run.step, result.loss, time.monotonic() - began)
         if run.step % arguments.eval_every == 0 and run.step < arguments.steps:
             loss = evaluate(run, arguments.eval_bytes)
             history.valid_bytes.append(run.step * run.bytes_per_step())
             history.valid_loss.append(loss)
+            writer.note(valid_loss=loss)
             progress.note(f"step {run.step}: validation loss {loss:.4f}, {bits(loss):.4f} bits/byte")
         if stopped or run.step % arguments.checkpoint_every == 0 or run.step == arguments.steps:
             save_checkpoint(run)
     progress.close()
-    report(run, stop.reason or "another rank")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step tells, the same on all ranks: means over the ranks, and rows by MoE layer and expert."""
+    """What a step tells, the same on all ranks: means over the ranks."""
 
     loss: float
     gradient_norm: float
     stop: bool
-    rows: list[list[int]]
 
 
 def train_step(run: Run, stop_here: bool) -> StepResult:
@@ -197,10 +212,9 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
     others = [parameter for parameter in model.parameters() if not is_expert(parameter)]
     square = squared_norm(others, ranks.device) / ranks.world + squared_norm(experts, ranks.device)
     stop = torch.tensor(float(stop_here), device=ranks.device)
-    rows = model.tokens_per_expert().to(ranks.device)
-    told = torch.cat([torch.stack([loss / ranks.world, square, stop]).double(), rows.flatten().double()])
+    told = torch.stack([loss / ranks.world, square, stop]).double()
     ranks.sum(told)  # all small numbers in one reduction, read by the host in one go
-    mean_loss, square_sum, stops, *row_sums = told.tolist()
+    mean_loss, square_sum, stops = told.tolist()
     norm = math.sqrt(square_sum)
     if not math.isfinite(norm + mean_loss):
         raise FloatingPointError(
@@ -209,8 +223,7 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
     if norm > arguments.clip:
         torch._foreach_mul_([parameter.grad for parameter in model.parameters()], arguments.clip / norm)
     run.optimizer.step()
-    rows_by_layer = torch.tensor(row_sums).long().view(rows.shape).tolist()
-    return StepResult(loss=mean_loss, gradient_norm=norm, stop=stops > 0, rows=rows_by_layer)
+    return StepResult(loss=mean_loss, gradient_norm=norm, stop=stops > 0)
 
 
 def backward(run: Run) -> Tensor:
@@ -261,9 +274,6 @@ def record(run: Run, result: StepResult) -> None:
     history.train_bytes.append(seen)
     history.train_loss.append(result.loss)
     history.gradient_norm.append(result.gradient_norm)
-    if result.rows and run.step % max(1, run.arguments.steps // 100) == 0:
-        history.routed_bytes.append(seen)
-        history.routed_rows.append(result.rows)
 
 
 def report(run: Run, stopped_by: str) -> None:
@@ -306,7 +316,7 @@ def draw(run: Run, summary: dict[str, Any]) -> None:
     except ImportError:
         say(run.ranks, "no curves.png: matplotlib is not installed")
     else:
-        say(run.ranks, f"curves in {path}")
+        say(run.ranks, f"curves in {path}; pmoe report {run.arguments.out} makes a page")
 
 
 def say(ranks: Ranks, text: str) -> None:

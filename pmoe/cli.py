@@ -7,6 +7,7 @@
     pmoe simulate fsmoe-table5 --contention 1.25
     pmoe simulate comet --draw comet.png
     pmoe kernels
+    pmoe report runs/lm
 
 Each subcommand parses, calls the library, and prints; with --json one object and nothing else. Bad arguments
 end with exit code 2 and one message.
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pmoe {__version__}")
     commands = parser.add_subparsers(
-        title="commands", required=True, metavar="memory | plan | profile | simulate | kernels"
+        title="commands", required=True, metavar="memory | plan | profile | simulate | kernels | report"
     )
     for name, add, run, about in (
         (
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         ("profile", _add_profile, run_profile, "measure what this machine, or this group of ranks, can do"),
         ("simulate", _add_simulate, run_simulate, "a paper's experiment from its own task costs"),
         ("kernels", None, run_kernels, "the CUDA kernels: what was built, what runs on each device, why not"),
+        ("report", _add_report, run_report, "one page about a training run, from what StatsWriter left"),
     ):
         command = commands.add_parser(name, help=about, description=about)
         if add is not None:
@@ -282,6 +284,11 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--assumptions", action="store_true", help="print what is assumed, and simulate nothing"
     )
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that StatsWriter wrote to")
+    command.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
 
 
 def _shape(args: argparse.Namespace, device_type: str) -> Shape:
@@ -1001,6 +1008,31 @@ def run_kernels(args: argparse.Namespace) -> int:
     """A report: a missing extension or device is told, and is no failure."""
     found = status()
     print(json.dumps(asdict(found)) if args.json else found)
+    return 0
+
+
+# ---- pmoe report
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from pmoe.integrations.report import run_page, summary
+    from pmoe.integrations.run_folder import read_run
+
+    try:
+        run = read_run(args.run_dir)
+    except (OSError, ValueError) as error:
+        raise _BadInputError(f"RUN_DIR ({args.run_dir}) must be a run's folder: {error}") from None
+    out = args.run_dir / "report.html" if args.out is None else args.out
+    try:
+        out.write_text(run_page(run), encoding="utf-8", errors="backslashreplace")  # names of files
+    except OSError as error:
+        raise _BadInputError(f"--out ({out}) must be a file to write: {error.strerror}") from None
+    found = summary(run)
+    if args.json:
+        print(json.dumps({"path": str(out), **found}))
+        return 0
+    told = f"{found['steps']:,} steps, {found['layers']} MoE layer{'s' * (found['layers'] != 1)}"
+    print(f"{told}\nwrote {out}")
     return 0
 
 

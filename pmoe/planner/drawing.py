@@ -99,13 +99,25 @@ class Picture:
     caption: str
 
 
-def page(title: str, content: Sequence[str | Table | Picture]) -> str:
-    """HTML of one file: text as paragraphs, tables, and pictures inside it."""
-    parts = [_part(each) for each in content]
-    return PAGE.format(title=html.escape(title), style=STYLE, body="\n".join(parts))
+@dataclass(frozen=True)
+class Markup:
+    """HTML as it is to stand on a page."""
+
+    html: str
 
 
-def _part(part: str | Table | Picture) -> str:
+Part = str | Table | Picture | Markup
+
+
+def page(title: str, content: Sequence[Part], style: str = "") -> str:
+    """HTML of one file: text as paragraphs, tables, and pictures inside it. style: CSS that is added."""
+    body = "\n".join(markup(each) for each in content)
+    return PAGE.format(title=html.escape(title), style=STYLE + style, body=body)
+
+
+def markup(part: Part) -> str:
+    if isinstance(part, Markup):
+        return part.html
     if isinstance(part, str):
         return f"<p>{html.escape(part)}</p>"
     if isinstance(part, Picture):
@@ -121,23 +133,34 @@ def _part(part: str | Table | Picture) -> str:
         return f"<tr{style}>{''.join(written)}</tr>"
 
     rows = (line(row, "td", " class=marked" * (i in part.marked)) for i, row in enumerate(part.rows))
-    return f"<table><thead>{line(part.header, 'th')}</thead>\n<tbody>{''.join(rows)}</tbody></table>"
+    table = f"<table><thead>{line(part.header, 'th')}</thead>\n<tbody>{''.join(rows)}</tbody></table>"
+    return f"<div class=wide>{table}</div>"
 
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222 }
-body { max-width: 68rem; margin: 2rem auto; padding: 0 1rem }
+:root { color-scheme: light dark; --ink: #1d2125; --soft: #5c646c; --rule: #dfe3e6; --paper: #fff }
+:root { --panel: #f6f7f8; --mark: #fff3c4 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7ea; --soft: #a0a8b0; --rule: #343a40; --paper: #14171a }
+  :root { --panel: #1c2024; --mark: #4b4212 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper) }
+body { max-width: 68rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word }
 h1 { font-size: 1.4rem }
-figure { margin: 1.5rem 0 } figcaption { color: #666; font-size: .9rem } img { max-width: 100% }
+figure { margin: 1.5rem 0 } figcaption { color: var(--soft); font-size: .9rem } img { max-width: 100% }
+.wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem }
-th, td { padding: .15rem .8rem; text-align: right; border-bottom: 1px solid #e4e4e4 }
-th { border-bottom-color: #888 } .word { text-align: left }
-.marked { background: #fff3c4; font-weight: 600 }
+th, td { padding: .15rem .8rem; text-align: right; border-bottom: 1px solid var(--rule) }
+th { border-bottom-color: var(--soft) } .word { text-align: left }
+.marked { background: var(--mark); font-weight: 600 }
 """
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
-<head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>
+<head>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{style}</style>
+</head>
 <body>
 <h1>{title}</h1>
 {body}

@@ -38,6 +38,8 @@ import lm_ranks  # noqa: E402
 import train_lm  # noqa: E402
 from lm_arguments import SettingsError, parse_arguments  # noqa: E402
 
+from pmoe.integrations.run_folder import read_run  # noqa: E402
+
 TEXT = ["--data", str(LIBRARY / "json"), str(LIBRARY / "email")]
 TINY = """
     --d-model 16 --d-hidden 32 --layers 2 --heads 2 --context 16 --batch 4 --num-experts 4 --warmup 2
@@ -127,7 +129,9 @@ def test_two_ranks_report_the_losses_and_gradient_norms_of_one(tmp_path):
     for name in ("train_loss", "gradient_norm", "valid_loss"):
         assert_close(two[name], one[name], relative=1e-4)
     assert one["train_bytes"] == two["train_bytes"] == [64 * (step + 1) for step in range(10)]
-    assert one["routed_rows"][0] == two["routed_rows"][0]
+    rows = [read_run(tmp_path / name).rows for name in "12"]
+    assert [(row.step, row.layer) for row in rows[0]] == [(row.step, row.layer) for row in rows[1]]
+    assert [row.tokens_per_expert for row in rows[0]][:2] == [row.tokens_per_expert for row in rows[1]][:2]
     assert_close(
         [metrics(tmp_path / "2")["summary"]["valid_loss"]],
         [metrics(tmp_path / "1")["summary"]["valid_loss"]],
@@ -185,6 +189,8 @@ def uninterrupted(tmp_path_factory) -> Path:
 def assert_same_run(out: Path, reference: Path) -> None:
     """Curves and final checkpoint, bit for bit."""
     assert metrics(out)["history"] == metrics(reference)["history"]
+    ours, theirs = (read_run(folder).scalars["loss"] for folder in (out, reference))
+    assert ours == theirs  # whatever was written twice
     assert metrics(out)["summary"]["valid_loss"] == metrics(reference)["summary"]["valid_loss"]
     for name in ("shared.pt", "rank0.pt", "rank1.pt"):
         ours, theirs = (
@@ -432,7 +438,8 @@ def test_the_dense_run_draws_and_keeps_the_checkpoints_of_the_run_before(tmp_pat
     assert (tmp_path / "checkpoints.previous" / "latest.json").exists()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert metrics(tmp_path)["summary"]["train_bytes"] == 4 * 64
-    assert metrics(tmp_path)["history"]["routed_rows"] == []
+    run = read_run(tmp_path)
+    assert run.scalars["loss"].steps == [1, 2, 3, 4] and run.rows == []
     assert "done: 4 steps" in written and "bits/byte" in written
 
 

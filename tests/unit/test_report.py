@@ -1,0 +1,553 @@
+"""pmoe report: the page's numbers, missing and broken data, and how a real browser shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import struct
+import zlib
+from base64 import b64decode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pmoe import cli
+from pmoe.integrations.report import run_page
+from pmoe.integrations.report.charts import (
+    LEVELS,
+    MOST_COLUMNS,
+    MOST_POINTS,
+    NOTHING,
+    UNKNOWN,
+    Band,
+    Heat,
+    Line,
+    heat_map,
+    line_chart,
+)
+from pmoe.integrations.report.numbers import (
+    median,
+    smooth,
+    thinned,
+    ticks,
+    told,
+    told_bytes,
+    told_seconds,
+    told_share,
+    told_steps,
+    told_ticks,
+)
+from pmoe.integrations.report.page import short_names
+from pmoe.integrations.run_folder import (
+    HOST_POOL_PEAK,
+    LAYER_HEADER,
+    LAYERS,
+    POOL_PEAK,
+    RUN,
+    SCALAR_HEADER,
+    SCALARS,
+    TIME,
+    add_session,
+    append,
+    layer_line,
+    read_run,
+)
+from pmoe.pipeline.exposed import Overlap
+from pmoe.pipeline.footprint import Memory
+from pmoe.statistics import LayerStats, imbalance
+from tests.browser import browser
+
+MEMORY = Memory(
+    saved=2 << 20,
+    temporary=5 << 20,
+    gradients=1,
+    host=0,
+    peak=9 << 20,
+    forward_peak=1,
+    backward_peak=1,
+    promised=1,
+    is_bound=False,
+)
+
+
+def stats_of(name: str, rows: Sequence[int], **changed: Any) -> LayerStats:
+    """A layer of a step, as the writer gets it."""
+    usual: dict[str, Any] = {
+        "num_slots": sum(rows) + 10,
+        "drop_rate": 10 / (sum(rows) + 10),
+        "imbalance": imbalance(rows),
+        "rank_imbalance": 1.1,
+        "path": "pipeline",
+        "n_forward": 2,
+        "n_backward": 4,
+        "restore": "communicate/recompute",
+        "tensors": {"T_I": 1 << 20, "T_DI": 2 << 20, "T_M": 8 << 20, "T_DO": 2 << 20, "T_O": 1 << 20},
+        "predicted": MEMORY,
+        "unpredicted": "",
+        "forward": Overlap(seconds=0.03, communication=0.02, exposed=0.005),
+        "backward": Overlap(seconds=0.05, communication=0.02, exposed=0.001),
+    }
+    return LayerStats(name=name, tokens_per_expert=tuple(rows), **{**usual, **changed})
+
+
+def write_run(
+    folder: Path,
+    *,
+    steps: Sequence[int],
+    layers: int = 2,
+    experts: int = 8,
+    every: int = 10,
+    nan: Sequence[int] = (),
+    name: str = "blocks.{}.ffn",
+    **changed: Any,
+) -> Path:
+    """A made-up run: loss 5 / step + 1, expert e of layer l has 50 + (e * 7 + l) % 50 rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scalars: list[Sequence[object]] = []
+    lines: list[Sequence[object]] = []
+    for step in steps:
+        scalars.append((step, "loss", "nan" if step in nan else 5 / step + 1))
+        scalars.append((step, "learning_rate", 0.001))
+        if step in (steps[0], steps[-1]) or step % every == 0:
+            scalars += [
+                (step, TIME, 1e9 + 0.25 * step),
+                (step, POOL_PEAK, 3 << 20),
+                (step, HOST_POOL_PEAK, 0),
+            ]
+            for layer in range(layers):
+                rows = [50 + (e * 7 + layer) % 50 for e in range(experts)]
+                lines.append(layer_line(step, stats_of(name.format(layer), rows, **changed)))
+    append(folder / SCALARS, SCALAR_HEADER, scalars)
+    append(folder / LAYERS, LAYER_HEADER, lines)
+    described = [{"layer": name.format(i), "num_experts": experts, "d_model": 64 + i} for i in range(layers)]
+    session = {
+        "when": "2026-01-02T03:04:05",
+        "ranks": 4,
+        "device": "cpu",
+        "versions": {"pmoe": "0.1.0", "torch": "2.13.0"},
+        "settings": {"lr": 0.001, "data": "/a/long/path/" + "without-any-break" * 12},
+        "layers": described,
+    }
+    add_session(folder / RUN, session)
+    return folder
+
+
+def text_of(page: str) -> str:
+    """What is read on it."""
+    body = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body)))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    return err
+
+
+# ---- the command
+
+
+def test_report_writes_one_page_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", steps=range(1, 41))
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"40 steps, 2 MoE layers\nwrote {tmp_path / 'run' / 'report.html'}\n"
+    assert (tmp_path / "run" / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert cli.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"] == str(tmp_path / "page.html") and (tmp_path / "page.html").exists()
+    assert found["steps"] == 40 and found["layers"] == 2
+    assert found["loss"] == pytest.approx(5 / 40 + 1)
+    assert found["communication_seconds"] == pytest.approx(2 * 0.04)
+    assert found["exposed_seconds"] == pytest.approx(2 * 0.006)
+
+
+def test_a_folder_without_data_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, why in (
+        ("empty", "it holds no data"),
+        ("missing", "there is no such folder"),
+        ("file", "it is a file"),
+    ):
+        told_to_user = refused(capsys, "report", str(tmp_path / name))
+        assert f"RUN_DIR ({tmp_path / name}) must" in told_to_user.replace("\n", " ")
+        assert why in told_to_user and SCALARS in told_to_user
+    append(tmp_path / "empty" / SCALARS, SCALAR_HEADER, [])
+    assert "it holds no data" in refused(capsys, "report", str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    "name, text, why",
+    [
+        (SCALARS, "step,value\n1,2\n", "must begin with the columns step,name,value"),
+        (SCALARS, "step,name,value\n1,loss,low\n", "scalars.csv, line 2: could not convert"),
+        (SCALARS, "step,name,value\n1,loss\n", "scalars.csv, line 2: 2 cells, not 3"),
+        (SCALARS, f"step,name,value\n1,{'x' * 200_000},2\n", "scalars.csv, line 2: field larger"),
+        (SCALARS, "step,name,value\n1,\udcff,2\n", "scalars.csv must be text"),
+        (RUN, "{", "run.json must hold JSON"),
+        (RUN, "[]", "run.json must hold the sessions"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(
+    name: str, text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, steps=range(1, 5))
+    (tmp_path / name).write_text(text, errors="surrogateescape")
+    assert why in refused(capsys, "report", str(tmp_path))
+
+
+def test_names_of_files_that_are_no_text_do_not_stop_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=[1])
+    add_session(tmp_path / RUN, {"settings": {"data": "/data/\udcff"}})
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "/data/\\udcff" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, steps=[1])
+    assert "--out" in refused(capsys, "report", str(tmp_path), "--out", str(tmp_path / "no" / "page.html"))
+
+
+# ---- the page
+
+
+def test_the_page_tells_the_run_s_numbers(tmp_path: Path) -> None:
+    page = text_of(run_page(read_run(write_run(tmp_path, steps=range(1, 101)))))
+    for expected in (
+        "Began 2026-01-02 03:04 · 4 ranks · cpu · pmoe 0.1.0, torch 2.13.0",
+        "time a step 250 ms",
+        "exposed 12 ms",
+        "85% is hidden",
+        "pool's peak 3 MiB",
+        "blocks.0.ffn, blocks.1.ffn 1 – 100 pipeline 2 4 communicate/recompute",
+        "2 MiB 5 MiB 9 MiB 0",
+        "MoE layers: 2; num_experts = 8.",
+        "lr 0.001",
+    ):
+        assert expected in page, expected
+
+
+def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path: Path) -> None:
+    page = run_page(read_run(write_run(tmp_path, steps=range(1, 101))))
+    assert not re.search(r"<script|<link|@import|https?://|javascript:", page)
+    assert {url[:22] for url in re.findall(r'(?:src|href)="([^"]*)"', page)} == {"data:image/png;base64,"}
+
+
+def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
+    page = run_page(read_run(write_run(tmp_path, steps=range(1, 30), name="<script>&{}'\"")))
+    assert "<script" not in page and "&lt;script&gt;&amp;0" in page
+
+
+def test_stretches_of_steps_that_ran_alike_are_one_line(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=range(1, 41))
+    write_run(tmp_path, steps=range(41, 81), path="fused", n_forward=None, n_backward=None, restore=None)
+    page = text_of(run_page(read_run(tmp_path)))
+    assert "1 – 40 pipeline 2 4 communicate/recompute 41 – 80 fused – – –" in page
+
+
+def test_tensors_are_told_to_be_kept_only_where_a_backward_pass_wants_them(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=range(1, 11), restore=None)
+    write_run(tmp_path, steps=range(11, 21), restore=None, n_backward=None)
+    page = text_of(run_page(read_run(tmp_path)))
+    assert "1 – 10 pipeline 2 4 kept 11 – 20 pipeline 2 – –" in page
+
+
+def test_the_most_uneven_of_many_layers_are_shown_first(tmp_path: Path) -> None:
+    lines = [layer_line(1, stats_of(f"b.{i}", [10 + 3 * (i % 5), 10, 10])) for i in range(10)]
+    lines.append(layer_line(1, stats_of("b.idle", [0, 0, 0])))
+    append(tmp_path / LAYERS, LAYER_HEADER, lines)
+    page = run_page(read_run(tmp_path))
+    maps = re.findall(
+        r"<b>(b\.\w+)</b></figcaption><div class=\"plot\"[^>]*><div class=\"upright\"><span>", page
+    )
+    assert maps == ["b.2", "b.3", "b.4", "b.7", "b.8", "b.9", "b.0", "b.1", "b.5", "b.6"]
+    assert "; the 6 most uneven layers" in text_of(page)
+
+
+def test_what_is_missing_leaves_its_section_out(tmp_path: Path) -> None:
+    (tmp_path / "losses").mkdir()
+    append(tmp_path / "losses" / SCALARS, SCALAR_HEADER, [(1, "loss", 2.0)])
+    page = text_of(run_page(read_run(tmp_path / "losses")))
+    assert "loss 2 last" in page and "no run.json" in page
+    for title in ("Load of the experts", "Communication", "Memory", "Settings", "Chosen n"):
+        assert title not in page
+    (tmp_path / "layers").mkdir()
+    missing = ("imbalance", "rank_imbalance", "drop_rate", "num_slots", "n_forward", "n_backward", "restore")
+    nothing = dict.fromkeys([*missing, "predicted", "forward", "backward"])
+    never = stats_of("0", [0, 0], path="not run", tensors={}, **nothing)
+    append(tmp_path / "layers" / LAYERS, LAYER_HEADER, [layer_line(3, never)])
+    page = text_of(run_page(read_run(tmp_path / "layers")))
+    assert "Loss" not in page and "3 not run – –" in page and "No pass of the 1 logged steps" in page
+
+
+def test_one_rank_says_that_nothing_travelled(tmp_path: Path) -> None:
+    still = Overlap(seconds=0.1, communication=0.0, exposed=0.0)
+    write_run(tmp_path, steps=range(1, 5), forward=still, backward=still)
+    assert "Nothing travelled in the passes" in text_of(run_page(read_run(tmp_path)))
+
+
+def test_values_that_are_not_finite_are_counted_and_leave_gaps(tmp_path: Path) -> None:
+    page = run_page(read_run(write_run(tmp_path, steps=range(1, 61), nan=(30, 31))))
+    assert "2 values not finite, the first at step 30." in page
+    assert page.count('class="bad"') == 2
+    (tmp_path / "all").mkdir()
+    append(tmp_path / "all" / SCALARS, SCALAR_HEADER, [(s, "loss", "nan") for s in range(3)])
+    assert "No finite value in 3 points." in run_page(read_run(tmp_path / "all"))
+
+
+def test_a_run_of_100_000_steps_and_many_layers_and_experts_stays_a_small_page(tmp_path: Path) -> None:
+    scalars = [(step, "loss", 3 + math.sin(step)) for step in range(1, 100_001)]
+    append(tmp_path / SCALARS, SCALAR_HEADER, scalars)
+    rows = [10 + e % 7 for e in range(128)]
+    lines = [
+        layer_line(step, stats_of(f"blocks.{i}.mlp", rows)) for step in range(0, 3000, 5) for i in range(12)
+    ]
+    append(tmp_path / LAYERS, LAYER_HEADER, lines)
+    page = run_page(read_run(tmp_path))
+    assert len(page) < 600_000
+    assert "median of layers" in page and "blocks.0.mlp … blocks.11.mlp (12 layers)" in text_of(page)
+
+
+# ---- numbers and charts
+
+
+@pytest.mark.parametrize(
+    "low, high, found",
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (1, 100_000, [20e3, 40e3, 60e3, 80e3, 100e3]), (3, 3, [3])],
+)
+def test_ticks_are_round_numbers_inside_the_ends(low: float, high: float, found: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(found)
+
+
+def test_numbers_are_told_in_few_digits() -> None:
+    numbers = [0, 1, 1.2345, 12.345, 123.45, 12345, 1.5e9, 0.05, 0.00012, math.nan]
+    assert list(map(told, numbers)) == [
+        "0", "1", "1.234", "12.35", "123.5", "12,345", "1.5e+09", "0.05", "0.00012", "not finite",
+    ]  # fmt: skip
+    assert [told_seconds(s) for s in (2, 0.0123, 4.5e-6, 0, None)] == ["2 s", "12.3 ms", "4.5 µs", "0", "–"]
+    assert [told_bytes(b) for b in (500, 3 << 20, 5 << 30)] == ["500 bytes", "3 MiB", "5 GiB"]
+    assert told_steps([0, 40_000, 80_000]) == ["0", "40k", "80k"]
+    assert told_ticks([0.95, 1]) == ["0.95", "1.00"]
+    assert told_ticks([1, 1.0005, 1.001]) == ["1.0000", "1.0005", "1.0010"]
+    assert told_ticks([0, 0.02], as_shares=True) == ["0%", "2%"]
+    assert told_ticks([0, 2e9]) == ["0e+00", "2e+09"] and told_ticks([3]) == ["3"]
+    assert told_steps([5000, 7500]) == ["5,000", "7,500"]
+    assert [told_share(s) for s in (0, 0.0004, 0.031, 0.5)] == ["0%", "under 0.1%", "3.1%", "50%"]
+
+
+def test_thinning_keeps_means_and_extremes_of_finite_values() -> None:
+    bins = thinned(range(6), [1, 5, math.nan, 3, math.nan, math.nan], 3)
+    assert [(b.x, b.mean, b.low, b.high) for b in bins[:2]] == [(0.5, 3, 1, 5), (2.5, 3, 3, 3)]
+    assert math.isnan(bins[2].mean)
+    assert len(thinned(range(100_000), range(100_000), MOST_POINTS)) <= MOST_POINTS
+
+
+def test_a_running_mean_leans_to_no_side() -> None:
+    line = [float(i) for i in range(20)]
+    assert smooth(line, 4) == pytest.approx(line)
+    assert math.isnan(smooth([1, math.nan, 3], 1)[1])
+    assert median([3, math.nan, 1, 2]) == 2 and median([math.nan]) is None
+
+
+def points_of(svg: str, kind: str) -> list[list[tuple[float, float]]]:
+    """Coordinates of the paths of a class."""
+    ways = re.findall(rf'<path class="{kind} c\d" d="([^"]*)"', svg)
+    return [[(float(x), float(y)) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", way)] for way in ways]
+
+
+def test_a_line_goes_through_its_points_and_stops_at_gaps() -> None:
+    svg = line_chart("title", [Line(name="a", xs=[0, 1, 2, 3, 4], ys=[0, 10, math.nan, 10, 0])], least=0)
+    (way,) = points_of(svg, "line")
+    assert [x for x, _ in way] == [0, 250, 750, 1000]
+    assert way[0][1] == way[3][1] == 1000  # zero is at the foot
+    assert way[1][1] == way[2][1] == pytest.approx(1000 * 0.4 / 10.4, abs=0.1)
+    assert svg.count("M0") >= 1 and re.search(r'd="M0\.0 1000\.0L250\.0 [\d.]+M750', svg)
+
+
+def test_a_point_alone_is_a_dot() -> None:
+    assert re.search(
+        r'class="line dot c0" d="M500\.0 [\d.]+h0"', line_chart("t", [Line(name="a", xs=[7], ys=[3])])
+    )
+
+
+def test_few_very_large_values_do_not_flatten_the_rest() -> None:
+    ys = [1 + 0.1 * (i % 10) for i in range(200)]
+    svg = line_chart("t", [Line(name="a", xs=range(200), ys=[*ys[:100], 1000.0, *ys[101:]])])
+    assert "Cut off above: values up to 1,000." in svg
+    heights = [y for _, y in points_of(svg, "line")[0]]
+    assert max(heights) - sorted(heights)[1] > 300  # the usual values take a good part of the height
+
+
+def test_values_near_the_largest_float_are_no_error() -> None:
+    svg = line_chart("t", [Line(name="a", xs=range(3), ys=[-1.7e308, 1.0, 1.7e308])])
+    assert "2 values not finite" in svg
+
+
+def test_a_band_is_thinned_and_never_narrower() -> None:
+    steps = list(range(2000))
+    band = Band(name="b", xs=steps, lows=[-(s % 5) for s in steps], highs=[s % 7 for s in steps])
+    line = Line(name="a", xs=steps, ys=[0.0] * 2000)
+    svg = line_chart("t", [line], bands=[band])
+    (outline,) = points_of(svg, "band")
+    assert len(outline) <= 2 * MOST_POINTS
+    assert len({y for _, y in outline}) <= 6
+
+
+def pixels(markup: str) -> list[list[int]]:
+    """The palette's indices in a heat map's picture."""
+    found = re.search(r"base64,([^\"]*)", markup)
+    assert found is not None
+    data, at, compressed, size = b64decode(found[1]), 8, b"", (0, 0)
+    while at < len(data):
+        (length,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
+        body = data[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + body)
+        if kind == b"IHDR":
+            size = struct.unpack(">II", body[:8])
+        compressed += body if kind == b"IDAT" else b""
+        at += 12 + length
+    flat, (width, height) = zlib.decompress(compressed), size
+    return [list(flat[row * (width + 1) + 1 : (row + 1) * (width + 1)]) for row in range(height)]
+
+
+def test_a_heat_map_s_colours_are_its_numbers() -> None:
+    cells = [[1.0, 2.0, 4.0, 9.0], [0.5, 0.25, 0.0, None]]
+    found = pixels(heat_map("t", Heat(steps=[1, 2, 3, 4], cells=cells, y_label="expert")))
+    assert found == [
+        [LEVELS, LEVELS * 3 // 2, 2 * LEVELS, 2 * LEVELS],
+        [LEVELS // 2, 0, NOTHING, UNKNOWN],
+    ]
+
+
+def test_many_steps_of_load_are_added_up_to_few_columns(tmp_path: Path) -> None:
+    # The first expert has all rows of odd steps, none of even ones.
+    steps = [stats_of("0", [8, 0] if step % 2 else [0, 8]) for step in range(500)]
+    append(tmp_path / LAYERS, LAYER_HEADER, [layer_line(step, each) for step, each in enumerate(steps)])
+    found = pixels(run_page(read_run(tmp_path)))
+    assert len(found) == 2 and len(found[0]) <= MOST_COLUMNS
+    assert {index for row in found for index in row[:-1]} <= set(range(LEVELS - 6, LEVELS + 7))
+
+
+def test_long_names_lose_what_they_have_in_common() -> None:
+    long = [f"model.decoder.layers.{i}.feed_forward.experts" for i in (0, 12)]
+    assert list(short_names(long).values()) == ["layer 0", "layer 12"]
+    assert short_names(long[:1]) == {long[0]: long[0]}
+    assert short_names(["blocks.1.ffn", "blocks.3.ffn"])["blocks.1.ffn"] == "blocks.1.ffn"
+    assert short_names([""]) == {"": "(the model)"}
+    apart = short_names(["a_very_long_name_of_a_module.x", "another_long_name_of_a_module"])
+    assert len(set(apart.values())) == 2
+
+
+# ---- in a real browser
+
+MEASURE = """
+const low = node => getComputedStyle(node);
+const texts = [...document.querySelectorAll('body *')].filter(node =>
+  [...node.childNodes].some(child => child.nodeType === 3 && child.textContent.trim()) &&
+  !['TITLE', 'STYLE', 'SCRIPT'].includes(node.tagName.toUpperCase()) && node.getClientRects().length);
+const inside = node => { // what scrolls inside its own box may be wider than the page
+  for (let at = node; at; at = at.parentElement) if (low(at).overflowX === 'auto') return true;
+  return false;
+};
+const colour = text => text.match(/[\\d.]+/g).map(Number);
+const bright = text => { const [r, g, b] = colour(text).map(v => {
+  v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; });
+  return .2126 * r + .7152 * g + .0722 * b; };
+const behind = node => { for (let at = node; at; at = at.parentElement) {
+  const found = low(at).backgroundColor; if (found !== 'rgba(0, 0, 0, 0)') return found; }
+  return 'rgb(255, 255, 255)'; };
+const contrast = node => { const a = bright(low(node).color), b = bright(behind(node));
+  return (Math.max(a, b) + .05) / (Math.min(a, b) + .05); };
+return {
+  width: innerWidth,
+  scrolls: document.documentElement.scrollWidth,
+  outside: texts.filter(node => !inside(node)).filter(node => {
+    const box = node.getBoundingClientRect(); return box.right > innerWidth + 0.5 || box.left < -0.5;
+  }).map(node => node.textContent.slice(0, 60)),
+  smallest: Math.min(...texts.map(node => parseFloat(low(node).fontSize))),
+  faintest: Math.min(...texts.map(contrast)),
+  charts: [...document.querySelectorAll('.chart')].map(chart => ({
+    title: chart.querySelector('b').textContent,
+    shown: chart.getClientRects().length > 0,
+    marks: [...chart.querySelectorAll('.line, .cells, .part')].filter(mark => {
+      const box = mark.getBoundingClientRect(); return box.width > 0 || box.height > 0 ||
+        mark.classList.contains('dot'); }).length,
+    high: Math.max(...[...chart.querySelectorAll('svg')].map(svg => svg.getBoundingClientRect().height)),
+    wide: Math.max(...[...chart.querySelectorAll('svg')].map(svg => svg.getBoundingClientRect().width)),
+    overlaps: [...chart.querySelectorAll('.below, .beside')].some(labels => {
+      const boxes = [...labels.children].map(each => each.getBoundingClientRect()).filter(box => box.width);
+      return boxes.some((a, i) => boxes.slice(i + 1).some(b => a.left < b.right && b.left < a.right &&
+        a.top < b.bottom - 1 && b.top < a.bottom - 1)); }),
+  })),
+  pictures: [...document.querySelectorAll('image')].length,
+};
+"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Reports of a usual run, of a large one with names too long for a phone, and of a single step."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = {
+        "usual": write_run(folder / "usual", steps=range(1, 301)),
+        "large": write_run(
+            folder / "large",
+            steps=range(100, 100_001, 100),
+            layers=14,
+            experts=96,
+            every=10_000,
+            nan=range(70_000, 71_000),
+            name="model.decoder.transformer_blocks.layer_{}.mixture_of_experts_feed_forward",
+        ),
+        "one step": write_run(folder / "one", steps=[1], layers=1, experts=4),
+    }
+    for run in runs.values():
+        (run / "report.html").write_text(run_page(read_run(run)), encoding="utf-8")
+    return {name: run / "report.html" for name, run in runs.items()}
+
+
+@pytest.mark.parametrize(
+    "width, is_phone, dark", [(390, True, False), (820, False, True), (1280, False, False)]
+)
+def test_a_browser_shows_the_pages_whole_and_readable_on_phones_and_desktops(
+    width: int, is_phone: bool, dark: bool, pages: dict[str, Path]
+) -> None:
+    with browser(width, 844, is_phone=is_phone, dark=dark) as page:
+        for name, path in pages.items():
+            page.open(path)
+            page.run("document.querySelectorAll('details').forEach(each => { each.open = true })")
+            found = page.run(MEASURE)
+            assert page.messages() == [], name
+            assert (found["width"], found["scrolls"]) == (width, width), name
+            assert found["outside"] == [], name
+            assert found["smallest"] >= 12, name
+            assert found["faintest"] >= 4.5, name  # what the web's accessibility rules ask of text
+            charts = found["charts"]
+            assert len(charts) >= 8, name
+            for chart in charts:
+                assert chart["shown"] and chart["marks"] > 0, (name, chart)
+                assert chart["wide"] >= 0.4 * min(width, 400) and chart["high"] >= 12, (name, chart)
+                assert not chart["overlaps"], (name, chart)
+            assert found["pictures"] == {"usual": 2, "large": 14, "one step": 1}[name]
+
+
+def test_the_browser_tells_of_whatever_goes_wrong_on_a_page(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("<img src='missing.png'><script>throw Error('boom')</script>")
+    with browser(390, 844) as page:
+        page.open(tmp_path / "page.html")
+        told_to_console = " ".join(page.messages())
+    assert "missing.png" in told_to_console and "boom" in told_to_console
+
+
+def test_without_a_browser_the_test_says_what_installs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    told_to_user = "make browser .*apt-get install -y chromium chromium-driver"
+    with pytest.raises(AssertionError, match=told_to_user), browser(390, 844):
+        pass

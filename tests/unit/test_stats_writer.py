@@ -1,0 +1,264 @@
+"""StatsWriter in one process: what its files hold, after crashes and resumption too, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pmoe
+from pmoe.integrations.logging import StatsWriter
+from pmoe.integrations.run_folder import (
+    HOST_POOL_PEAK,
+    LAYER_HEADER,
+    LAYERS,
+    POOL_PEAK,
+    RUN,
+    SCALARS,
+    TIME,
+    read_run,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(pmoe.MoELayer(8, 16, 4, top_k=2, pipeline=2, memory_reuse="S1"), nn.Linear(8, 1))
+
+
+def train(folder: Path, steps: range, **options: Any) -> None:
+    """Losses are 1 / step."""
+    model = build()
+    with StatsWriter(folder, model, **{"every": 4, **options}) as writer:
+        for step in steps:
+            model(torch.randn(16, 8)).sum().backward()
+            writer.step(step, loss=1 / step)
+
+
+def test_scalars_are_of_every_step_and_statistics_of_the_first_and_each_so_many(tmp_path: Path) -> None:
+    train(tmp_path / "deep" / "run", range(1, 10))
+    run = read_run(tmp_path / "deep" / "run")
+    assert run.scalars["loss"].steps == list(range(1, 10))
+    assert run.scalars["loss"].values == [1 / step for step in range(1, 10)]  # to the last bit
+    assert [row.step for row in run.rows] == [1, 4, 8]
+    assert set(run.scalars) == {"loss", TIME, POOL_PEAK, HOST_POOL_PEAK}
+    assert run.scalars[POOL_PEAK].values[-1] == pmoe.pool("cpu").device.peak_bytes
+    times = run.scalars[TIME]
+    assert times.steps == [1, 4, 8] and times.values == sorted(times.values)
+    assert 0 < times.values[-1] - times.values[0] < time.time() - times.values[0] < 60
+
+
+def test_a_row_holds_what_stats_says(tmp_path: Path) -> None:
+    model = build()
+    with StatsWriter(tmp_path, model, every=2) as writer:
+        for step in (1, 2):
+            model(torch.randn(16, 8)).sum().backward()
+            found = writer.step(step)
+    assert found is not None
+    (each,), row = found.layers, read_run(tmp_path).rows[-1]
+    for name in ("path", "n_forward", "n_backward", "restore", "num_slots", "tokens_per_expert", "tensors"):
+        assert getattr(row, name) == getattr(each, name), name
+    assert row.imbalance == pytest.approx(each.imbalance)
+    assert row.predicted == {name: getattr(each.predicted, name) for name in row.predicted}
+    assert set(row.predicted) == {"saved", "temporary", "peak", "host"}
+    assert row.forward is not None and each.forward is not None
+    assert row.forward.seconds == pytest.approx(each.forward.seconds, rel=1e-4)
+
+
+def test_a_tensor_counts_as_it_was_when_it_was_given(tmp_path: Path) -> None:
+    total = torch.zeros((), requires_grad=True)
+    with StatsWriter(tmp_path, build(), every=10) as writer:
+        for step in (1, 2, 3):
+            loss = total + step
+            writer.step(step, loss=loss)
+            with torch.no_grad():
+                loss.zero_()
+    assert read_run(tmp_path).scalars["loss"].values == [1, 2, 3]
+
+
+def test_more_may_be_noted_of_the_last_step(tmp_path: Path) -> None:
+    with StatsWriter(tmp_path, build(), every=2) as writer:
+        with pytest.raises(ValueError, match="note must be called after a step"):
+            writer.note(valid_loss=1)
+        for step in (1, 2, 3):
+            writer.step(step, loss=step)
+            writer.note(valid_loss=10 * step)
+    run = read_run(tmp_path)
+    assert run.scalars["loss"].steps == run.scalars["valid_loss"].steps == [1, 2, 3]
+    assert run.scalars["valid_loss"].values == [10, 20, 30]
+
+
+def test_a_resumed_run_continues_the_files_and_its_later_lines_hold(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 12))
+    before = (tmp_path / SCALARS).read_bytes()
+    train(tmp_path, range(7, 15))  # from a checkpoint of step 6
+    assert (tmp_path / SCALARS).read_bytes().startswith(before)
+    run = read_run(tmp_path)
+    assert run.scalars["loss"].steps == list(range(1, 15))
+    assert [row.step for row in run.rows] == [1, 4, 7, 8, 12]
+    assert len(run.sessions) == 2
+    train(tmp_path, range(1, 3))  # all anew
+    assert read_run(tmp_path).scalars["loss"].steps == [1, 2]
+
+
+def test_half_a_line_left_by_a_crash_is_not_read_and_is_cut_off(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 6))
+    for name in (SCALARS, LAYERS):
+        with open(tmp_path / name, "ab") as file:
+            file.write(b'6,"lo')
+    assert read_run(tmp_path).scalars["loss"].steps == list(range(1, 6))
+    train(tmp_path, range(6, 9))
+    run = read_run(tmp_path)
+    assert run.scalars["loss"].steps == list(range(1, 9))
+    assert [row.step for row in run.rows] == [1, 4, 6, 8]
+
+
+def test_a_file_with_half_a_header_is_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / SCALARS).write_text("step,na")
+    train(tmp_path, range(1, 3))
+    assert read_run(tmp_path).scalars["loss"].steps == [1, 2]
+
+
+def test_a_full_disk_leaves_whole_lines_and_scalars_wait_for_room(tmp_path: Path) -> None:
+    model, usual = build(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with StatsWriter(tmp_path, model, every=1) as writer:
+        writer.step(1, loss=1)
+        before = (tmp_path / LAYERS).read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, usual[1]))  # room for a part of a line
+        try:
+            with pytest.raises(OSError):
+                writer.step(2, loss=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        assert (tmp_path / LAYERS).read_bytes() == before
+        writer.step(3, loss=3)
+        size = (tmp_path / LAYERS).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+        try:
+            with pytest.raises(OSError):
+                writer.step(4, loss=4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    run = read_run(tmp_path)
+    assert run.scalars["loss"].values == [1, 2, 3, 4]
+    assert [row.step for row in run.rows] == [1, 3]
+
+
+def test_a_training_loop_that_fails_leaves_what_it_told(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="boom"), StatsWriter(tmp_path, build(), every=10) as writer:
+        for step in range(1, 4):
+            writer.step(step, loss=math.nan if step == 3 else 1.0)
+        raise RuntimeError("boom")
+    curve = read_run(tmp_path).scalars["loss"]
+    assert curve.steps == [1, 2, 3] and math.isnan(curve.values[-1])
+    with pmoe.recording() as journal:
+        build()(torch.randn(4, 8))
+    assert journal.passes  # nothing else records any more
+
+
+def test_steps_are_recorded_one_before_they_are_told_whatever_the_stride(tmp_path: Path) -> None:
+    train(tmp_path / "by tens", range(10, 80, 10), every=20)
+    train(tmp_path / "never", range(1, 6), exposed=False)
+    recorded = {row.step: row.forward is not None for row in read_run(tmp_path / "by tens").rows}
+    assert recorded == {10: False, 20: False, 40: True, 60: True}  # the second step shows the stride
+    assert not any(row.forward for row in read_run(tmp_path / "never").rows)
+
+
+def test_run_json_holds_settings_versions_and_how_layers_were_built(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 3), settings={"lr": 0.1, "path": Path("x")})
+    (session,) = json.loads((tmp_path / RUN).read_text())["sessions"]
+    assert session["settings"] == {"lr": 0.1, "path": "x"}
+    assert session["versions"]["torch"] == torch.__version__
+    (layer,) = session["layers"]
+    assert (layer["layer"], layer["num_experts"], layer["memory_reuse"]) == ("0", 4, "offload/offload")
+
+
+@pytest.mark.parametrize(
+    "options, error, told",
+    [
+        ({"every": 0}, ValueError, r"every \(0\) must be at least 1"),
+        ({"every": 2.5}, TypeError, r"every \(2.5\) must be an int"),
+        ({"model": 3}, TypeError, r"model \(int\) must be a torch.nn.Module"),
+        ({"settings": [1, 2]}, TypeError, r"settings \(list\) must be a dict"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    options: dict[str, Any], error: type[Exception], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=told):
+        StatsWriter(**{"run_dir": tmp_path, "model": build(), **options})
+
+
+def test_steps_ascend_and_scalars_are_numbers(tmp_path: Path) -> None:
+    writer = StatsWriter(tmp_path, build())
+    writer.step(5, loss=1)
+    with pytest.raises(ValueError, match=r"step \(5\) must be greater than the last one \(5\)"):
+        writer.step(5)
+    with pytest.raises(TypeError, match=r"step \('6'\) must be an int"):
+        writer.step("6")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"loss \(a tensor of shape \(2,\) .* must be one real number"):
+        writer.step(6, loss=torch.zeros(2))
+    with pytest.raises(TypeError, match=r"loss \(a tensor .* torch.complex64\) must be one real number"):
+        writer.step(6, loss=torch.tensor(1j))
+    with pytest.raises(TypeError, match=r"loss \(10+\) must be a number"):
+        writer.step(6, loss=10**400)
+    for name in ("two\nlines", "half \ud800"):
+        with pytest.raises(ValueError, match="a scalar's name .* must be printable"):
+            writer.step(6, **{name: 1.0})
+    with pytest.raises(TypeError, match=r"loss \('low'\) must be a number"):
+        writer.step(7, loss="low")  # type: ignore[arg-type]
+    writer.close()
+
+
+def test_another_file_s_columns_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / LAYERS).write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=f"{LAYERS} must begin with the columns {','.join(LAYER_HEADER)}"):
+        StatsWriter(tmp_path, build())
+    assert (tmp_path / LAYERS).read_text() == "a,b\n1,2\n"
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, range(1, 10), tensorboard=True)
+    train(tmp_path, range(7, 13), tensorboard=True)  # from a checkpoint of step 6
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0})
+    board.Reload()
+    losses = board.Scalars("loss")
+    assert [each.step for each in losses] == list(range(1, 13))
+    assert [each.value for each in losses] == pytest.approx([1 / step for step in range(1, 13)])
+    assert [each.step for each in board.Scalars("pmoe/imbalance/0")] == [1, 4, 7, 8, 12]
+    assert board.Scalars("pmoe/n_forward/0")[-1].value == 2
+    histogram = board.Histograms("pmoe/tokens_per_expert/0")[0].histogram_value
+    assert (histogram.num, histogram.sum) == (4, 32)  # 4 experts, 16 tokens, 2 choices
+
+
+def test_without_tensorboard_it_is_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"tensorboard \(True\) must be False.*pip install tensorboard"):
+        StatsWriter(tmp_path / "run", build(), tensorboard=True)
+    assert not (tmp_path / "run").exists()
+    train(tmp_path / "run", range(1, 3))
+
+
+def test_importing_writer_and_report_loads_no_optional_dependency() -> None:
+    program = (
+        "import sys, pmoe.integrations.logging, pmoe.integrations.report\n"
+        "print(*(set(sys.modules) & {'tensorboard', 'torch.utils.tensorboard', 'matplotlib'}))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == ""

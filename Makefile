@@ -1,5 +1,6 @@
 # make train   set up .venv once and train the example: 2 ranks on the CPU, or one rank per GPU
 # make test    set up .venv once and run the test suite
+# make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
 #
 # A GPU-less machine whose pip would download a CUDA build of torch can ask for the CPU build:
@@ -21,7 +22,7 @@ PYTEST_ARGS ?= -n 2
 # One thread per process: the ranks of a test or of a training run share the cores.
 OMP := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
-.PHONY: help setup extension train test test-all lint format bench clean FORCE
+.PHONY: help setup extension browser docs train test test-all lint format bench clean FORCE
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -70,6 +71,22 @@ $(STAMP): setup.py pyproject.toml Makefile
 extension: $(STAMP)
 	@$(BIN)/python setup.py -q build_ext --inplace
 
+# Debian's browser, for the tests that look at pages.
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then exit 0; fi
+	sudo=$$([ "$$(id -u)" = 0 ] || echo sudo)
+	$$sudo apt-get update -qq
+	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+		chromium chromium-driver fonts-dejavu-core >/dev/null
+
+# fairseq's environment, for the tests of the plugin: it wants an older numpy. Its last file is written last.
+FAIRSEQ := .venv-fairseq/requirements.txt
+$(FAIRSEQ): tests/fairseq/requirements.txt tests/fairseq/environment.sh
+	@TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/fairseq/environment.sh .venv-fairseq "$(PYTHON)"
+
+.PHONY: .venv-fairseq
+.venv-fairseq: $(FAIRSEQ)
+
 # ---- every machine -------------------------------------------------------------------------------
 
 train: $(STAMP)
@@ -79,10 +96,10 @@ train: $(STAMP)
 	$(OMP) $(BIN)/python examples/lm_launch.py --standalone --local-addr=127.0.0.1 --nproc_per_node=$$ranks \
 		examples/train_lm.py $(ARGS)
 
-test: $(STAMP) extension
+test: $(STAMP) extension browser $(FAIRSEQ)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(STAMP) extension
+test-all: $(STAMP) extension browser $(FAIRSEQ)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
 CPP = $(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]*)
@@ -98,11 +115,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
 
+docs: $(STAMP)
+	@$(OMP) $(BIN)/python -m sphinx -q -W --keep-going -E docs build/docs
+	echo "build/docs/index.html"
+
 bench: $(STAMP)
 	@$(OMP) $(BIN)/python bench/bench_overlap.py --link modelled $(ARGS)
 
 clean:
-	rm -rf .venv .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-fairseq .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	rm -f pmoe/_cuda.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

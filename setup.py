@@ -367,6 +367,8 @@ class BuildPy(build_py):
 
 
 TRAIN = ["matplotlib", "tqdm"]
+TRANSFORMERS = ["transformers>=5.7,<6"]
+DOCS = ["furo>=2025.9", "myst-parser>=5", "sphinx>=9,<10"]
 DISASSEMBLERS = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
 if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
@@ -388,8 +390,14 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         install_requires=["torch>=2.11,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
         extras_require={
             "train": TRAIN,
+            "transformers": TRANSFORMERS,
+            "docs": [*TRAIN, *DOCS],
             "dev": [
                 *TRAIN,
+                # 5.23 is the first with expert parallelism; its Trainer needs accelerate.
+                "transformers>=5.23,<6",
+                "accelerate>=1.15",
+                *DOCS,
                 "mypy>=1.18",
                 # cuobjdump calls nvdisasm. Both read code of every older nvcc.
                 f"nvidia-cuda-cuobjdump>=13.2,<14; {DISASSEMBLERS}",
@@ -403,6 +411,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 "clang-format>=23,<24",
                 # For setup.py build_ext --inplace, and wheels without build isolation.
                 "setuptools>=70.1",
+                "tensorboard>=2.20",
             ],
         },
     )

@@ -1,5 +1,8 @@
 """pmoe: a Mixture-of-Experts layer that hides its all-to-all communication behind its experts."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pmoe.comm.base import Combine, Dispatch
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
@@ -7,8 +10,15 @@ from pmoe.layer import MoELayer
 from pmoe.ordering.base import Order
 from pmoe.pipeline.buffers import pool
 from pmoe.pipeline.callbacks import Callback
+from pmoe.pipeline.engine import recording
+from pmoe.pipeline.recompute import checkpoint_contexts
 from pmoe.planner.restore import Restore
 from pmoe.reducer import GradientReducer
+from pmoe.statistics import stats
+
+if TYPE_CHECKING:
+    from pmoe.clipping import clip_grad_norm_
+    from pmoe.expert_parallel import expert_parameters, parallelize, parameter_groups
 
 __version__ = "0.1.0"
 
@@ -24,5 +34,34 @@ __all__ = [
     "Restore",
     "Routing",
     "__version__",
+    "checkpoint_contexts",
+    "clip_grad_norm_",
+    "expert_parameters",
+    "load_checkpoint",
+    "parallelize",
+    "parameter_groups",
     "pool",
+    "recording",
+    "save_checkpoint",
+    "stats",
 ]
+
+_LATER = {
+    "clip_grad_norm_": "pmoe.clipping",
+    "expert_parameters": "pmoe.expert_parallel",
+    "load_checkpoint": "pmoe.integrations.checkpoint",
+    "parallelize": "pmoe.expert_parallel",
+    "parameter_groups": "pmoe.expert_parallel",
+    "save_checkpoint": "pmoe.integrations.checkpoint",
+}
+"""Names whose modules load at their first use: torch.distributed.tensor and checkpoint are slow to import."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'pmoe' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

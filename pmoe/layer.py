@@ -22,28 +22,32 @@ from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, Shared, Slots, num_bins
 from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
 from pmoe.comm.sharing import Sharing
 from pmoe.experts import Experts, ModuleExperts, StackedExperts, make_stacked
 from pmoe.experts.activations import find_activation
-from pmoe.experts.base import Columns, Shard
+from pmoe.experts.base import Columns, Shard, local_part
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
-from pmoe.gates import GATES, ExpertChoiceGate, Routing, SoftGate, SwitchGate, TopKGate
+from pmoe.gates import GATES, ExpertChoiceGate, GivenGate, Routing, SoftGate, SwitchGate, TopKGate
 from pmoe.gates.base import at_least_float32
 from pmoe.gates.logits import router_logits
 from pmoe.gates.make import make_gate
 from pmoe.kernels.comet import Journey, Steps
+from pmoe.kernels.route import Routes
 from pmoe.ordering import Order, make_order
 from pmoe.ordering.capacity import expert_capacity, within_capacity
 from pmoe.ordering.once import carriers
 from pmoe.ordering.sorted import LocalExperts, SortedOrder, Tokens, count_rows, sort_rows
-from pmoe.pipeline import alone, comet
+from pmoe.pipeline import alone, comet, engine, padded, recompute
 from pmoe.pipeline.buffers import ALIGNMENT, pool, warn_once
 from pmoe.pipeline.callbacks import Callback, Hooks
 from pmoe.pipeline.decide import Choice, Chooser, bound, parse_bytes, profile_of
 from pmoe.pipeline.footprint import Memory, Shape, counted_rows, predict
 from pmoe.pipeline.passes import Inputs, run_experts
 from pmoe.pipeline.plan import Degrees, Gradients, Modules, Ordered, Plan, make_plan
+from pmoe.pipeline.ran import Ran
+from pmoe.pipeline.recompute import Decisions
 from pmoe.pipeline.schedule import Stages, local_pieces
 from pmoe.pipeline.search import load_table, search
 from pmoe.pipeline.search import table as search_table
@@ -88,6 +92,17 @@ class MoELayer(nn.Module):
         capacity_factor: None keeps every row. A number keeps ceil(factor * T * K / E) rows from each rank
             for each expert, in token order; what is dropped adds nothing to its token, and the weights of
             the rest stay as they are. The number of micro-batches changes nothing about it.
+        pad_to_capacity: sends as many rows from each rank to every expert, those that the capacity allows,
+            zeros where fewer were routed there. No counts are exchanged then and the host waits for nothing,
+            so that a CUDA graph can hold a call, on any number of ranks, if one like it came before. Results
+            are those without padding; padding rows cost the computation and communication of others: in all
+            there are capacity_factor times the routed rows, but no more than a row a token for each expert,
+            and up to n - 1 more for each (15 where n is chosen), for chunks are equal. All ranks must have
+            the same number of tokens and ask for gradients alike, or ValueError is raised on every rank; on
+            CUDA this is checked the first time that such a call comes, and a later mistake of one rank,
+            whatever it is, leaves the others waiting until the group's timeout. Experts that are modules see
+            the zeros, too, and must have finite gradients there (x / x.norm() has none). Memory is not
+            predicted.
         pipeline: n, the number of micro-batches; False is 1. True finds n of both passes by trials: the first
             time that the ranks' largest number of tokens is outside what is known, real steps for n from 1 to
             16 are timed on that batch (MPipeMoE, Algorithm 1); small batches, inference, single ranks and
@@ -105,7 +120,8 @@ class MoELayer(nn.Module):
             input's gradient hold to for any routing, parameters' gradients aside. n (if ``pipeline`` is True)
             and the pair (if ``memory_reuse`` is) are chosen for it, by predicted time; a budget that nothing
             holds is a ValueError at the call, on every rank, that says what the least would be.
-        group: the process group; None is the default group, or one rank where none is initialised.
+        group: the process group; None is the default group, or one rank where none is initialised;
+            `pmoe.comm.ranks.Ranks.alone()` is one rank in any case.
         mesh: instead of group, a `torch.distributed.device_mesh` of the dimensions "ep" and "esp": experts
             are spread over "ep", and each expert's hidden columns are split over "esp", the ranks of a node
             (FSMoE's ESP): its tokens are gathered there before it and its partial outputs summed behind it.
@@ -144,7 +160,9 @@ class MoELayer(nn.Module):
         l_aux: scalar, the auxiliary loss of the last forward, attached to its graph: the load-balance loss
             of this rank's tokens (1 where even), plus the z-loss.
         tokens_per_expert: (E,) int64 on the CPU, kept rows of this rank for each expert in the last forward.
-        row_counts: of the last forward, rows by bin, rank and expert on the host, for `predict_memory`.
+        row_counts: of the last forward, rows by bin, rank and expert on the host, for `predict_memory`; with
+            pad_to_capacity those that travelled, padding among them.
+        ran: how the last forward was computed (`pmoe.pipeline.ran.Ran`); `pmoe.stats` tells it with all else.
         traffic: bytes this rank has sent to others since the layer was built; what fused kernels write to
             other ranks is not counted.
 
@@ -171,12 +189,13 @@ class MoELayer(nn.Module):
         activation: str = "gelu",
         bias: bool = True,
         capacity_factor: float | None = None,
+        pad_to_capacity: bool = False,
         pipeline: bool | int | str = False,
         memory_reuse: bool | str | Restore = False,
         pipeline_backward: int | None = None,
         slack: float = 1.25,
         memory_budget: int | str | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Ranks | None = None,
         mesh: DeviceMesh | None = None,
         fused: bool | str = False,
         order: str | Order = "sorted",
@@ -223,7 +242,8 @@ class MoELayer(nn.Module):
         check_backward(pipeline, pipeline_backward)
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh ({mesh!r}) must be a torch.distributed.device_mesh.DeviceMesh")
-        for name, flag in {"send_once": send_once, "shared_gate": shared_gate, "one_lane": one_lane}.items():
+        flags = {"send_once": send_once, "shared_gate": shared_gate, "one_lane": one_lane}
+        for name, flag in {**flags, "pad_to_capacity": pad_to_capacity}.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} ({flag!r}) must be True or False")
         if not isinstance(callbacks, Sequence):
@@ -232,37 +252,25 @@ class MoELayer(nn.Module):
             raise ValueError("group and mesh must not be given both: a mesh brings its groups")
         self.grid = Grid.of_group(group) if mesh is None else Grid.of_mesh(mesh)
         self.ranks = self.grid.all
-        if num_experts % self.grid.across.size:
-            name = "the size of group" if mesh is None else 'the size of the mesh\'s "ep"'
-            advice = "" if num_experts > self.grid.across.size else '; split fewer by a mesh with "esp"'
-            raise ValueError(
-                f"num_experts ({num_experts}) must be divisible by {name} ({self.grid.across.size}){advice}"
-            )
-        if d_hidden % self.grid.inside.size:
-            raise ValueError(
-                f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" '
-                f"({self.grid.inside.size})"
-            )
+        _check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.d_model, self.d_hidden = d_model, d_hidden
         self.num_experts, self.top_k = num_experts, top_k
-        self.num_local_experts = num_experts // self.grid.across.size
-        self.first_expert = self.grid.across.rank * self.num_local_experts
-        self.shard = Shard(self.grid.inside.rank, self.grid.inside.size)
         self.send_once = bool(send_once) and top_k > 1
         self.one_lane = one_lane
         self.capacity_factor, self.pipeline, self.slack = capacity_factor, pipeline, slack
-        self.pipeline_backward = pipeline_backward
+        self.pipeline_backward, self.pad_to_capacity = pipeline_backward, pad_to_capacity
         self.check_finite, self.bypass_local, self.sequential = check_finite, bypass_local, sequential
         self.l_aux = None
-        self._counted: Shared | _Alone | None = None
+        self._counted: Shared | _Alone | _Padded | None = None
+        self._agreed: frozenset[padded.Call] = frozenset()
+        self.ran: Ran | None = None
         self.traffic = Traffic()
         self.gradients: Gradients | None = None  # set by `pmoe.GradientReducer`
         self.max_tokens = 0
         self.order = make_order(order)
         self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
-        self.scalars, self.sharing = FlatDispatch(), Sharing(self.grid.inside, self.traffic)
-        for exchange in (self.dispatch, self.combine, self.scalars):
-            exchange.bind(self.grid.across, self.traffic)
+        self.scalars = FlatDispatch()
+        self._take_place()
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
@@ -315,20 +323,85 @@ class MoELayer(nn.Module):
         recomputes = self.restore is True or (self.restore and self.restore.hidden == "recompute")
         if self.memory_budget is not None:
             self._check_predictable("memory_budget", memory_budget)
+        why = _unfit_to_pad(self) if pad_to_capacity else None
+        if why is not None:
+            raise ValueError(f"pad_to_capacity (True) must be False where {why}")
         if splits and not recomputes and isinstance(self.experts, ModuleExperts):
             raise ValueError(
                 f"pipeline_backward ({pipeline_backward}) must be at most pipeline ({pipeline}) where "
                 "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
             )
 
+    def _take_place(self) -> None:
+        """What follows from the ranks of ``grid``."""
+        self.num_local_experts = self.num_experts // self.grid.across.size
+        self.first_expert = self.grid.across.rank * self.num_local_experts
+        self.shard = Shard(self.grid.inside.rank, self.grid.inside.size)
+        self.sharing = Sharing(self.grid.inside, self.traffic)
+        for exchange in (self.dispatch, self.combine, self.scalars):
+            exchange.bind(self.grid.across, self.traffic)
+
+    def check_spread(self, mesh: DeviceMesh) -> None:
+        """Raises ValueError or TypeError, naming what is wrong, where `spread` would. Changes nothing."""
+        if self.ranks.size > 1 and not self._is_meta:
+            raise ValueError(
+                f"a layer built over {self.ranks.size} ranks must not be spread over others: this rank has "
+                f"only {self.num_local_experts} of {self.num_experts} experts; build it with mesh={mesh}, or "
+                "on one rank (before init_process_group, or with a group of one rank)"
+            )
+        if self.gradients is not None:
+            raise ValueError("a layer must be spread before a GradientReducer is made for it")
+        if not isinstance(self.experts, ModuleExperts) and self.experts.hidden_dims() is None:
+            raise TypeError(
+                f"experts ({type(self.experts).__name__}) must be stacked or modules to be spread over ranks"
+            )
+        grid = Grid.of_mesh(mesh)
+        _check_fit(self.num_experts, self.d_hidden, grid, 'the mesh\'s "ep"')
+        if isinstance(self.experts, ModuleExperts) and grid.is_sharded:
+            raise ValueError('experts (modules) must not be split over "esp": a module\'s hidden is its own')
+        if isinstance(self.experts, ModuleExperts) and self.ranks.size > 1:
+            raise ValueError("experts (modules, even on the meta device) must all be there to be spread")
+        if self.pad_to_capacity and grid.is_sharded:
+            raise ValueError('pad_to_capacity (True) must be False where experts are split over "esp"')
+
+    def spread(self, mesh: DeviceMesh) -> None:
+        """Spreads a layer that every rank built alone, with all experts, over ``mesh``: what `MoELayer` takes
+        as mesh. This rank keeps its own experts as new Parameters, so optimizers come after. On the meta
+        device the layer may be of any ranks: there are no values to lose.
+
+        Every rank must call it. Raises ValueError or TypeError, before anything is changed, where the layer
+        cannot be spread so.
+        """
+        self.check_spread(mesh)
+        self.grid = Grid.of_mesh(mesh)
+        self.ranks = self.grid.all
+        self._take_place()
+        self.experts.keep(slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard)
+        self._chooser = self._table = self._solver = self._counted = self.l_aux = None
+        self._agreed = frozenset()
+
+    @property
+    def _is_meta(self) -> bool:
+        like = _experts_parameter(self)
+        return like is not None and like.is_meta
+
+    @property
+    def _is_routed(self) -> bool:
+        """Whether the routing comes from outside, ready made."""
+        return isinstance(self.gate, GivenGate)
+
     @property
     def row_counts(self) -> Shared | None:
-        if isinstance(self._counted, _Alone):
-            self._counted = self._counted.on_host()
-        return self._counted
+        """Asked anew each time of counts on the device: a CUDA graph that is replayed changes them."""
+        counted = self._counted
+        if isinstance(counted, _Alone):
+            return counted.on_host()
+        return counted.rows if isinstance(counted, _Padded) else counted
 
     @property
     def tokens_per_expert(self) -> Tensor:
+        if isinstance(self._counted, _Padded):
+            return self._counted.kept_E.to("cpu", copy=True)
         counts = self.row_counts
         if counts is None:
             return torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
@@ -527,13 +600,15 @@ class MoELayer(nn.Module):
             )
         unknown = {
             f"kernels are fused (fused={self.fused!r})": name != "memory_budget" and _is_fusible(self),
-            f"the gate is a {type(self.gate).__name__}": type(self.gate) not in (TopKGate, SwitchGate),
-            "gate is a module": not self.trusts_gate and name == "memory_budget",
+            f"the gate is a {type(self.gate).__name__}": type(self.gate)
+            not in (TopKGate, SwitchGate, GivenGate),
+            "gate is a module": not (self.trusts_gate or self._is_routed) and name == "memory_budget",
             f"the order is a {type(self.order).__name__}": not isinstance(self.order, SortedOrder),
             "rows do not travel by flat all-to-alls": self.dispatch.in_steps or self.combine.in_steps,
             "rows travel once (send_once=True)": self.send_once,
             "there is a shared expert": self.shared_expert is not None,
             "there are callbacks": bool(self.callbacks),
+            "rows are padded to capacity (pad_to_capacity=True)": self.pad_to_capacity,
         }
         for why in (why for why, holds in unknown.items() if holds):
             raise ValueError(f"{refused} where {why}: its memory is not predicted")
@@ -557,12 +632,12 @@ class MoELayer(nn.Module):
             columns=columns,
             element_size=size,
             weight_size=max(4, size),
-            expert_parameters=sum(parameter.numel() for parameter in self.experts.parameters()),
+            expert_parameters=sum(local_part(each).numel() for each in self.experts.parameters()),
             gate_parameters=sum(parameter.numel() for parameter in self.gate.parameters()),
             bypass_local=self.stages.local,
             inside=self.grid.inside.size,
-            has_drops=self.capacity_factor is not None,
-            gate_scores=1 + bool(getattr(self.gate, "z_loss_weight", 0)),
+            has_drops=self.capacity_factor is not None or self._is_routed,
+            gate_scores=0 if self._is_routed else 1 + bool(getattr(self.gate, "z_loss_weight", 0)),
             cast_from=wide if wide != size else 0,
         )
 
@@ -645,22 +720,32 @@ class MoELayer(nn.Module):
 
         Ranks may hold different numbers of tokens, none included. Raises ValueError on every rank, before
         any row travels, where any rank's input has another last dimension, dtype or device than the layer,
-        or its gate failed; RuntimeError naming stage and rank where a peer is missing.
+        or its gate failed; RuntimeError naming stage and rank where a peer is missing. While a CUDA graph is
+        captured, RuntimeError before anything is launched where the graph could not hold the call: where its
+        row counts are read on the host, or something would still have to be measured.
+
+        Under activation checkpointing `pmoe.checkpoint_contexts` keeps the routing. Without it, a second pass
+        that routes any rank's tokens otherwise than the first raises ValueError on every rank.
         """
         return _forward(self, x, token_ids)
 
     def __getstate__(self) -> dict[str, Any]:
         # The last loss is attached to a graph, which neither copies nor pickles; the rest is found again.
         found_again = dict.fromkeys(("l_aux", "_table", "_chooser", "_solver", "gradients"))
-        return {**self.__dict__, **found_again}
+        return {**self.__dict__, **found_again, "_agreed": frozenset()}
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "
         reuse += f"fused={self.fused!r}, " if self.fused else ""
+        reuse += "pad_to_capacity=True, " if self.pad_to_capacity else ""
         return (
             f"d_model={self.d_model}, d_hidden={self.d_hidden}, num_experts={self.num_experts}, "
             f"top_k={self.top_k}, pipeline={self.pipeline}, {reuse}{self.ranks}"
         )
+
+
+OF_LAST_CALL = ("l_aux", "_counted", "ran", "max_tokens")
+"""Attributes of a layer that tell of its last call."""
 
 
 @dataclass(frozen=True)
@@ -682,13 +767,22 @@ class _Alone:
         )
 
 
+@dataclass(frozen=True)
+class _Padded:
+    """Of a call whose rows were padded: the rows as they travelled, and those of them that are no padding, by
+    expert, on the device."""
+
+    rows: Shared
+    kept_E: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Routed:
     """A rank's tokens with their routing: what its part of the exchange needs.
 
     x: the layer's input, behind the first hooks. keep_TK: the slots within capacity, None where all are.
     fault: a `Fault`, on the device where it is found there. failure: the error that stands behind a fault
-    found on the host."""
+    found on the host. is_again: the gate has routed these tokens before, for a checkpoint."""
 
     x: Tensor
     x_TM: Tensor
@@ -696,22 +790,28 @@ class _Routed:
     keep_TK: Tensor | None = None
     fault: Tensor | Fault = Fault.NONE
     failure: Exception | None = None
+    is_again: bool = False
 
 
 def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     """Route, exchange counts, plan, run the experts between dispatch and combine."""
     layer.grid.reconnect()
-    may_fuse = _may_fuse(layer, x)
+    if _is_capturing(x):
+        _check_capturable(layer, x)
+    decisions = recompute.decisions_of(layer, OF_LAST_CALL)
+    if layer.pad_to_capacity:
+        return _forward_padded(layer, x, token_ids, decisions)
+    may_fuse = decisions.once("may_fuse", lambda: _may_fuse(layer, x))
     if may_fuse and layer.ranks.size == 1:
-        fused = _fused_alone(layer, x)
+        fused = _fused_alone(layer, x, decisions)
         if fused is not None:
             return fused
-    elif _alone_refusal(layer, x) is None:
-        return _forward_alone(layer, x)
-    routed = _route(layer, x, token_ids)
+    elif decisions.once("alone", lambda: _alone_refusal(layer, x) is None):
+        return _forward_alone(layer, x, decisions)
+    routed = _route(layer, x, token_ids, decisions)
     routing, keep_TK = routed.routing, routed.keep_TK
     expert_TK, x = routing.expert, routed.x
-    parameters = list[Tensor](layer.experts.parameters())
+    parameters = layer.experts.local_parameters()
     shared_parameters = list[Tensor](layer.shared_expert.parameters()) if layer.shared_expert else []
     modules, candidates = layer.modules_of_plan, layer.degree_candidates
     rotates = modules.rotates
@@ -741,31 +841,39 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     shared_weight_T = _shared_weight(layer, routed.x_TM)
     operands = (*parameters, *shared_parameters, *modules.hooks.parameters)
     counts_FE = count_rows(expert_TK, keep_TK, layer.num_bins, layer.num_experts, tokens)
-    exchange = CountsExchange(
-        layer.grid,
-        counts_FE,
-        num_tokens=tokens.count,
-        fault=routed.fault,
-        needs_grad=_needs_grad(routed.x_TM, routing.weight, *operands),
-        dtype=_autocast_dtype(routed.x_TM) or routed.x_TM.dtype,
-        traffic=layer.traffic,
-        slots=slots,
-        once_FP=once_FP,
-        exchanges=(layer.dispatch, layer.combine),
-        bypass_local=modules.stages.local,
-        asks_most_rows=may_fuse,
-        one_row_a_choice=_gives_top_k(layer, routing),
-    )
+    exchange = None
+    if not decisions.taken_over:
+        with recompute.unseen():
+            exchange = CountsExchange(
+                layer.grid,
+                counts_FE,
+                num_tokens=tokens.count,
+                fault=routed.fault,
+                needs_grad=_needs_grad(routed.x_TM, routing.weight, *operands),
+                dtype=_autocast_dtype(routed.x_TM) or routed.x_TM.dtype,
+                traffic=layer.traffic,
+                slots=slots,
+                once_FP=once_FP,
+                exchanges=(layer.dispatch, layer.combine),
+                bypass_local=modules.stages.local,
+                asks_most_rows=may_fuse,
+                one_row_a_choice=_gives_top_k(layer, routing),
+            )
     orders: dict[tuple[int, int], Ordered] = {}
     # While the counts travel: no count can change these orders.
     sent = comet.sort(expert_TK, keep_TK, layer.num_experts) if may_fuse else None
     if len(candidates) == 1 and not rotates and sent is None:
         n = candidates[0]
         orders[n, layer.num_pieces(n)] = sort(n, layer.num_pieces(n))
-    try:
-        shared = exchange.finish()
-    except FaultError as error:
-        raise (routed.failure or error) from None
+
+    def finish() -> Shared:
+        assert exchange is not None
+        try:
+            return exchange.finish()
+        except FaultError as error:
+            raise (routed.failure or error) from None
+
+    shared = decisions.once("shared", finish)
 
     def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
         degrees = _degrees(layer, forward, backward, restore, shared.depth)
@@ -806,16 +914,17 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     )
     inside = autocast_dtype is not None and layer.experts.runs_under_autocast
     call = None
-    steps = _fused_steps(layer, rows_TM, shared) if may_fuse else None
+    steps = decisions.once("steps", lambda: _fused_steps(layer, rows_TM, shared)) if may_fuse else None
     if steps is not None and sent is not None:
         journey = comet.make_journey(expert_TK, sent, counts_FE, shared, layer.ranks.rank)
         call = _fused_call(layer, steps, journey)
     with torch.autocast(x.device.type, enabled=inside, dtype=autocast_dtype):
         if call is not None and (layer.fused != "forward" or not shared.needs_grad):
-            y_TM = comet.run(call, inputs, needs_grad=shared.needs_grad)
+            plan, y_TM = None, comet.run(call, inputs, needs_grad=shared.needs_grad)
         else:
             _settle(layer, x, shared)
-            y_TM = _piped(layer, shared, plan_for, inputs, call)
+            plan, y_TM = _piped(layer, shared, plan_for, inputs, call, decisions)
+    layer.ran = _how_it_ran(routed, shared, inputs, call, plan)
     if routing.mix is not None:
         y_TM = routing.mix.combine.to(y_TM.dtype) @ y_TM
     y = y_TM.view(x.shape)
@@ -824,22 +933,191 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     return y
 
 
+def _is_capturing(x: object) -> bool:
+    """Whether what is launched for x becomes part of a CUDA graph."""
+    return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_capturable(layer: MoELayer, x: Tensor) -> None:
+    """Raises RuntimeError where a call waits for the device, measures, or makes anything that outlasts the
+    graph: before it launches anything."""
+    why = _padded_capture_refusal(layer, x) if layer.pad_to_capacity else _alone_refusal(layer, x)
+    if why is not None:
+        raise RuntimeError(
+            f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold calls that were "
+            "made once before the capture (all is measured then): on one rank, of a layer with gate "
+            '"topk" or "switch", "ffn" or "swiglu" experts in bfloat16 or float16, whose products are '
+            "computed by pmoe's kernels, and none of the options that change what runs; on any number of "
+            "ranks, of a layer with pad_to_capacity=True that offloads nothing"
+        )
+
+
+def _padded_capture_refusal(layer: MoELayer, x: Tensor) -> str | None:
+    _check_input(layer, x)
+    pairs = layer.chooser.pairs
+    remakes = isinstance(layer.experts, ModuleExperts) and any(pair.hidden == "recompute" for pair in pairs)
+    call = _padded_call(layer, x.reshape(-1, layer.d_model))
+    unfit = {
+        "other layers' gradients are reduced inside": layer.gradients is not None,
+        "its tasks are being timed, and what is captured does not run yet": engine.is_recording(),
+        f"memory_reuse ({layer.restore}) may offload, to memory that a replay would find in other hands": any(
+            pair.offloads for pair in pairs
+        ),
+        f"memory_reuse ({layer.restore}) may recompute modules, whose random state is on the host": remakes,
+        f"no call like it ({call}) was made before": call not in layer._agreed,
+    }
+    return next((why for why, holds in unfit.items() if holds), None)
+
+
+def _unfit_to_pad(layer: MoELayer) -> str | None:
+    """Why rows of a layer cannot be padded to capacity, whatever its tokens. None where they can."""
+    gate = layer.gate
+    whole = isinstance(gate, SoftGate | ExpertChoiceGate) or _decides_capacity(gate)
+    unfit = {
+        f"capacity_factor is {layer.capacity_factor}, which sets no capacity": layer.capacity_factor is None
+        and not whole,
+        f"the gate ({type(gate).__name__}) decides itself what is kept, or mixes tokens": whole,
+        f"gate ({type(gate).__name__}) is a module of one's own: what it returns is checked when counts are "
+        "exchanged": type(gate) not in GATES.values(),
+        "logits are checked (check_finite=True): ranks tell each other with the counts": layer.check_finite,
+        "rows travel once (send_once=True): how many do is not known before": layer.send_once,
+        "experts are sharded over the ranks of a node": layer.grid.is_sharded,
+        "rows do not travel by flat all-to-alls": layer.dispatch.in_steps or layer.combine.in_steps,
+        "there are callbacks, which would see padding": bool(layer.callbacks),
+        "there is a shared_expert, which would compute padding": layer.shared_expert is not None,
+        f"kernels are fused (fused={layer.fused!r}): they send no padding": bool(layer.fused),
+    }
+    return next((why for why, holds in unfit.items() if holds), None)
+
+
+def _padded_call(layer: MoELayer, x_TM: Tensor) -> padded.Call:
+    return padded.Call(
+        num_tokens=x_TM.shape[0],
+        needs_grad=_needs_grad(x_TM, *layer.parameters()),
+        dtype=_autocast_dtype(x_TM) or x_TM.dtype,
+    )
+
+
+def _forward_padded(layer: MoELayer, x: Tensor, token_ids: Tensor | None, decisions: Decisions) -> Tensor:
+    """As `_forward`, where the number of tokens says where rows go. Ranks agree on it, and tell each other of
+    faults, as `pmoe.pipeline.padded.agrees_always` says, or where a checkpoint routes again."""
+    routed = _route(layer, x, token_ids, decisions)
+    routing, x_TM, x, device = routed.routing, routed.x_TM, routed.x, routed.x_TM.device
+    agrees_always = padded.agrees_always(device)
+    if routed.failure is not None and layer._agreed and not agrees_always:
+        raise routed.failure  # the others may not ask
+    call = _padded_call(layer, x_TM)
+    if agrees_always or call not in layer._agreed or routed.is_again:
+        if layer.ranks.size > 1 or routed.is_again:
+            try:
+                with recompute.unseen():
+                    padded.check_alike(
+                        layer.grid,
+                        call,
+                        num_experts=layer.num_experts,
+                        device=device,
+                        fault=routed.fault,
+                        traffic=layer.traffic,
+                    )
+            except FaultError as error:
+                raise (routed.failure or error) from None
+        layer._agreed |= {call}
+    assert layer.capacity_factor is not None
+    top_k = routing.expert.shape[1]
+    splits = padded.Splits(
+        num_experts=layer.num_experts,
+        capacity=min(
+            expert_capacity(layer.capacity_factor, call.num_tokens, top_k, layer.num_experts),
+            call.num_tokens,  # a token's experts are distinct
+        ),
+        bins=math.lcm(*layer.degree_candidates),
+    )
+    padding, kept_E = padded.make_padding(routing.expert, splits)
+    shared = splits.shared(
+        layer.ranks.size, device, max_tokens=-(-splits.num_rows // top_k), needs_grad=call.needs_grad
+    )
+    modules, tokens, expert_N1 = layer.modules_of_plan, Tokens(splits.num_rows), splits.expert_of_rows(device)
+    end = layer.first_expert + layer.num_local_experts if modules.stages.local else layer.first_expert
+    stay = LocalExperts(layer.first_expert, end)
+
+    def sort(n: int) -> Ordered:
+        slots = sort_rows(expert_N1, None, n, layer.num_experts, stay, layer.num_pieces(n), tokens)
+        return Ordered(slots=slots, sent=slots)
+
+    def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
+        degrees = _degrees(layer, forward, backward, restore, {})
+        order = sort(degrees.forward)
+        plan = make_plan(
+            modules,
+            order=order,
+            backward_order=order if degrees.forward == degrees.backward else sort(degrees.backward),
+            expert_TK=expert_N1,
+            tokens=tokens,
+            shared=shared,
+            degrees=degrees,
+            restore=restore,
+            has_drops=False,
+        )
+        return replace(plan, padding=padding)
+
+    layer.l_aux, layer.max_tokens = routing.l_aux, call.num_tokens
+    layer._counted = _Padded(shared.on_host(), kept_E)
+    autocast_dtype = _autocast_dtype(x)
+    inputs = Inputs(
+        x_TM=x_TM.to(call.dtype),
+        weight_TK=routing.weight,
+        parameters=_cast(layer.experts, layer.experts.local_parameters(), call.dtype),
+    )
+    inside = autocast_dtype is not None and layer.experts.runs_under_autocast
+    with torch.autocast(x.device.type, enabled=inside, dtype=autocast_dtype):
+        _settle(layer, x, shared)
+        plan, y_TM = _piped(layer, shared, plan_for, inputs, None, decisions)
+    layer.ran = _how_it_ran(routed, shared, inputs, None, plan)
+    return y_TM.view(x.shape)
+
+
 def _piped(
     layer: MoELayer,
     shared: Shared,
     plan_for: Callable[[int, int, Restore], Plan],
     inputs: Inputs,
     call: comet.Call | None,
-) -> Tensor:
+    decisions: Decisions,
+) -> tuple[Plan, Tensor]:
     """T_O by the pipeline engine; with ``call``, forward by the fused kernels, in the chunks of backward."""
     if call is None:
-        choice = _choose(layer, shared, plan_for, inputs)
-        plan = plan_for(choice.forward, choice.backward, choice.restore)
-        return run_experts(plan, inputs, needs_grad=shared.needs_grad)
-    backward = _choose_degrees(layer, shared, call.restore, plan_for, inputs).backward
-    plan = plan_for(backward, backward, call.restore)
+        choice = decisions.once("choice", lambda: _choose(layer, shared, plan_for, inputs))
+        with recompute.unseen():  # trials may have made parts of it
+            plan = plan_for(choice.forward, choice.backward, choice.restore)
+        return plan, run_experts(plan, inputs, needs_grad=shared.needs_grad)
+    pair = call.restore
+    degrees = decisions.once("degrees", lambda: _choose_degrees(layer, shared, pair, plan_for, inputs))
+    backward = degrees.backward
+    with recompute.unseen():
+        plan = plan_for(backward, backward, call.restore)
     forward = comet.forward_by(call, shared.recv_device)
-    return run_experts(plan, inputs, needs_grad=True, forward=forward)
+    return plan, run_experts(plan, inputs, needs_grad=True, forward=forward)
+
+
+def _how_it_ran(
+    routed: _Routed, shared: Shared, inputs: Inputs, call: comet.Call | None, plan: Plan | None
+) -> Ran:
+    """plan: None where the fused kernels did both passes; with ``call``, of the backward pass alone."""
+    routing, rows_TM = routed.routing, inputs.x_TM
+    restore, backward = None if call is None else call.restore, None
+    if plan is not None:
+        restore = plan.restore if plan.rotates or call is not None else None
+        backward = len(plan.backward.chunks)
+    return Ran(
+        path="pipeline" if call is None else "fused" if plan is None else "fused forward",
+        num_tokens=routed.x_TM.shape[0],
+        num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
+        dtype=rows_TM.dtype,
+        device=rows_TM.device,
+        forward=len(plan.forward.chunks) if plan is not None and call is None else None,
+        backward=backward if shared.needs_grad else None,
+        restore=restore if shared.needs_grad else None,
+    )
 
 
 def _gives_top_k(layer: MoELayer, routing: Routing) -> bool:
@@ -955,7 +1233,7 @@ def _fused_request(
     )
 
 
-def _fused_alone(layer: MoELayer, x: Tensor) -> Tensor | None:
+def _fused_alone(layer: MoELayer, x: Tensor, decisions: Decisions) -> Tensor | None:
     """A call of one rank by the fused kernels, in four launches: the gate's product, the routing, those two.
     None where the gate is none that the routing kernel computes, or where the call falls back."""
     gate = layer.gate
@@ -968,18 +1246,25 @@ def _fused_alone(layer: MoELayer, x: Tensor) -> Tensor | None:
         return None  # the pipeline engine's backward pass wants the counts on the host
     dtype, num_tokens = _autocast_dtype(x) or x.dtype, x_TM.shape[0]
     request = _fused_request(layer, x.device, dtype, num_tokens, num_tokens * layer.top_k, needs_grad)
-    steps = comet.steps_for(request)
+    steps = decisions.once("steps alone", lambda: comet.steps_for(request))
     if isinstance(steps, str):
         return None  # which is told where the call goes on
-    assert isinstance(gate, TopKGate)
     with torch.autocast(x.device.type, enabled=False):
-        routes = alone.route_tokens(gate, x_TM)
+        routes = _route_alone(layer, x_TM, decisions)
         call = _fused_call(layer, steps, comet.journey_alone(routes))
-        parameters = _cast(layer.experts, list(layer.experts.parameters()), dtype)
+        parameters = _cast(layer.experts, layer.experts.local_parameters(), dtype)
         inputs = Inputs(x_TM=x_TM.to(dtype), weight_TK=routes.weight_TK, parameters=parameters)
         y_TM = comet.run(call, inputs, needs_grad=needs_grad)
     layer.l_aux, layer.max_tokens = routes.l_aux, num_tokens
     layer._counted = _Alone(routes.counts_nE[0], num_tokens, needs_grad)
+    layer.ran = Ran(
+        path="fused",
+        num_tokens=num_tokens,
+        num_slots=num_tokens * layer.top_k,
+        dtype=dtype,
+        device=x.device,
+        restore=call.restore if needs_grad else None,
+    )
     return y_TM.view(x.shape)
 
 
@@ -1028,19 +1313,41 @@ def _settle(layer: MoELayer, x: Tensor, shared: Shared) -> None:
     """Has the ways to compute the experts' products measured where that has not been done."""
     dtype, most = _autocast_dtype(x) or x.dtype, shared.max_tokens
     even_rows = most * layer.top_k * layer.grid.inside.size
-    settle_products(layer.experts, layer.ranks, dtype, x.device, even_rows, needs_grad=shared.needs_grad)
-    if layer.shared_expert is not None:
-        settle_products(layer.shared_expert, layer.ranks, dtype, x.device, most, needs_grad=shared.needs_grad)
+    needs_grad = shared.needs_grad
+    with recompute.unseen():
+        settle_products(layer.experts, layer.ranks, dtype, x.device, even_rows, needs_grad=needs_grad)
+        if layer.shared_expert is not None:
+            settle_products(layer.shared_expert, layer.ranks, dtype, x.device, most, needs_grad=needs_grad)
 
 
-def _forward_alone(layer: MoELayer, x: Tensor) -> Tensor:
-    assert isinstance(layer.gate, TopKGate) and isinstance(layer.experts, StackedExperts)
+def _route_alone(layer: MoELayer, x_TM: Tensor, decisions: Decisions) -> Routes:
+    """As `_route`, of one rank whose routing kernel does it all. Autocast must be off."""
+    gate = layer.gate
+    assert isinstance(gate, TopKGate)
+
+    def decide() -> Routes:
+        routes = alone.route_tokens(gate, x_TM)
+        recompute.refuse_changed_routing(layer, x_TM.shape[0], routes.expert_TK)
+        return routes
+
+    return decisions.route(x_TM, decide)
+
+
+def _forward_alone(layer: MoELayer, x: Tensor, decisions: Decisions) -> Tensor:
+    assert isinstance(layer.experts, StackedExperts)
     dtype = _autocast_dtype(x) or x.dtype
     x_TM = x.reshape(-1, layer.d_model)
-    parameters = _cast(layer.experts, list(layer.experts.parameters()), dtype)
-    found = alone.run(layer.gate, layer.experts, x_TM, parameters, dtype)
+    parameters = _cast(layer.experts, layer.experts.local_parameters(), dtype)
+    found = alone.run(lambda: _route_alone(layer, x_TM, decisions), layer.experts, x_TM, parameters, dtype)
     layer.l_aux, layer.max_tokens = found.l_aux, x_TM.shape[0]
     layer._counted = _Alone(found.counts_E, x_TM.shape[0], _needs_grad(found.y_TM))
+    layer.ran = Ran(
+        path="alone",
+        num_tokens=x_TM.shape[0],
+        num_slots=x_TM.shape[0] * layer.top_k,
+        dtype=dtype,
+        device=x.device,
+    )
     return found.y_TM.view(x.shape)
 
 
@@ -1180,19 +1487,28 @@ def _degrees(
     return Degrees(forward=forward, backward=backward, pieces=layer.num_pieces(forward))
 
 
-def _route(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> _Routed:
+def _route(layer: MoELayer, x: Tensor, token_ids: Tensor | None, decisions: Decisions) -> _Routed:
     """Checks the input and lets the gate decide. One rank alone raises at once; among several a rank that
     failed takes part with no tokens in the exchange that tells the others."""
     try:
         x = _started(layer, x)
         _check_input(layer, x)
         x_TM = x.reshape(-1, layer.d_model)
-        routing = _gated(layer, x_TM, token_ids)
-        _check_routing(layer, routing, x_TM.shape[0])
+        decided = decisions.route(x_TM, lambda: _decide(layer, x_TM, token_ids))
     except Exception as error:
-        if layer.ranks.size == 1:
+        if layer.ranks.size == 1 or decisions.taken_over:  # which has no such exchange
             raise
         return _nothing_routed(layer, error)
+    routing, keep_TK, fault, is_again = decided
+    return _Routed(x=x, x_TM=x_TM, routing=routing, keep_TK=keep_TK, fault=fault, is_again=is_again)
+
+
+def _decide(
+    layer: MoELayer, x_TM: Tensor, token_ids: Tensor | None
+) -> tuple[Routing, Tensor | None, Tensor | Fault, bool]:
+    """The routing of tokens and the rest of `_Routed`."""
+    routing = _gated(layer, x_TM, token_ids)
+    _check_routing(layer, routing, x_TM.shape[0])
     fault: Tensor | Fault = Fault.NONE
     if not layer.trusts_gate:
         routing, fault = _harmless(routing, x_TM, layer.num_experts)
@@ -1200,15 +1516,19 @@ def _route(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> _Routed:
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
+    changed = recompute.changed_routing(layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
+    if changed is not None:
+        with recompute.unseen():
+            fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
     keep_TK = routing.keep
     decided = keep_TK is not None or routing.token is not None or _decides_capacity(layer.gate)
-    if layer.capacity_factor is not None and not decided:
+    if layer.capacity_factor is not None and not (decided or layer.pad_to_capacity):
         capacity = expert_capacity(
             layer.capacity_factor, x_TM.shape[0], routing.expert.shape[1], layer.num_experts
         )
-        used_E = torch.zeros(layer.num_experts, dtype=torch.int64, device=x.device)
+        used_E = torch.zeros(layer.num_experts, dtype=torch.int64, device=x_TM.device)
         keep_TK, _ = within_capacity(routing.expert, capacity, used_E)
-    return _Routed(x=x, x_TM=x_TM, routing=routing, keep_TK=keep_TK, fault=fault)
+    return replace(routing, logits=None), keep_TK, fault, changed is not None
 
 
 def _started(layer: MoELayer, x: Tensor) -> Tensor:
@@ -1296,7 +1616,8 @@ def _check_input(layer: MoELayer, x: Tensor) -> None:
 def _experts_parameter(layer: MoELayer) -> Tensor | None:
     """Says what type and device rows are of. The gate's come second: a router is often left in float32."""
     parameters = itertools.chain(layer.experts.parameters(), layer.gate.parameters())
-    return next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+    found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+    return None if found is None else local_part(found)
 
 
 def _check_routing(layer: MoELayer, routing: object, num_tokens: int) -> None:
@@ -1368,6 +1689,19 @@ def _check_host_memory(restore: Restore, like: Tensor | None, device: torch.devi
         raise ValueError(
             f"memory_reuse ({restore}) must not offload with no host memory left: {host.free_bytes} of "
             f"{host.limit_bytes} bytes are left"
+        )
+
+
+def _check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
+    if num_experts % grid.across.size:
+        size = grid.across.size
+        advice = "" if num_experts > size else '; split fewer by a mesh with "esp"'
+        raise ValueError(
+            f"num_experts ({num_experts}) must be divisible by the size of {across} ({size}){advice}"
+        )
+    if d_hidden % grid.inside.size:
+        raise ValueError(
+            f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" ({grid.inside.size})'
         )
 
 

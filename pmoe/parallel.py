@@ -21,7 +21,6 @@ Letters: P ranks; DP, MP, EDP, EP, ESP the sizes of the dimensions: P = DP * MP 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,10 +28,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
+from pmoe.clipping import Clipped, checked_norm, device_of, device_type_of, memory_of
 from pmoe.comm.grid import ACROSS, INSIDE
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
@@ -98,8 +97,7 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     if num_ranks % (ep * esp):
         raise ValueError(f"ep * esp ({ep} * {esp}) must divide the number of ranks ({num_ranks})")
     if device_type is None:
-        has_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
-        device_type = "cuda" if has_nccl else "cpu"
+        device_type = device_type_of(None)
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
@@ -185,26 +183,11 @@ def clip_grad_norm(
     min(1, max_norm / (norm + 1e-6)). One all-reduce of a scalar; the host waits for nothing unless
     error_if_nonfinite, which raises RuntimeError on every rank where the norm is NaN or infinite.
     """
-    norm_type = float(norm_type)
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm ({max_norm}) must be a number of at least 0")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
-    gradients: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradient, copies = _local(parameter.grad), _num_copies(name, parameter, meshes)
-            gradients.setdefault((gradient.device, gradient.dtype, copies), []).append(gradient)
-    norm = _norm(gradients, norm_type, _device_of(model, meshes))
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
-            f"the norm of order {norm_type} of all gradients ({norm.item()}) must be finite, or "
-            "error_if_nonfinite False"
-        )
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for (device, *_), tensors in gradients.items():
-        torch._foreach_mul_(tensors, scale.to(device))
-    return norm
+    norm_type = checked_norm(max_norm, norm_type)
+    experts = {id(each): meshes.size(EDP) for each in model.parameters() if is_expert(each)}
+    device = device_of(model.parameters(), meshes.dense.device_type)
+    clipped = Clipped(model.named_parameters(), meshes.num_ranks, experts)
+    return clipped.clip(max_norm, norm_type, device, dist.group.WORLD, error_if_nonfinite)
 
 
 def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) -> tuple[str, int, Tensor]:
@@ -215,9 +198,9 @@ def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) ->
     if gradient.layout != torch.strided:
         raise ValueError(f"the gradient of {name} ({gradient.layout}) must be dense (torch.strided)")
     if is_expert(parameter):
-        return EDP, 1, _local(gradient)
+        return EDP, 1, memory_of(gradient)
     if not isinstance(parameter, DTensor):
-        return "all", meshes.size(MP) if alike else 1, _local(gradient)
+        return "all", meshes.size(MP) if alike else 1, memory_of(gradient)
     assert isinstance(gradient, DTensor)
     mesh = parameter.device_mesh
     if mesh != meshes.dense[MP]:
@@ -228,23 +211,14 @@ def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) ->
     (wanted,), (found,) = parameter.placements, gradient.placements
     if wanted.is_replicate() and found == Partial():
         # Summed with the others of its bucket, not in a collective of its own.
-        local = _local(gradient)
+        local = memory_of(gradient)
         parameter.grad = DTensor.from_local(local, mesh, (wanted,), run_check=False)
         return "all", 1, local
     if found != wanted:  # of an embedding split by rows it is whole on each rank; all must reduce as much
         parameter.grad = gradient = gradient.redistribute(placements=(wanted,))
     if wanted.is_replicate():
-        return "all", meshes.size(MP), _local(gradient)
-    return DP, 1, _local(gradient)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The memory of this rank behind a DTensor and behind a collective under way."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()
-    return tensor
+        return "all", meshes.size(MP), memory_of(gradient)
+    return DP, 1, memory_of(gradient)
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -284,51 +258,6 @@ def _unpack(work: dist.Work | None, flat: Tensor, bucket: list[Tensor]) -> None:
         )
 
 
-def _num_copies(name: str, parameter: nn.Parameter, meshes: Meshes) -> int:
-    """How many of the P ranks hold each value of this gradient."""
-    if is_expert(parameter):
-        copies: int = getattr(parameter, "num_copies", 1)
-        return meshes.size(EDP) * copies
-    gradient, parts = parameter.grad, 1
-    if isinstance(gradient, DTensor):
-        for dimension, placement in enumerate(gradient.placements):
-            if placement.is_partial():
-                raise ValueError(
-                    f"the gradient of {name} (a summand on each rank) must be reduced before it is clipped"
-                )
-            parts *= 1 if placement.is_replicate() else gradient.device_mesh.size(dimension)
-    return meshes.num_ranks // parts
-
-
-def _norm(
-    gradients: dict[tuple[torch.device, torch.dtype, int], list[Tensor]],
-    norm_type: float,
-    device: torch.device,
-) -> Tensor:
-    """Over all ranks, in float32 or wider."""
-    is_largest, dtype = math.isinf(norm_type), torch.float32
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for (_, of_dtype, copies), tensors in gradients.items():
-        dtype = torch.promote_types(dtype, of_dtype)
-        filled = [each for each in tensors if each.numel()]
-        if not filled:
-            continue
-        wide = torch.promote_types(of_dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(filled, norm_type, dtype=wide)).to(device, torch.float64)
-        if is_largest:
-            total = torch.maximum(total, norms.max())
-        else:
-            total = total + norms.pow(norm_type).sum() / copies
-    dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
-    return (total if is_largest else total.pow(1 / norm_type)).to(dtype)
-
-
-def _device_of(model: nn.Module, meshes: Meshes) -> torch.device:
-    """Where scalars are reduced. Not the first gradient's: a rank may have none."""
-    first = next(model.parameters(), None)
-    return torch.empty(0, device=meshes.dense.device_type).device if first is None else _local(first).device
-
-
 def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
     if isinstance(divide_by, Tensor) and divide_by.dim() == 0:
         # On a device it stays there: its value is not looked at.
@@ -364,4 +293,9 @@ def _check_layers(model: nn.Module, meshes: Meshes) -> None:
             raise ValueError(
                 f"{name or 'model'} (a MoELayer of ep {found[0]}, esp {found[1]}) must be built with "
                 f"mesh=meshes.experts (ep {wanted[0]}, esp {wanted[1]})"
+            )
+        if layer.experts.reduce is not None:
+            raise ValueError(
+                f"{name or 'model'} (parallelized) reduces its experts' gradients in backward: use "
+                "pmoe.parallelize(..., reduce=False) to have them reduced here"
             )

@@ -110,6 +110,12 @@ class GradientReducer:
         self.ranks, self.average = Ranks(_own(Ranks(group))), average
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)]
+        for name, parameter in named:
+            if hasattr(parameter, "to_local"):
+                raise ValueError(
+                    f"model ({name} is a DTensor) must have plain dense parameters: what shards them, "
+                    "such as fully_shard, reduces their gradients too"
+                )
         if not named:
             raise ValueError("model (without dense parameters that require gradients) has nothing to reduce")
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]

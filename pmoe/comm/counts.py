@@ -39,6 +39,7 @@ class Fault(enum.IntEnum):
     WEIGHT = 7
     TOKEN = 8
     CALLBACK = 9
+    RECOMPUTED = 10
 
 
 FAULTS = {
@@ -51,6 +52,8 @@ FAULTS = {
     Fault.WEIGHT: "its gate returned weights that are not finite",
     Fault.TOKEN: "its gate returned tokens that do not ascend from 0 to the number of tokens less 1",
     Fault.CALLBACK: "a callback raised an error in before_moe_start",
+    Fault.RECOMPUTED: "routing changed in recomputation: give its checkpoint "
+    "context_fn=pmoe.checkpoint_contexts (and use_reentrant=False), which keeps the routing",
 }
 
 

@@ -33,9 +33,9 @@ class Grid:
     order: tuple[int, ...] = field(default=())
 
     @staticmethod
-    def of_group(group: dist.ProcessGroup | None) -> Grid:
+    def of_group(group: dist.ProcessGroup | Ranks | None) -> Grid:
         """All ranks across, none inside."""
-        ranks = Ranks(group)
+        ranks = group if isinstance(group, Ranks) else Ranks(group)
         return Grid(ranks, ranks, Ranks.alone(), tuple(range(ranks.size)))
 
     @staticmethod

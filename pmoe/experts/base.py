@@ -10,12 +10,14 @@ Letters: N rows, M = d_model.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.experts.products import GradientSum, RowGroups
 
@@ -23,6 +25,9 @@ Space = Callable[[str, int, int], Tensor]
 """(name, rows, columns) -> memory of the rows' type, uninitialised. Experts say what they need it for ("T_M",
 "active", "dT_M", "T_DO", "dT_DI", "scratch"); the pass that calls them says where it lies: in a ring slot, or
 anew."""
+
+Reduce = Callable[[Sequence[Tensor]], None]
+"""Changes this rank's parts of parameters' gradients in place; a collective, called alike on every rank."""
 
 Runs = Sequence[tuple[slice, slice]]
 """Where rows of a chunk of forward stand in a chunk of backward: pairs (there, here) of equal length."""
@@ -66,13 +71,15 @@ WHOLE = Shard()
 class Columns:
     """Columns of T_M (and its gradient), of the activated hidden where it has memory of its own in forward,
     and of what is worked on a block of rows at a time. scratch_rows: the rows of a block. staged: of the
-    widest product that is made elsewhere and then copied to its place."""
+    widest product that is made elsewhere and then copied to its place. graph: of all that autograd holds
+    while it differentiates a block, at most."""
 
     hidden: int = 0
     active: int = 0
     scratch: int = 0
     scratch_rows: int = 0
     staged: int = 0
+    graph: int = 0
 
 
 class Experts(nn.Module, abc.ABC):
@@ -89,6 +96,10 @@ class Experts(nn.Module, abc.ABC):
     """False for experts that every rank has alike, whose parameters are as any dense layer's."""
     runs_under_autocast = False
     """Whether compute expects the caller's autocast state (user modules), or cast operands and none."""
+    is_parallelized = False
+    """Whether `pmoe.parallelize` has laid the parameters out over ranks: stacked ones are DTensors."""
+    reduce: Reduce | None = None
+    """What becomes of the parameters' gradients at the end of each backward pass, where parallelize says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,12 +109,48 @@ class Experts(nn.Module, abc.ABC):
         """Sets ``allreduce = False`` on every parameter of experts that ranks do not have alike, and
         ``num_copies`` on b2 where experts are split: it is whole, with the same gradient, on that many ranks.
         Whatever makes new Parameter objects (copying, unpickling, to_empty, load_state_dict with assign=True)
-        loses the marks, and is followed by this."""
+        loses the marks, and is followed by this. Raises ValueError where they are no DTensors any more."""
         shard: Shard = getattr(self, "shard", WHOLE)
         for name, parameter in self.named_parameters() if self.is_parallel else ():
             parameter.allreduce = False  # type: ignore[attr-defined]
             if name == "b2" and shard.count > 1:
                 parameter.num_copies = shard.count  # type: ignore[attr-defined]
+            if self.is_parallelized and self.hidden_dims() is not None and not hasattr(parameter, "to_local"):
+                raise ValueError(
+                    f"{name} (a plain tensor, assigned) must be a DTensor, as in the state dict of a "
+                    "parallelized model: see torch.distributed.checkpoint"
+                )
+
+    def hidden_dims(self) -> Mapping[str, int | None] | None:
+        """By parameter name, the dimension that is split where experts are, None for one that every part
+        holds whole; dimension 0 of each is the experts. None as a whole (the default) where parameters are no
+        such stacks: `pmoe.parallelize` leaves them as they are, and they cannot be cut."""
+        return None
+
+    def keep(self, experts: slice, shard: Shard) -> None:
+        """Makes these the given ones of the experts and ``shard`` of their hidden columns: of whole ones, or,
+        on the meta device, of any. New Parameters. Raises TypeError where `hidden_dims` does not tell how."""
+        raise TypeError(f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks")
+
+    def local_parameters(self) -> list[Tensor]:
+        """``parameters()`` as the kernels take them: plain tensors, this rank's part of each. Gradients
+        travel back to the parameters, through ``reduce``. Raises ValueError where a wrapper has replaced
+        parallelized ones, or reduces them too."""
+        parameters = list[Tensor](self.parameters())
+        if not self.is_parallelized:
+            return parameters
+        if not all(is_expert(each) for each in parameters):
+            raise ValueError(
+                "experts' parameters must not be replaced by a data-parallel wrapper: use "
+                "fully_shard(..., ignored_params=pmoe.expert_parameters(model))"
+            )
+        wrapper: Any = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and any(each is parameters[0] for each in wrapper._module_parameters):
+            raise ValueError(
+                "experts' parameters must not be reduced by DistributedDataParallel, which leaves out names "
+                "that they do not have any more: call pmoe.parallelize again once all inside it is wrapped"
+            )
+        return list(_Local.apply(self.reduce, *parameters))  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -178,6 +225,52 @@ class Experts(nn.Module, abc.ABC):
     @abc.abstractmethod
     def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
         """Adds the parameters' gradients to ``sums``; None stands for a parameter that needs none."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's memory of a DTensor, or the tensor itself. Without a graph."""
+    to_local = getattr(tensor, "to_local", None)  # DTensor's module is slow to import, and seldom needed
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        local: Tensor = to_local()
+        return local
+
+
+class _Local(torch.autograd.Function):
+    """This rank's part of parameters. Backward runs once all their gradients are there: they are reduced
+    together, in the same order on every rank, and added up over backward passes only then."""
+
+    @staticmethod
+    def forward(ctx: Any, reduce: Reduce | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduce, ctx.parameters = reduce, parameters
+        local = [local_part(each) for each in parameters]
+        views = tuple(each.view_as(each) for each in local)  # autograd writes into what it is handed
+        ctx.mark_non_differentiable(
+            *(view for view, each in zip(views, parameters, strict=True) if not each.requires_grad)
+        )
+        return views
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        if ctx.reduce is not None:
+            ctx.reduce([each for each, wants in zip(gradients, wanted, strict=True) if wants])
+        laid = zip(ctx.parameters, gradients, wanted, strict=True)
+        return None, *(_laid_out(gradient, like) if wants else None for like, gradient, wants in laid)
+
+
+def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a gradient, as its parameter lies over the ranks."""
+    if not hasattr(like, "to_local"):
+        return gradient
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def is_expert(parameter: Tensor) -> bool:

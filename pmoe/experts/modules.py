@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from pmoe.experts.base import Experts, Hidden, Runs, Space, row_dot
+from pmoe.experts.base import Experts, Hidden, Runs, Shard, Space, row_dot
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
 from pmoe.experts.products import GradientSum, RowGroups
 
@@ -67,6 +67,10 @@ class ModuleExperts(Experts):
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
         self.local = nn.ModuleList(modules)
+        self.num_local_experts = len(self.local)
+
+    def keep(self, experts: slice, shard: Shard) -> None:
+        self.local = self.local[experts]
         self.num_local_experts = len(self.local)
 
     def compute(

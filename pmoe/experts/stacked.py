@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import WHOLE, Columns, Experts, Hidden, Runs, Shard, Space, fresh, row_dot
+from pmoe.experts.base import WHOLE, Columns, Experts, Hidden, Runs, Shard, Space, fresh, local_part, row_dot
 from pmoe.experts.products import PMOE, GradientSum, RowGroups, choice, input_gradient, product, scale_of
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import Form
@@ -67,6 +67,47 @@ class StackedExperts(Experts):
         self.b1 = stacked(self.hidden_factor * d_hidden) if bias else None
         self.b2 = stacked(d_model) if bias else None
 
+    @property
+    def num_hidden(self) -> int:
+        """H of this part."""
+        return self.all_hidden // self.shard.count
+
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Of this rank's w1 and w2."""
+        experts, d_model, hidden = self.num_local_experts, self.w1.shape[2], self.num_hidden
+        return {"w1": (experts, self.hidden_factor * hidden, d_model), "w2": (experts, d_model, hidden)}
+
+    def hidden_dims(self) -> Mapping[str, int | None] | None:
+        dims = {"w1": 1, "w2": 2, "b1": 1, "b2": None}
+        names = [name for name, _ in self.named_parameters()]
+        # Parameters that a subclass has added lie as only it knows.
+        return {name: dims[name] for name in names} if set(names) <= set(dims) else None
+
+    @torch.no_grad()
+    def keep(self, experts: slice, shard: Shard) -> None:
+        dims = self.hidden_dims()
+        if dims is None:
+            super().keep(experts, shard)  # raises
+            return
+        count, width = experts.stop - experts.start, self.all_hidden // shard.count
+        for name, dim in dims.items():
+            whole = getattr(self, name)
+            parts = self.hidden_factor if dim == 1 else 1
+            shape = [count, *whole.shape[1:]]
+            if dim is not None:
+                shape[dim] = parts * width
+            if whole.is_meta:
+                kept = whole.new_empty(shape)
+            else:
+                kept = whole[experts]
+                if dim is not None:
+                    columns = kept.unflatten(dim, (parts, self.all_hidden))
+                    kept = columns.narrow(dim + 1, shard.index * width, width)
+                kept = kept.reshape(shape).clone()
+            setattr(self, name, nn.Parameter(kept, requires_grad=whole.requires_grad))
+        self.num_local_experts, self.shard = count, shard
+        self.mark_parameters()
+
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:
         """Draws one expert's parameters from the default generator, as `torch.nn.Linear` draws its own."""
@@ -83,7 +124,8 @@ class StackedExperts(Experts):
             drawn = torch.empty(whole[name], dtype=dtype, device="cpu").uniform_(-bound, bound)
             if name != "b2":
                 drawn = drawn[:, columns]
-            parameter[local_expert] = drawn.reshape(parameter.shape[1:])
+            part = local_part(parameter)
+            part[local_expert] = drawn.reshape(part.shape[1:])
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
@@ -95,7 +137,8 @@ class StackedExperts(Experts):
         that of hidden."""
 
     def columns(self, device_type: str) -> Columns:
-        hidden, width = self.w1.shape[1], self.w2.shape[2]
+        width = self.num_hidden
+        hidden = self.hidden_factor * width
         row_bytes = width * self.w1.element_size()
         return Columns(
             hidden=hidden,
@@ -141,7 +184,7 @@ class StackedExperts(Experts):
     ) -> tuple[Tensor | None, Tensor]:
         """(T_M where it is kept, the activated hidden), by one launch of pmoe's kernels where they are taken:
         there a T_M that is not kept is never stored."""
-        num_rows, num_hidden = rows_NM.shape[0], self.w2.shape[2]
+        num_rows, num_hidden = rows_NM.shape[0], self.num_hidden
         in_place = not keep and self._activates_in_place(rows_NM.device.type)
         fused = self._fused("forward", rows_NM, w1, groups, b1)
         stored = keep or in_place or fused is None
@@ -168,7 +211,7 @@ class StackedExperts(Experts):
         fused = self.fused_activation
         if fused is None or choice(form, rows, weight, groups, bias) != PMOE:
             return None
-        width = self.w2.shape[2]  # each half of a gated T_M
+        width = self.num_hidden  # each half of a gated T_M
         fits = not rows.is_cuda or grouped_gemm.misfit(rows.dtype, hidden=width) is None
         return fused if fits else None
 
@@ -272,5 +315,5 @@ class StackedExperts(Experts):
         return w1, w2, b1, b2
 
     def extra_repr(self) -> str:
-        experts, hidden, d_model = self.w1.shape
+        experts, hidden, d_model = self.shapes()["w1"]
         return f"{experts} x ({d_model} -> {hidden} -> {d_model}), bias={self.b1 is not None}"

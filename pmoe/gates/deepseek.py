@@ -54,9 +54,10 @@ class DeepSeekGate(Gate):
     0.0001 in the paper. Computed in float32, or in float64 where the tokens are.
 
     Call `update_bias` once an optimizer step. Recomputation under activation checkpointing counts each choice
-    twice, which is harmless as long as it is so for all forwards between two updates: only the sign of the
-    difference from the mean counts. `torch.nn.parallel.DistributedDataParallel` must have
-    broadcast_buffers=False, or it overwrites the ranks' loads with rank 0's.
+    twice (once under `pmoe.checkpoint_contexts`), which is harmless as long as it is so for all forwards
+    between two updates: only the sign of the difference from the mean counts.
+    `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False, or it overwrites the ranks'
+    loads with rank 0's.
 
     partition "tokens": with the bias as it stands each token is routed alone. Capacity is the layer's.
 

@@ -10,7 +10,7 @@ Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,15 +80,16 @@ def kernel_refusal(
 
 
 def run(
-    gate: TopKGate,
+    decide: Callable[[], Routes],
     experts: StackedExperts,
     x_TM: Tensor,
     parameters: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Result:
-    """Routes the tokens and computes them. parameters: the experts', of ``dtype`` as the rows will be."""
+    """Routes the tokens and computes them. decide: `route_tokens`, or what that gave before. parameters: the
+    experts', of ``dtype`` as the rows will be."""
     with torch.autocast(x_TM.device.type, enabled=False):
-        routes = route_tokens(gate, x_TM)
+        routes = decide()
         rows_TM = aligned(x_TM.to(dtype))
         y_TM = compute(rows_TM, routes, parameters, activation_of(experts))
     return Result(y_TM=y_TM, l_aux=routes.l_aux, counts_E=routes.counts_nE[0])

@@ -1,6 +1,6 @@
 """The engine: runs a schedule. It knows lanes and tasks, nothing of experts or rows.
 
-`recording` collects when each task really ran, for the timeline.
+`recording` collects when each task really ran, for the timeline and for statistics.
 """
 
 from __future__ import annotations
@@ -22,19 +22,26 @@ from pmoe.pipeline.schedule import Kind, Lane, Schedule, Task
 Actions = Mapping[Kind, Callable[[int], "dist.Work | None"]]
 
 
-def run(schedule: Schedule, actions: Actions, rows: Tensor, ranks: Ranks, in_steps: bool = False) -> None:
+def run(
+    schedule: Schedule,
+    actions: Actions,
+    rows: Tensor,
+    ranks: Ranks,
+    in_steps: bool = False,
+    of: object = None,
+) -> None:
     """Runs each task of ``schedule`` by calling actions[kind](chunk), on the lanes of rows' device.
 
     An action of a communication lane returns the Work that it started, or None where it had nothing to do, or
-    where it has ended (in_steps); the engine waits for it where the schedule says so.
+    where it has ended (in_steps); the engine waits for it where the schedule says so. of: whose pass it is,
+    for a `Journal`.
     """
     lanes = lanes_for(rows, schedule, ranks, in_steps)
 
     def act(task: Task) -> dist.Work | None:
         return actions[task.kind](task.chunk)
 
-    journal = _journal
-    step = act if journal is None else journal.watch(schedule, act, rows.device)
+    step = _journals[-1].watch(schedule, act, rows.device, of) if _journals else act
     try:
         for task in schedule.tasks:
             lanes.run(task, step)
@@ -57,30 +64,49 @@ class Span:
     end: float
 
 
-@dataclass
+@dataclass(frozen=True)
+class Pass:
+    """The spans of one pass. of: whose it is, as `run` was told."""
+
+    of: object
+    direction: str
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Journal:
-    """The spans of every pass run under `recording`, filled in when the block ends."""
+    """The spans of every pass run under `recording`, filled in when the block ends: all of them, and by
+    pass in the order in which passes began."""
 
     spans: list[Span] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     _settle: list[Callable[[], None]] = field(default_factory=list)
 
+    def last(self, of: object, direction: str) -> list[Span] | None:
+        """The spans of the last pass of ``of`` in a direction; None where there was none."""
+        found = (each for each in reversed(self.passes) if each.of is of and each.direction == direction)
+        last = next(found, None)
+        return None if last is None else last.spans
+
     def watch(
-        self, schedule: Schedule, act: Callable[[Task], dist.Work | None], device: torch.device
+        self, schedule: Schedule, act: Callable[[Task], dist.Work | None], device: torch.device, of: object
     ) -> Callable[[Task], dist.Work | None]:
         """``act`` with its start and end noted: by events on CUDA, by the clock on the CPU."""
+        noted = Pass(of, schedule.direction)
+        self.passes.append(noted)
 
         def note(task: Task, start: float, end: float) -> None:
-            self.spans.append(
-                Span(
-                    direction=schedule.direction,
-                    name=task.name,
-                    kind=task.kind,
-                    chunk=task.chunk,
-                    lane=task.lane,
-                    start=start,
-                    end=end,
-                )
+            span = Span(
+                direction=schedule.direction,
+                name=task.name,
+                kind=task.kind,
+                chunk=task.chunk,
+                lane=task.lane,
+                start=start,
+                end=end,
             )
+            self.spans.append(span)
+            noted.spans.append(span)
 
         def on_cuda(task: Task) -> dist.Work | None:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -124,7 +150,13 @@ class Journal:
         self._settle.clear()
 
 
-_journal: Journal | None = None
+_journals: list[Journal] = []
+"""Those that record now; the newest is told."""
+
+
+def is_recording() -> bool:
+    """Whether tasks are being timed now."""
+    return bool(_journals)
 
 
 @contextlib.contextmanager
@@ -133,13 +165,12 @@ def recording() -> Iterator[Journal]:
 
     On the CPU a communication span starts when it is issued: it includes waiting for the lane.
     """
-    global _journal
-    outer, _journal = _journal, Journal()
-    journal = _journal
+    journal = Journal()
+    _journals.append(journal)
     try:
         yield journal
     finally:
-        _journal = outer
+        _journals.remove(journal)  # blocks may end in any order
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         journal.settle()

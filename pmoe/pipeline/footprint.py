@@ -226,9 +226,12 @@ def predict(
         # it is added.
         unit_bytes = [found + rows * shape.d_model * 8 for found, rows in zip(unit_bytes, units, strict=True)]
         unit_bytes[1] = max(unit_bytes[1], shape.expert_parameters // num_local * size)
-    forward_work = arenas["forward"] + chosen + weights + unit_bytes[0]
+    graph = block * shape.columns.graph * max(size, 4)
+    forward_work = arenas["forward"] + max(chosen, graph) + weights + unit_bytes[0]
     products = block * shape.columns.scratch * (size if size >= 4 else 8)
-    backward_work = arenas["backward"] + max(products, chosen_backward) + backward_weights + unit_bytes[1]
+    backward_work = (
+        arenas["backward"] + max(products, chosen_backward, graph) + backward_weights + unit_bytes[1]
+    )
     gradients = (shape.expert_parameters + shape.gate_parameters) * (shape.cast_from or size)
     expert_gradients = shape.expert_parameters * size
     additions = backward.num_chunks * (shape.bypass_local + shape.travels)

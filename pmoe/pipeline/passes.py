@@ -25,6 +25,7 @@ from pmoe.pipeline import callbacks, engine
 from pmoe.pipeline.buffers import Arena, Extent, HostMemoryError, Sizes, aligned, copy, pool, warn_once
 from pmoe.pipeline.callbacks import Passed
 from pmoe.pipeline.lanes import current_stream, hold_for
+from pmoe.pipeline.padded import Padding
 from pmoe.pipeline.plan import Cut, Joined, Plan
 from pmoe.pipeline.rotation import rotating
 from pmoe.pipeline.schedule import Kind, Schedule, backward_schedule, forward_schedule, sequential
@@ -66,6 +67,17 @@ class Inputs:
             parameters=list(itertools.islice(rest, len(self.parameters))),
             shared_parameters=list(itertools.islice(rest, len(self.shared_parameters))),
             hook_parameters=list(rest),
+        )
+
+    def padded(self, padding: Padding | None) -> Inputs:
+        """The same with a row for each token that ``padding`` says."""
+        if padding is None:
+            return self
+        x_TM = self.x_TM  # None in a backward pass that has no use for it
+        return replace(
+            self,
+            x_TM=x_TM if x_TM is None else padding.spread(x_TM),
+            weight_TK=padding.spread_weights(self.weight_TK),
         )
 
 
@@ -419,6 +431,7 @@ class _Pass:
                 self.source_TM,
                 self.plan.grid.all,
                 in_steps=self.plan.in_steps or (self.direction == "backward" and self.plan.stages.gradients),
+                of=self.plan.experts,
             )
         finally:
             self.arena.close()
@@ -430,6 +443,7 @@ class _Forward(_Pass):
     direction, received, sent_back, home_name = "forward", "T_DI", "T_DO", "home"
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
+        inputs = inputs.padded(plan.padding)
         x_TM = inputs.x_TM
         super().__init__(plan, plan.forward, x_TM, keep)
         self.inputs, self.parameters = inputs, inputs.parameters
@@ -473,7 +487,8 @@ class _Forward(_Pass):
                 **{kind: self._copy_out(kind) for kind in _COPIES_OUT.values()},
             }
         )
-        return self.result_TM
+        padding = self.plan.padding
+        return self.result_TM if padding is None else padding.gather(self.result_TM)
 
     def send_weights(self, _: int) -> dist.Work | None:
         journey, once = self.cut.weights, self.cut.once
@@ -672,6 +687,9 @@ class _Backward(_Pass):
     direction, received, sent_back, home_name = "backward", "dT_DO", "dT_DI", "dhome"
 
     def __init__(self, plan: Plan, grad_TM: Tensor, given: _Given) -> None:
+        if plan.padding is not None:
+            given = replace(given, inputs=given.inputs.padded(plan.padding))
+            grad_TM = plan.padding.spread(grad_TM)
         super().__init__(plan, plan.backward, grad_TM, keep=True)
         self.given, self.kept, self.parameters = given, given.kept, given.inputs.parameters
         if given.regroup is not None:
@@ -751,8 +769,11 @@ class _Backward(_Pass):
         journey = self.cut.weights
         if journey is not None:
             self.grad_weight[journey.slot] = self.grad_weight_home
-        grad_weight_TK = self.grad_weight.view_as(self.given.inputs.weight_TK)
-        grads: list[Tensor | None] = [self.result_TM, grad_weight_TK, self.grad_shared_weight]
+        grad_TM, grad_weight_TK = self.result_TM, self.grad_weight.view_as(self.given.inputs.weight_TK)
+        padding = self.plan.padding
+        if padding is not None:
+            grad_TM, grad_weight_TK = padding.gather(grad_TM), padding.gather_weights(grad_weight_TK)
+        grads: list[Tensor | None] = [grad_TM, grad_weight_TK, self.grad_shared_weight]
         for sums in (self.sums, self.shared_sums):
             while sums:  # each sum goes as soon as it is rounded
                 total = sums.pop(0)

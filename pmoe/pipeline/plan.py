@@ -26,6 +26,7 @@ from pmoe.experts.products import RowGroups
 from pmoe.ordering.base import Order
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds
 from pmoe.pipeline.callbacks import Hooks
+from pmoe.pipeline.padded import Padding
 from pmoe.pipeline.schedule import Stages
 from pmoe.planner.restore import Restore
 
@@ -173,7 +174,8 @@ class Plan(Modules):
     rows stand in forward's, None where the chunks are the same, as weight_map does for all received rows: the
     index among forward's. has_drops: whether some slots may have no row that comes home. slot_token: the
     token of each slot, where the gate does not give all tokens as many. restore: what becomes of T_DI and T_M
-    between the passes. rotates: whether buffers are ring slots; else each chunk has its own."""
+    between the passes. rotates: whether buffers are ring slots; else each chunk has its own. padding: where
+    rows are padded to capacity: the cuts are of padded rows, and the passes take and give tokens as ever."""
 
     forward: Cut
     backward: Cut
@@ -185,6 +187,7 @@ class Plan(Modules):
     has_drops: bool
     restore: Restore
     slot_token: Tensor | None = None
+    padding: Padding | None = None
 
     @property
     def in_steps(self) -> bool:

@@ -52,7 +52,8 @@ def settle_products(
     if torch.are_deterministic_algorithms_enabled() or torch.cuda.is_current_stream_capturing():
         return
     # The shard's index is not among them: all shards of an expert ask alike.
-    sizes = (*experts.w1.shape, *experts.w2.shape, experts.b1 is None, experts.shard.count)
+    shapes = experts.shapes()
+    sizes = (*shapes["w1"], *shapes["w2"], experts.b1 is None, experts.shard.count)
     key = (ranks.name, device, dtype, *sizes, bucket(max_rows), needs_grad)
     if key not in _settled:
         requests = product_requests(experts, dtype, device, max_rows, needs_grad=needs_grad)
@@ -66,8 +67,8 @@ def slower_kernels(
     """Which product of these experts pmoe's kernels are not chosen for, and what is; None where they are for
     all."""
     forms: list[Form] = ["forward", "input", "weight"] if needs_grad else ["forward"]
-    for name, weight, bias in (("w1", experts.w1, experts.b1), ("w2", experts.w2, experts.b2)):
-        num_experts, num_out, num_in = weight.shape
+    for (name, shape), bias in zip(experts.shapes().items(), (experts.b1, experts.b2), strict=True):
+        num_experts, num_out, num_in = shape
         for form in forms:
             biased = form == "forward" and bias is not None
             request = make_request(form, device, dtype, num_experts, rows, num_in, num_out, bias=biased)
@@ -87,14 +88,13 @@ def product_requests(
 ) -> list[Request]:
     """Every product of these experts that more than one way may compute: those with a bias only pmoe's
     kernels do in one launch. Empty where the kernels do not take the type or the sizes."""
-    if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.w2.shape[2]) is not None:
+    if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.num_hidden) is not None:
         return []
     forms: list[Form] = ["forward", "input", "weight"] if needs_grad else ["forward"]
     largest = LARGEST * bucket(max_rows)
     buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := largest >> i)]
     found = []
-    for name, weight in (("w1", experts.w1), ("w2", experts.w2)):
-        num_experts, num_out, num_in = weight.shape
+    for name, (num_experts, num_out, num_in) in experts.shapes().items():
         # b2 is added by the first shard alone.
         plain = experts.b1 is None or (name == "w2" and experts.shard.count > 1)
         for form in forms:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import pmoe
-from pmoe.experts import FFNExperts
+from pmoe.experts import FFNExperts, make_stacked
 from pmoe.experts.base import Experts, Shard
+from pmoe.experts.initial import initialise
 from pmoe.parallel import is_expert, make_meshes
 
 
@@ -67,3 +68,40 @@ def test_what_all_parts_of_an_expert_hold_stays_marked_as_copies(way: str) -> No
 
 def test_whole_experts_have_no_copies() -> None:
     assert not any(hasattr(each, "num_copies") for each in experts_of(1).parameters())
+
+
+class WithScale(FFNExperts):
+    """A subclass with a parameter more."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 6, 2)
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+def test_experts_with_parameters_of_their_own_cannot_be_cut() -> None:
+    assert FFNExperts(4, 6, 2).hidden_dims() == {"w1": 1, "w2": 2, "b1": 1, "b2": None}
+    experts = WithScale()
+    assert experts.hidden_dims() is None
+    with pytest.raises(TypeError, match=r"experts \(WithScale\) must be stacked or modules to be spread"):
+        experts.keep(slice(0, 1), Shard())
+
+
+@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_cut_experts_are_those_that_the_rank_would_have_built(expert: str, device: str) -> None:
+    whole = make_stacked(expert, 4, 6, 3, "gelu", True, device=device)
+    cut = make_stacked(expert, 4, 6, 3, "gelu", True, device=device)
+    if device == "cpu":
+        for experts in (whole, cut):
+            torch.manual_seed(0)
+            initialise(experts, first_expert=0)
+    shard = Shard(1, 2)
+    cut.keep(slice(1, 3), shard)
+    built = make_stacked(expert, 4, 6, 2, "gelu", True, shard, device=device)
+    if device == "cpu":
+        torch.manual_seed(0)
+        initialise(built, first_expert=1)
+    assert (cut.num_local_experts, cut.shard, cut.shapes()) == (2, shard, built.shapes())
+    for (name, mine), theirs in zip(cut.named_parameters(), built.parameters(), strict=True):
+        assert mine.shape == theirs.shape and is_expert(mine), name
+        assert mine.is_meta == (device == "meta") and (mine.is_meta or torch.equal(mine, theirs)), name

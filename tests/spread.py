@@ -26,5 +26,16 @@ def spread(*axes: Sequence[Any], every: int) -> list[Any]:
 
 
 def named(value: Any) -> str | None:
-    """For parametrize's ``ids``: restore pairs by their names, all else as pytest does."""
-    return str(value) if isinstance(value, Restore) else None
+    """For parametrize's ``ids``: restore pairs and options by what they are called, all else as pytest does.
+    Never by an address: workers must collect the same names."""
+    return _shown(value) if isinstance(value, Restore | dict) else None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={_shown(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if value is None or isinstance(value, bool | int | float | str | Restore):
+        return str(value)
+    return str(getattr(value, "__name__", type(value).__name__))

@@ -46,6 +46,8 @@ def one_rank_cases() -> Iterator[Any]:
             arguments: dict[str, Any] = {}
             for (names, _), value in zip(tables, row, strict=True):
                 split = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
+                if isinstance(value, type(pytest.param())):  # one row of `spread`, slow or not
+                    value = value.values if len(split) > 1 else value.values[0]
                 arguments.update(zip(split, value if len(split) > 1 else (value,), strict=True))
             if arguments.get("world") == 1 and arguments.keys() == inspect.signature(test).parameters.keys():
                 shown = "-".join(f"{k}={v}" for k, v in arguments.items() if k != "world")

@@ -25,6 +25,7 @@ from pmoe.pipeline.engine import recording
 from pmoe.pipeline.padded import Splits, make_padding
 from pmoe.planner.restore import ALL_PAIRS
 from tests.reference import relative_error
+from tests.spread import named
 
 M, H, E = 6, 10, 4
 
@@ -110,7 +111,7 @@ def test_every_restore_pair_equals_the_layer_without_padding(pair: pmoe.Restore)
         {"gate": "random"},
         {"gate": "noisy_topk", "z_loss_weight": 0.1},
     ],
-    ids=str,
+    ids=named,
 )
 def test_other_options_equal_the_layer_without_padding(
     options: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -294,7 +295,7 @@ def test_copies_have_agreed_on_nothing() -> None:
         ({"fused": True}, r"kernels are fused \(fused=True\)"),
         ({"fused": "auto"}, r"kernels are fused \(fused='auto'\)"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_padding_cannot_be_combined_with_is_named(options: dict[str, Any], match: str) -> None:
     make(**options)
@@ -396,7 +397,7 @@ def alone_on_cpu(patch: pytest.MonkeyPatch) -> None:
         ({"gate": "sigmoid"}, "the gate is a SigmoidGate"),
         ({"bypass_local": False}, "rows are sent to this rank itself"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_call_that_reads_row_counts_cannot_be_captured(
     capturing: Any, options: dict[str, Any], match: str

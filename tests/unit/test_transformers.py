@@ -28,6 +28,7 @@ from pmoe.experts.borrowed import (
     BorrowedSwiGLU,
     NormedExperts,
 )
+from tests.spread import named
 from tests.tiny_transformers import MODELS, batch, gradients, make_model, randomise, relative
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports transformers, which takes its time
@@ -392,7 +393,7 @@ def test_stats_name_the_layers_of_a_model_by_its_experts_modules() -> None:
             r"memory_budget \('1GiB'\) must be left out where rows travel once",
         ),
     ],
-    ids=str,
+    ids=named,
 )
 def test_options_are_checked_when_they_are_given(options: dict[str, Any], error: str) -> None:
     integration.configure(pipeline=2)

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 GROUP_TIMEOUT_SECONDS = 20
+MOST_GROUPS = 24
+"""Process groups that a rank may hold before new ranks take its place: gloo wakes a thread of each a hundred
+times a second, and hundreds of them leave no time for anything else."""
 
 
 def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: float) -> None:
@@ -28,11 +31,12 @@ def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: f
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
-    pipe.send(("ready", None))
+    pipe.send(("ready",))
     while (job := pipe.recv()) is not None:
         function, args = job
         try:
-            pipe.send(("ok", function(rank, world, *args)))
+            value = function(rank, world, *args)
+            pipe.send(("ok", value, len(dist.distributed_c10d._world.pg_map)))
         except BaseException:
             pipe.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
 
@@ -49,7 +53,7 @@ class Pool:
             "forkserver"
         )  # fork hangs after a threaded product in the parent
         context.set_forkserver_preload(["torch", "torch.distributed"])
-        self.world, self.usable = world, True
+        self.world, self.usable, self.num_groups = world, True, 1
         self.processes, self.pipes = [], []
         init_file = os.path.join(tempfile.mkdtemp(prefix="pmoe-pool-"), "rendezvous")
         for rank in range(world):
@@ -76,12 +80,14 @@ class Pool:
         try:
             if not pipe.poll(max(0.0, timeout)):
                 raise AssertionError(f"rank {rank}: no answer in {timeout:.0f} s")
-            kind, value = pipe.recv()
+            kind, *answer = pipe.recv()
         except EOFError:
             process.join(5)
             raise AssertionError(f"rank {rank}: died with exit code {process.exitcode}") from None
         if kind == "error":
-            raise AssertionError(value)
+            raise AssertionError(*answer)
+        value, num_groups = answer or (None, 1)
+        self.num_groups = max(self.num_groups, num_groups)
         return value
 
     def _answers(self, timeout: float) -> list[Any]:
@@ -107,6 +113,8 @@ _pools: dict[int, Pool] = {}
 
 def ranks(world: int) -> Pool:
     """The pool of ``world`` ranks that all tests of this run share."""
+    if world in _pools and _pools[world].num_groups > MOST_GROUPS:
+        _pools[world].stop()
     if world not in _pools or not _pools[world].usable:
         _pools[world] = Pool(world)
     return _pools[world]

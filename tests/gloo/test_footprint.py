@@ -17,7 +17,7 @@ from pmoe.pipeline.buffers import Arena
 from pmoe.planner.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.pool import ranks
-from tests.spread import spread
+from tests.spread import named, spread
 
 D_MODEL, D_HIDDEN, TOKENS = 64, 256, 1024
 
@@ -70,9 +70,7 @@ def exact_job(rank: int, world: int, pair: pmoe.Restore, n: int) -> tuple[float,
     return predicted.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
 
 
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+@pytest.mark.parametrize("pair, world, n", spread(ALL_PAIRS, [2, 4], [1, 4], every=3), ids=named)
 def test_the_peak_on_every_rank_is_within_two_percent_of_the_prediction(
     pair: pmoe.Restore, world: int, n: int
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 import pmoe
 from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.allocated import Allocated
+from tests.spread import named, spread
 
 TOKENS, D_MODEL, D_HIDDEN = 2048, 128, 512
 
@@ -52,20 +53,19 @@ def test_the_peak_of_a_step_is_within_two_percent_of_the_prediction(pair: pmoe.R
     assert bound.peak >= found.peak
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"expert": "swiglu"},
-        {"top_k": 2, "bias": False},
-        {"capacity_factor": 0.75},
-        {"pipeline": 2, "pipeline_backward": 4},
-        {"pipeline": 4, "pipeline_backward": 1},
-        {"dtype": torch.float64},
-        {"activation": "relu", "num_experts": 1},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("pair", [KEEP, *STRATEGIES.values()], ids=str)
+OTHERS: list[dict[str, Any]] = [
+    {"expert": "swiglu"},
+    {"top_k": 2, "bias": False},
+    {"capacity_factor": 0.75},
+    {"pipeline": 2, "pipeline_backward": 4},
+    {"pipeline": 4, "pipeline_backward": 1},
+    {"dtype": torch.float64},
+    {"activation": "relu", "num_experts": 1},
+]
+CHEAPEST = [KEEP, *STRATEGIES.values()]
+
+
+@pytest.mark.parametrize("pair, options", spread(CHEAPEST, OTHERS, every=2), ids=named)
 def test_other_layers_are_predicted_as_well(pair: pmoe.Restore, options: dict[str, Any]) -> None:
     layer = build(**{"pipeline": 4, "memory_reuse": pair, **options})
     found = measured(layer)
@@ -146,8 +146,7 @@ UNUSUAL = [
 ]
 
 
-@pytest.mark.parametrize("options", UNUSUAL, ids=str)
-@pytest.mark.parametrize("pair", [KEEP, *STRATEGIES.values()], ids=str)
+@pytest.mark.parametrize("pair, options", spread(CHEAPEST, UNUSUAL, every=2), ids=named)
 def test_no_layer_takes_more_than_its_bound_or_its_budget(
     pair: pmoe.Restore, options: dict[str, Any]
 ) -> None:

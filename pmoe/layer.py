@@ -823,8 +823,7 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
         once_FP = count_rows(rank_TK, carries_TK, layer.num_bins, layer.grid.across.size, tokens)
 
     def sort(n: int, pieces: int) -> Ordered:
-        end = layer.first_expert + layer.num_local_experts if modules.stages.local else layer.first_expert
-        stay = LocalExperts(layer.first_expert, end)
+        stay = _staying(layer, modules.stages)
         slots = sort_rows(expert_TK, keep_TK, n, layer.num_experts, stay, pieces, tokens)
         if rank_TK is None:
             return Ordered(slots=slots, sent=slots)
@@ -1037,8 +1036,7 @@ def _forward_padded(layer: MoELayer, x: Tensor, token_ids: Tensor | None, decisi
         layer.ranks.size, device, max_tokens=-(-splits.num_rows // top_k), needs_grad=call.needs_grad
     )
     modules, tokens, expert_N1 = layer.modules_of_plan, Tokens(splits.num_rows), splits.expert_of_rows(device)
-    end = layer.first_expert + layer.num_local_experts if modules.stages.local else layer.first_expert
-    stay = LocalExperts(layer.first_expert, end)
+    stay = _staying(layer, modules.stages)
 
     def sort(n: int) -> Ordered:
         slots = sort_rows(expert_N1, None, n, layer.num_experts, stay, layer.num_pieces(n), tokens)
@@ -1097,6 +1095,11 @@ def _piped(
         plan = plan_for(backward, backward, call.restore)
     forward = comet.forward_by(call, shared.recv_device)
     return plan, run_experts(plan, inputs, needs_grad=True, forward=forward)
+
+
+def _staying(layer: MoELayer, stages: Stages) -> LocalExperts:
+    """The experts whose rows of this rank's do not travel."""
+    return LocalExperts(layer.first_expert, layer.first_expert + layer.num_local_experts * stages.local)
 
 
 def _how_it_ran(

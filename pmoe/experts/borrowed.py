@@ -47,9 +47,13 @@ class Stacks:
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     def stand_ins(self) -> Stacks:
-        """Tensors of the same shapes, type and device that hold no memory and nobody's parameter."""
-        made = {name: each.new_empty(()).expand(each.shape) for name, each in self.named.items()}
+        made = {name: _stand_in(each) for name, each in self.named.items()}
         return Stacks(**made, transposed=self.transposed)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """One of the same shape, type and device that holds no memory and is nobody's parameter."""
+    return tensor.new_empty(()).expand(tensor.shape)
 
 
 class BorrowedExperts(StackedExperts):
@@ -228,9 +232,7 @@ class NormedExperts(Experts):
     def returned(self) -> Experts:
         inner = self.inner.returned()
         assert isinstance(inner, BorrowedExperts)
-        return NormedExperts(
-            inner, None, [each.new_empty(()).expand(each.shape) for each in self.norm_parameters]
-        )
+        return NormedExperts(inner, None, [_stand_in(each) for each in self.norm_parameters])
 
     def compute(
         self,
@@ -275,13 +277,10 @@ class NormedExperts(Experts):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
     ) -> Hidden:
-        joined = []
-        for i, like in enumerate(parts[0][0].tensors):
-            whole = like.new_empty(num_rows, like.shape[1])
-            for part, runs in parts:
-                for there, here in runs:
-                    whole[here].copy_(part.tensors[i][there], non_blocking=True)
-            joined.append(whole)
+        joined = list[Tensor]()
+        for i in range(len(parts[0][0].tensors)):
+            of_one = [(Hidden(tensors=[part.tensors[i]]), runs) for part, runs in parts]
+            joined += self.inner.join(of_one, num_rows).tensors
         return Hidden(tensors=joined, expendable=True)
 
     def input_gradient(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.comm.flat import FlatAllToAll
-from pmoe.pipeline import Lane
+from pmoe.pipeline import Lane, alone
 from pmoe.pipeline.buffers import DevicePool
 from pmoe.pipeline.lanes import Action, CudaLanes
 from pmoe.pipeline.schedule import Task
@@ -250,6 +250,28 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         return take(self, elements, like).fill_(float("nan"))
 
     monkeypatch.setattr(DevicePool, "take", poisoned)
+
+
+# ---- the path of one rank's kernels --------------------------------------------------------------------
+
+
+def measure_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Which of two ways computes a product is for the test to say; no file of measurements is written."""
+    for module in ("pmoe.pipeline.alone", "pmoe.layer"):
+        patch.setattr(f"{module}.settle_products", lambda *_, **__: None)
+
+
+def count_alone(patch: pytest.MonkeyPatch) -> list[str]:
+    """Gets one entry for each call by that path."""
+    calls: list[str] = []
+    run = alone.run
+
+    def counted(*args: Any) -> alone.Result:
+        calls.append("alone")
+        return run(*args)
+
+    patch.setattr(alone, "run", counted)
+    return calls
 
 
 # ---- host synchronisations ---------------------------------------------------------------------------

@@ -25,8 +25,10 @@ from tests.gpu.support import (
     AUX,
     DEVICE,
     NEEDS_GPU,
+    count_alone,
     make_batch,
     make_layer,
+    measure_nothing,
     plain_step,
     poison_memory,
     relative_norm,
@@ -50,16 +52,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {why}")
         pytest.fail(why)
-    calls: list[str] = []
-    run = alone.run
-
-    def counted(*args: Any) -> alone.Result:
-        calls.append("alone")
-        return run(*args)
-
-    monkeypatch.setattr(alone, "run", counted)
-    for module in ("pmoe.pipeline.alone", "pmoe.layer"):
-        monkeypatch.setattr(f"{module}.settle_products", lambda *_, **__: None)
+    calls = count_alone(monkeypatch)
+    measure_nothing(monkeypatch)
     with warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message="pmoe")  # a fall to PyTorch's operations is told
         yield calls

@@ -25,6 +25,7 @@ from tests.gpu.support import (
     DEVICE,
     NEEDS_GPU,
     make_batch,
+    measure_nothing,
     plain_step,
     poison_memory,
     step,
@@ -56,8 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         launch(self, kernel, *args, **options)
 
     monkeypatch.setattr(comet.Ranks, "launch", counted)
-    for module in ("pmoe.pipeline.alone", "pmoe.layer"):
-        monkeypatch.setattr(f"{module}.settle_products", lambda *_, **__: None)
+    measure_nothing(monkeypatch)
     with warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message="pmoe")
         yield found

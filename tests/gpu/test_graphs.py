@@ -17,8 +17,16 @@ from torch import Tensor, nn
 import pmoe
 from pmoe.experts.products import PMOE, PRODUCTS
 from pmoe.kernels import grouped_gemm, permute
-from pmoe.pipeline import alone
-from tests.gpu.support import AUX, DEVICE, NEEDS_GPU, make_batch, make_layer, synchronisations
+from tests.gpu.support import (
+    AUX,
+    DEVICE,
+    NEEDS_GPU,
+    count_alone,
+    make_batch,
+    make_layer,
+    measure_nothing,
+    synchronisations,
+)
 
 pytestmark = NEEDS_GPU
 
@@ -137,16 +145,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     why = grouped_gemm.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
     if why is not None:
         pytest.fail(why)
-    calls: list[str] = []
-    run = alone.run
-
-    def counted(*args: Any) -> alone.Result:
-        calls.append("alone")
-        return run(*args)
-
-    monkeypatch.setattr(alone, "run", counted)
-    for module in ("pmoe.pipeline.alone", "pmoe.layer"):
-        monkeypatch.setattr(f"{module}.settle_products", lambda *_, **__: None)
+    calls = count_alone(monkeypatch)
+    measure_nothing(monkeypatch)
     with PRODUCTS.forcing(PMOE):
         yield calls
 

@@ -16,7 +16,16 @@ import pmoe
 from pmoe.experts.products import PMOE, PRODUCTS
 from pmoe.kernels import grouped_gemm
 from pmoe.pipeline import alone
-from tests.gpu.support import AUX, DEVICE, NEEDS_GPU, make_batch, make_layer, synchronisations
+from tests.gpu.support import (
+    AUX,
+    DEVICE,
+    NEEDS_GPU,
+    count_alone,
+    make_batch,
+    make_layer,
+    measure_nothing,
+    synchronisations,
+)
 
 pytestmark = NEEDS_GPU
 
@@ -28,17 +37,9 @@ PATHS = ["alone", "chunks"]
 def taking(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """All calls go by the path of one rank's kernels, where nothing is measured, or none do; those that do
     are told."""
-    calls: list[str] = []
-    run = alone.run
-
-    def counted(*args: Any) -> alone.Result:
-        calls.append("alone")
-        return run(*args)
-
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr(alone, "run", counted)
-        for module in ("pmoe.pipeline.alone", "pmoe.layer"):
-            patch.setattr(f"{module}.settle_products", lambda *_, **__: None)
+        calls = count_alone(patch)
+        measure_nothing(patch)
         if path == "alone":
             assert grouped_gemm.path(DEVICE)[1] is None
             stack.enter_context(PRODUCTS.forcing(PMOE))

@@ -23,6 +23,7 @@ from torch import nn
 from pmoe.comm.counts import Shared, at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
+from pmoe.layer.memory import check_predictable
 from pmoe.pipeline.buffers import pool
 from pmoe.pipeline.engine import Journal
 from pmoe.pipeline.exposed import Overlap, overlap
@@ -245,7 +246,7 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[Memory | None, str]:
     counts: Shared | None = layer.row_counts
     assert counts is not None
     try:
-        layer._check_predictable("row_counts", None)  # its message is without the counts
+        check_predictable(layer, "row_counts", None)  # its message is without the counts
         found = layer.predict_memory(
             ran.num_tokens,
             replace(counts, depth={}),  # the chunks are those that were cut

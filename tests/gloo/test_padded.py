@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
-import pmoe.layer as layers
+import pmoe.layer.forward as layers
 from pmoe.pipeline import lanes, padded
 from pmoe.planner.restore import ALL_PAIRS
 from tests.gloo import test_streams as streams
@@ -212,7 +212,7 @@ def capturing_job(rank: int, world: int) -> str:
     """What a layer that is not padded says, before anything travels. The padded one says nothing."""
     plain, layer = build(world), build(world, pad_to_capacity=True)
     expected = layer(tokens(rank))
-    with mock.patch.object(layers, "_is_capturing", lambda _: True):
+    with mock.patch.object(layers, "is_capturing", lambda _: True):
         with pytest.raises(RuntimeError) as raised, counted_collectives() as calls:
             plain(tokens(rank))
         assert not calls and torch.equal(layer(tokens(rank)), expected)

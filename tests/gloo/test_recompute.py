@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe import layer as layer_module
+from pmoe.layer import run as layer_run
 from pmoe.pipeline import comet
 from pmoe.pipeline.comet_plain import plain_steps
 from pmoe.pipeline.decide import Choice
@@ -172,7 +172,7 @@ def choices_job(rank: int, world: int) -> None:
         n = (1, 4, 2, 8)[chosen % 4]
         return Choice(forward=n, backward=n, restore=ALL_PAIRS[chosen % 9])
 
-    original, layer_module._choose = layer_module._choose, choose
+    original, layer_run.choose = layer_run.choose, choose
     try:
         y, l_aux = checkpoint(block, x, **FROZEN)
         assert chosen == 2
@@ -180,7 +180,7 @@ def choices_job(rank: int, world: int) -> None:
         (y.square().sum() + AUX * l_aux).backward()
         assert chosen == 3
     finally:
-        layer_module._choose = original
+        layer_run.choose = original
 
 
 def test_nothing_is_chosen_anew() -> None:

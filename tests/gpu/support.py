@@ -257,7 +257,7 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_nothing(patch: pytest.MonkeyPatch) -> None:
     """Which of two ways computes a product is for the test to say; no file of measurements is written."""
-    for module in ("pmoe.pipeline.alone", "pmoe.layer"):
+    for module in ("pmoe.pipeline.alone", "pmoe.layer.run"):
         patch.setattr(f"{module}.settle_products", lambda *_, **__: None)
 
 

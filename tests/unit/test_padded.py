@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-import pmoe.layer as layers
+import pmoe.layer.forward as layers
 from pmoe.ordering.capacity import within_capacity
 from pmoe.pipeline import alone
 from pmoe.pipeline.callbacks import Callback
@@ -374,7 +374,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
     @contextlib.contextmanager
     def captured(gate: nn.Module | None = None) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "_is_capturing", lambda _: True)
+            patch.setattr(layers, "is_capturing", lambda _: True)
             if gate is not None:
                 patch.setattr(gate, "forward", lambda *_: pytest.fail("the gate was run"))
             yield

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import (
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe import layer as layer_module
 from pmoe.gates import GATES
+from pmoe.layer import run as layer_run
 from pmoe.pipeline import alone, comet, recompute
 from pmoe.pipeline.comet_plain import PlainSteps
 from pmoe.planner.restore import ALL_PAIRS
@@ -693,7 +693,7 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
         if len(measured) < 3:
             measured.append(torch.ones(3, 2) @ torch.ones(2, 4))
 
-    monkeypatch.setattr(layer_module, "settle_products", measure)
+    monkeypatch.setattr(layer_run, "settle_products", measure)
     if name == "alone":
         monkeypatch.setattr(alone, "kernel_refusal", measure)
     block = Block(build(**OPTIONS.get(name, {})))

@@ -14,6 +14,7 @@ from torch import Tensor
 from pmoe.comm.counts import CountsExchange, FaultError, Shared
 from pmoe.gates.base import at_least_float32
 from pmoe.gates.logits import router_logits
+from pmoe.layer.alike import check_alike
 from pmoe.layer.alone import alone_refusal, forward_alone
 from pmoe.layer.capture import check_capturable, is_capturing
 from pmoe.layer.choose import ask_slots
@@ -38,6 +39,10 @@ def forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     if is_capturing(x):
         check_capturable(layer, x)
     decisions = recompute.decisions_of(layer, OF_LAST_CALL)
+    if layer.ranks.size > 1 and not layer._is_compared:
+        with recompute.unseen():
+            check_alike(layer)
+        layer._is_compared = True
     if layer.pad_to_capacity:
         return forward_padded(layer, x, token_ids, decisions)
     fuses = decisions.once("may_fuse", lambda: may_fuse(layer, x))

@@ -148,7 +148,7 @@ class MoELayer(nn.Module):
             pad_to_capacity those that travelled, padding among them.
         ran: how the last forward was computed (`pmoe.pipeline.ran.Ran`); `pmoe.stats` tells it with all else.
         traffic: bytes this rank has sent to others since the layer was built; what fused kernels write to
-            other ranks is not counted.
+            other ranks is not counted, nor what is compared or agreed once.
 
     Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), or (E / W, 2H, M) for "swiglu", gate
     rows first; ``experts.w2`` (E / W, M, H); ``experts.b1``, ``experts.b2``. Experts' parameters carry
@@ -247,6 +247,7 @@ class MoELayer(nn.Module):
         self.l_aux = None
         self._counted: Counted | None = None
         self._agreed: frozenset[padded.Call] = frozenset()
+        self._is_compared = False
         self.ran: Ran | None = None
         self.traffic = Traffic()
         self.gradients: Gradients | None = None  # set by `pmoe.GradientReducer`
@@ -343,7 +344,7 @@ class MoELayer(nn.Module):
         self._take_place()
         self.experts.keep(slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard)
         self._chooser = self._table = self._solver = self._counted = self.l_aux = self.ran = None
-        self._agreed = frozenset()
+        self._agreed, self._is_compared = frozenset(), False
 
     @property
     def _is_meta(self) -> bool:
@@ -559,7 +560,7 @@ class MoELayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The last loss is attached to a graph, which neither copies nor pickles; the rest is found again.
         found_again = dict.fromkeys(("l_aux", "_table", "_chooser", "_solver", "gradients"))
-        return {**self.__dict__, **found_again, "_agreed": frozenset()}
+        return {**self.__dict__, **found_again, "_agreed": frozenset(), "_is_compared": False}
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "

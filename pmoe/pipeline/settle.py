@@ -105,13 +105,13 @@ def product_requests(
     return found
 
 
-def agree_among(ranks: Ranks, device: torch.device) -> Agree:
+def agree_among(ranks: Ranks, device: torch.device, *, stage: str = "agreeing on kernels") -> Agree:
     """By reductions on ``device``. RuntimeError naming stage and rank where a peer is missing."""
 
     def agree(values: Sequence[float]) -> list[float]:
         if ranks.size == 1:
             return list(values)
-        with at_stage("agreeing on kernels", ranks):
+        with at_stage(stage, ranks):
             agreed = torch.tensor(values, dtype=torch.float64, device=device)
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group)
             return [float(value) for value in agreed.tolist()]

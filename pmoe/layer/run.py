@@ -14,7 +14,8 @@ from pmoe.layer.plans import PlanFor
 from pmoe.layer.route import Routed
 from pmoe.layer.rows import autocast_dtype, cast_parameters
 from pmoe.pipeline import comet, recompute
-from pmoe.pipeline.passes import Inputs, run_experts
+from pmoe.pipeline.autograd import run_experts
+from pmoe.pipeline.passes import Inputs
 from pmoe.pipeline.plan import Plan
 from pmoe.pipeline.recompute import Decisions
 from pmoe.pipeline.settle import settle_products

@@ -40,8 +40,9 @@ from pmoe.kernels.comet import Journey, Steps
 from pmoe.kernels.registry import bucket, digest
 from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import LocalExperts, SortedRows, sort_rows
+from pmoe.pipeline.autograd import make_anchor
 from pmoe.pipeline.division import agreed, agreed_layer, layer_sizes
-from pmoe.pipeline.passes import Forwarded, ForwardPass, Inputs, Kept, Unit, make_anchor
+from pmoe.pipeline.passes import Forwarded, ForwardPass, Inputs, Kept, Unit
 from pmoe.pipeline.plan import Plan
 from pmoe.pipeline.settle import agree_among
 from pmoe.planner.division import Division, Sizes, kernel_shape

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from pmoe.comm.counts import FAULTS, Fault, FaultError
 from pmoe.gates.hash import hashed
-from pmoe.pipeline.passes import make_anchor
+from pmoe.pipeline.autograd import make_anchor
 
 V = TypeVar("V")
 

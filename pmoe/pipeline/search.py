@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
-from pmoe.pipeline.passes import Inputs, run_both
+from pmoe.pipeline.autograd import run_both
+from pmoe.pipeline.passes import Inputs
 from pmoe.pipeline.plan import Plan
 from pmoe.planner.granularity import Degrees, GranularitySearch
 

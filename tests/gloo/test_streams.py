@@ -41,7 +41,17 @@ from pmoe import MoELayer, Restore
 from pmoe.comm import flat, sharing, topology
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.pipeline import Lane, Schedule, engine, lanes, passes, rotation, schedule
+from pmoe.pipeline import (
+    Lane,
+    Schedule,
+    backward_pass,
+    engine,
+    forward_pass,
+    lanes,
+    passes,
+    rotation,
+    schedule,
+)
 from pmoe.pipeline.buffers import HostPool, pool
 from pmoe.pipeline.lanes import Action, CudaLanes
 from pmoe.pipeline.schedule import Task, link
@@ -365,15 +375,24 @@ def link_without_slots(tasks: list[Task], slots: dict[str, str]) -> tuple[Task, 
     return link(tasks)
 
 
+@contextlib.contextmanager
+def holding(hold: Any) -> Iterator[None]:
+    """Both passes hold modules' tensors for the copy lanes by ``hold``."""
+    with (
+        mock.patch.object(forward_pass, "hold_for", hold),
+        mock.patch.object(backward_pass, "hold_for", hold),
+    ):
+        yield
+
+
 def hold_whole_tensors() -> contextlib.AbstractContextManager[Any]:
     """What a module saves is held for the copy where it is a tensor of its own, not where it is a part."""
-    hold_for = passes.hold_for
 
     def hold(stream: Any, tensor: Tensor) -> None:
         if tensor.nbytes == tensor.untyped_storage().nbytes():
-            hold_for(stream, tensor)
+            lanes.hold_for(stream, tensor)
 
-    return mock.patch.object(passes, "hold_for", hold)
+    return holding(hold)
 
 
 def nothing(*args: Any) -> None:
@@ -407,7 +426,7 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "host memory is handed out too early": lambda: mock.patch.object(
         CudaLanes, "_await_readers_of_the_host", nothing
     ),
-    "modules' tensors are not held": lambda: mock.patch.object(passes, "hold_for", nothing),
+    "modules' tensors are not held": lambda: holding(nothing),
     "parts of modules' tensors are not held": hold_whole_tensors,
     "messages end unseen": lambda: mock.patch.object(Message, "wait", lambda self: self.work.wait()),
 }

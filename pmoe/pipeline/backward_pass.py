@@ -15,10 +15,9 @@ from torch import Tensor
 
 from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
-from pmoe.pipeline import callbacks
+from pmoe.pipeline import callbacks, lanes
 from pmoe.pipeline.buffers import copy
 from pmoe.pipeline.callbacks import Passed
-from pmoe.pipeline.lanes import current_stream, hold_for
 from pmoe.pipeline.passes import SHARED, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.pipeline.plan import Joined, Plan
 from pmoe.pipeline.schedule import Kind
@@ -60,7 +59,7 @@ class Backward(Pass):
         self.shared_pending: Any = None
         self.grad_shared_weight: Tensor | None = None
         self.grad_hooks: list[Tensor | None] = [None] * len(given.inputs.hook_parameters)
-        self.compute_stream = current_stream(grad_TM)
+        self.compute_stream = lanes.current_stream(grad_TM)
         self.rows: dict[Unit, Tensor] = {}
         self.hidden: dict[Unit, Hidden] = {}
         self.pending: dict[Unit, Any] = {}
@@ -254,7 +253,9 @@ class Backward(Pass):
     def _fetched(self, tensor: Tensor) -> Tensor:
         here = torch.empty_like(tensor, device=self.source_TM.device)
         copy(here, tensor)
-        hold_for(self.compute_stream, here)  # the copy lane made it, the compute lane reads and frees it
+        lanes.hold_for(
+            self.compute_stream, here
+        )  # the copy lane made it, the compute lane reads and frees it
         return here
 
     def rows_of(self, unit: Unit) -> Tensor:

@@ -12,10 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.pipeline import callbacks
+from pmoe.pipeline import callbacks, lanes
 from pmoe.pipeline.buffers import HostMemoryError, aligned, copy, pool, warn_once
 from pmoe.pipeline.callbacks import Passed
-from pmoe.pipeline.lanes import current_stream, hold_for
 from pmoe.pipeline.passes import SHARED, Forwarded, Inputs, Kept, Pass, Unit, both, split_by_chunk
 from pmoe.pipeline.plan import Plan
 from pmoe.pipeline.schedule import Kind
@@ -245,7 +244,7 @@ class Forward(Pass):
             for target, tensor in self.leaving_device.pop((kind, i), ()):
                 if not self.arena.owns(tensor):
                     # A module's own, or a part of it: made on the compute lane, and freed once this returns.
-                    hold_for(current_stream(tensor), tensor)
+                    lanes.hold_for(lanes.current_stream(tensor), tensor)
                 copy(target, tensor)
 
         return act

@@ -44,9 +44,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.pipeline import (
     Lane,
     Schedule,
-    backward_pass,
     engine,
-    forward_pass,
     lanes,
     passes,
     rotation,
@@ -330,8 +328,8 @@ def watching() -> Iterator[Watch]:
         mock.patch.object(sharing, "all_to_all", watched_message),
         mock.patch.object(topology, "all_to_all", watched_message),
         mock.patch.object(HostPool, "take", watched_take),
-        mock.patch.object(passes, "current_stream", lambda tensor: watch.current),
-        mock.patch.object(passes, "hold_for", watch.hold_for),
+        mock.patch.object(lanes, "current_stream", lambda tensor: watch.current),
+        mock.patch.object(lanes, "hold_for", watch.hold_for),
         watch,
     ):
         yield watch
@@ -375,24 +373,16 @@ def link_without_slots(tasks: list[Task], slots: dict[str, str]) -> tuple[Task, 
     return link(tasks)
 
 
-@contextlib.contextmanager
-def holding(hold: Any) -> Iterator[None]:
-    """Both passes hold modules' tensors for the copy lanes by ``hold``."""
-    with (
-        mock.patch.object(forward_pass, "hold_for", hold),
-        mock.patch.object(backward_pass, "hold_for", hold),
-    ):
-        yield
-
-
 def hold_whole_tensors() -> contextlib.AbstractContextManager[Any]:
     """What a module saves is held for the copy where it is a tensor of its own, not where it is a part."""
 
+    hold_for = lanes.hold_for
+
     def hold(stream: Any, tensor: Tensor) -> None:
         if tensor.nbytes == tensor.untyped_storage().nbytes():
-            lanes.hold_for(stream, tensor)
+            hold_for(stream, tensor)
 
-    return holding(hold)
+    return mock.patch.object(lanes, "hold_for", hold)
 
 
 def nothing(*args: Any) -> None:
@@ -426,7 +416,7 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "host memory is handed out too early": lambda: mock.patch.object(
         CudaLanes, "_await_readers_of_the_host", nothing
     ),
-    "modules' tensors are not held": lambda: holding(nothing),
+    "modules' tensors are not held": lambda: mock.patch.object(lanes, "hold_for", nothing),
     "parts of modules' tensors are not held": hold_whole_tensors,
     "messages end unseen": lambda: mock.patch.object(Message, "wait", lambda self: self.work.wait()),
 }

@@ -20,7 +20,7 @@ from pmoe.pipeline import (
     backward_schedule,
     engine,
     forward_schedule,
-    passes,
+    lanes,
     recording,
     rotation,
 )
@@ -339,7 +339,7 @@ def test_what_modules_save_is_held_until_it_is_copied(monkeypatch: pytest.Monkey
     layer = make_layer(**options)
     slow_copies(monkeypatch, LONG, Lane.COPY_OUT, behind=poison_memory)
     if planted:
-        monkeypatch.setattr(passes, "hold_for", lambda stream, tensor: None)
+        monkeypatch.setattr(lanes, "hold_for", lambda stream, tensor: None)
     check_planted(layer, planted, expert=options["expert"])
 
 

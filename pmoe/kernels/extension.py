@@ -12,9 +12,11 @@ Its versions (90 is 9.0) tell code that nvcc compiled from what the driver made 
 
 from __future__ import annotations
 
+import collections
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -118,7 +120,7 @@ class Status:
     def __str__(self) -> str:
         if self.built:
             lines = [f"CUDA kernels: {len(self.kernels)}, built for {self.archs} by nvcc {self.nvcc}"]
-            names = ", ".join(self.kernels)
+            names = ", ".join(_by_operation(self.kernels))
             lines += textwrap.wrap(names, 110, initial_indent="  ", subsequent_indent="  ")
             lines.append(f"NVSHMEM: {self.nvshmem or 'not built in, its headers were not found'}")
         else:
@@ -132,6 +134,13 @@ class Status:
                 lines.append(f"  no kernel runs: {device.reason}")
             lines += _kernel_lines(device.kernels)
         return "\n".join(lines)
+
+
+def _by_operation(kernels: tuple[str, ...]) -> list[str]:
+    """Example: "route.8", "route.16", "permute" -> "permute", "route (2)"."""
+    variant = re.compile(r"\.(sm_\w+|bf16|fp16|fp32|\d+)(\.|$)")
+    count = collections.Counter(variant.split(name, maxsplit=1)[0] for name in kernels)
+    return [name if times == 1 else f"{name} ({times})" for name, times in sorted(count.items())]
 
 
 def _kernel_lines(kernels: tuple[Kernel, ...]) -> list[str]:

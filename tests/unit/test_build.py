@@ -550,6 +550,19 @@ def test_status_lists_every_kernel_of_every_device(monkeypatch: pytest.MonkeyPat
     assert "no kernel runs: pmoe._cuda: cudaSetDevice" in str(found)
 
 
+def test_the_page_names_operations_and_counts_their_variants() -> None:
+    names = ("permute.bf16", "permute.fp32", "permute.weighted.fp16", "route.8", "gemm.sm_90a.bf16", "await")
+    page = str(
+        extension.Status(
+            built=True, reason=None, archs="sm_80", nvcc="13", kernels=names, devices=(), no_devices="why"
+        )
+    )
+    assert page.splitlines()[:2] == [
+        "CUDA kernels: 6, built for sm_80 by nvcc 13",
+        "  await, gemm, permute (2), permute.weighted, route",
+    ]
+
+
 def test_status_without_a_device_names_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = status()

@@ -6,18 +6,20 @@ Letters: T tokens, K choices, E experts, M = d_model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pmoe.gates.arguments import check_normalize, check_not_negative, check_sizes, router_weight
-from pmoe.gates.base import Gate, Routing
+from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
+from pmoe.gates.router import TopKRouter
 from pmoe.gates.selection import largest
 
 
-class NoisyTopKGate(Gate):
+class NoisyTopKGate(TopKRouter):
     """H = x weight^T + N(0, 1) * softplus(x noise_weight^T), and Softmax(KeepTopK(H, k)): a softmax over the
     k largest of H, ties to the lowest expert index. There is noise in training mode only.
 
@@ -48,14 +50,10 @@ class NoisyTopKGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes(d_model, num_experts, top_k)
-        check_normalize(normalize)
-        check_not_negative(z_loss_weight=z_loss_weight)
-        self.top_k = top_k
-        self.normalize = top_k > 1 if normalize is None else normalize
-        self.z_loss_weight = z_loss_weight
-        self.weight = router_weight(num_experts, d_model, device, dtype)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            d_model, num_experts, top_k, normalize=normalize, z_loss_weight=z_loss_weight, **options
+        )
         self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
 
     def forward(self, x_TM: Tensor) -> Routing:
@@ -77,6 +75,3 @@ class NoisyTopKGate(Gate):
         both_XM = torch.cat([self.weight, self.noise_weight])  # one product reads the tokens once
         clean_TE, deviation_TE = router_logits(x_TM, both_XM).chunk(2, dim=-1)
         return clean_TE + torch.randn_like(clean_TE) * F.softplus(deviation_TE)
-
-    def extra_repr(self) -> str:
-        return f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.gates.arguments import check_normalize, check_not_negative, check_sizes, router_weight
-from pmoe.gates.base import Gate, Routing
+from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
+from pmoe.gates.router import TopKRouter
 from pmoe.gates.selection import largest
 
 
@@ -22,7 +22,7 @@ def sigmoid_shares(logits_TE: Tensor) -> Tensor:
     return F.logsigmoid(logits_TE).softmax(-1)
 
 
-class SigmoidGate(Gate):
+class SigmoidGate(TopKRouter):
     """The top_k largest x . w_e, ties to the lowest expert index, with sigmoid(x . w_e) as the weight (FSMoE,
     section 2.1).
 
@@ -38,23 +38,7 @@ class SigmoidGate(Gate):
     Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        num_experts: int,
-        top_k: int = 1,
-        *,
-        normalize: bool | None = None,
-        z_loss_weight: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        check_sizes(d_model, num_experts, top_k)
-        check_normalize(normalize)
-        check_not_negative(z_loss_weight=z_loss_weight)
-        self.top_k, self.normalize, self.z_loss_weight = top_k, bool(normalize), z_loss_weight
-        self.weight = router_weight(num_experts, d_model, device, dtype)
+    normalizes = False
 
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):
@@ -64,6 +48,3 @@ class SigmoidGate(Gate):
             weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
             l_aux = router_loss(sigmoid_shares(logits_TE), expert_TK, logits_TE, self.z_loss_weight)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
-
-    def extra_repr(self) -> str:
-        return f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"

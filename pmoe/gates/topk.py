@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.gates.arguments import check_normalize, check_not_negative, check_sizes, router_weight
-from pmoe.gates.base import Gate, Routing
+from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
+from pmoe.gates.router import TopKRouter
 from pmoe.gates.selection import largest, scaled
 
 
-class TopKGate(Gate):
+class TopKGate(TopKRouter):
     """Softmax over all experts, the top_k most probable ones: those with the largest logits, so that no
     rounding of a probability decides; ties to the lowest expert index.
 
@@ -26,26 +26,6 @@ class TopKGate(Gate):
 
     Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
     """
-
-    def __init__(
-        self,
-        d_model: int,
-        num_experts: int,
-        top_k: int = 1,
-        *,
-        normalize: bool | None = None,
-        z_loss_weight: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        check_sizes(d_model, num_experts, top_k)
-        check_normalize(normalize)
-        check_not_negative(z_loss_weight=z_loss_weight)
-        self.top_k = top_k
-        self.normalize = top_k > 1 if normalize is None else normalize
-        self.z_loss_weight = z_loss_weight
-        self.weight = router_weight(num_experts, d_model, device, dtype)
 
     def forward(self, x_TM: Tensor) -> Routing:
         return self._decide(x_TM)[0]
@@ -60,6 +40,3 @@ class TopKGate(Gate):
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
         routing = Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
         return routing, probability_TE
-
-    def extra_repr(self) -> str:
-        return f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"

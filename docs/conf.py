@@ -1,7 +1,7 @@
 """Builds the documentation site: make docs, or sphinx-build -W docs build/docs. Needs no network.
 
 Beside Markdown, Sphinx reads here the public names of pmoe and the help texts of its command, so that the
-reference cannot miss one, and draws the planner's pictures.
+reference cannot miss one, and runs `pmoe plan` for a page that it links to.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import pmoe  # noqa: E402
 from docs import pictures  # noqa: E402
 from pmoe import cli  # noqa: E402
 
-PICTURES = ROOT / "build" / "docs-pictures"
-"""Where pages look for pictures that are drawn now: nothing is written beside the sources."""
+PLAN = ROOT / "build" / "docs-plan" / "plan.html"
+"""Made by the build: nothing is written beside the sources."""
 
 project = "pmoe"
 author = "pmoe authors"
@@ -53,7 +53,7 @@ html_theme = "furo"
 html_title = f"pmoe {release}"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
-html_extra_path = [str(PICTURES / "plan.html")]
+html_extra_path = [str(PLAN)]
 html_show_copyright = html_copy_source = html_show_sourcelink = False
 html_show_sphinx = False
 
@@ -187,13 +187,16 @@ def command_helps() -> Iterator[tuple[str, str]]:
         yield name, parser.format_help()
 
 
-def draw_pictures(app: Sphinx, config: object) -> None:
-    pictures.write(PICTURES)
+def write_plan(app: Sphinx, config: object) -> None:
+    PLAN.parent.mkdir(parents=True, exist_ok=True)
+    PLAN.write_text(pictures.plan_page(), encoding="utf-8")
 
 
 def point_inside(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Links to files that are pages of the site, too, lead there."""
+    """Links to files that are pages of the site, too, lead there; so does the mention of one that is on the
+    site alone."""
     source[0] = re.sub(r"\((\.\./)*bench/results/README\.md", "(results.md", source[0])
+    source[0] = source[0].replace("the whole page is what", '<a href="plan.html">the whole page</a> is what')
 
 
 def read_sections(app: Sphinx, kind: str, name: str, each: object, options: object, lines: list[str]) -> None:
@@ -209,7 +212,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("command-help", CommandHelp)
     app.add_post_transform(LinkedPictures)
     app.add_post_transform(TableCells)
-    app.connect("config-inited", draw_pictures, priority=100)  # before html_extra_path is looked at
+    app.connect("config-inited", write_plan, priority=100)  # before html_extra_path is looked at
     app.connect("source-read", point_inside)
     app.connect("autodoc-process-docstring", read_sections)
     return {"parallel_read_safe": True}

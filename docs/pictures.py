@@ -1,8 +1,9 @@
 """Pictures of the documentation that the planner draws: simulated, of a machine that is assumed.
 
-    python docs/pictures.py build/docs-pictures
+    python docs/pictures.py docs
 
-The site's build does the same; it takes a few seconds.
+They are kept beside the pages, which must be whole where they are read without a build; a test notices where
+the planner would draw others. What `pmoe plan --html` writes is made when the site is built.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import contextlib
 import io
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
@@ -55,7 +58,9 @@ PLAN = [
     *("--d-model", "2048", "--d-hidden", "8192", "--num-experts", "64", "--top-k", "2"),
     *("--tokens", str(TOKENS), "--ranks", "8", "--dtype", "bfloat16", "--budget", BUDGET),
 ]
-NAMES = ("chunks.png", "pairs.png", "plan.png", "plan.html")
+NAMES = ("chunks.png", "pairs.png", "plan.png")
+NUM_COLOURS = 64
+"""Of a picture: a third of the bytes, and nothing that an eye would miss."""
 
 
 def shape() -> Shape:
@@ -81,20 +86,23 @@ def write(folder: Path) -> None:
     told = {str(each.restore): each.restore.strategy for each in pairs}
     named = {" ".join(filter(None, (pair, told[pair]))): each for pair, each in zip(told, pairs, strict=True)}
     draw_steps(folder / "pairs.png", {f"n = 4, {name}": each for name, each in named.items()})
-    draw_plan(folder)
-
-
-def draw_plan(folder: Path) -> None:
-    """What `pmoe plan --html` writes, and its first picture by itself."""
-    save(PROFILE, folder / "profile.json")
-    command = ["plan", *PLAN, "--profile", str(folder / "profile.json")]
-    with contextlib.redirect_stdout(io.StringIO()):
-        cli.main([*command, "--html", str(folder / "plan.html")])
-    (folder / "profile.json").unlink()
-    page = (folder / "plan.html").read_text(encoding="utf-8")
-    found = re.search(r'src="data:image/png;base64,([^"]+)"', page)
+    found = re.search(r'src="data:image/png;base64,([^"]+)"', plan_page())
     assert found is not None
     (folder / "plan.png").write_bytes(base64.b64decode(found[1]))
+    for name in NAMES:
+        with Image.open(folder / name) as picture:
+            small = picture.convert("RGB").quantize(NUM_COLOURS)
+        small.save(folder / name, optimize=True)
+
+
+def plan_page() -> str:
+    """What `pmoe plan --html` writes; plan.png is its first picture."""
+    with tempfile.TemporaryDirectory() as scratch:
+        profile, page = Path(scratch, "profile.json"), Path(scratch, "plan.html")
+        save(PROFILE, profile)
+        with contextlib.redirect_stdout(io.StringIO()):
+            cli.main(["plan", *PLAN, "--profile", str(profile), "--html", str(page)])
+        return page.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from PIL import Image
 
 import pmoe
 from docs import pictures
@@ -314,6 +315,35 @@ def test_pages_name_the_machine_that_their_pictures_assume() -> None:
     assert pictures.BUDGET.replace("GiB", " GiB") in text
 
 
+# ---- the pictures
+
+
+def difference(some: Path, other: Path) -> float:
+    """The mean of grey levels, of 255, by which two pictures differ: made small, for fonts may."""
+    grey = [Image.open(path).convert("L").resize((320, 160)).tobytes() for path in (some, other)]
+    return sum(abs(a - b) for a, b in zip(*grey, strict=True)) / len(grey[0])
+
+
+def test_pictures_of_the_pages_are_those_that_the_planner_draws_now(tmp_path: Path) -> None:
+    pictures.write(tmp_path)
+    for name in pictures.NAMES:
+        assert difference(tmp_path / name, DOCS / name) < 2, f"{name}: python docs/pictures.py docs"
+    assert difference(DOCS / "chunks.png", DOCS / "pairs.png") > 10  # another picture would be noticed
+
+
+def test_pictures_are_there_without_a_build() -> None:
+    shown = [
+        (each, path)
+        for each in PAGES
+        for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", each.read_text(encoding="utf-8"))
+    ]
+    assert len(shown) > 8
+    for each, path in shown:
+        picture = (each.parent / path).resolve().relative_to(ROOT)
+        assert picture.parts[0] in ("bench", "docs"), f"{each.name} shows {path}"
+        assert (ROOT / picture).is_file(), f"{each.name} shows {path}"
+
+
 # ---- the site
 
 
@@ -368,8 +398,9 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     for name, parser in subcommands().items():
         assert f"pmoe {name}" in told
         assert str(parser.description)[:30] in told
+    assert any(link == "plan.html" for link in pages[site / "how_it_works.html"].links)
     for name in pictures.NAMES:
-        assert (site / name).exists() or (site / "_images" / name).stat().st_size > 10_000, name
+        assert (site / "_images" / name).stat().st_size > 10_000, name
     check_looks(site.glob("*.html"))
 
 

@@ -13,10 +13,11 @@ import contextlib
 import datetime
 import platform
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from pmoe.integrations.run_folder import (
     TIME,
     add_session,
     append,
+    claim,
     layer_line,
     mend,
 )
@@ -54,7 +56,7 @@ class StatsWriter:
     for the device because of it; a crash loses what came since.
 
     A folder that has data is continued. Where the run goes on from an earlier step, the later lines hold.
-    One run a folder: two writers at the same time would undo each other's lines.
+    One writer a folder at a time: another one is refused until the first is closed or its process ends.
 
     A layer that a step calls several times, as where gradients are accumulated, is told of by its last call.
 
@@ -63,8 +65,12 @@ class StatsWriter:
     exposed communication times; recording slows these steps a little. settings: of the run, plain data, for
     the report.
 
-    Raises, on every rank, OSError or ValueError where the folder cannot be written or holds something else,
-    TypeError where settings are no plain data, ImportError where tensorboard is asked for and not installed.
+    Once training runs, a file that cannot be written, as on a full disk, stops nothing: rank 0 warns, and
+    what it has to write waits for the next time.
+
+    Raises, on every rank, OSError or ValueError where the folder cannot be written, holds something else or
+    has another writer, TypeError where settings are no plain data, ImportError where tensorboard is asked for
+    and not installed.
     """
 
     def __init__(
@@ -91,7 +97,10 @@ class StatsWriter:
         several = dist.is_available() and dist.is_initialized()
         self.writes = not several or dist.get_rank(group) == 0
         self._last: int | None = None
-        self._pending: list[tuple[int, str, float | Tensor]] = []
+        self._claim: BinaryIO | None = None
+        self._described: dict[str, Any] | None = None
+        self._rows: list[list[object]] = []
+        self._scalars: list[tuple[int, str, float | Tensor]] = []
         self._recording = contextlib.ExitStack()
         self._journal: Journal | None = None
         self._wants_board = tensorboard
@@ -103,6 +112,7 @@ class StatsWriter:
                 self._open()
             except (OSError, TypeError, ValueError, ImportError) as error:
                 told = [error]
+                self._leave()
         if several:
             dist.broadcast_object_list(told, group_src=0, group=group)
         if told[0] is not None:
@@ -112,6 +122,7 @@ class StatsWriter:
         if self._wants_board:
             _summary_writer()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._claim = claim(self.folder)
         mend(self.folder / SCALARS, SCALAR_HEADER)
         mend(self.folder / LAYERS, LAYER_HEADER)
         add_session(self.folder / RUN, self._session)
@@ -121,8 +132,7 @@ class StatsWriter:
         ascend. Returns the statistics of all ranks where some were due, on every rank.
 
         Raises TypeError or ValueError for a step that does not ascend, a scalar that is no number, or a name
-        that cannot be printed; OSError, where a file cannot be written, on rank 0: scalars wait then for the
-        next time.
+        that cannot be printed.
         """
         if not isinstance(step, int) or isinstance(step, bool):
             raise TypeError(f"step ({step!r}) must be an int")
@@ -138,11 +148,11 @@ class StatsWriter:
             self._recording.close()
             found = stats(self._model, all_ranks=True, group=self._group, journal=self._journal)
             self._journal = None
-            if self.writes and is_first:  # some layers are made by a model's first call
-                described = {**self._session, "layers": _describe(self._model)}
-                add_session(self.folder / RUN, described, instead=True)
             if self.writes:
-                self._write(step, found)
+                if is_first:  # some layers are made by a model's first call
+                    self._described = {**self._session, "layers": _describe(self._model)}
+                self._add_statistics(step, found)
+                self._write("waits for the next time", (step, found))
         if self.exposed and (step + stride) % self.every == 0 and self._journal is None:
             self._journal = self._recording.enter_context(recording())
         return found
@@ -156,27 +166,39 @@ class StatsWriter:
     def _add(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
         found = [(step, name, _number(name, value)) for name, value in scalars.items()]
         if self.writes:
-            self._pending += found
+            self._scalars += found
 
-    def _write(self, step: int, found: Stats) -> None:
-        self._pending.append((step, TIME, time.time()))
+    def _add_statistics(self, step: int, found: Stats) -> None:
+        self._rows += [layer_line(step, each) for each in found.layers]
+        self._scalars.append((step, TIME, time.time()))
         if found.pools:
             device = sum(each.device_peak_bytes for each in found.pools)
             host = sum(each.host_peak_bytes for each in found.pools)
-            self._pending += [(step, POOL_PEAK, device), (step, HOST_POOL_PEAK, host)]
-        append(self.folder / LAYERS, LAYER_HEADER, [layer_line(step, each) for each in found.layers])
-        self._write_scalars()
-        if self._wants_board:
-            self._show(step, found)
+            self._scalars += [(step, POOL_PEAK, device), (step, HOST_POOL_PEAK, host)]
 
-    def _write_scalars(self) -> None:
-        lines = [(step, name, float(value)) for step, name, value in self._pending]
-        append(self.folder / SCALARS, SCALAR_HEADER, lines)
-        self._pending.clear()
-        if self._wants_board and lines:
-            board = self._open_board(lines[0][0])
-            for step, name, value in lines:
-                board.add_scalar(name, value, step)
+    def _write(self, otherwise: str, shown: tuple[int, Stats] | None = None) -> None:
+        """All that waits."""
+        with self._stops_nothing(otherwise):
+            if self._described is not None:
+                add_session(self.folder / RUN, self._described, instead=True)
+                self._described = None
+            append(self.folder / LAYERS, LAYER_HEADER, self._rows)
+            self._rows.clear()
+            lines = [(step, name, float(value)) for step, name, value in self._scalars]
+            append(self.folder / SCALARS, SCALAR_HEADER, lines)
+            self._scalars.clear()
+            if self._wants_board:
+                self._show(lines, shown)
+
+    @contextlib.contextmanager
+    def _stops_nothing(self, otherwise: str) -> Iterator[None]:
+        """Warns where a file cannot be written; ``otherwise`` says what becomes of what was for it. An error
+        on this rank alone would leave the others waiting in their next collective."""
+        try:
+            yield
+        except OSError as error:
+            told = f"pmoe: StatsWriter cannot write to {self.folder}; what it has {otherwise}: {error}"
+            warnings.warn(told, RuntimeWarning, stacklevel=5)
 
     def _open_board(self, step: int) -> SummaryWriter:
         """What an earlier run wrote of this step and those behind it is not shown."""
@@ -184,8 +206,17 @@ class StatsWriter:
             self._board = _summary_writer()(str(self.folder / "tensorboard"), purge_step=step)
         return self._board
 
-    def _show(self, step: int, found: Stats) -> None:
-        board = self._open_board(step)
+    def _show(self, lines: Sequence[tuple[int, str, float]], shown: tuple[int, Stats] | None) -> None:
+        if not lines:
+            return
+        board = self._open_board(lines[0][0])
+        for step, name, value in lines:
+            board.add_scalar(name, value, step)
+        if shown is not None:
+            self._show_layers(board, *shown)
+        board.flush()
+
+    def _show_layers(self, board: SummaryWriter, step: int, found: Stats) -> None:
         for each in found.layers:
             numbers = {
                 "drop_rate": each.drop_rate,
@@ -203,17 +234,24 @@ class StatsWriter:
             board.add_histogram(
                 f"pmoe/tokens_per_expert/{each.name}", torch.tensor(each.tokens_per_expert), step
             )
-        board.flush()
 
     def close(self) -> None:
-        """Writes the scalars that are still waiting. No collective: ranks may close at different times."""
+        """Writes what is still waiting, and leaves the folder to others. No collective: ranks may close at
+        different times."""
         self._recording.close()
         self._journal = None
         if self.writes:
-            self._write_scalars()
+            self._write("is lost")
         if self._board is not None:
-            self._board.close()
+            with self._stops_nothing("is lost"):
+                self._board.close()
             self._board = None
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     def __enter__(self) -> StatsWriter:
         return self

@@ -4,8 +4,9 @@
     scalars.csv   step, name, value: losses and whatever else a script names, and the pools' peaks
     layers.csv    one row a layer and logged step: `pmoe.stats` in columns
 
-Lines are only ever appended. A run that goes on from an earlier step writes steps again: the later lines
-hold, and readers forget whatever older lines say of that step and those behind it.
+Lines are only ever appended, by one writer at a time (`claim`). A run that goes on from an earlier step
+writes steps again: the later lines hold, and readers forget whatever older lines say of that step and those
+behind it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import csv
 import io
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pmoe.pipeline.exposed import Overlap
 from pmoe.statistics import LayerStats
@@ -102,6 +104,41 @@ class Run:
 # ---- writing
 
 
+_claims: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
+
+
+def _leave_claims() -> None:
+    for file in _claims:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):  # a data loader's worker must not hold the folder of a run that died
+    os.register_at_fork(after_in_child=_leave_claims)
+
+
+def claim(folder: Path) -> BinaryIO:
+    """Makes the caller the folder's only writer until the file is closed or its process ends; other machines
+    see it where the file system has locks that they share.
+
+    Raises ValueError where there is another writer.
+    """
+    file = open(folder / SCALARS, "ab")  # noqa: SIM115
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(
+            f"run_dir ({folder}) must have one writer at a time, and another StatsWriter has it: close that "
+            "one, or write to another folder"
+        ) from None
+    except (ImportError, OSError):  # neither Windows nor every file system has such locks
+        pass
+    _claims.add(file)
+    return file
+
+
 def append(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
     """Adds lines to a CSV file, which reach the disk; makes the file with its header. Where that fails, as on
     a full disk, it adds nothing and raises OSError."""
@@ -136,8 +173,6 @@ def mend(path: Path, header: Sequence[str]) -> None:
             )
         if whole < len(found):
             file.truncate(whole)
-    if not whole:
-        path.unlink()
 
 
 def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False) -> None:
@@ -146,8 +181,12 @@ def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False
     kept = sessions[:-1] if instead else sessions
     text = json.dumps({"format": FORMAT, "sessions": [*kept, session]}, indent=1, default=str)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def layer_line(step: int, each: LayerStats) -> list[object]:

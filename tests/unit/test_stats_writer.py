@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,29 +132,79 @@ def test_a_file_with_half_a_header_is_begun_anew(tmp_path: Path) -> None:
     assert read_run(tmp_path).scalars["loss"].steps == [1, 2]
 
 
-def test_a_full_disk_leaves_whole_lines_and_scalars_wait_for_room(tmp_path: Path) -> None:
-    model, usual = build(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    with StatsWriter(tmp_path, model, every=1) as writer:
+@contextlib.contextmanager
+def files_at_most(num_bytes: int) -> Iterator[None]:
+    """A full disk, for files that are larger."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+def test_a_full_disk_leaves_whole_lines_and_stops_no_training(tmp_path: Path) -> None:
+    layers = tmp_path / LAYERS
+    with StatsWriter(tmp_path, build(), every=1) as writer:
         writer.step(1, loss=1)
-        before = (tmp_path / LAYERS).read_bytes()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, usual[1]))  # room for a part of a line
-        try:
-            with pytest.raises(OSError):
-                writer.step(2, loss=2)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-        assert (tmp_path / LAYERS).read_bytes() == before
-        writer.step(3, loss=3)
-        size = (tmp_path / LAYERS).stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
-        try:
-            with pytest.raises(OSError):
-                writer.step(4, loss=4)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        before = layers.read_bytes()
+        for step, room in ((2, 5), (3, 0)):  # for a part of a line, for nothing
+            with (
+                files_at_most(len(before) + room),
+                pytest.warns(RuntimeWarning, match="waits for the next time"),
+            ):
+                writer.step(step, loss=step)
+            assert layers.read_bytes() == before
+        writer.step(4, loss=4)
     run = read_run(tmp_path)
     assert run.scalars["loss"].values == [1, 2, 3, 4]
-    assert [row.step for row in run.rows] == [1, 3]
+    assert [row.step for row in run.rows] == [1, 2, 3, 4]
+
+
+def test_a_disk_that_is_full_to_the_end_is_told_and_raises_nothing(tmp_path: Path) -> None:
+    writer = StatsWriter(tmp_path, build(), every=1)
+    with files_at_most(0), pytest.warns(RuntimeWarning, match="cannot write") as told:
+        writer.step(1, loss=1)
+        writer.close()
+    assert [what in str(each.message) for each, what in zip(told, ("waits", "is lost"), strict=True)] == [
+        1,
+        1,
+    ]
+    assert "File too large" in str(told[1].message)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [RUN, SCALARS]
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 4))
+    before = (tmp_path / SCALARS).read_bytes(), (tmp_path / RUN).read_bytes()
+    with StatsWriter(tmp_path / ".", build()) as first:
+        begun = (tmp_path / RUN).read_bytes()
+        with pytest.raises(ValueError, match=r"one writer at a time, and another StatsWriter has it"):
+            StatsWriter(tmp_path, build())
+        assert ((tmp_path / SCALARS).read_bytes(), (tmp_path / RUN).read_bytes()) == (before[0], begun)
+        first.step(4, loss=0.25)
+    train(tmp_path, range(5, 7))
+    assert read_run(tmp_path).scalars["loss"].steps == list(range(1, 7))
+
+
+def test_a_forked_process_that_outlives_the_run_does_not_hold_its_folder(tmp_path: Path) -> None:
+    """As a data loader's workers do for a while, where the process that made them is killed."""
+    lives, ends = os.pipe()
+    writer = StatsWriter(tmp_path, build())
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.read(lives, 1)
+        os._exit(0)
+    try:
+        with pytest.raises(ValueError, match="one writer"):
+            StatsWriter(tmp_path, build())  # the child has not let go of it for us
+        writer.close()
+        train(tmp_path, range(1, 3))
+    finally:
+        os.close(ends)
+        os.waitpid(child, 0)
+        os.close(lives)
 
 
 def test_a_training_loop_that_fails_leaves_what_it_told(tmp_path: Path) -> None:

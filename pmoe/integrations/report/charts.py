@@ -399,7 +399,7 @@ def _box(
 
 
 def _x_tick(at: float, text: str, *, is_less: bool) -> str:
-    """is_less: not shown where there is little room. A number at the right end ends there."""
+    """is_less: not shown where there is little room. A number at the right end stands out but little."""
     kinds = ["less"] * is_less + ["end"] * (at > 94)
     return f'<span class="{" ".join(kinds)}" style="left:{at:.1f}%">{text}</span>'
 
@@ -446,7 +446,7 @@ svg { display: block; width: 100%; height: 100%; overflow: hidden }
 .upright span { transform: translate(-50%, -50%) rotate(-90deg) }
 .below { grid-column: 3; position: relative; height: 1.5em; margin-top: .25rem }
 .below span { position: absolute; transform: translateX(-50%); white-space: nowrap }
-.below .end { transform: translateX(-100%) }
+.below .end { transform: translateX(min(-50%, .7rem - 100%)) } /* the panel has room for as much */
 .xname { grid-column: 3; text-align: center }
 path, .frame { fill: none; vector-effect: non-scaling-stroke }
 .rule { stroke: var(--rule); stroke-width: 1 } .frame { stroke: var(--rule); stroke-width: 1 }

@@ -55,8 +55,8 @@ class LayerStats:
     modules. predicted: this rank's bytes of both passes (`MoELayer.predict_memory`) for the rows that
     came; None, and unpredicted says why, where they are not predicted.
 
-    forward, backward: seconds of the passes that were recorded, of this rank, or means over all ranks; None
-    where none was.
+    forward, backward: seconds of the last pass that was recorded in each direction, of this rank, or means
+    over all ranks; None where none was.
     """
 
     name: str
@@ -77,7 +77,7 @@ class LayerStats:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Of both passes, as far as they were recorded; None where none was."""
+        """Of the last call's both passes, as far as they were recorded; None where none was."""
         found = [each.exposed for each in (self.forward, self.backward) if each is not None]
         return sum(found) if found else None
 

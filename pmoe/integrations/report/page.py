@@ -428,7 +428,10 @@ def _communication(layers: _Layers) -> list[str]:
         Line(name=name, xs=steps, ys=[of[step] / unit.scale for step in steps], colour=colour, fills=True)
         for name, of, colour in (("something travels", total, 0), ("and nothing is computed", exposed, 1))
     ]
-    note = "Both passes of all layers; means over the ranks. The exchange of row counts is not in it."
+    note = (
+        "Both passes of all layers; means over the ranks. Of a layer that a step calls several times, only "
+        "the last call is in it; the exchange of row counts is not."
+    )
     whole = line_chart("Communication of a step", lines, unit=unit.name, least=0, note=note)
     small = time_unit(max((each.exposed for row in layers.recorded for each in row.passes), default=0.0))
     parts = [

@@ -289,9 +289,7 @@ class _Replay:
 
 def _top_hooks() -> Hooks | None:
     """What packs the tensors that autograd saves now."""
-    found = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks: Hooks | None = None if found is None else found(True)
-    return hooks
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _is_kept() -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import signal
 import sys
 import time
@@ -316,7 +317,8 @@ def draw(run: Run, summary: dict[str, Any]) -> None:
     except ImportError:
         say(run.ranks, "no curves.png: matplotlib is not installed")
     else:
-        say(run.ranks, f"curves in {path}; pmoe report {run.arguments.out} makes a page")
+        program = "pmoe" if shutil.which("pmoe") else f"{sys.executable} -m pmoe"  # a venv need not be active
+        say(run.ranks, f"curves in {path}; {program} report {run.arguments.out} makes a page")
 
 
 def say(ranks: Ranks, text: str) -> None:

@@ -138,7 +138,7 @@ def dying_job(rank: int, world: int) -> str:
 
 
 def test_a_peer_that_died_is_an_error_that_names_the_stage() -> None:
-    pool = Pool(2, timeout_seconds=5)
+    pool = Pool(2, timeout_seconds=8)
     pool.start(dying_job)
     try:
         assert "rank 0 of 2 failed in the sum of statistics" in pool.answer(0, timeout=60)

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pmoe.comm.counts import at_stage
 from pmoe.comm.grid import ACROSS, INSIDE, Grid
 from pmoe.comm.ranks import Ranks
-from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.base import Experts, is_expert, local_part, replace_parameter
 from pmoe.layer import MoELayer
 
 M = TypeVar("M", bound=nn.Module)
@@ -59,10 +59,11 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     dimension of experts to shard, and cannot be split over "esp". All, and experts' buffers, are named in
     `DistributedDataParallel`'s list of what to ignore. The dense part is not touched.
 
-    Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made. Models on the
-    meta device stay there, and there layers of other ranks are spread anew too. Calling it again with the
-    same mesh changes nothing but the list of names: do so where modules inside were wrapped since
-    (checkpoint_wrapper, torch.compile), which changes names.
+    Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made: an optimizer
+    that has experts from before raises ValueError at its next step. Models on the meta device stay there, and
+    there layers of other ranks are spread anew too. Calling it again with the same mesh changes nothing but
+    the list of names: do so where modules inside were wrapped since (checkpoint_wrapper, torch.compile),
+    which changes names.
 
     Raises ValueError or TypeError, naming the layer, before any weight is touched, where a layer is of other
     ranks or cannot be spread, where it is in a data-parallel wrapper already, where there is no layer, or
@@ -240,7 +241,7 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
             parameter.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
         module, _, own = name.rpartition(".")
-        setattr(experts.get_submodule(module), own, nn.Parameter(laid, requires_grad=parameter.requires_grad))
+        replace_parameter(experts.get_submodule(module), own, laid)
     experts.mark_parameters()
 
 

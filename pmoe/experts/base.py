@@ -10,6 +10,7 @@ Letters: N rows, M = d_model.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pmoe.experts.products import GradientSum, RowGroups
 
@@ -235,6 +238,30 @@ def local_part(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = to_local()
         return local
+
+
+def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Puts a new Parameter in the place of the module's own one of that name. The next step of an optimizer
+    that has the old one raises ValueError: it would train what no model uses any more."""
+    old = module.get_parameter(name)
+    setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
+    old.is_replaced = True  # type: ignore[attr-defined]
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if hasattr(parameter, "is_replaced"):
+            raise ValueError(
+                f"optimizer ({type(optimizer).__name__} of a parameter of shape {tuple(parameter.shape)} "
+                "that the model has no more) must be made after pmoe.parallelize or MoELayer.spread, which "
+                "replace experts' parameters"
+            )
 
 
 class _Local(torch.autograd.Function):

@@ -13,7 +13,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import WHOLE, Columns, Experts, Hidden, Runs, Shard, Space, fresh, local_part, row_dot
+from pmoe.experts.base import (
+    WHOLE,
+    Columns,
+    Experts,
+    Hidden,
+    Runs,
+    Shard,
+    Space,
+    fresh,
+    local_part,
+    replace_parameter,
+    row_dot,
+)
 from pmoe.experts.products import PMOE, GradientSum, RowGroups, choice, input_gradient, product, scale_of
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import Form
@@ -104,7 +116,7 @@ class StackedExperts(Experts):
                     columns = kept.unflatten(dim, (parts, self.all_hidden))
                     kept = columns.narrow(dim + 1, shard.index * width, width)
                 kept = kept.reshape(shape).clone()
-            setattr(self, name, nn.Parameter(kept, requires_grad=whole.requires_grad))
+            replace_parameter(self, name, kept)
         self.num_local_experts, self.shard = count, shard
         self.mark_parameters()
 

@@ -570,6 +570,37 @@ def test_mixed_precision_of_fsdp_needs_autocast_for_experts() -> None:
         assert loss == pytest.approx(expected, rel=2e-2) and dtype == torch.float32
 
 
+def early_optimizers(rank: int, world: int) -> list[str]:
+    """What optimizers say that were made before the experts were replaced, and one made in time."""
+    mesh, found = make_mesh({"ep": world}), []
+    for how in ("laid out", "spread and laid out", "spread"):
+        model = build(mesh) if how == "laid out" else alone().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if how == "spread":
+            for block in model.blocks:
+                block.moe.spread(mesh)
+        else:
+            pmoe.parallelize(model, mesh)
+        loss_of(model, batch(0, 1)).backward()
+        before = model.head.weight.detach().clone()
+        with pytest.raises(ValueError) as error:
+            optimizer.step()
+        assert torch.equal(model.head.weight, before)
+        torch.optim.SGD(pmoe.parameter_groups(model), lr=0.1).step()
+        assert not torch.equal(model.head.weight, before)
+        found.append(str(error.value))
+    return found
+
+
+def test_an_optimizer_made_before_experts_are_replaced_refuses_to_step() -> None:
+    for found in ranks(2).run(early_optimizers):
+        for message, experts in zip(found, (2, 4, 4), strict=True):  # that this rank had before
+            assert message == (
+                f"optimizer (SGD of a parameter of shape ({experts}, 12, 8) that the model has no more) must "
+                "be made after pmoe.parallelize or MoELayer.spread, which replace experts' parameters"
+            )
+
+
 # ---- refused --------------------------------------------------------------------------------------
 
 

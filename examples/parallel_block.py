@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import pmoe
-from pmoe.parallel import Meshes, clip_grad_norm, make_meshes, reduce_gradients
+from pmoe.parallel import Meshes, make_meshes, reduce_gradients
 
 VOCABULARY, HEAD, GLOBAL_BATCH, LENGTH, AUX_WEIGHT, MAX_NORM = 64, 16, 8, 32, 0.01, 1.0
 
@@ -123,7 +123,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         auxiliary = sum(block.moe.l_aux for block in model.blocks)
         (loss + AUX_WEIGHT * auxiliary).backward()
         reduce_gradients(model, meshes)
-        norm = clip_grad_norm(model, MAX_NORM, meshes)
+        norm = pmoe.clip_grad_norm_(model, MAX_NORM)
         optimizer.step()
         mean = loss.detach() / meshes.num_ranks
         dist.all_reduce(mean)

@@ -1,5 +1,5 @@
-"""Experts beside data and model parallelism: the meshes of DP x MP x EP x ESP, the reduction of gradients
-after backward, and the norm of all of them (FSMoE, section 2.2 and Fig. 2).
+"""Experts beside data and model parallelism: the meshes of DP x MP x EP x ESP, and the reduction of gradients
+after backward (FSMoE, section 2.2 and Fig. 2); `pmoe.clip_grad_norm_` clips them.
 
 The same P ranks are laid out twice: the dense part over ("dp", "mp"), the experts over ("edp", "ep", "esp").
 Model parallelism of the dense part is `torch.distributed.tensor.parallel`'s, over ``meshes.dense["mp"]``;
@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from pmoe.clipping import Clipped, checked_norm, device_of, device_type_of, memory_of
+from pmoe.clipping import device_type_of, memory_of
 from pmoe.comm.grid import ACROSS, INSIDE
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 
-__all__ = ["Meshes", "clip_grad_norm", "is_expert", "make_meshes", "reduce_gradients"]
+__all__ = ["Meshes", "is_expert", "make_meshes", "reduce_gradients"]
 
 DP, MP, EDP = "dp", "mp", "edp"
 """Names of the meshes' other dimensions."""
@@ -163,31 +163,6 @@ def reduce_gradients(
         if dist.get_world_size(groups[over]) > 1
         for bucket in _buckets(gradients)
     )
-
-
-@torch.no_grad()
-def clip_grad_norm(
-    model: nn.Module,
-    max_norm: float,
-    meshes: Meshes,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of the model that all ranks hold together; call it on every rank,
-    after the gradients are reduced.
-
-    Returns the norm over all gradients before clipping, the same on every rank, in float32 or wider. Each
-    value counts once however many ranks hold it: plain dense ones, experts, what experts that are split over
-    "esp" hold alike (their ``num_copies``), DTensors of any mesh. Gradients are scaled in place by
-    min(1, max_norm / (norm + 1e-6)). One all-reduce of a scalar; the host waits for nothing unless
-    error_if_nonfinite, which raises RuntimeError on every rank where the norm is NaN or infinite.
-    """
-    norm_type = checked_norm(max_norm, norm_type)
-    experts = {id(each): meshes.size(EDP) for each in model.parameters() if is_expert(each)}
-    device = device_of(model.parameters(), meshes.dense.device_type)
-    clipped = Clipped(model.named_parameters(), meshes.num_ranks, experts)
-    return clipped.clip(max_norm, norm_type, device, dist.group.WORLD, error_if_nonfinite)
 
 
 def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) -> tuple[str, int, Tensor]:

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
 from pmoe import parallel
-from pmoe.parallel import Meshes, clip_grad_norm, is_expert, make_meshes, reduce_gradients
+from pmoe.parallel import Meshes, is_expert, make_meshes, reduce_gradients
 from tests.pool import ranks
 from tests.reference import relative_error
 
@@ -236,7 +236,7 @@ def trained(rank: int, world: int, case: Case) -> dict[str, Any]:
             assert not isinstance(each, DTensor) or each.grad.placements == each.placements
         if step == 0:
             found["gradients"] = gradients(model)
-        norm = clip_grad_norm(model, MAX_NORM, meshes, case.norm_type)
+        norm = pmoe.clip_grad_norm_(model, MAX_NORM, case.norm_type)
         if step == 0:
             found |= {"norm": norm, "clipped": gradients(model)}
         optimizer.step()
@@ -403,8 +403,8 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: reduce_gradients(other, make_meshes(mp=2), replicated=[other.weight]),
         lambda: reduce_gradients(other, meshes),
         lambda: reduce_gradients(sparse, meshes),
-        lambda: clip_grad_norm(model, -1.0, meshes),
-        lambda: clip_grad_norm(model, 1.0, meshes, norm_type=0),
+        lambda: pmoe.clip_grad_norm_(model, -1.0),
+        lambda: pmoe.clip_grad_norm_(model, 1.0, norm_type=0),
     ]
     found = []
     for call in calls:
@@ -469,7 +469,7 @@ def collectives(rank: int, world: int, sizes: dict[str, int]) -> list[int]:
     share(case, model, meshes)
     loss_of(case, model, meshes, 0).backward()
     counts = []
-    for call in (lambda: reduce_gradients(model, meshes), lambda: clip_grad_norm(model, 1.0, meshes)):
+    for call in (lambda: reduce_gradients(model, meshes), lambda: pmoe.clip_grad_norm_(model, 1.0)):
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
             call()
         counts.append(counted.call_count)
@@ -487,11 +487,11 @@ def not_finite(rank: int, world: int) -> tuple[str, float]:
         each.grad = torch.ones_like(each)
     if rank == 1:
         model.bias.grad[0] = float("nan")
-    norm = clip_grad_norm(copy.deepcopy(model), 1.0, make_meshes())
+    norm = pmoe.clip_grad_norm_(copy.deepcopy(model), 1.0)
     for each in model.parameters():
         each.grad = torch.full_like(each, float("nan") if rank == 1 else 1.0)
     with pytest.raises(RuntimeError) as error:
-        clip_grad_norm(model, 1.0, make_meshes(), error_if_nonfinite=True)
+        pmoe.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
     return str(error.value), norm.item()
 
 
@@ -504,10 +504,10 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank_where_asked_to() -> None
 
 def norms_of_nothing(rank: int, world: int) -> list[float]:
     model = nn.Linear(2, 2)
-    found = [clip_grad_norm(model, 1.0, make_meshes()).item()]
+    found = [pmoe.clip_grad_norm_(model, 1.0).item()]
     if rank:  # another rank has none at all
         model.weight.grad = torch.full((2, 2), 3.0)
-    norm = clip_grad_norm(model, 1.0, make_meshes(), math.inf)
+    norm = pmoe.clip_grad_norm_(model, 1.0, math.inf)
     return [*found, norm.item()]
 
 
@@ -520,7 +520,7 @@ def not_reduced(rank: int, world: int) -> str:
     norm = parallelize_module(nn.LayerNorm(4), meshes.dense["mp"], SequenceParallel(use_local_output=True))
     norm(torch.ones(1, 2, 4)).sum().backward()
     with pytest.raises(ValueError) as error:
-        clip_grad_norm(norm, 1.0, meshes)
+        pmoe.clip_grad_norm_(norm, 1.0)
     return str(error.value)
 
 

@@ -19,6 +19,7 @@ from pmoe.statistics import stats
 if TYPE_CHECKING:
     from pmoe.clipping import clip_grad_norm_
     from pmoe.expert_parallel import expert_parameters, parallelize, parameter_groups
+    from pmoe.grad_scaler import GradScaler
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "Dispatch",
     "Experts",
     "Gate",
+    "GradScaler",
     "GradientReducer",
     "MoELayer",
     "Order",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "GradScaler": "pmoe.grad_scaler",
     "clip_grad_norm_": "pmoe.clipping",
     "expert_parameters": "pmoe.expert_parallel",
     "load_checkpoint": "pmoe.integrations.checkpoint",

@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"pmoe.integrations", "pmoe.cli"},
     {"pmoe.graph"},
     {"pmoe"},  # __init__.py, which names what users import
-    {"pmoe.expert_parallel", "pmoe.parallel", "pmoe.reducer", "pmoe.statistics"},
+    {"pmoe.expert_parallel", "pmoe.grad_scaler", "pmoe.parallel", "pmoe.reducer", "pmoe.statistics"},
     {"pmoe.clipping"},
     {"pmoe.layer"},
     {"pmoe.pipeline"},

@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import pmoe
+from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
 from pmoe.parallel import make_meshes, reduce_gradients
 from tests.own_experts import mlp
@@ -568,6 +571,38 @@ def test_mixed_precision_of_fsdp_needs_autocast_for_experts() -> None:
             "x of dtype torch.bfloat16 must be of the layer's dtype (torch.float32), or under autocast"
         )
         assert loss == pytest.approx(expected, rel=2e-2) and dtype == torch.float32
+
+
+def torchs_tools(rank: int, world: int) -> dict[str, bool]:
+    """As docs/training.md says that they are to be used."""
+    mesh = make_mesh({"ep": world})
+    plain = build(None, group=Ranks.alone())
+    for parameter in plain.parameters():
+        parameter.data.mul_(2)
+    model = pmoe.parallelize(build(None, group=Ranks.alone()), mesh)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, plain.state_dict(), options=options)
+    values = {name: whole(each) for name, each in model.named_parameters()}
+    found = {"loaded": all(torch.equal(each, plain.get_parameter(name)) for name, each in values.items())}
+    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.75))
+    average.update_parameters(model)  # the first is taken whole
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    average.update_parameters(model)
+    means = {name: whole(each) for name, each in average.module.named_parameters()}
+    found["averaged"] = all(torch.equal(means[name], 0.75 * each) for name, each in values.items())
+    loss_of(average, batch(0, 1)).backward()
+    torch.nn.utils.clip_grad_value_(average.parameters(), 1e-3, foreach=False)
+    found["clipped"] = all(whole(each.grad).abs().max() <= 1e-3 for each in average.parameters())
+    average.zero_grad(set_to_none=False)
+    found["zeroed"] = all(not whole(each.grad).any() for each in average.parameters())
+    return found
+
+
+def test_torchs_own_tools_take_experts_as_the_docs_say() -> None:
+    for found in ranks(2).run(torchs_tools):
+        assert found == dict.fromkeys(("loaded", "averaged", "clipped", "zeroed"), True)
 
 
 def early_optimizers(rank: int, world: int) -> list[str]:

@@ -321,7 +321,7 @@ def _find(folder: Path, step: int | None) -> str:
             found = json.loads((folder / POINTER).read_text())
         except FileNotFoundError:
             raise CheckpointError(f"there is no {folder / POINTER}") from None
-        except json.JSONDecodeError:
+        except ValueError:  # no JSON, or no text at all
             found = None
         if not isinstance(found, dict) or not isinstance(found.get("folder"), str):
             raise CheckpointError(f"{folder / POINTER} is damaged: it must name a folder")
@@ -340,7 +340,12 @@ def _find(folder: Path, step: int | None) -> str:
 
 def _stored(path: Path) -> Metadata:
     """DCP's list of what is in the files. Raises where a file of it is missing or too short."""
-    stored = FileSystemReader(path).read_metadata()
+    try:
+        stored = FileSystemReader(path).read_metadata()
+    except FileNotFoundError:
+        raise
+    except Exception:  # a damaged pickle may raise anything
+        raise ValueError(f"{path / '.metadata'} is damaged: it cannot be read") from None
     ends = dict[str, int]()
     for place in stored.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)

@@ -274,10 +274,18 @@ def test_nothing_to_load_and_damage_are_told_apart(tmp_path: Path) -> None:
     data.unlink()
     assert "FileNotFoundError" in refused(tmp_path, model)
     data.write_bytes(whole)
+    listing = (path / ".metadata").read_bytes()
+    for damaged in (b"", b"no pickle", listing[:200]):
+        (path / ".metadata").write_bytes(damaged)
+        assert ".metadata is damaged" in refused(tmp_path, model)
+    (path / ".metadata").unlink()
+    assert f"No such file or directory: '{path / '.metadata'}'" in refused(tmp_path, model)
+    (path / ".metadata").write_bytes(listing)
     (path / "plain.pt").write_bytes(b"no archive")
     assert "plain.pt is damaged" in refused(tmp_path, model)
-    (tmp_path / "latest.json").write_text('{"fol')
-    assert "latest.json is damaged" in refused(tmp_path, model)
+    for damaged in (b'{"fol', b"\xff\xfe"):
+        (tmp_path / "latest.json").write_bytes(damaged)
+        assert "latest.json is damaged" in refused(tmp_path, model)
     (tmp_path / "latest.json").write_text(json.dumps({"folder": "step_00000009"}))
     assert "FileNotFoundError" in refused(tmp_path, model)
 

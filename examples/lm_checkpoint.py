@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from lm_ranks import Ranks, is_expert
+from lm_ranks import Ranks
 from torch import Tensor, nn
+
+from pmoe.parallel import is_expert
 
 POINTER = "latest.json"
 State = dict[str, Any]

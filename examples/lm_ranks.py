@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pmoe.parallel import make_meshes, reduce_gradients
+
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -88,27 +90,10 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def is_expert(parameter: nn.Parameter) -> bool:
-    return not getattr(parameter, "allreduce", True)
-
-
 def share_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Turns the gradients that backward left into those of one process; see the table above.
-
-    A parameter without a gradient counts as zero, so that all ranks reduce the same number of values.
-    """
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if is_expert(parameter):
-            parameter.grad.div_(ranks.world)
-    if ranks.world == 1:
-        return
-    dense = [parameter for parameter in model.parameters() if not is_expert(parameter)]
-    flat = torch.cat([parameter.grad.flatten() for parameter in dense])
-    ranks.sum(flat).div_(ranks.world)
-    for parameter, part in zip(dense, flat.split([parameter.numel() for parameter in dense]), strict=True):
-        parameter.grad = part.view_as(parameter)
+    """Turns the gradients that backward left into those of one process; see the table above."""
+    if ranks.world > 1:
+        reduce_gradients(model, make_meshes(ep=ranks.world))
 
 
 def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:

@@ -30,12 +30,13 @@ from lm_arguments import SettingsError, check_arguments, deciding_settings, pars
 from lm_checkpoint import CheckpointError, load, save, set_aside
 from lm_data import Corpus, DataError, load_corpus, training_offsets, validation_offsets, windows
 from lm_model import ByteGPT
-from lm_ranks import Ranks, is_expert, leave, share_gradients, squared_norm, start_ranks, stop_ranks
+from lm_ranks import Ranks, leave, share_gradients, squared_norm, start_ranks, stop_ranks
 from lm_report import History, Progress, bits, draw_curves, peak_memory_bytes, write_metrics
 from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.integrations.logging import StatsWriter
+from pmoe.parallel import is_expert
 
 
 class StopRequest:

@@ -39,6 +39,7 @@ import train_lm  # noqa: E402
 from lm_arguments import SettingsError, parse_arguments  # noqa: E402
 
 from pmoe.integrations.run_folder import read_run  # noqa: E402
+from pmoe.parallel import is_expert  # noqa: E402
 
 TEXT = ["--data", str(LIBRARY / "json"), str(LIBRARY / "email")]
 TINY = """
@@ -161,7 +162,7 @@ def test_the_gradients_of_two_ranks_are_those_of_one(tmp_path):
     num_experts = 0
     for name, parameter in run.model.named_parameters():
         gradients = [gradient[name] for gradient in of_rank]
-        if lm_ranks.is_expert(parameter):
+        if is_expert(parameter):
             together = torch.cat(gradients)
             num_experts += 1
         else:

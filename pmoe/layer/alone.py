@@ -11,7 +11,7 @@ from pmoe.gates import TopKGate
 from pmoe.kernels.route import Routes
 from pmoe.layer.last_call import tell_alone
 from pmoe.layer.route import check_input
-from pmoe.layer.rows import any_requires_grad, autocast_dtype, cast_parameters
+from pmoe.layer.rows import any_requires_grad, autocast_dtype, cast_parameters, of_shape
 from pmoe.ordering.sorted import SortedOrder
 from pmoe.pipeline import alone, recompute
 from pmoe.pipeline.recompute import Decisions
@@ -76,4 +76,4 @@ def forward_alone(layer: MoELayer, x: Tensor, decisions: Decisions) -> Tensor:
     found = alone.run(lambda: route_alone(layer, x_TM, decisions), layer.experts, x_TM, parameters, dtype)
     needs_grad = any_requires_grad(found.y_TM)
     tell_alone(layer, "alone", x_TM, dtype, l_aux=found.l_aux, counts_E=found.counts_E, needs_grad=needs_grad)
-    return found.y_TM.view(x.shape)
+    return of_shape(found.y_TM, x)

@@ -23,7 +23,7 @@ from pmoe.layer.last_call import OF_LAST_CALL
 from pmoe.layer.padded import forward_padded
 from pmoe.layer.plans import Orders, plans_of
 from pmoe.layer.route import Routed, route
-from pmoe.layer.rows import any_requires_grad, autocast_dtype
+from pmoe.layer.rows import any_requires_grad, autocast_dtype, of_shape
 from pmoe.layer.run import make_inputs, run
 from pmoe.ordering.sorted import Tokens
 from pmoe.pipeline import comet, recompute
@@ -91,7 +91,7 @@ def forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     y_TM = run(layer, routed, inputs, shared, plan_for, decisions, call)
     if routing.mix is not None:
         y_TM = routing.mix.combine.to(y_TM.dtype) @ y_TM
-    y = y_TM.view(routed.x.shape)
+    y = of_shape(y_TM, routed.x)
     for callback in layer.callbacks:
         y = callback.before_moe_end(y)
     return y

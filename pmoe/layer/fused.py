@@ -14,7 +14,7 @@ from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.alone import route_alone
 from pmoe.layer.last_call import tell_alone
 from pmoe.layer.route import check_input
-from pmoe.layer.rows import any_requires_grad, autocast_dtype, cast_parameters
+from pmoe.layer.rows import any_requires_grad, autocast_dtype, cast_parameters, of_shape
 from pmoe.ordering.sorted import SortedOrder
 from pmoe.pipeline import alone, comet
 from pmoe.pipeline.buffers import warn_once
@@ -172,7 +172,7 @@ def fused_alone(layer: MoELayer, x: Tensor, decisions: Decisions) -> Tensor | No
         needs_grad=needs_grad,
         restore=call.restore,
     )
-    return y_TM.view(x.shape)
+    return of_shape(y_TM, x)
 
 
 def fused_call(layer: MoELayer, steps: Steps, journey: Journey) -> comet.Call:

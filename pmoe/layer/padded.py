@@ -15,7 +15,7 @@ from pmoe.gates import GATES, ExpertChoiceGate, SoftGate
 from pmoe.layer.last_call import CountedPadded
 from pmoe.layer.plans import Orders, plans_of
 from pmoe.layer.route import Routed, decides_capacity, route
-from pmoe.layer.rows import any_requires_grad, autocast_dtype
+from pmoe.layer.rows import any_requires_grad, autocast_dtype, of_shape
 from pmoe.layer.run import make_inputs, run
 from pmoe.ordering.capacity import expert_capacity
 from pmoe.ordering.sorted import Tokens
@@ -74,7 +74,7 @@ def forward_padded(layer: MoELayer, x: Tensor, token_ids: Tensor | None, decisio
     orders = Orders(layer, modules.stages, expert_N1, None, Tokens(splits.num_rows))
     plan_for = plans_of(layer, modules, orders, shared, padding)
     inputs = make_inputs(layer, routed, layer.experts.local_parameters())
-    return run(layer, routed, inputs, shared, plan_for, decisions).view(routed.x.shape)
+    return of_shape(run(layer, routed, inputs, shared, plan_for, decisions), routed.x)
 
 
 def _agree(layer: MoELayer, routed: Routed, call: padded.Call) -> None:

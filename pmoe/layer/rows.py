@@ -36,3 +36,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast_parameters(experts: Experts, parameters: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Parameters as autocast hands them to operators; modules meet autocast by themselves."""
     return parameters if experts.runs_under_autocast else [each.to(dtype) for each in parameters]
+
+
+def of_shape(y_TM: Tensor, x: Tensor) -> Tensor:
+    """The layer's output in x's shape: y_TM itself where it has it. FSDP2 warns of a module that returns a
+    view, for an operation in place would drop its backward hook."""
+    return y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)

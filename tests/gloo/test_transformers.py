@@ -10,6 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ def step_job(
 
     model = load(path, name, spread, options)
     own = parts(batch(4), num_batches(world, spread))[rank // spread.get("tp_size", 1)]
-    output = seeded_step(model, own)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "FSDP2-wrapped module .* returned a view")
+        output = seeded_step(model, own)
     found = {each: whole(gradient) for each, gradient in gradients(model)}
     layers = integration.layers(model)
     return {

@@ -227,6 +227,7 @@ class MoELayer(nn.Module):
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh ({mesh!r}) must be a torch.distributed.device_mesh.DeviceMesh")
         flags = {"send_once": send_once, "shared_gate": shared_gate, "one_lane": one_lane}
+        flags |= {"bypass_local": bypass_local, "sequential": sequential}
         for name, flag in {**flags, "pad_to_capacity": pad_to_capacity}.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} ({flag!r}) must be True or False")

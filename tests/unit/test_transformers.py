@@ -388,6 +388,8 @@ def test_stats_name_the_layers_of_a_model_by_its_experts_modules() -> None:
         ({"order": "random"}, r"order \('random'\) must be"),
         ({"dispatch": object()}, r"dispatch \(<object.*\) must be a name"),
         ({"send_once": 1}, r"send_once \(1\) must be True or False"),
+        ({"bypass_local": "no"}, r"bypass_local \('no'\) must be True or False"),
+        ({"sequential": 0}, r"sequential \(0\) must be True or False"),
         (
             {"send_once": True, "memory_budget": "1GiB"},
             r"memory_budget \('1GiB'\) must be left out where rows travel once",

@@ -364,6 +364,25 @@ def test_options_hold_from_the_next_call_on_and_configure_alone_sets_them_back()
     assert {layer.pipeline for layer in integration.layers(model).values()} == {False}
 
 
+def test_the_same_options_again_leave_layers_as_they_are() -> None:
+    model, other, ids = make_model("Mixtral", "pmoe"), make_model("Mixtral", "pmoe"), batch(2)
+    integration.configure(pipeline=1, memory_reuse="S2")
+    trained(model, ids)
+    first = integration.layers(model)
+    integration.configure(memory_reuse="S2", pipeline=1)
+    trained(model, ids)
+    assert integration.layers(model) == first
+    integration.configure(pipeline=2)
+    trained(other, ids)
+    integration.configure(pipeline=1, memory_reuse="S2")
+    trained(model, ids)
+    assert integration.layers(model) == first
+    integration.configure(pipeline=True, memory_reuse="S2")  # True == 1, and is another option
+    trained(model, ids)
+    assert {layer.pipeline for layer in integration.layers(model).values()} == {True}
+    assert not set(integration.layers(model).values()) & set(first.values())
+
+
 def test_stats_name_the_layers_of_a_model_by_its_experts_modules() -> None:
     model = make_model("Mixtral", "pmoe")
     integration.configure(pipeline=2, memory_reuse="S4")

@@ -14,7 +14,7 @@ from torch import nn
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
 from pmoe.experts.borrowed import BorrowedExperts, NormedExperts
-from pmoe.integrations.transformers.options import make_layer, options
+from pmoe.integrations.transformers.options import are_same, make_layer, options
 from pmoe.layer import MoELayer
 from pmoe.statistics import finders
 
@@ -57,7 +57,8 @@ def layer_of(
         "top_k": top_k,
     }
     built, chosen = _layers.get(module), options()
-    if built is None or (built.sizes, built.group) != (sizes, group) or built.options is not chosen:
+    is_same = built is not None and (built.sizes, built.group) == (sizes, group)
+    if built is None or not is_same or not are_same(built.options, chosen):
         layer = make_layer(experts, Ranks.alone() if group is None else group, sizes, chosen)
         built = _layers[module] = _Built(sizes, group, chosen, layer)
     return built.layer

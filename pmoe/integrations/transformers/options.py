@@ -62,6 +62,11 @@ def configure(**options: Any) -> None:
     _options = options
 
 
+def are_same(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether a layer is the same with either. True is no 1: pipeline=True lets the planner choose."""
+    return options == others and all(type(value) is type(others[name]) for name, value in options.items())
+
+
 def options() -> Mapping[str, Any]:
     """Those that `configure` was last given."""
     return _options

@@ -469,6 +469,43 @@ def test_layouts_that_pmoe_does_not_know_are_refused_with_what_to_change() -> No
     assert_refused(module, r"must be of a class under @use_experts_implementation")
 
 
+def test_weights_of_two_types_without_values_or_elsewhere_are_refused_with_what_to_change() -> None:
+    def changed(key: str, **to: Any) -> Any:
+        module = make_experts(*EXPERTS["interleaved, with biases"][:2])
+        setattr(module, key, nn.Parameter(getattr(module, key).detach().to(**to)))
+        return module
+
+    for key in ("down_proj", "down_proj_bias", "gate_up_proj_bias"):
+        half, meta = changed(key, dtype=torch.bfloat16), changed(key, device="meta")
+        assert_refused(
+            half,
+            rf"{key} of experts module \(GptOssExperts\) is torch.bfloat16; it must be of the type of "
+            r"gate_up_proj: model.to\(torch.float64\), or call the model under autocast",
+        )
+        module = meta
+        module.config._experts_implementation = "pmoe"
+        with pytest.raises(ValueError, match=rf"{key} of experts .* is on the meta device; .* load weights"):
+            module(*routed())
+    module = make_experts(*EXPERTS["usual"][:2]).float()
+    assert_refused(
+        module,
+        r"hidden_states \(torch.float64\) of experts module \(MixtralExperts\) must be of the type of its "
+        r"weights: model.to\(torch.float32\)",
+    )
+    x, index, weight = routed()
+    with pytest.raises(ValueError, match=r"hidden_states \(meta\) .* where its weights are: model.to\(\"cpu"):
+        module(x.to("meta"), index, weight)
+
+
+def test_weights_of_two_types_are_cast_under_autocast() -> None:
+    module = make_experts(*EXPERTS["usual"][:2]).float()
+    module.down_proj = nn.Parameter(module.down_proj.detach().bfloat16())
+    x, index, weight = routed()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted, found = (called(module, each, x.float(), index, weight) for each in ("eager", "pmoe"))
+    assert all(relative(ours, theirs) < 0.02 for ours, theirs in zip(found, wanted, strict=True))
+
+
 def test_a_flag_that_a_later_release_may_add_is_refused_where_it_is_set() -> None:
     module = make_experts(*EXPERTS["usual"][:2])
 

@@ -44,7 +44,8 @@ def borrow(module: nn.Module) -> Experts:
     """This module's experts, for one call.
 
     Raises ValueError, naming the module and what to change, where pmoe does not know the layout: quantised
-    weights, flags or parameters that other experts do not have, parameters that are not this rank's own.
+    weights, flags or parameters that other experts do not have, parameters that are not this rank's own,
+    have no values (the meta device) or differ in device or, but for autocast, in type.
     """
     check(module)
     up = up_name(module)
@@ -56,6 +57,7 @@ def borrow(module: nn.Module) -> Experts:
         transposed=_flag(module, "is_transposed"),
     )
     _check_shapes(module, stacks)
+    _check_alike(module)
     experts = _activated(module, stacks)
     if not _flag(module, "has_post_expert_norm"):
         return experts
@@ -146,6 +148,28 @@ def _check_shapes(module: nn.Module, stacks: Stacks) -> None:
             f"{tuple(stacks.w1.shape)}; beside a down_proj of {tuple(stacks.w2.shape)} it must be "
             f"{(wanted[0], wanted[2], wanted[1]) if stacks.transposed else wanted}: {ADVICE}"
         )
+
+
+def _check_alike(module: nn.Module) -> None:
+    name, first = type(module).__name__, up_name(module)
+    wanted = _tensor(module, first)
+    for key in sorted(_expected(module)):
+        found = _tensor(module, key)
+        if found.is_meta:
+            raise ValueError(
+                f"{key} of experts module ({name}) is on the meta device; it must hold values: load weights, "
+                "by from_pretrained or load_state_dict(..., assign=True), before the model is called"
+            )
+        if found.device != wanted.device:
+            raise ValueError(
+                f"{key} of experts module ({name}) is on {found.device}; it must be where {first} is: "
+                f'model.to("{wanted.device}")'
+            )
+        if found.dtype != wanted.dtype and not torch.is_autocast_enabled(found.device.type):
+            raise ValueError(
+                f"{key} of experts module ({name}) is {found.dtype}; it must be of the type of {first}: "
+                f"model.to({wanted.dtype}), or call the model under autocast"
+            )
 
 
 def _activated(module: nn.Module, stacks: Stacks) -> BorrowedExperts:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pmoe.experts.base import Experts
 from pmoe.experts.borrowed import BorrowedExperts, NormedExperts
 from pmoe.gates.given import GivenGate
 from pmoe.integrations.transformers.layers import layer_of
@@ -37,6 +38,8 @@ def run(
             f"top_k_weights (shape {tuple(top_k_weights.shape)}) must be of the shape of top_k_index "
             f"({tuple(top_k_index.shape)}), one row a token"
         )
+    if group is None:
+        _check_input(module, hidden_states, experts)
     layer = layer_of(module, experts, top_k_index.shape[1], num_experts, group)
     if layer.training != module.training:
         layer.train(module.training)
@@ -52,6 +55,22 @@ def run(
         assert isinstance(experts, BorrowedExperts | NormedExperts)
         layer.experts = experts.returned()
     return y.to(hidden_states.dtype)
+
+
+def _check_input(module: nn.Module, hidden_states: Tensor, experts: Experts) -> None:
+    """In the words of a model's user. Among several ranks the layer checks, which tells all of them."""
+    like, name = experts.local_parameters()[0], type(module).__name__
+    if hidden_states.device != like.device:
+        raise ValueError(
+            f"hidden_states ({hidden_states.device}) of experts module ({name}) must be where its weights "
+            f'are: model.to("{like.device}")'
+        )
+    is_cast = torch.is_autocast_enabled(like.device.type)
+    if hidden_states.dtype != like.dtype and not is_cast:
+        raise ValueError(
+            f"hidden_states ({hidden_states.dtype}) of experts module ({name}) must be of the type of its "
+            f"weights: model.to({like.dtype}), or call the model under autocast"
+        )
 
 
 def experts_forward(

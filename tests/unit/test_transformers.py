@@ -3,11 +3,13 @@ the library's own eager implementation, and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
 import io
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -28,6 +30,7 @@ from pmoe.experts.borrowed import (
     BorrowedSwiGLU,
     NormedExperts,
 )
+from pmoe.gates.given import GivenGate
 from tests.spread import named
 from tests.tiny_transformers import MODELS, batch, gradients, make_model, randomise, relative
 
@@ -263,6 +266,32 @@ def test_layers_go_with_their_model_and_a_backward_outlives_it() -> None:
     del loss
     gc.collect()
     assert not any(each() for each in left)
+
+
+def test_threads_that_share_a_model_do_not_share_a_call() -> None:
+    module = make_experts(*EXPERTS["usual"][:2])
+    x, index, weight = routed()
+    batches = [(x.detach(), (index + i) % 6, weight.detach() + i) for i in range(2)]
+    wanted = [module(*each) for each in batches]
+    module.config._experts_implementation = "pmoe"
+    module(*batches[0])  # there is a layer now, which both threads find
+    both_inside, forward, found = threading.Barrier(2), GivenGate.forward, dict[int, Tensor]()
+
+    def awaited(self: Any, x_TM: Tensor) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_inside.wait(0.3)
+        return forward(self, x_TM)
+
+    def call(i: int) -> None:
+        found[i] = module(*batches[i])
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+    with mock.patch.object(GivenGate, "forward", awaited):
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert all(relative(found[i], wanted[i]) < 1e-12 for i in range(2))
 
 
 def test_a_model_may_be_moved_replaced_and_switched_between_calls() -> None:

@@ -3,9 +3,11 @@ copies and pickles of a model know nothing of it, and two models share nothing."
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -21,12 +23,14 @@ from pmoe.statistics import finders
 
 @dataclass(frozen=True)
 class _Built:
-    """A layer and what it was built for."""
+    """A layer and what it was built for. turn: of threads that share a model (a server's), for a layer holds
+    the routing and the parameters of one call."""
 
     sizes: Mapping[str, Any]
     group: dist.ProcessGroup | None
     options: Mapping[str, Any]
     layer: MoELayer
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 _layers: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
@@ -44,10 +48,12 @@ if layers not in finders:
     finders.append(layers)  # `pmoe.stats` names them as well
 
 
+@contextmanager
 def layer_of(
     module: nn.Module, experts: Experts, top_k: int, num_experts: int, group: dist.ProcessGroup | None
-) -> MoELayer:
-    """Built at the first call, and again where sizes, ranks or `configure`'s options are others since."""
+) -> Iterator[MoELayer]:
+    """Built at the first call, and again where sizes, ranks or `configure`'s options are others since. One
+    thread has it at a time."""
     inner = experts.inner if isinstance(experts, NormedExperts) else experts
     assert isinstance(inner, BorrowedExperts)
     sizes = {
@@ -61,4 +67,5 @@ def layer_of(
     if built is None or not is_same or not are_same(built.options, chosen):
         layer = make_layer(experts, Ranks.alone() if group is None else group, sizes, chosen)
         built = _layers[module] = _Built(sizes, group, chosen, layer)
-    return built.layer
+    with built.turn:
+        yield built.layer

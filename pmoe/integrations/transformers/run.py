@@ -40,20 +40,20 @@ def run(
         )
     if group is None:
         _check_input(module, hidden_states, experts)
-    layer = layer_of(module, experts, top_k_index.shape[1], num_experts, group)
-    if layer.training != module.training:
-        layer.train(module.training)
     keep_TK = top_k_index != num_experts
     expert_TK = top_k_index.to(torch.int64).where(keep_TK, 0)
-    gate = layer.gate
-    assert isinstance(gate, GivenGate)
-    layer.experts = experts
-    try:
-        with gate.routing(expert_TK, top_k_weights, keep_TK):
-            y: Tensor = layer(hidden_states)
-    finally:
-        assert isinstance(experts, BorrowedExperts | NormedExperts)
-        layer.experts = experts.returned()
+    with layer_of(module, experts, top_k_index.shape[1], num_experts, group) as layer:
+        if layer.training != module.training:
+            layer.train(module.training)
+        gate = layer.gate
+        assert isinstance(gate, GivenGate)
+        layer.experts = experts
+        try:
+            with gate.routing(expert_TK, top_k_weights, keep_TK):
+                y: Tensor = layer(hidden_states)
+        finally:
+            assert isinstance(experts, BorrowedExperts | NormedExperts)
+            layer.experts = experts.returned()
     return y.to(hidden_states.dtype)
 
 

@@ -7,7 +7,7 @@ in step; each expert then draws from a seed of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -33,6 +33,22 @@ def seeded(build: Callable[[], nn.Module], *, first_expert: int, count: int) -> 
         with _generators_at(seed + first_expert + i):
             modules.append(build())
     return modules
+
+
+def initialise_modules(modules: Iterable[nn.Module], *, first_expert: int) -> None:
+    """Has each module, and all in it, reset its parameters under its global expert's seed."""
+    seed = _draw_seed()
+    for i, module in enumerate(modules):
+        with _generators_at(seed + first_expert + i):
+            reset_modules(module)
+
+
+def reset_modules(module: nn.Module) -> None:
+    """Asks each part of it that has a ``reset_parameters`` for that."""
+    for part in module.modules():
+        reset = getattr(part, "reset_parameters", None)
+        if reset is not None:
+            reset()
 
 
 def _draw_seed() -> int:

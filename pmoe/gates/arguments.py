@@ -68,10 +68,16 @@ def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def router_weight(
     rows: int, columns: int, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Parameter:
-    """(rows, columns), uniform within 1 / sqrt(columns), as `torch.nn.Linear` begins."""
+    """(rows, columns), see `draw_router_weight`."""
     weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
-    nn.init.uniform_(weight, -1 / math.sqrt(columns), 1 / math.sqrt(columns))
+    draw_router_weight(weight)
     return weight
+
+
+def draw_router_weight(weight: nn.Parameter) -> None:
+    """Uniform within 1 / sqrt(columns), as `torch.nn.Linear` begins."""
+    bound = 1 / math.sqrt(weight.shape[1])
+    nn.init.uniform_(weight, -bound, bound)
 
 
 def _check_number(name: str, value: object) -> None:

@@ -64,6 +64,10 @@ class Gate(nn.Module, abc.ABC):
     decides_capacity = False
     """Whether the constructor takes ``capacity_factor``: the gate itself says which rows are kept."""
 
+    def reset_parameters(self) -> None:
+        """Draws parameters and buffers anew, as the constructor does: what a gate from the meta device needs
+        after ``to_empty``. Override it where there are any."""
+
     @abc.abstractmethod
     def forward(self, x_TM: Tensor) -> Routing:
         """Routes the tokens x_TM, (T, d_model); T may be 0. Where `needs_token_ids`, the second argument is

@@ -19,6 +19,7 @@ from pmoe.gates.arguments import (
     check_not_negative,
     check_positive,
     check_sizes,
+    draw_router_weight,
     router_weight,
 )
 from pmoe.gates.base import Gate, Routing
@@ -103,6 +104,11 @@ class DeepSeekGate(Gate):
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         load_E = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self.register_buffer("load", load_E, persistent=False)
+
+    def reset_parameters(self) -> None:
+        draw_router_weight(self.weight)
+        self.bias.zero_()
+        self.load.zero_()
 
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):

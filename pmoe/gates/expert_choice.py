@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from pmoe.gates.arguments import check_one_of, check_positive, check_sizes, router_weight
+from pmoe.gates.arguments import check_one_of, check_positive, check_sizes, draw_router_weight, router_weight
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.selection import attached_zero, rows_for_each_expert
@@ -65,6 +65,9 @@ class ExpertChoiceGate(Gate):
         check_one_of("normalize_over", normalize_over, ("experts", "tokens"))
         self.top_k, self.capacity_factor, self.normalize_over = top_k, capacity_factor, normalize_over
         self.weight = router_weight(num_experts, d_model, device, dtype)
+
+    def reset_parameters(self) -> None:
+        draw_router_weight(self.weight)
 
     def rows_an_expert(self, num_tokens: int) -> int:
         """C."""

@@ -56,6 +56,10 @@ class NoisyTopKGate(TopKRouter):
         )
         self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.noise_weight)
+
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):
             logits_TE = self._logits(x_TM)

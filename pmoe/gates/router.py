@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from pmoe.gates.arguments import check_normalize, check_not_negative, check_sizes, router_weight
+from pmoe.gates.arguments import (
+    check_normalize,
+    check_not_negative,
+    check_sizes,
+    draw_router_weight,
+    router_weight,
+)
 from pmoe.gates.base import Gate
 
 
@@ -36,6 +42,9 @@ class TopKRouter(Gate):
         self.top_k, self.z_loss_weight = top_k, z_loss_weight
         self.normalize = self.normalizes and top_k > 1 if normalize is None else normalize
         self.weight = router_weight(num_experts, d_model, device, dtype)
+
+    def reset_parameters(self) -> None:
+        draw_router_weight(self.weight)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"

@@ -58,8 +58,12 @@ class SoftGate(Gate):
         slots = 1 if slots_per_expert is None else slots_per_expert
         check_count(slots_per_expert=slots)
         self.weight = nn.Parameter(torch.empty(num_experts, slots, d_model, device=device, dtype=dtype))
-        nn.init.normal_(self.weight, std=1 / math.sqrt(d_model))
-        self.scale = nn.Parameter(torch.ones((), device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[2]))
+        nn.init.ones_(self.scale)
 
     def forward(self, x_TM: Tensor) -> Routing:
         num_slots = self.weight.shape[0] * self.weight.shape[1]

@@ -18,7 +18,7 @@ from pmoe.gates.arguments import (
     check_one_of,
     check_positive,
     check_sizes,
-    router_weight,
+    draw_router_weight,
 )
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.lengths import inverse_length
@@ -83,11 +83,15 @@ class XMoEGate(Gate):
         self.top_k, self.score, self.z_loss_weight = top_k, score, z_loss_weight
         self.normalize = (top_k > 1 and score == "softmax") if normalize is None else normalize
         self.first_temperature = TEMPERATURES[score] if temperature is None else temperature
-        self.projection = router_weight(d_proj, d_model, device, dtype)
+        self.projection = nn.Parameter(torch.empty(d_proj, d_model, device=device, dtype=dtype))
         self.weight = nn.Parameter(torch.empty(num_experts, d_proj, device=device, dtype=dtype))
-        nn.init.normal_(self.weight, std=1 / math.sqrt(d_proj))
-        start = torch.full((), math.log(self.first_temperature), device=device, dtype=dtype)
-        self.log_temperature = nn.Parameter(start)
+        self.log_temperature = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        draw_router_weight(self.projection)
+        nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
+        nn.init.constant_(self.log_temperature, math.log(self.first_temperature))
 
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):

@@ -18,10 +18,11 @@ from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.sharing import Sharing
-from pmoe.experts import ModuleExperts
+from pmoe.experts import ModuleExperts, StackedExperts
 from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Shard
-from pmoe.gates import GivenGate, SoftGate
+from pmoe.experts.initial import initialise, initialise_modules, reset_modules
+from pmoe.gates import Gate, GivenGate, SoftGate
 from pmoe.layer.build import (
     check_fit,
     check_host_memory,
@@ -346,6 +347,26 @@ class MoELayer(nn.Module):
         self.experts.keep(slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard)
         self._chooser = self._table = self._solver = self._counted = self.l_aux = self.ran = None
         self._agreed, self._is_compared = frozenset(), False
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the layer's parameters anew, as building it under the same seed does: what a layer from the
+        meta device needs after ``to_empty``. Every rank must call it, under one seed.
+
+        Of modules (a gate, experts) every part that has a ``reset_parameters`` is asked for it, each expert's
+        under a seed of its own; parameters of other parts stay as they are.
+        """
+        if isinstance(self.gate, Gate):
+            self.gate.reset_parameters()
+        else:
+            reset_modules(self.gate)
+        for experts, first in ((self.experts, self.first_expert), (self.shared_expert, self.num_experts)):
+            if isinstance(experts, StackedExperts):
+                initialise(experts, first_expert=first)
+            elif isinstance(experts, ModuleExperts):
+                initialise_modules(experts.local, first_expert=first)
+        if self.shared_gate is not None:
+            self.shared_gate.reset_parameters()
 
     @property
     def _is_meta(self) -> bool:

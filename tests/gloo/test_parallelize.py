@@ -716,3 +716,26 @@ def test_what_cannot_be_parallelized_is_refused_by_name() -> None:
         assert len(found) == len(wanted)
         for message, pattern in zip(found, wanted, strict=True):
             assert re.search(pattern, message), message
+
+
+def meta_job(rank: int, world: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6), pmoe.MoELayer(6, 8, 4, 2, group=Ranks.alone()))
+    pmoe.parallelize(model, mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    for module in model:
+        module.reset_parameters()
+    return {
+        name: getattr(value, "full_tensor", lambda v=value: v)().detach()
+        for name, value in model.named_parameters()
+    }
+
+
+def test_a_model_of_the_meta_device_is_drawn_after_it_is_spread() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 6), pmoe.MoELayer(6, 8, 4, 2))
+    for found in ranks(4).run(meta_job):
+        for name, value in model.named_parameters():
+            assert torch.equal(found[name], value), name

@@ -46,3 +46,14 @@ def test_ranks_with_ragged_padded_and_no_batches_step_as_one_rank_that_generate_
     output = run("generate", data, "--path", two / "checkpoint_last.pt", "--gen-subset", "valid", *sizes)
     assert "Translated 37 sentences" in output
     assert sum(line.startswith("H-") for line in output.splitlines()) == 37
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_counts_of_generated_words_is_read(data: Path, tmp_path: Path) -> None:
+    """--eval-bleu logs numpy arrays, which the checkpoint then holds."""
+    bleu = ("--eval-bleu", "--eval-bleu-detok", "space", "--eval-bleu-args", '{"beam": 1, "max_len_b": 5}')
+    sizes = ("--batch-size-valid", 8, "--save-dir", tmp_path)
+    run("train", data, *TRANSLATION, *SGD, *sizes, *bleu)
+    checkpoint = ("--path", tmp_path / "checkpoint_last.pt", "--task", "translation")
+    output = run("validate", data, *checkpoint, "--batch-size", 8, "--cpu", "--num-workers", 0)
+    assert "bleu" in output.rpartition("valid on 'valid' subset")[2]

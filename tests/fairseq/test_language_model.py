@@ -130,11 +130,16 @@ def test_checkpointed_activations_keep_the_auxiliary_loss(
 def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(
     text: Path, sgd_run: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """With its momentum: a step behind it is the same on 4 ranks and on 1 rank with 4 batches."""
+    """With its momentum: a step behind it is the same on 1 rank with 4 batches, on 4 ranks, and on 4 ranks
+    of which each 2 hold a copy of all experts."""
     _, checkpoint = sgd_run
-    for ranks in (1, 4):
-        (tmp_path / str(ranks)).mkdir()
-        shutil.copy(checkpoint, tmp_path / str(ranks) / "checkpoint_last.pt")
+    for name, ranks, experts in (
+        ("1", 1, ()),
+        ("4", 4, ()),
+        ("2x2", 4, ("--moe-expert-parallel-size", 2)),
+    ):
+        (tmp_path / name).mkdir()
+        shutil.copy(checkpoint, tmp_path / name / "checkpoint_last.pt")
         steps = (
             "--update-freq",
             4 // ranks,
@@ -144,11 +149,16 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(
             "--reset-meters",
             *QUIET,
         )
-        folder = ("--save-dir", tmp_path / str(ranks))
-        output = run("train", text, *LANGUAGE_MODEL, *SGD, *steps, *folder, ranks=ranks)
+        given = (*SGD, *steps, *experts, "--save-dir", tmp_path / name)
+        output = run("train", text, *LANGUAGE_MODEL, *given, ranks=ranks)
         assert "Loaded checkpoint" in output
-    one, four = (tmp_path / ranks / "checkpoint_last.pt" for ranks in ("1", "4"))
+    one, four, copied = (tmp_path / name / "checkpoint_last.pt" for name in ("1", "4", "2x2"))
     assert_close(one, four, 2e-6)
+    assert_close(one, copied, 2e-6)
+    for (_, _, value), (_, _, other) in zip(
+        tensors_of_optimizer(one), tensors_of_optimizer(copied), strict=True
+    ):
+        torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-6)
     moved = (
         parameters(one)["decoder.layers.1.fc1.experts.w1"]
         - parameters(checkpoint)["decoder.layers.1.fc1.experts.w1"]

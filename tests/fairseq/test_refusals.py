@@ -54,6 +54,8 @@ ON_ONE_RANK: dict[str, str] = {
 ON_TWO_RANKS: dict[str, str] = {
     "--moe-num-experts 3": r"--moe-\* options.*num_experts \(3\) must be divisible by .* \(2\)",
     "--moe-expert-parallel false": r"--moe-expert-parallel \(false\) must be true",
+    "--moe-expert-parallel-size 3": r"--moe-expert-parallel-size \(3\) must divide .* ranks \(2\)",
+    "--moe-expert-parallel-size few": r"--moe-expert-parallel-size \(few\) must divide",
     "--ddp-backend pytorch_ddp": r"--ddp-backend \(pytorch_ddp\) must be legacy_ddp",
     "--optimizer adafactor": r"--optimizer \(adafactor\) must be another, such as adam",
 }

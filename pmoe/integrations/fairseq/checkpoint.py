@@ -2,7 +2,9 @@
 would save it: any number of ranks loads it, and so do generate and eval-lm.
 
 Experts are the first dimension of each of their parameters, and of whatever an optimiser keeps of the
-parameter's length there. Rank r of W holds rows [r * E / W, (r + 1) * E / W).
+parameter's length there. Rank r of the W that hold them together has rows [r * E / W, (r + 1) * E / W). Where
+there are more ranks, each W consecutive ones hold a copy of all experts, and the first W give theirs to the
+file.
 
 Letters: W ranks, E experts.
 """
@@ -18,14 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe import MoELayer
+from pmoe.comm.ranks import Ranks
 
 
 def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """``state`` with all ranks' experts in it, on the host, on rank 0; elsewhere without. Every rank must
     call it."""
     whole = dict(state)
-    for name in _expert_names(model):
-        _replace(whole, name, _gathered(state[name]))
+    for name, (layer, _) in _expert_names(model).items():
+        _replace(whole, name, _gathered(state[name], layer.ranks))
     return whole
 
 
@@ -47,27 +50,28 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimiser's ``state_dict()`` with all ranks' experts in it, on rank 0. Every rank must call it."""
+def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """An optimiser's ``state_dict()`` with all experts in it, which ``ranks`` hold together, on rank 0. Every
+    rank must call it."""
     whole = {**state, "state": dict(state["state"])}
     for index, parameter, kept in _expert_states(optimizer, state):
         gathered = dict(kept)
         for key, value in kept.items():
             if _is_by_expert(value, parameter.shape[0]):
-                _replace(gathered, key, _gathered(value))
+                _replace(gathered, key, _gathered(value, ranks))
         whole["state"][index] = gathered
     return whole
 
 
-def own_optimizer(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], rank: int, num_ranks: int
-) -> dict[str, Any]:
+def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The part of a gathered ``state`` that this rank's optimiser has."""
     own = {**state, "state": dict(state["state"])}
     for index, parameter, kept in _expert_states(optimizer, state):
         size = parameter.shape[0]
         own["state"][index] = {
-            key: value.narrow(0, rank * size, size) if _is_by_expert(value, size * num_ranks) else value
+            key: value.narrow(0, ranks.rank * size, size)
+            if _is_by_expert(value, size * ranks.size)
+            else value
             for key, value in kept.items()
         }
     return own
@@ -105,15 +109,16 @@ def _is_by_expert(value: object, num_experts: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_experts
 
 
-def _gathered(own: Tensor) -> Tensor | None:
-    """All ranks' rows on rank 0's host, None elsewhere. One tensor at a time is whole on the device."""
+def _gathered(own: Tensor, ranks: Ranks) -> Tensor | None:
+    """The rows of ``ranks`` on rank 0's host, None elsewhere. One tensor at a time is whole on the device."""
     own = own.detach().contiguous()
-    if dist.get_rank() != 0:
-        dist.gather(own, dst=0)
-        return None
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.gather(own, parts, dst=0)
-    return torch.cat([part.cpu() for part in parts])
+    if dist.get_rank() != ranks.rank:
+        return None  # a copy
+    if ranks.size == 1:
+        return own.cpu()
+    parts = [torch.empty_like(own) for _ in range(ranks.size)] if ranks.rank == 0 else None
+    dist.gather(own, parts, dst=0, group=ranks.group)
+    return None if parts is None else torch.cat([part.cpu() for part in parts])
 
 
 def _replace(values: dict[str, Any], name: str, value: Tensor | None) -> None:

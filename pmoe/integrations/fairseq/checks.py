@@ -97,7 +97,10 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
     if distributed.ddp_backend in ("fully_sharded", "slowmo"):
         raise ValueError(f"--ddp-backend ({distributed.ddp_backend}) must be legacy_ddp")
     if num_ranks > 1 and not places(config.model)["expert_parallel"]:
-        raise ValueError("--moe-expert-parallel (false) must be true to train on several ranks")
+        raise ValueError(
+            "--moe-expert-parallel (false) must be true to train on several ranks; for all experts on each, "
+            "say --moe-expert-parallel-size 1"
+        )
     optimizer = config.optimizer._name
     if num_ranks > 1 and optimizer in NOT_BY_ELEMENT:
         raise ValueError(

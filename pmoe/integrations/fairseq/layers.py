@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
 from pmoe.integrations.fairseq.options import layer_arguments, places
+from pmoe.parallel import make_meshes
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu", "swish": "silu"}
 """Of fairseq's --activation-fn, the layer's."""
@@ -123,14 +124,31 @@ def _experts(sizes: Any, activation_fn: str, config: Any) -> FeedForwardExperts:
                 "--moe-activation be given"
             )
         arguments["activation"] = ACTIVATIONS.get(str(activation_fn), "gelu")
-    group: Any = None if places(config)["expert_parallel"] else Ranks.alone()
+    ranks = _expert_ranks(config)
     try:
-        experts = FeedForwardExperts(d_model=sizes.embed_dim, group=group, **arguments)
+        experts = FeedForwardExperts(d_model=sizes.embed_dim, group=ranks, **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--moe-* options, by their names in pmoe.MoELayer: {error}") from error
     for parameter in experts.experts.parameters():
         parameter.expert = True  # type: ignore[attr-defined]  # fairseq's mark: not reduced, not in the norm
     return experts
+
+
+def _expert_ranks(config: Any) -> Ranks:
+    """The ranks that hold all experts together."""
+    given = places(config)
+    if not given["expert_parallel"]:
+        return Ranks.alone()
+    everyone, size = Ranks(), given["expert_parallel_size"]
+    if size is None:
+        return everyone
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or everyone.size % size:
+        raise ValueError(
+            f"--moe-expert-parallel-size ({size}) must divide the number of ranks ({everyone.size})"
+        )
+    if size == 1:
+        return Ranks.alone()
+    return everyone if size == everyone.size else Ranks(make_meshes(ep=size).group("ep"))
 
 
 def _has_no_encoder_attention(side: Any) -> bool:

@@ -17,7 +17,7 @@ from pmoe import MoELayer, Restore
 
 NOT_OPTIONS = {
     "d_model": "the width of the model's embeddings",
-    "group": "all ranks, or this rank alone: --moe-expert-parallel",
+    "group": "--moe-expert-parallel, --moe-expert-parallel-size",
     "mesh": "a layout of the ranks, which is made in a program",
     "callbacks": "objects",
     "device": "fairseq moves the model",
@@ -52,8 +52,14 @@ PLACES = (
     Option(
         "expert_parallel",
         "true",
-        "experts are spread over all ranks; false: each process holds them all (what checkpoints say: for "
+        "experts are spread over ranks; false: each process holds them all (what checkpoints say: for "
         "generate and eval-lm)",
+    ),
+    Option(
+        "expert_parallel_size",
+        "none",
+        "N: experts are spread over groups of N consecutive ranks, each with a copy of them all; none: over "
+        "all ranks",
     ),
 )
 """What MoELayer has no argument for."""

@@ -20,9 +20,12 @@ from fairseq.trainer import Trainer
 from torch import Tensor, nn
 
 from pmoe import Gate
+from pmoe.comm.ranks import Ranks
+from pmoe.expert_parallel import MeanOverRanks
 from pmoe.integrations.fairseq.checkpoint import for_inference, gather_model, gather_optimizer, own_optimizer
 from pmoe.integrations.fairseq.checks import check_training
 from pmoe.integrations.fairseq.models import ExpertParallelModel
+from pmoe.parallel import make_meshes
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +63,14 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             # Each rank takes its experts from the file. Else rank 0 would send everything to everyone, as a
             # pickled configuration that torch.load has refused since torch 2.6.
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+            self.ranks: Ranks = model.moe_layers[0].fc1.ranks
+            size, num_ranks = self.ranks.size, self.data_parallel_world_size
+            copies = Ranks(make_meshes(ep=size).group("edp")) if size < num_ranks else Ranks.alone()
+            self._reduce = MeanOverRanks(num_ranks, copies)
 
     @property
     def is_spread(self) -> bool:
-        """Whether other ranks hold other experts."""
+        """Whether several ranks hold the experts, each its part or a copy."""
         return self.has_experts and self.data_parallel_world_size > 1
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
@@ -89,18 +96,20 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def with_experts(self, dense_norm: Tensor) -> Tensor:
-        """Scales experts' gradients as those of dense parameters are; returns the norm of all gradients,
-        those of other ranks' experts included, for the norm of the dense ones. fairseq calls it when all
-        gradients are where its optimiser reads them, and scales all of them afterwards."""
+        """Sums experts' gradients over their copies and scales them as those of dense parameters are; returns
+        the norm of all gradients, those of other ranks' experts included, for the norm of the dense ones.
+        fairseq calls it when all gradients are where its optimiser reads them, and scales all of them
+        afterwards."""
         gradients = [
             each.grad for each in self.optimizer.params if hasattr(each, "expert") and each.grad is not None
         ]
         if self.is_spread:
-            torch._foreach_div_(gradients, self.data_parallel_world_size)
+            self._reduce(gradients)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         experts = torch.stack([dense_norm.new_zeros(()), *norms]).double().square().sum()
         if self.is_spread:
             dist.all_reduce(experts)
+            experts /= self._reduce.copies.size
         return (dense_norm.double().square() + experts).sqrt().to(dense_norm.dtype)
 
     def consolidate_optimizer(self) -> None:
@@ -112,7 +121,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._gathered = {"model": gather_model(self._model, self._model.state_dict())}
         if not self.cfg.checkpoint.no_save_optimizer_state:
             state = self.optimizer.state_dict()
-            self._gathered["last_optimizer_state"] = gather_optimizer(self.optimizer.optimizer, state)
+            self._gathered["last_optimizer_state"] = gather_optimizer(
+                self.optimizer.optimizer, state, self.ranks
+            )
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()
@@ -143,5 +154,4 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     def _load_own(self, load: Any, state: dict[str, Any], overrides: Any = None) -> None:
         """An optimiser's load_state_dict, of this rank's part of all experts' state."""
-        rank, num_ranks = self.data_parallel_rank, self.data_parallel_world_size
-        load(own_optimizer(self._optimizer.optimizer, state, rank, num_ranks), overrides)
+        load(own_optimizer(self._optimizer.optimizer, state, self.ranks), overrides)

@@ -101,6 +101,17 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
             "--moe-expert-parallel (false) must be true to train on several ranks; for all experts on each, "
             "say --moe-expert-parallel-size 1"
         )
+    if num_ranks > 1 and common.amp:
+        raise ValueError(
+            "--amp must be left out on several ranks, each of which would scale its loss by itself: use "
+            "--bf16, or --fp16 with --fp16-no-flatten-grads"
+        )
+    is_spread = num_ranks > 1 and places(config.model)["expert_parallel_size"] != 1
+    if is_spread and getattr(config.task, "eval_bleu", False):
+        raise ValueError(
+            "--eval-bleu must be left out where experts are spread over ranks, which would wait for each "
+            "other for ever: they generate sentences of different lengths. generate reads the checkpoints"
+        )
     optimizer = config.optimizer._name
     if num_ranks > 1 and optimizer in NOT_BY_ELEMENT:
         raise ValueError(

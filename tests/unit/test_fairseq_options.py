@@ -36,6 +36,48 @@ def test_every_option_has_the_layers_default_and_its_own_words() -> None:
             assert given[option.name] == default and type(given[option.name]) is type(default), option
 
 
+OTHERS: dict[str, tuple[str, object]] = {
+    "d_hidden": ("24", 24),
+    "num_experts": ("4", 4),
+    "top_k": ("2", 2),
+    "gate": ("noisy", "noisy"),
+    "expert": ("swiglu", "swiglu"),
+    "activation": ("silu", "silu"),
+    "bias": ("false", False),
+    "capacity_factor": ("1.5", 1.5),
+    "pad_to_capacity": ("true", True),
+    "pipeline": ("solve", "solve"),
+    "memory_reuse": ("offload/recompute", pmoe.Restore("offload", "recompute")),
+    "pipeline_backward": ("4", 4),
+    "slack": ("2", 2),
+    "memory_budget": ("1GiB", "1GiB"),
+    "fused": ("auto", "auto"),
+    "order": ("einsum", "einsum"),
+    "dispatch": ("hierarchical_2d", "hierarchical_2d"),
+    "combine": ("hierarchical_1d", "hierarchical_1d"),
+    "nodes": ("0,0,1,1", [0, 0, 1, 1]),
+    "send_once": ("true", True),
+    "shared_expert": ("32", 32),
+    "shared_gate": ("true", True),
+    "normalize_gate": ("false", False),
+    "z_loss_weight": ("1e-3", 0.001),
+    "check_finite": ("true", True),
+    "bypass_local": ("false", False),
+    "sequential": ("true", True),
+    "one_lane": ("true", True),
+}
+"""Of each option, what a command line may say in its default's place, and the value that the layer gets."""
+
+
+def test_every_option_reaches_the_layers_arguments_with_another_value_than_its_default() -> None:
+    defaults = layer_arguments(SimpleNamespace())
+    assert set(OTHERS) == set(defaults)
+    given = layer_arguments(SimpleNamespace(**{f"moe_{name}": text for name, (text, _) in OTHERS.items()}))
+    for name, (_, value) in OTHERS.items():
+        assert given[name] == value and type(given[name]) is type(value), name
+        assert given[name] != defaults[name], name
+
+
 def test_options_at_their_defaults_build_a_layer() -> None:
     arguments = layer_arguments(
         SimpleNamespace(moe_num_experts="4", moe_d_hidden="16", moe_activation="relu")

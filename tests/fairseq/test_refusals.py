@@ -12,7 +12,7 @@ import pytest
 
 from pmoe.integrations.fairseq.__main__ import main
 from pmoe.integrations.fairseq.options import PLACES, layer_options
-from tests.fairseq.environment import FOLDER, LANGUAGE_MODEL, run
+from tests.fairseq.environment import FOLDER, LANGUAGE_MODEL, logged, run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -127,3 +127,20 @@ def test_fairseqs_own_command_takes_the_plugin_by_user_dir(
     given = (text, "--user-dir", user_dir, *LANGUAGE_MODEL, *steps)
     output = run(*given, program=command, PYTHONPATH=str(tmp_path))
     assert "num_updates: 2 >= max_update: 2" in output
+
+
+TWO_GPUS = """import torch
+torch.cuda.device_count = lambda: 2
+torch.cuda.set_device = lambda device: None
+"""
+
+
+@pytest.mark.slow
+def test_without_torchrun_fairseq_starts_a_process_for_each_gpu(text: Path, tmp_path: Path) -> None:
+    """On the CPU all that is missing are the GPUs to count."""
+    (tmp_path / "sitecustomize.py").write_text(TWO_GPUS, encoding="utf-8")
+    steps = ("--optimizer", "adam", "--lr", 0.01, "--max-update", 2, "--disable-validation", "--no-save")
+    given = (*LANGUAGE_MODEL, *steps, "--distributed-world-size", 2)
+    output = run("train", text, *given, PYTHONPATH=str(tmp_path))
+    assert "training on 2 devices" in output
+    assert logged(output, "wpb") == [512, 512]  # 2 batches of 8 x 32 tokens

@@ -7,13 +7,13 @@
     python -m pmoe.integrations.fairseq user-dir        # what fairseq-train --user-dir takes
 
 Every other argument is fairseq's or the plugin's. --user-dir is set, unless you give one: then its package
-must import pmoe.integrations.fairseq.plugin. Processes that fairseq starts import this file again: the first
-call prepares Python for fairseq in them, too.
+must import pmoe.integrations.fairseq.plugin.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import textwrap
 
@@ -77,4 +77,6 @@ def _print_options() -> None:
 
 
 if __name__ == "__main__":
+    # What the processes that fairseq starts, one a GPU, import as their main module: never a __main__.py.
+    __spec__ = importlib.util.find_spec("pmoe.integrations.fairseq.shim")
     main(sys.argv[1:])

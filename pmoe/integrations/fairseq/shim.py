@@ -32,3 +32,7 @@ def allow_fairseq_defaults() -> None:
 
     dataclasses._get_field = get_field_of_fairseq  # type: ignore[attr-defined]
     dataclasses._allows_fairseq_defaults = True  # type: ignore[attr-defined]
+
+
+if __name__ == "__mp_main__":
+    allow_fairseq_defaults()

@@ -129,6 +129,26 @@ def test_fairseqs_own_command_takes_the_plugin_by_user_dir(
     assert "num_updates: 2 >= max_update: 2" in output
 
 
+@pytest.mark.slow
+def test_hydra_train_knows_the_model_and_its_options(text: Path, tmp_path: Path) -> None:
+    sizes = {"layers": 2, "embed_dim": 32, "input_dim": 32, "output_dim": 32, "attention_heads": 2}
+    model = [f"model.decoder_{name}={size}" for name, size in sizes.items()]
+    model += ["model=transformer_lm_pmoe", "model.moe_num_experts=4", "model.moe_top_k=2"]
+    data = [
+        "task=language_modeling",
+        f"task.data={text}",
+        "task.tokens_per_sample=32",
+        "dataset.batch_size=8",
+    ]
+    steps = ["optimizer=adam", "optimization.lr=[0.01]", "optimization.max_update=2", "common.cpu=true"]
+    rest = ["criterion=cross_entropy_pmoe", "criterion.moe_aux_weight=0.02", "dataset.num_workers=0"]
+    rest += [f"checkpoint.save_dir={tmp_path}", "dataset.disable_validation=true"]
+    output = run("hydra-train", *model, *data, *steps, *rest, f"hydra.run.dir={tmp_path}")
+    assert "num_updates: 2 >= max_update: 2" in output
+    assert "moe_load" in output
+    assert (tmp_path / "checkpoint_last.pt").exists()
+
+
 TWO_GPUS = """import torch
 torch.cuda.device_count = lambda: 2
 torch.cuda.set_device = lambda device: None

@@ -2,12 +2,13 @@
 
     python -m pmoe.integrations.fairseq train DATA --arch transformer_lm_pmoe ...
     torchrun --standalone --nproc-per-node 2 -m pmoe.integrations.fairseq train ...
+    python -m pmoe.integrations.fairseq hydra-train task=language_modeling model=transformer_lm_pmoe ...
     python -m pmoe.integrations.fairseq eval-lm DATA --path checkpoint_last.pt ...
     python -m pmoe.integrations.fairseq options         # every --moe option, its default, what it does
     python -m pmoe.integrations.fairseq user-dir        # what fairseq-train --user-dir takes
 
-Every other argument is fairseq's or the plugin's. --user-dir is set, unless you give one: then its package
-must import pmoe.integrations.fairseq.plugin.
+Every other argument is fairseq's or the plugin's. --user-dir (hydra-train: common.user_dir) is set, unless
+you give one: then its package must import pmoe.integrations.fairseq.plugin.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pmoe.integrations.fairseq import USER_DIR  # noqa: E402
 
 COMMANDS = {
     "train": "train",
+    "hydra-train": "hydra_train",
     "preprocess": "preprocess",
     "eval-lm": "eval_lm",
     "generate": "generate",
@@ -62,8 +64,15 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"fairseq cannot be imported ({error}): {INSTALL}")
     command = importlib.import_module(f"fairseq_cli.{COMMANDS[name]}")
     rest = arguments[1:]
-    named = name in WITHOUT_PLUGIN or any(each.split("=")[0] == "--user-dir" for each in rest)
-    sys.argv = [f"fairseq-{name}", *([] if named else ["--user-dir", str(USER_DIR)]), *rest]
+    given = {each.partition("=")[0] for each in rest}
+    added: list[str] = []
+    if name == "hydra-train":
+        # Its configuration is put together before it reads common.user_dir.
+        importlib.import_module("pmoe.integrations.fairseq.plugin")
+        added = [] if "common.user_dir" in given else [f"common.user_dir={USER_DIR}"]
+    elif name not in WITHOUT_PLUGIN and "--user-dir" not in given:
+        added = ["--user-dir", str(USER_DIR)]
+    sys.argv = [f"fairseq-{name}", *added, *rest]
     command.cli_main()
 
 

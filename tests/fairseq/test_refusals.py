@@ -56,6 +56,7 @@ ON_TWO_RANKS: dict[str, str] = {
     "--moe-expert-parallel false": r"--moe-expert-parallel \(false\) must be true",
     "--moe-expert-parallel-size 3": r"--moe-expert-parallel-size \(3\) must divide .* ranks \(2\)",
     "--moe-expert-parallel-size few": r"--moe-expert-parallel-size \(few\) must divide",
+    "--moe-capacity-factor 2 --moe-pad-to-capacity true": r"--moe-pad-to-capacity \(true\) must be false",
     "--ddp-backend pytorch_ddp": r"--ddp-backend \(pytorch_ddp\) must be legacy_ddp",
     "--optimizer adafactor": r"--optimizer \(adafactor\) must be another, such as adam",
 }

@@ -107,6 +107,11 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
             "--bf16, or --fp16 with --fp16-no-flatten-grads"
         )
     is_spread = num_ranks > 1 and places(config.model)["expert_parallel_size"] != 1
+    if is_spread and _value(config.model, "pad_to_capacity"):
+        raise ValueError(
+            "--moe-pad-to-capacity (true) must be false where experts are spread over ranks: their batches "
+            "have different numbers of tokens, by padding and by the last block of the data"
+        )
     if is_spread and getattr(config.task, "eval_bleu", False):
         raise ValueError(
             "--eval-bleu must be left out where experts are spread over ranks, which would wait for each "

@@ -127,6 +127,7 @@ def test_checkpointed_activations_keep_the_auxiliary_loss(
     assert_same_bits(checkpoint, tmp_path / "checkpoint_last.pt")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(
     text: Path, sgd_run: tuple[str, Path], tmp_path: Path
 ) -> None:

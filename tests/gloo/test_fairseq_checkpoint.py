@@ -38,7 +38,7 @@ def load_and_gather(rank: int, num_ranks: int) -> tuple[Any, Any, Any, Any]:
     parameters, moments = whole_checkpoint()
     model, optimizer = build()
     model.load_state_dict(own_experts(model, parameters))
-    optimizer.load_state_dict(own_optimizer(optimizer, moments, rank, num_ranks))
+    optimizer.load_state_dict(own_optimizer(optimizer, moments, model[1].ranks))
     layer = model[1]
     held = layer.num_local_experts
     assert held == 8 // num_ranks
@@ -47,7 +47,7 @@ def load_and_gather(rank: int, num_ranks: int) -> tuple[Any, Any, Any, Any]:
     before = model.state_dict()
     kept = {name: value.clone() for name, value in before.items()}
     gathered = gather_model(model, before)
-    gathered_moments = gather_optimizer(optimizer, optimizer.state_dict())
+    gathered_moments = gather_optimizer(optimizer, optimizer.state_dict(), model[1].ranks)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in kept.items())
     return parameters, moments, gathered, gathered_moments
 

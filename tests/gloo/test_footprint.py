@@ -136,9 +136,7 @@ def skewed_job(rank: int, world: int, folder: str, share: float, esp: int = 1) -
     }
 
 
-@pytest.mark.parametrize("esp", [1, 2])
-@pytest.mark.parametrize("share", [0.9, 0.35])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world, share, esp", spread([2, 4], [0.9, 0.35], [1, 2], every=2))
 def test_a_budget_is_kept_when_all_tokens_of_all_ranks_go_to_one_expert(
     world: int, share: float, esp: int, tmp_path: Path
 ) -> None:

@@ -51,4 +51,4 @@ def _whole(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
         part.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
     )
     whole: Tensor = rows.full_tensor()
-    return whole
+    return whole.clone()  # it is a view, which FSDP2 warns of: an operation in place would drop its hook

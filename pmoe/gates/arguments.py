@@ -40,7 +40,7 @@ def check_int(**values: int) -> None:
 def check_not_negative(**values: float) -> None:
     """TypeError unless each is a number, ValueError unless finite and at least 0."""
     for name, value in values.items():
-        _check_number(name, value)
+        check_number(**{name: value})
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} ({value}) must be a number of at least 0")
 
@@ -50,7 +50,7 @@ def check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is None:
             continue
-        _check_number(name, value)
+        check_number(**{name: value})
         if not 0 < value < math.inf:
             raise ValueError(f"{name} ({value}) must be None or a positive number")
 
@@ -80,9 +80,11 @@ def draw_router_weight(weight: nn.Parameter) -> None:
     nn.init.uniform_(weight, -bound, bound)
 
 
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} ({value!r}) must be a number")
+def check_number(**values: object) -> None:
+    """TypeError unless each is a number."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} ({value!r}) must be a number")
 
 
 def _is_int(value: object) -> bool:

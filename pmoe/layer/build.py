@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from pmoe.experts import Experts, ModuleExperts, make_stacked
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
 from pmoe.gates import GATES, SoftGate
+from pmoe.gates.arguments import check_count
 from pmoe.gates.make import make_gate
 from pmoe.layer.route import decides_capacity
 from pmoe.pipeline.buffers import pool
@@ -114,7 +114,7 @@ def make_shared(
         return made
     if not isinstance(shared, int) or isinstance(shared, bool):
         raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
-    check_sizes(shared_expert=shared)
+    check_count(shared_expert=shared)
     kind = expert if isinstance(expert, str) else "ffn"
     stacked = make_stacked(kind, layer.d_model, shared, 1, activation, bias, **options)
     stacked.is_parallel = False
@@ -133,20 +133,6 @@ def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
         raise ValueError(
             f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" ({grid.inside.size})'
         )
-
-
-def check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} ({size!r}) must be an int")
-        if size < 1:
-            raise ValueError(f"{name} ({size}) must be at least 1")
-
-
-def check_number(**values: object) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} ({value!r}) must be a number")
 
 
 def check_host_memory(restore: Restore, like: Tensor | None, device: torch.device | str | None) -> None:

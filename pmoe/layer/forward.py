@@ -80,7 +80,7 @@ def forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None) -> Tensor:
     layer.l_aux = routing.l_aux
     layer._counted, layer.max_tokens = shared.on_host(), shared.max_tokens
 
-    inputs = make_inputs(layer, routed, parameters, shared_weight_T)
+    inputs = make_inputs(layer, modules.hooks, routed, parameters, shared_weight_T)
     call = None
     if sent is not None:
         steps = decisions.once("steps", lambda: fused_steps(layer, inputs.x_TM, shared))

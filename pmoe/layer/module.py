@@ -23,11 +23,10 @@ from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Shard
 from pmoe.experts.initial import initialise, initialise_modules, reset_modules
 from pmoe.gates import Gate, GivenGate, SoftGate
+from pmoe.gates.arguments import check_count, check_number
 from pmoe.layer.build import (
     check_fit,
     check_host_memory,
-    check_number,
-    check_sizes,
     make_experts,
     make_layer_gate,
     make_shared,
@@ -201,7 +200,7 @@ class MoELayer(nn.Module):
         one_lane: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(d_model=d_model, d_hidden=d_hidden, num_experts=num_experts, top_k=top_k)
+        check_count(d_model=d_model, d_hidden=d_hidden, num_experts=num_experts, top_k=top_k)
         if top_k > num_experts:
             raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
         check_number(capacity_factor=1 if capacity_factor is None else capacity_factor)

@@ -73,7 +73,7 @@ def forward_padded(layer: MoELayer, x: Tensor, token_ids: Tensor | None, decisio
     expert_N1 = splits.expert_of_rows(device)
     orders = Orders(layer, modules.stages, expert_N1, None, Tokens(splits.num_rows))
     plan_for = plans_of(layer, modules, orders, shared, padding)
-    inputs = make_inputs(layer, routed, layer.experts.local_parameters())
+    inputs = make_inputs(layer, modules.hooks, routed, layer.experts.local_parameters())
     return of_shape(run(layer, routed, inputs, shared, plan_for, decisions), routed.x)
 
 

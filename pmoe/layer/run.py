@@ -15,6 +15,7 @@ from pmoe.layer.route import Routed
 from pmoe.layer.rows import autocast_dtype, cast_parameters
 from pmoe.pipeline import comet, recompute
 from pmoe.pipeline.autograd import run_experts
+from pmoe.pipeline.callbacks import Hooks
 from pmoe.pipeline.passes import Inputs
 from pmoe.pipeline.plan import Plan
 from pmoe.pipeline.recompute import Decisions
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
 
 
 def make_inputs(
-    layer: MoELayer, routed: Routed, parameters: list[Tensor], shared_weight_T: Tensor | None = None
+    layer: MoELayer,
+    hooks: Hooks,
+    routed: Routed,
+    parameters: list[Tensor],
+    shared_weight_T: Tensor | None = None,
 ) -> Inputs:
     """parameters: of the experts, this rank's part."""
-    rows_TM, mix, hooks = routed.x_TM, routed.routing.mix, layer.hooks
+    rows_TM, mix = routed.x_TM, routed.routing.mix
     shared_parameters = list[Tensor](layer.shared_expert.parameters()) if layer.shared_expert else []
     dtype = autocast_dtype(rows_TM)
     if dtype is not None:

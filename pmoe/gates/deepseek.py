@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,21 +16,18 @@ from torch import Tensor
 
 from pmoe.gates.arguments import (
     check_count,
-    check_normalize,
     check_not_negative,
     check_positive,
-    check_sizes,
-    draw_router_weight,
-    router_weight,
 )
-from pmoe.gates.base import Gate, Routing
+from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_z_loss
+from pmoe.gates.router import TopKRouter
 from pmoe.gates.selection import largest
 from pmoe.gates.sigmoid import sigmoid_shares
 
 
-class DeepSeekGate(Gate):
+class DeepSeekGate(TopKRouter):
     """Chooses the top_k largest sigmoid(x . w_e) + b_e, ties to the lowest expert index; the weights are the
     sigmoids without b, over their sum, times ``routed_scaling`` (Eq. 13-16).
 
@@ -86,27 +84,26 @@ class DeepSeekGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes(d_model, num_experts, top_k)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            d_model, num_experts, top_k, normalize=normalize, z_loss_weight=z_loss_weight, **options
+        )
         _check_groups(num_experts, top_k, num_groups, top_groups)
         if routed_scaling is None:
             raise TypeError("routed_scaling (None) must be a number")
         check_positive(routed_scaling=routed_scaling)
-        check_not_negative(update_speed=update_speed, z_loss_weight=z_loss_weight)
+        check_not_negative(update_speed=update_speed)
         if sequence_length is not None:
             check_count(sequence_length=sequence_length)
-        check_normalize(normalize)
-        self.top_k, self.num_groups, self.top_groups = top_k, num_groups, top_groups
+        self.num_groups, self.top_groups = num_groups, top_groups
         self.routed_scaling, self.update_speed = routed_scaling, update_speed
-        self.sequence_length, self.z_loss_weight = sequence_length, z_loss_weight
-        self.normalize = top_k > 1 if normalize is None else normalize
-        self.weight = router_weight(num_experts, d_model, device, dtype)
+        self.sequence_length = sequence_length
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         load_E = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self.register_buffer("load", load_E, persistent=False)
 
     def reset_parameters(self) -> None:
-        draw_router_weight(self.weight)
+        super().reset_parameters()
         self.bias.zero_()
         self.load.zero_()
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.experts import borrowed
-from pmoe.pipeline import alone, comet
-from pmoe.pipeline.allocations import moment, watched
-from pmoe.pipeline.comet_plain import plain_steps
+from pmoe.integrations.transformers import borrowed
+from pmoe.measure.allocations import moment, watched
+from pmoe.runners import fused_steps as comet
+from pmoe.runners import one_rank as alone
+from tests.plain_steps import plain_steps
 
 
 def build_layer(sizes: tuple[int, int, int, int], options: Mapping[str, Any], switches: Mapping[str, bool]):

@@ -441,9 +441,7 @@ def test_padded_calls_can_be_captured_if_one_like_them_came_before(capturing: An
         assert torch.equal(layer(tokens()), expected)
     with capturing(layer.gate):
         for refused in (lambda: layer(tokens(12)), lambda: torch.no_grad()(layer)(tokens())):
-            with pytest.raises(
-                RuntimeError, match=r"no call of its kind \(.*num_tokens=1.*made before"
-            ):
+            with pytest.raises(RuntimeError, match=r"no call of its kind \(.*num_tokens=1.*made before"):
                 refused()
         with pytest.raises(ValueError, match="must end in d_model"):
             layer(torch.zeros(3, M + 1))

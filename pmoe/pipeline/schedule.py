@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pmoe.ordering.sorted import piece_of
+from pmoe.text import table
 
 
 class Lane(str, enum.Enum):
@@ -113,11 +114,7 @@ class Schedule:
             (t.name, t.lane.value, " ".join(t.waits), " ".join(t.reads), " ".join(t.writes))
             for t in self.tasks
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return table(rows, left=range(5))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ FLOORS: list[set[str]] = [
     {"pmoe.planner"},
     {"pmoe.gates", "pmoe.ordering", "pmoe.experts", "pmoe.comm"},
     {"pmoe.kernels"},
+    {"pmoe.text"},  # tables of text: strings alone
 ]
 # Imports between parts of one floor. The stages know nothing of each other.
 NEIGHBOURS: set[tuple[str, str]] = {("pmoe.cli", "pmoe.integrations")}  # `pmoe report`

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from pmoe.pipeline.decide import parse_bytes
-from pmoe.planner.profile import WIDTH
-from pmoe.planner.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.measure.profile import WIDTH
+from pmoe.planner.choose import parse_bytes
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 Number = TypeVar("Number", int, float)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pmoe.cli.arguments import DTYPES, slack, whole
 from pmoe.cli.output import count
-from pmoe.pipeline.footprint import STACKED, Shape, shape_of_sizes
+from pmoe.planner.footprint import STACKED, Shape, shape_of_sizes
 
 NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
 

@@ -12,13 +12,13 @@ import torch
 from pmoe.cli.arguments import BadInputError, parse_device, restore_pair, whole
 from pmoe.cli.layer_sizes import add_layer_sizes, layer_fields, layer_line, layer_options, layer_shape
 from pmoe.cli.output import Output, mib, pair_name
+from pmoe.engine.buffers import pool
 from pmoe.layer import MoELayer
-from pmoe.pipeline.allocations import StepMemory, step_memory
-from pmoe.pipeline.buffers import pool
-from pmoe.pipeline.decide import bound
+from pmoe.measure.allocations import StepMemory, step_memory
+from pmoe.planner.choose import bound
 from pmoe.planner.degree import check_backward
-from pmoe.planner.restore import ALL_PAIRS, Restore
 from pmoe.planner.theory import theory
+from pmoe.schedule.restore import ALL_PAIRS, Restore
 from pmoe.text import table
 
 ABOUT = "bytes of a layer: by the paper's equations, predicted, measured"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from pmoe.planner.profile import Profile
-from pmoe.planner.restore import Restore
+from pmoe.measure.profile import Profile
+from pmoe.schedule.restore import Restore
 
 
 class Output(NamedTuple):

@@ -12,12 +12,12 @@ from typing import Any
 from pmoe.cli.arguments import BadInputError, num_bytes, refused_as
 from pmoe.cli.layer_sizes import add_layer_sizes, layer_fields, layer_line, layer_shape
 from pmoe.cli.output import Output, mib, ms, pair_name, profile_line
-from pmoe.pipeline.advise import Advice, advise, step_bars
-from pmoe.pipeline.decide import Candidate
-from pmoe.pipeline.footprint import Shape
+from pmoe.measure.profile import Profile, load
+from pmoe.measure.stored import find_profile
+from pmoe.planner.advise import Advice, advise, step_bars
+from pmoe.planner.choose import Candidate
 from pmoe.planner.drawing import Picture, Point, Table, page, scatter
-from pmoe.planner.profile import Profile, load
-from pmoe.planner.stored import find_profile
+from pmoe.planner.footprint import Shape
 from pmoe.planner.timeline import draw
 from pmoe.text import table
 

@@ -15,9 +15,7 @@ from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
 from pmoe.cli.output import Output, profile_line
 from pmoe.comm.ranks import Ranks
-from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import LineCost
-from pmoe.planner.profile import (
+from pmoe.measure.profile import (
     LINE_SECONDS,
     Operations,
     Profile,
@@ -27,6 +25,8 @@ from pmoe.planner.profile import (
     profile_path,
     save,
 )
+from pmoe.planner.cost_model import Interference
+from pmoe.planner.costs import LineCost
 from pmoe.text import table
 
 ABOUT = "measure what this machine, or this group of ranks, can do"

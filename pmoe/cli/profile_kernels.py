@@ -17,7 +17,7 @@ from pmoe.cli.output import Output, ms
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import gathered
 from pmoe.layer import MoELayer
-from pmoe.pipeline.division import (
+from pmoe.measure.division import (
     forget,
     fused_refusal,
     kernel_shapes,
@@ -25,10 +25,10 @@ from pmoe.pipeline.division import (
     measure_kernels,
     time_layers,
 )
-from pmoe.pipeline.footprint import STACKED
+from pmoe.measure.division_file import as_fields, load_table, save_table
+from pmoe.measure.stored import profile_folder
 from pmoe.planner.division import Entry, LayerTimes, Sizes, Table, now, rule, sizes_of
-from pmoe.planner.division_file import as_fields, load_table, save_table
-from pmoe.planner.stored import profile_folder
+from pmoe.planner.footprint import STACKED
 from pmoe.text import table
 
 LAYER: dict[str, Any] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pmoe.cli.arguments import BadInputError, refused_as, slack
 from pmoe.cli.output import Output, ms
-from pmoe.pipeline import comet_figures, fsmoe_table5
-from pmoe.pipeline.comet_figures import Beside, Case, Size
-from pmoe.pipeline.fsmoe_table5 import PAPER_DIFFERING, Operation, Table5
+from pmoe.papers import comet_figures, fsmoe_table5
+from pmoe.papers.comet_figures import Beside, Case, Size
+from pmoe.papers.fsmoe_table5 import PAPER_DIFFERING, Operation, Table5
 from pmoe.planner.timeline import draw
 from pmoe.text import table
 

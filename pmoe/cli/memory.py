@@ -12,7 +12,7 @@ import torch
 from pmoe.cli.arguments import BadInputError, parse_device, restore_pair, whole
 from pmoe.cli.layer_sizes import add_layer_sizes, layer_fields, layer_line, layer_options, layer_shape
 from pmoe.cli.output import Output, mib, pair_name
-from pmoe.engine.buffers import pool
+from pmoe.engine.arena import pool
 from pmoe.layer import MoELayer
 from pmoe.measure.allocations import StepMemory, step_memory
 from pmoe.planner.choose import bound

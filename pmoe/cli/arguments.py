@@ -43,11 +43,11 @@ def at_least_1(kind: type[Number], name: str) -> Callable[[str], Number]:
     return parsed
 
 
-whole = at_least_1(int, "whole number")
+whole_number = at_least_1(int, "whole number")
 slack = at_least_1(float, "number")
 
 
-def num_bytes(text: str) -> int:
+def byte_count(text: str) -> int:
     """Bytes, as in "2GiB" or "500 MB"."""
     try:
         return parse_bytes("value", text)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from pmoe.cli.arguments import BadInputError, parse_device, restore_pair, whole
-from pmoe.cli.layer_sizes import add_layer_sizes, layer_fields, layer_line, layer_options, layer_shape
+from pmoe.cli.arguments import BadInputError, parse_device, restore_pair, whole_number
+from pmoe.cli.layer_sizes import add_layer_sizes, describe_layer, layer_arguments, layer_fields, layer_shape
 from pmoe.cli.output import Output, mib, pair_name
 from pmoe.engine.arena import pool
 from pmoe.layer import MoELayer
@@ -34,15 +34,15 @@ EQUATIONS = {
 }
 """Of MPipeMoE, by the names that `theory` gives them."""
 
-Row = Mapping[str, Any]
+Numbers = Mapping[str, Any]
 """The numbers of one pair, by their names in JSON."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_layer_sizes(command)
     add, pairs = command.add_argument, "S1 to S4 or such as keep/recompute; default: all"
-    add("--n", type=whole, default=4, help="micro-batches (default 4)")
-    add("--n-backward", type=whole, help="micro-batches of the backward pass (default n)")
+    add("--n", type=whole_number, default=4, help="micro-batches (default 4)")
+    add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
     add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
     add("--theory", action="store_true", help="MPipeMoE's Eq. 1-6, in elements")
     add("--measure", action="store_true", help="also run a forward and backward here, on one rank")
@@ -82,14 +82,14 @@ def _check(args: argparse.Namespace) -> None:
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
     """One step of a real layer, after one with few tokens; its inputs are there before and do not count."""
     layer = MoELayer(
-        **layer_options(args),
+        **layer_arguments(args),
         pipeline=args.n,
         pipeline_backward=None if args.n_backward == args.n else args.n_backward,
         memory_reuse=pair,
         slack=args.slack,
         device=device,
     )
-    host, dtype = pool(device).host, layer_options(args)["dtype"]
+    host, dtype = pool(device).host, layer_arguments(args)["dtype"]
     _step(layer, min(args.tokens, 64), device, dtype)
     host.peak_bytes = before = host.bytes_in_use
     found = _step(layer, args.tokens, device, dtype)
@@ -109,9 +109,9 @@ def _step(layer: MoELayer, num_tokens: int, device: torch.device, dtype: torch.d
 # ---- text
 
 
-def _lines(args: argparse.Namespace, rows: Mapping[Restore, Row], device: torch.device) -> Iterator[str]:
+def _lines(args: argparse.Namespace, rows: Mapping[Restore, Numbers], device: torch.device) -> Iterator[str]:
     differs = args.n_backward not in (None, args.n)
-    yield f"{layer_line(args)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
+    yield f"{describe_layer(args)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
     yield "\npredicted MiB for any routing, beyond x, dy and the parameters"
     yield _by_pair(rows, TOTALS, lambda row: [mib(row[name]) for name in TOTALS])
     yield "\nMiB by tensor"
@@ -124,12 +124,12 @@ def _lines(args: argparse.Namespace, rows: Mapping[Restore, Row], device: torch.
 
 
 def _by_pair(
-    rows: Mapping[Restore, Row], header: Sequence[str], cells: Callable[[Row], Sequence[str]]
+    rows: Mapping[Restore, Numbers], header: Sequence[str], cells: Callable[[Numbers], Sequence[str]]
 ) -> str:
     return table([["pair", *header], *([pair_name(pair), *cells(row)] for pair, row in rows.items())])
 
 
-def _measured_cells(measured: Row, predicted: Row) -> list[str]:
+def _measured_cells(measured: Numbers, predicted: Numbers) -> list[str]:
     ratio = f"{predicted['peak'] / measured['peak']:.4f}"
     hosts = mib(measured["host"]), mib(predicted["host"])
     return [mib(measured["peak"]), mib(predicted["peak"]), ratio, *hosts]

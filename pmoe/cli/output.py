@@ -16,7 +16,7 @@ class Output(NamedTuple):
     lines: Iterable[str]
 
 
-def count(number: int, name: str) -> str:
+def plural(number: int, name: str) -> str:
     """Example: 1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks"."""
     return f"{number} {name}{'s' * (number != 1)}"
 
@@ -36,8 +36,8 @@ def pair_name(pair: Restore) -> str:
     return f"{pair} {pair.strategy or ''}".rstrip()
 
 
-def profile_line(profile: Profile) -> str:
+def describe_profile(profile: Profile) -> str:
     """The device, ranks and dtype that a profile was measured with, and when."""
     backend = f" over {profile.backend}" * (profile.num_ranks > 1)
-    ranks = count(profile.num_ranks, "rank")
+    ranks = plural(profile.num_ranks, "rank")
     return f"{profile.device}, {ranks}{backend}, {profile.dtype}, measured {profile.when}"

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pmoe.cli.arguments import BadInputError, num_bytes, refused_as
-from pmoe.cli.layer_sizes import add_layer_sizes, layer_fields, layer_line, layer_shape
-from pmoe.cli.output import Output, mib, ms, pair_name, profile_line
+from pmoe.cli.arguments import BadInputError, byte_count, refused_as
+from pmoe.cli.layer_sizes import add_layer_sizes, describe_layer, layer_fields, layer_shape
+from pmoe.cli.output import Output, describe_profile, mib, ms, pair_name
 from pmoe.measure.profile import Profile, load
 from pmoe.measure.stored import find_profile
 from pmoe.planner.advise import Advice, advise, step_bars
@@ -28,7 +28,7 @@ HEADER = ("pair", "n", "simulated ms", "Eq. 10 ms", "promised MiB", "host MiB")
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_layer_sizes(command)
     add = command.add_argument
-    add("--budget", type=num_bytes, help="most bytes on the device, such as 2GiB or '500 MB'")
+    add("--budget", type=byte_count, help="most bytes on the device, such as 2GiB or '500 MB'")
     add("--profile", type=Path, metavar="FILE", help="default: the stored one that fits")
     add("--folder", type=Path, help="of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
     add("--html", type=Path, metavar="FILE", help="also write one page with pictures")
@@ -72,11 +72,11 @@ def _advice(args: argparse.Namespace, shape: Shape, profile: Profile) -> Advice:
 
 
 def _lines(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> Iterator[str]:
-    yield layer_line(args)
-    yield f"profile: {path}\n  {profile_line(profile)}\n"
+    yield describe_layer(args)
+    yield f"profile: {path}\n  {describe_profile(profile)}\n"
     header, *rows = _candidate_rows(advice, args.budget)
-    marks = ([] if each is not advice.decision else ["<-"] for each in advice.candidates)
-    yield table([header, *([*row, *mark] for row, mark in zip(rows, marks, strict=True))])
+    marks = ("<-" if each is advice.decision else "" for each in advice.candidates)
+    yield table([header, *([*row, mark] for row, mark in zip(rows, marks, strict=True))])
     yield from _conclusions(advice)
     if args.html is not None:
         yield f"wrote {args.html}"
@@ -121,7 +121,10 @@ def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice
     path, decision = args.html, advice.decision
     with refused_as(f"--html ({path}) must be left out without matplotlib", ImportError):
         pictures = [_time_over_memory(advice, args.budget), _schedule(args, shape, profile, decision)]
-    text = page("pmoe plan", [*_paragraphs(args, profile, advice), *pictures, _candidates(args, advice)])
+    header, *rows = _candidate_rows(advice, args.budget)
+    marked = [i for i, each in enumerate(advice.candidates) if each is decision]
+    candidates = Table(header=header, rows=rows, marked=marked, words=1)
+    text = page("pmoe plan", [*_paragraphs(args, profile, advice), *pictures, candidates])
     with refused_as(f"--html ({path}) must be a file to write", OSError):
         path.write_text(text, encoding="utf-8")
 
@@ -130,13 +133,7 @@ def _paragraphs(args: argparse.Namespace, profile: Profile, advice: Advice) -> l
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"
     lines = [line.strip() for line in _conclusions(advice)]
     sentences = [f"{line[:1].upper()}{line[1:]}." for line in lines]
-    return [layer_line(args) + budget, f"Profile: {profile_line(profile)}.", *sentences]
-
-
-def _candidates(args: argparse.Namespace, advice: Advice) -> Table:
-    header, *rows = _candidate_rows(advice, args.budget)
-    marked = [i for i, each in enumerate(advice.candidates) if each is advice.decision]
-    return Table(header=header, rows=rows, marked=marked, words=1)
+    return [describe_layer(args) + budget, f"Profile: {describe_profile(profile)}.", *sentences]
 
 
 def _time_over_memory(advice: Advice, budget: int | None) -> Picture:

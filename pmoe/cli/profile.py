@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from pmoe.cli import profile_kernels
-from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole
+from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
-from pmoe.cli.output import Output, profile_line
+from pmoe.cli.output import Output, describe_profile
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.profile import (
     LINE_SECONDS,
@@ -39,7 +39,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     effort("--full", action="store_true", help=full)
     add = command.add_argument
     inside = "ranks of a node, which are to share each expert (default: torchrun's ranks a node)"
-    add("--inside", type=whole, metavar="L", help=inside)
+    add("--inside", type=whole_number, metavar="L", help=inside)
     add("--dtype", choices=list(DTYPES), help="default float32, and bfloat16 with --kernels")
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     add("--folder", type=Path, help="where to store it (default $PMOE_CACHE, ~/.cache/pmoe)")
@@ -81,7 +81,7 @@ def _measured(
 
 
 def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str]:
-    yield profile_line(profile)
+    yield describe_profile(profile)
     yield f"measured in {profile.seconds + operations.seconds:.1f} s\n"
     yield table(_rate_rows(profile), left=range(2))
     yield (

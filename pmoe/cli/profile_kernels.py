@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pmoe.cli.arguments import DTYPES, BadInputError, refuse_options, whole
+from pmoe.cli.arguments import DTYPES, BadInputError, refuse_options, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
 from pmoe.comm.ranks import Ranks
@@ -51,16 +51,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     ).add_argument
     add("--kernels", action="store_true", help="measure them in place of the machine, on a CUDA device")
     add("--show", action="store_true", help="print what is stored, and measure nothing")
-    all_ranks_together, tokens = "on all ranks together", " ".join(map(str, LAYER["tokens"]))
-    add("--d-model", type=whole, metavar="M", help=f"default {LAYER['d_model']}")
-    add("--d-hidden", type=whole, metavar="H", help=f"default {LAYER['d_hidden']}")
-    add(
-        "--num-experts", type=whole, metavar="E", help=f"{all_ranks_together}; default {LAYER['num_experts']}"
-    )
-    add("--top-k", type=whole, metavar="K", help=f"experts a token; default {LAYER['top_k']}")
-    add("--tokens", type=whole, nargs="+", metavar="B", help=f"of one rank; default {tokens}")
+    experts = f"on all ranks together; default {LAYER['num_experts']}"
+    tokens = f"of one rank; default {' '.join(map(str, LAYER['tokens']))}"
+    add("--d-model", type=whole_number, metavar="M", help=f"default {LAYER['d_model']}")
+    add("--d-hidden", type=whole_number, metavar="H", help=f"default {LAYER['d_hidden']}")
+    add("--num-experts", type=whole_number, metavar="E", help=experts)
+    add("--top-k", type=whole_number, metavar="K", help=f"experts a token; default {LAYER['top_k']}")
+    add("--tokens", type=whole_number, nargs="+", metavar="B", help=tokens)
     add("--expert", choices=list(STACKED), help=f"default {LAYER['expert']}")
-    add("--virtual-ranks", type=whole, metavar="W", help="that share this one device, in one process")
+    add("--virtual-ranks", type=whole_number, metavar="W", help="that share this one device, in one process")
 
 
 def run(args: argparse.Namespace) -> Output | None:

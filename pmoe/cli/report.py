@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pmoe.cli.arguments import refused_as
-from pmoe.cli.output import Output, count
+from pmoe.cli.output import Output, plural
 
 ABOUT = "one page about a training run, from what StatsWriter left"
 
@@ -26,5 +26,5 @@ def run(args: argparse.Namespace) -> Output:
     with refused_as(f"--out ({out}) must be a file to write", OSError):
         out.write_text(run_page(found), encoding="utf-8", errors="backslashreplace")  # names of files
     numbers = summary(found)
-    layers = count(numbers["layers"], "MoE layer")
+    layers = plural(numbers["layers"], "MoE layer")
     return Output({"path": str(out), **numbers}, [f"{numbers['steps']:,} steps, {layers}\nwrote {out}"])

@@ -12,7 +12,7 @@ from pmoe.cli.arguments import BadInputError, refused_as, slack
 from pmoe.cli.output import Output, ms
 from pmoe.papers import comet_figures, fsmoe_table5
 from pmoe.papers.comet_figures import Beside, Case, Size
-from pmoe.papers.fsmoe_table5 import PAPER_DIFFERING, Operation, Table5
+from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Operation, Table5, table2, table5
 from pmoe.planner.timeline import draw
 from pmoe.text import table
 
@@ -20,7 +20,7 @@ ABOUT = "a paper's experiment from its own task costs"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    add, contention = command.add_argument, fsmoe_table5.CONTENTION
+    add = command.add_argument
     add(
         "experiment",
         choices=["fsmoe-table5", "comet"],
@@ -32,10 +32,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=slack,
         metavar="C",
         help="fsmoe-table5: seconds of collectives of both lanes together, over those alone "
-        f"(default {contention})",
+        f"(default {CONTENTION})",
     )
-    picture = "comet: the fused layer beside the chunked one, as a PNG"
-    add("--draw", type=Path, metavar="FILE", help=picture)
+    drawn = "comet: the fused layer beside the chunked one, as a PNG"
+    add("--draw", type=Path, metavar="FILE", help=drawn)
     add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
 
 
@@ -133,8 +133,8 @@ def _beside_line(beside: Beside) -> str:
 
 
 def _table5(contention: float | None) -> Output:
-    ideal, operations = fsmoe_table5.table5(1.0), fsmoe_table5.table2()
-    contended = fsmoe_table5.table5(fsmoe_table5.CONTENTION if contention is None else contention)
+    ideal, operations = table5(1.0), table2()
+    contended = table5(CONTENTION if contention is None else contention)
     fields = {
         "ideal": asdict(ideal),
         "contended": asdict(contended),

@@ -98,7 +98,10 @@ class Backward(Pass):
                 ),
                 Kind.OPEN_AGAIN: self.open_again,
                 Kind.ALL_GATHER_AGAIN: lambda i: self.gather_inside(
-                    "opened_again" if self.plan.modules.stages.hooked else "arrived_again", "T_DI", "copies_again", i
+                    "opened_again" if self.plan.modules.stages.hooked else "arrived_again",
+                    "T_DI",
+                    "copies_again",
+                    i,
                 ),
                 Kind.SHARE_WEIGHTS: self.sum_weights,
                 Kind.SHARED: self.shared_gradient,

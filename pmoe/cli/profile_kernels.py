@@ -14,8 +14,8 @@ import torch
 from pmoe.cli.arguments import DTYPES, BadInputError, refuse_options, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
+from pmoe.comm.agree import gathered
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import gathered
 from pmoe.layer import MoELayer
 from pmoe.measure.division import (
     forget,
@@ -121,8 +121,7 @@ def _save(found: Table, ranks: Ranks, folder: Path | None) -> Path | None:
             (path,) = save_table(found, folder)
         except OSError as error:
             fault = f"--folder ({profile_folder(folder)}) must be a folder to write: {error.strerror}"
-    if ranks.size > 1:
-        fault = next(filter(None, gathered(fault, ranks)), "")
+    fault = next(filter(None, gathered(ranks, fault, stage="storing division points")), "")
     if fault:
         raise BadInputError(fault)
     forget()

@@ -29,8 +29,15 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import Shared
-from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, nvshmem_heap, process_heap
-from pmoe.comm.heap_memory import host_name
+from pmoe.comm.heap import (
+    Heap,
+    HeapError,
+    HeapShape,
+    heap_for,
+    host_name,
+    nvshmem_heap,
+    process_heap,
+)
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
 from pmoe.experts.base import Hidden
@@ -173,7 +180,7 @@ def heap_shape(request: Request) -> HeapShape:
     )
 
 
-def _division(request: Request, kernel: kernels.Kind, direction: kernels.Direction) -> Division:
+def _division(request: Request, kernel: kernels.FusedKernel, direction: kernels.PassDirection) -> Division:
     return agreed(request.ranks, kernel_shape(layer_sizes_of(request), kernel, direction), request.device)
 
 

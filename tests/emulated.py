@@ -24,9 +24,9 @@ from pmoe.comm.heap import shape as heap_shape
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from pmoe.kernels.comet import availability, launcher
-from pmoe.pipeline import comet as passes
-from pmoe.pipeline import comet_virtual
+from pmoe.measure import virtual_ranks as comet_virtual
 from pmoe.planner.division import Division
+from pmoe.runners import fused as passes
 from tests.cuda.compiled import compile_program
 from tests.cuda.disassembly import once
 from tests.heaps import FileMemory

@@ -24,7 +24,7 @@ from pmoe.kernels import comet
 from pmoe.kernels import route as routing
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes
-from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks
+from pmoe.measure.virtual_ranks import Parameters, VirtualRanks
 from pmoe.planner.division import Division
 from tests.faults import InjectedFaults
 from tests.gpu import support

@@ -14,7 +14,7 @@ import pmoe
 from pmoe.comm.heap import HeapError, close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import launches
-from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks, routes_of
+from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, routes_of
 from pmoe.planner.division import Division
 from tests.emulated import compile_kernels, emulated
 from tests.faults import InjectedFaults

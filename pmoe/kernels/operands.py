@@ -6,9 +6,7 @@ at a time: a row, an address and the distance of two rows are multiples of 16 by
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -129,9 +127,3 @@ def row_stride(rows: Tensor) -> int:
 def cuda_index(device: torch.device) -> int:
     """Of the current device where ``device`` names none."""
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-@cache
-def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the first call with this message."""
-    warnings.warn(message, category, stacklevel=3)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels import permute as module
-from pmoe.kernels.operands import warn_once
 from pmoe.kernels.permute import launch, permute, refusal, unpermute
+from pmoe.warn import GIVEN
 from tests.gpu.support import DEVICE, LONG, NEEDS_GPU, poison_memory
 
 pytestmark = NEEDS_GPU
@@ -52,7 +52,7 @@ def kernels_run() -> Iterator[None]:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {reason}")
         pytest.fail(reason)
-    warn_once.cache_clear()
+    GIVEN.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: .* runs as PyTorch operations")
         yield
@@ -432,7 +432,7 @@ def test_pytorch_operations_give_the_same_and_say_so_once(monkeypatch: pytest.Mo
     assert len(texts) == 4 and len(set(texts)) == 4  # each operator once
     for got, expected in zip(by_kernels, plain, strict=True):
         assert (got.double() - expected.double()).norm() <= 1e-2 * expected.double().norm()
-    warn_once.cache_clear()
+    GIVEN.clear()
 
 
 def test_float64_runs_as_pytorch_operations() -> None:

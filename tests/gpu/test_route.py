@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 
-from pmoe.kernels.operands import warn_once
 from pmoe.kernels.route import (
     Routes,
     empty_routes,
@@ -28,6 +27,7 @@ from pmoe.kernels.route import (
     route,
     route_backward,
 )
+from pmoe.warn import GIVEN
 from tests.gpu.support import DEVICE, NEEDS_GPU, poison_memory, relative_norm, synchronisations
 
 pytestmark = NEEDS_GPU
@@ -67,9 +67,9 @@ def kernels_run() -> Iterator[None]:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {reason}")
         pytest.fail(reason)
-    warn_once.cache_clear()
+    GIVEN.clear()
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="pmoe routes with PyTorch")
+        warnings.filterwarnings("error", message="pmoe: routes are computed by PyTorch")
         yield
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels import permute as module
-from pmoe.kernels.operands import warn_once
 from pmoe.kernels.permute import launch, operators, permute, refusal, unpermute
 from pmoe.kernels.permute.checks import check_rows_memory
+from pmoe.warn import GIVEN
 from tests.cuda import disassembly
 from tests.cuda.compiled import compile_and_run
 from tests.unit.test_imports import newly_imported
@@ -451,7 +451,7 @@ def test_why_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refusal_is_told_once_and_bad_memory_is_refused_all_the_same() -> None:
-    warn_once.cache_clear()
+    GIVEN.clear()
     with pytest.warns(UserWarning, match="permute runs as PyTorch operations: device cpu"):
         assert not operators._runs_kernel("permute", POSITION, None, x=X)
     with warnings.catch_warnings():
@@ -459,7 +459,7 @@ def test_a_refusal_is_told_once_and_bad_memory_is_refused_all_the_same() -> None
         assert not operators._runs_kernel("permute", POSITION, None, x=X)
         with pytest.raises(ValueError, match="24"):
             operators._runs_kernel("permute", POSITION, None, x=X[:, :6].contiguous())
-    warn_once.cache_clear()
+    GIVEN.clear()
 
 
 def test_an_expanded_gradient_becomes_readable() -> None:

@@ -23,10 +23,10 @@ import pmoe
 from pmoe.gates.losses import router_loss
 from pmoe.gates.selection import ROUNDS
 from pmoe.kernels.extension import load
-from pmoe.kernels.operands import warn_once
 from pmoe.kernels.route import Routes, operators, reference, refusal, route, route_backward
 from pmoe.kernels.route.checks import check_logits_memory
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
+from pmoe.warn import GIVEN
 from tests.cuda.disassembly import archs, count, declared, sass
 from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
@@ -336,12 +336,12 @@ def test_a_refusal_of_the_kernel_is_told_once() -> None:
         is_cuda = True  # type: ignore[assignment]
 
     logits = torch.zeros(4, 3).as_subclass(OnCuda)
-    warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="instead of its kernel: logits are on cpu") as told:
+    GIVEN.clear()
+    with pytest.warns(RuntimeWarning, match="PyTorch instead of the kernel: logits are on cpu") as told:
         assert not operators._runs_kernel(logits, 2, 1)
         assert not operators._runs_kernel(logits, 2, 1)
     assert len(told) == 1
-    warn_once.cache_clear()
+    GIVEN.clear()
 
 
 @pytest.mark.usefixtures("extension_built")

@@ -10,7 +10,8 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels.gemm import ELEMENTS, PLAIN, find_path, misfit
 from pmoe.kernels.grouped_gemm.checks import RowSlots
-from pmoe.kernels.operands import row_stride, warn_once
+from pmoe.kernels.operands import row_stride
+from pmoe.warn import warn_once
 
 CLUSTER = 0
 """How many blocks share an operand on Hopper: 1, 2, or 0 for whichever is better by rule. For benchmarks."""
@@ -35,7 +36,7 @@ def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | 
         return None
     found, why = path(device)
     if found is None:
-        warn_once(f"pmoe: grouped products are computed without pmoe's kernels: {why}")
+        warn_once(f"grouped products are computed without pmoe's kernels: {why}", for_each_reason=True)
         return None
     why = misfit(dtype, **columns)
     if why is not None:

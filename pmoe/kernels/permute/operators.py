@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import VECTOR_BYTES, strides_fit, warn_once
+from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import launch, reference
 from pmoe.kernels.permute.checks import (
     check_backward,
@@ -16,6 +16,7 @@ from pmoe.kernels.permute.checks import (
     check_slots_memory,
     check_unpermute,
 )
+from pmoe.warn import warn_once
 
 
 def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor | None = None) -> Tensor:
@@ -57,7 +58,7 @@ def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Ten
     if first.dtype in launch.TYPES:
         check_slots_memory(position, weight=weight)
         check_rows_memory(**rows)
-    warn_once(f"pmoe: {name} runs as PyTorch operations: {reason}")
+    warn_once(f"{name} runs as PyTorch operations: {reason}", for_each_reason=True)
     return False
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import warn_once
 from pmoe.kernels.route import reference
 from pmoe.kernels.route.checks import check_backward, check_logits_memory, check_route
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
 from pmoe.kernels.route.routes import Routes, empty_routes
+from pmoe.warn import warn_once
 
 
 def route(
@@ -77,7 +77,8 @@ def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
     """Whether the kernels take this; warns once why not, where they might have."""
     reason = refusal(logits_TE, top_k, num_chunks)
     if reason is not None and logits_TE.is_cuda and logits_TE.dtype == torch.float32:
-        warn_once(f"pmoe routes with PyTorch instead of its kernel: {reason}", RuntimeWarning)
+        message = f"routes are computed by PyTorch instead of the kernel: {reason}"
+        warn_once(message, RuntimeWarning, for_each_reason=True)
     return reason is None
 
 

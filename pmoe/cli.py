@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from pmoe import __version__
+from pmoe.comm.agree import gathered
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import gathered
 from pmoe.engine.arena import pool
 from pmoe.kernels import status
 from pmoe.layer import MoELayer
@@ -707,7 +707,7 @@ def _save_divisions(found: Table, ranks: Ranks, folder: Path | None) -> Path | N
         except OSError as error:
             told = f"--folder ({profile_folder(folder)}) must be a folder to write: {error.strerror}"
     if ranks.size > 1:
-        told = next(filter(None, gathered(told, ranks)), "")
+        told = next(filter(None, gathered(ranks, told, stage="storing division points")), "")
     if told:
         raise _BadInputError(told)
     forget()

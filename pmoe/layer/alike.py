@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from pmoe.comm.counts import at_stage
+from pmoe.comm.agree import gathered, same
 from pmoe.kernels.registry import digest
 from pmoe.layer.rows import experts_parameter
-from pmoe.measure.products import agree_among
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer
@@ -27,20 +25,12 @@ def check_alike(layer: MoELayer) -> None:
     like = experts_parameter(layer)
     device = torch.device("cpu") if like is None else like.device
     digests = [float(digest([value])) for value in options.values()]
-    most = agree_among(layer.ranks, device, stage="comparing the layer's options")(
-        [*digests, *(-each for each in digests)]
-    )
-    differ = [
-        name
-        for name, high, low in zip(options, most[: len(options)], most[len(options) :], strict=True)
-        if high != -low
-    ]
+    agree = same(layer.ranks, device, digests, stage="comparing the layer's options")
+    differ = [name for name, is_same in zip(options, agree, strict=True) if not is_same]
     if not differ:
         return
-    told: list[str] = [""] * layer.ranks.size
-    with at_stage("telling the layer's options", layer.ranks):
-        dist.all_gather_object(told, options[differ[0]], group=layer.ranks.group)
-    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(told))
+    of_ranks = gathered(layer.ranks, options[differ[0]], stage="showing the layer's options")
+    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
     also = f" (and so do {', '.join(differ[1:])})" if differ[1:] else ""
     raise ValueError(f"{differ[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}")
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmoe.comm.agree import largest, same
 from pmoe.comm.counts import Shared
 from pmoe.comm.heap import (
     Heap,
@@ -50,7 +51,6 @@ from pmoe.kernels.comet import Journey, Steps
 from pmoe.kernels.registry import bucket, digest
 from pmoe.kernels.route import Routes
 from pmoe.measure.division import agreed, agreed_layer, layer_sizes
-from pmoe.measure.products import agree_among
 from pmoe.ordering.sorted import LocalExperts, SortedRows, sort_rows
 from pmoe.planner.division import Division, Sizes, kernel_shape
 from pmoe.schedule.restore import Restore
@@ -160,8 +160,8 @@ def _spans_nodes(request: Request) -> bool:
     key = ("nodes", ranks.name)
     if key not in _agreed:
         here = float(digest([host_name()]))
-        most, least = agree_among(ranks, request.device)([here, -here])
-        _agreed[key] = most != -least
+        (on_one_node,) = same(ranks, request.device, [here], stage="comparing the nodes of ranks")
+        _agreed[key] = not on_one_node
     return _agreed[key]
 
 
@@ -212,7 +212,7 @@ def layer_sizes_of(request: Request) -> Sizes:
 def _any(key: tuple[object, ...], request: Request, here: bool) -> bool:
     """Whether it holds on any rank. Asked once for a key, which must be as new on all ranks alike."""
     if key not in _agreed:
-        (most,) = agree_among(request.ranks, request.device)([float(here)])
+        (most,) = largest(request.ranks, request.device, [float(here)], stage="agreeing on fused kernels")
         _agreed[key] = bool(most)
     return _agreed[key]
 

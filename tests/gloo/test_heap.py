@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm import topology
+from pmoe.comm import agree
 from pmoe.comm.heap import (
     FLAG_BYTES,
     WAIT_SECONDS,
@@ -50,9 +50,9 @@ def counted(patch: pytest.MonkeyPatch) -> list[object]:
     """Every exchange about a heap from now on."""
     exchanges: list[object] = []
 
-    def gathered(value: object, ranks: Ranks) -> list[Any]:
+    def gathered(ranks: Ranks, value: object, *, stage: str) -> list[Any]:
         exchanges.append(value)
-        return topology.gathered(value, ranks)
+        return agree.gathered(ranks, value, stage=stage)
 
     patch.setattr(exchange, "gathered", gathered)
     return exchanges

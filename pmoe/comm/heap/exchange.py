@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from pmoe.comm.counts import at_stage
+from pmoe.comm.agree import gathered
 from pmoe.comm.heap.device_memory import HeapMemory
 from pmoe.comm.heap.shape import HeapShape
 from pmoe.comm.heap.waits import wait_seconds
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import gathered
 from pmoe.kernels.comet import spare_blocks
 
 
@@ -25,13 +25,9 @@ class CollectiveSteps:
 
     def gather(self, value: object) -> list[Any]:
         """The value of every rank, by rank. A collective, also a barrier."""
-        if self.ranks.group is None:
-            return [value]
-        with at_stage("the exchange about a symmetric heap", self.ranks):
-            if self.device.type != "cuda":
-                return gathered(value, self.ranks)
-            with torch.cuda.device(self.device):  # NCCL gathers there
-                return gathered(value, self.ranks)
+        on_cuda = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
+            return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
 
     def attempt(self, work: Callable[[], object]) -> tuple[list[Any], list[str]]:
         """The result of work() of every rank, and a sentence for each rank where it raised."""

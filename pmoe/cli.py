@@ -16,7 +16,6 @@ end with exit code 2 and one message.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
@@ -541,8 +540,9 @@ def _plan_as_json(args: argparse.Namespace, path: Path, profile: Profile, advice
 
 
 def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice: Advice) -> None:
-    from pmoe.planner.drawing import Picture, Point, Table, page, scatter
-    from pmoe.planner.timeline import draw
+    from pmoe.planner.drawing import Point, inline_svg, scatter_figure
+    from pmoe.planner.page import page, part
+    from pmoe.planner.timeline import drawing
 
     decision = advice.decision
     points = [
@@ -556,11 +556,15 @@ def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice
         for each in advice.candidates
     ]
     name = f"n={decision.forward}, {_pair_name(decision.restore)}"
-    time_over_memory, schedule = io.BytesIO(), io.BytesIO()
     bars = step_bars(shape, profile, args.tokens, decision)
+    over_memory = "Predicted time of a step over the bytes that no routing exceeds"
+    schedule = f"The schedule of the decision, {name}, as simulated"
     try:
-        scatter(time_over_memory, points, "numbers: n; ringed in black: the decision", budget=args.budget)
-        draw(schedule, {name: bars}, "one step, simulated")
+        scatter = scatter_figure(points, "numbers: n; ringed: the decision", budget=args.budget)
+        pictures = [
+            part("picture", inline_svg(scatter, over_memory), over_memory),
+            part("picture", inline_svg(drawing({name: bars}, "one step, simulated"), schedule), schedule),
+        ]
     except ImportError as error:
         raise _BadInputError(f"--html ({args.html}) must be left out without matplotlib: {error}") from None
     header, rows, marked = _candidate_table(advice, args.budget)
@@ -570,12 +574,8 @@ def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice
             _told_sizes(args) + ("" if args.budget is None else f", budget {_mib(args.budget)} MiB"),
             f"Profile: {_told_profile(profile)}.",
             *(line.strip()[:1].upper() + line.strip()[1:] + "." for line in _conclusions(advice)),
-            Picture(
-                png=time_over_memory.getvalue(),
-                caption="Predicted time of a step over the bytes that no routing exceeds",
-            ),
-            Picture(png=schedule.getvalue(), caption=f"The schedule of the decision, {name}, as simulated"),
-            Table(header=header, rows=rows, marked=marked, words=1),
+            *pictures,
+            part("table", header, rows, marked, words=1),
         ],
     )
     try:
@@ -1025,6 +1025,8 @@ def run_report(args: argparse.Namespace) -> int:
     out = args.run_dir / "report.html" if args.out is None else args.out
     try:
         out.write_text(run_page(run), encoding="utf-8", errors="backslashreplace")  # names of files
+    except ImportError as error:
+        raise _BadInputError(str(error)) from None
     except OSError as error:
         raise _BadInputError(f"--out ({out}) must be a file to write: {error.strerror}") from None
     found = summary(run)

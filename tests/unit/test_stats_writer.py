@@ -22,7 +22,6 @@ import pmoe
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
-    LAYER_HEADER,
     LAYERS,
     POOL_PEAK,
     RUN,
@@ -30,6 +29,7 @@ from pmoe.integrations.run_folder import (
     TIME,
     read_run,
 )
+from pmoe.integrations.run_rows import LayerRow, columns
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -275,7 +275,9 @@ def test_steps_ascend_and_scalars_are_numbers(tmp_path: Path) -> None:
 
 def test_another_file_s_columns_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / LAYERS).write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=f"{LAYERS} must begin with the columns {','.join(LAYER_HEADER)}"):
+    with pytest.raises(
+        ValueError, match=f"{LAYERS} must begin with the columns {','.join(columns(LayerRow))}"
+    ):
         StatsWriter(tmp_path, build())
     assert (tmp_path / LAYERS).read_text() == "a,b\n1,2\n"
 

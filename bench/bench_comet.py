@@ -45,7 +45,7 @@ from bench.bench_gpu import describe_gpu
 from bench.bench_grouped_gemm import MODELS, QUICK_ROWS, ROWS, Model, difference
 from bench.timing import Timing, table, write_json
 from pmoe.kernels import comet, grouped_gemm
-from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks, even_choices, routes_of
+from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, even_choices, routes_of
 from pmoe.planner.division import Division
 
 DEVICE = torch.device("cuda", 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pmoe.integrations.run_rows import ScalarRow
-from pmoe.statistics import LayerStats, Stats
+from pmoe.integrations.statistics import LayerStats, Stats
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe import __version__
+from pmoe.engine.run import Journal, recording
 from pmoe.integrations.board import Board
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
@@ -39,8 +40,7 @@ from pmoe.integrations.run_folder import (
     mend,
 )
 from pmoe.integrations.run_rows import LayerRow, ScalarRow, layer_row
-from pmoe.pipeline.engine import Journal, recording
-from pmoe.statistics import Stats, layers_of, stats
+from pmoe.integrations.statistics import Stats, layers_of, stats
 
 SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
 OPTIONS = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from pmoe.pipeline.exposed import Overlap
-from pmoe.statistics import LayerStats
+from pmoe.integrations.statistics import LayerStats
+from pmoe.planner.exposed import Overlap
 
 TENSORS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
 PREDICTED = ("saved", "temporary", "peak", "host")
@@ -28,7 +28,7 @@ class ScalarRow:
 class LayerRow:
     """A line of layers.csv, a field a column; None is an empty cell.
 
-    Fields mean what they mean in `pmoe.statistics.LayerStats`. Bytes, by tensor and predicted, are rank 0's.
+    Fields mean what they mean in `pmoe.integrations.statistics.LayerStats`. Bytes, by tensor and predicted, are rank 0's.
     """
 
     step: int

@@ -44,9 +44,9 @@ from pmoe.integrations.run_folder import (
     read_run,
 )
 from pmoe.integrations.run_rows import LayerRow, ScalarRow, layer_row
-from pmoe.pipeline.exposed import Overlap
-from pmoe.pipeline.footprint import Memory
-from pmoe.statistics import LayerStats, imbalance
+from pmoe.integrations.statistics import LayerStats, imbalance
+from pmoe.planner.exposed import Overlap
+from pmoe.planner.footprint import Memory
 from tests.browser import Page, driver, started
 
 MEMORY = Memory(

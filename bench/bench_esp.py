@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.links import INFINITE, launch
 from bench.timing import Timing, machine, table, write_json
+from pmoe.engine import Span, recording
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace
-from pmoe.schedule import Kind, Span, Stages, backward_schedule, forward_schedule, recording, sequential
+from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
 
 DIRECTIONS = ("forward", "backward")
 PARTS = (*DIRECTIONS, "step")

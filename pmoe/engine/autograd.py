@@ -28,7 +28,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         inputs = inputs.like(tensors)
         done = (forward or forward_pass)(plan, inputs)
-        needs_x = plan.restore.dispatched == "communicate" or plan.stages.shared
+        needs_x = plan.restore.dispatched == "communicate" or plan.modules.stages.shared
         saved = [*inputs.all, done.weight_received]
         saved[0] = inputs.x_TM if needs_x else None
         ctx.units, ctx.passed = [], []

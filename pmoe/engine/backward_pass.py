@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.engine import callbacks, lanes
-from pmoe.engine.buffers import copy
+from pmoe.engine.arena import copy
 from pmoe.engine.callbacks import Passed
 from pmoe.engine.passes import SHARED, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Joined, Plan
@@ -77,17 +77,17 @@ class Backward(Pass):
             self.weight_of_chunk = split_by_chunk(received, self.cut)
             self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
             self.grad_weight_leaving = self.grad_weight_gathered
-            if plan.stages.sharded:
+            if plan.modules.stages.sharded:
                 own = sum(journey.recv)
                 self.grad_weight_leaving = weight.new_empty(own)
-                self.grad_weight_parts = weight.new_empty(own * plan.grid.inside.size)
+                self.grad_weight_parts = weight.new_empty(own * plan.modules.grid.inside.size)
             self.grad_weight_home = weight.new_empty(journey.slot.shape[0])
         self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.cut)
         self.chunks_done = 0
 
     def run(self) -> list[Tensor | None]:
         """The gradients of ``inputs.all``."""
-        sharded, gradients = self.plan.stages.sharded, self.plan.gradients
+        sharded, gradients = self.plan.modules.stages.sharded, self.plan.modules.gradients
         if gradients is not None:
             gradients.begins()
         self.run_schedule(
@@ -98,7 +98,7 @@ class Backward(Pass):
                 ),
                 Kind.OPEN_AGAIN: self.open_again,
                 Kind.ALL_GATHER_AGAIN: lambda i: self.gather_inside(
-                    "opened_again" if self.plan.stages.hooked else "arrived_again", "T_DI", "copies_again", i
+                    "opened_again" if self.plan.modules.stages.hooked else "arrived_again", "T_DI", "copies_again", i
                 ),
                 Kind.SHARE_WEIGHTS: self.sum_weights,
                 Kind.SHARED: self.shared_gradient,
@@ -169,7 +169,7 @@ class Backward(Pass):
     # ---- the shared expert
 
     def shared_gradient(self, _chunk: int) -> None:
-        experts, inputs = self.plan.shared, self.given.inputs
+        experts, inputs = self.plan.modules.shared, self.given.inputs
         hidden = self.kept[SHARED].hidden
         assert experts is not None and inputs.shared_weight_T is not None and hidden is not None
         _, self.grad_shared_weight, self.shared_pending = experts.input_gradient(
@@ -183,8 +183,8 @@ class Backward(Pass):
         )
 
     def shared_weight_gradient(self, _: int) -> None:
-        assert self.plan.shared is not None
-        self.plan.shared.weight_gradient(self.shared_pending, self.shared_groups(), self.shared_sums)
+        assert self.plan.modules.shared is not None
+        self.plan.modules.shared.weight_gradient(self.shared_pending, self.shared_groups(), self.shared_sums)
         self.shared_pending = None
 
     # ---- T_DI and T_M, restored
@@ -201,7 +201,7 @@ class Backward(Pass):
             like = None if hooks.has("after_dispatch") else x_TM
             rows, _ = callbacks.forward(hooks, "before_dispatch", rows, i, like, keep=False)
         self.own[f"send_again.{i}"] = rows
-        arrived = "arrived_again" if self.plan.stages.sharded else "T_DI"
+        arrived = "arrived_again" if self.plan.modules.stages.sharded else "T_DI"
         self.own[f"{arrived}.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
 
     def opened_again(self, i: int, rows: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class Backward(Pass):
 
     def arrived_again(self, i: int) -> Tensor:
         rows = self.buffer("T_DI", i)
-        return rows if self.plan.stages.hooked else self.opened_again(i, rows)
+        return rows if self.plan.modules.stages.hooked else self.opened_again(i, rows)
 
     def parts(self, unit: Unit) -> list[tuple[Kept, Runs]]:
         """What forward kept, by chunk of forward, with where its rows stand here."""
@@ -241,7 +241,7 @@ class Backward(Pass):
         parts = self.parts(unit)
         if any(kept.hidden is None for kept, _ in parts):
             return  # it did not fit on the host, and is made again when its turn comes
-        experts, num_rows = self.plan.experts, self.groups(unit).num_rows
+        experts, num_rows = self.plan.modules.experts, self.groups(unit).num_rows
         given = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
         if not given:
             return
@@ -278,7 +278,7 @@ class Backward(Pass):
 
     def recompute(self, unit: Unit) -> None:
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
-        self.hidden[unit] = self.plan.experts.recompute(
+        self.hidden[unit] = self.plan.modules.experts.recompute(
             self.rows_of(unit), self.groups(unit), self.parameters, recipe, space=self.space(unit)
         )
 
@@ -316,7 +316,7 @@ class Backward(Pass):
 
     def _input_gradient(self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> Tensor:
         rows_NM = self.rows_of(unit)
-        _, grad_weight_N, self.pending[unit] = self.plan.experts.input_gradient(
+        _, grad_weight_N, self.pending[unit] = self.plan.modules.experts.input_gradient(
             grad_NM,
             rows_NM,
             weight_N,
@@ -341,17 +341,17 @@ class Backward(Pass):
         """Each shard made a part of the inner products that are the routing weights' gradients."""
         journey = self.cut.weights
         assert journey is not None
-        self.plan.sharing.reduce_scatter(
+        self.plan.modules.sharing.reduce_scatter(
             self.grad_weight_gathered, self.grad_weight_leaving, journey.gathered, self.grad_weight_parts
         )
 
     def return_weights(self, _: int) -> dist.Work | None:
         journey = self.cut.weights
         assert journey is not None
-        return self.plan.scalars.exchange(
+        return self.plan.modules.scalars.exchange(
             self.grad_weight_leaving, journey.recv, self.grad_weight_home, journey.send
         )
 
     def weight_gradient(self, unit: Unit) -> None:
-        self.plan.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
+        self.plan.modules.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
         self.rows.pop(unit, None)

@@ -28,7 +28,7 @@ class ScalarRow:
 class LayerRow:
     """A line of layers.csv, a field a column; None is an empty cell.
 
-    Fields mean what they mean in `pmoe.integrations.statistics.LayerStats`. Bytes, by tensor and predicted, are rank 0's.
+    Fields mean what they mean in `LayerStats`. Bytes, by tensor and predicted, are rank 0's.
     """
 
     step: int

@@ -87,7 +87,7 @@ def how_it_ran(
     routing, rows_TM = routed.routing, inputs.x_TM
     restore, backward = None if call is None else call.restore, None
     if plan is not None:
-        restore = plan.restore if plan.rotates or call is not None else None
+        restore = plan.restore if plan.modules.rotates or call is not None else None
         backward = len(plan.backward.chunks)
     return Ran(
         path="pipeline" if call is None else "fused" if plan is None else "fused forward",

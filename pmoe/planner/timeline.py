@@ -20,7 +20,7 @@ ON_COLOUR = "#101010"
 """Text on a coloured mark: dark on dark pages, too."""
 
 
-class Ran(Protocol):
+class TimedTask(Protocol):
     """What the timeline reads of a span."""
 
     @property
@@ -57,7 +57,7 @@ class Bar:
     base: float = 0.0
 
 
-def bars(spans: Iterable[Ran], origin: float | None = None) -> list[Bar]:
+def bars(spans: Iterable[TimedTask], origin: float | None = None) -> list[Bar]:
     """Spans as bars from time 0 (or ``origin``), each starting when its lane was free.
 
     A communication span begins when it is issued; the time until the message before it has ended is

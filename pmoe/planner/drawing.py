@@ -62,8 +62,10 @@ def scatter_figure(points: Sequence[Point], title: str, budget: int | None = Non
         layer = _draw_group(axis, own, GROUP_COLOURS[i % len(GROUP_COLOURS)], layer)
     if budget is not None:
         axis.axvline(budget / 2**20, color="black", lw=0.9, ls="--")
-        at = (budget / 2**20, 1)
-        axis.annotate("budget ", at, xycoords=("data", "axes fraction"), va="top", ha="right", fontsize=8)
+        label = axis.annotate(
+            "budget", (budget / 2**20, 1), (-4, 0), ("data", "axes fraction"), "offset points"
+        )
+        label.set(va="top", ha="right", fontsize=8)
     axis.set(xlabel="memory, MiB", ylabel="time of a step, ms")
     axis.margins(0.06)
     axis.spines[["top", "right"]].set_visible(False)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pmoe.comm.counts import Shared, at_stage
+from pmoe.comm.counts import RankCounts, at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
 from pmoe.engine.run import Journal
@@ -243,10 +243,10 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[Memory | None, str]:
         return None, "the last forward pass was without a backward pass"
     if ran.restore is None:
         return None, "only buffers that rotate are predicted, and memory_reuse is False"
-    counts: Shared | None = layer.row_counts
+    counts: RankCounts | None = layer.row_counts
     assert counts is not None
     try:
-        check_predictable(layer, "row_counts", None)  # its message is without the counts
+        check_predictable(layer.parts, "row_counts", None)  # its message is without the counts
         found = layer.predict_memory(
             ran.num_tokens,
             replace(counts, depth={}),  # the chunks are those that were cut

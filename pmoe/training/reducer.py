@@ -136,8 +136,9 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(_Ready(held, at))
             for at, parameter in enumerate(self.parameters)
         ]
+        self._of_layers = [_LayerGradients(held, at) for at in range(len(self.layers))]
         for at, layer in enumerate(self.layers):
-            layer.gradients = _LayerGradients(held, at)
+            layer.gradients = self._of_layers[at]
 
     def remove(self) -> None:
         """Takes the hooks off the model: what remains is as it was before."""
@@ -145,7 +146,6 @@ class GradientReducer:
             handle.remove()
         for layer in self.layers:
             layer.gradients = None
-            layer.t_gar = 0.0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -337,7 +337,7 @@ class GradientReducer:
             )
         self.partition = given if isinstance(given, Partition) else self._found(learnt, tail)
         for share, (layer, _, _) in zip(self.partition.shares[1::2], learnt.events, strict=True):
-            self.layers[layer].t_gar = share.t_gar
+            self._of_layers[layer].t_gar = share.t_gar
         position = 0
         for at, share in enumerate(self.partition.shares):
             end = min(self._whole(position + share.dense_bytes + share.moe_bytes), self._ends[-1])
@@ -392,6 +392,7 @@ class _Ready:
 
     reducer: weakref.ref[GradientReducer]
     at: int
+    t_gar: float = 0.0
 
     def __call__(self, parameter: Tensor) -> None:
         reducer = self.reducer()
@@ -399,12 +400,13 @@ class _Ready:
             reducer._became_ready(self.at)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _LayerGradients:
     """What a layer's passes call (`pmoe.engine.plan.Gradients`)."""
 
     reducer: weakref.ref[GradientReducer]
     at: int
+    t_gar: float = 0.0
 
     def begins(self) -> None:
         reducer = self.reducer()
@@ -442,8 +444,8 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     rows = next(layer.experts.parameters())
     operations = operations_of(layer.grid, rows.device, rows.dtype)
     costs = layer_costs(layer.memory_shape(), operations, layer.max_tokens).backward()
-    restore = layer.restore if isinstance(layer.restore, Restore) and layer.rotates else None
-    way = Way(direction="backward", one_lane=layer.one_lane, restore=restore)
+    restore = layer.restore if isinstance(layer.restore, Restore) else None
+    way = Way(direction="backward", one_lane=layer.switches.one_lane, restore=restore)
     fixed = layer.pipeline_backward or fixed_degree(layer.pipeline)
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
 

@@ -49,10 +49,8 @@ class Pool:
     """
 
     def __init__(self, world: int, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # fork hangs after a threaded product in the parent
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context = multiprocessing.get_context("forkserver")  # fork hangs after a product by threads
+        context.set_forkserver_preload(["tests.imported"])
         self.world, self.usable, self.num_groups = world, True, 1
         self.processes, self.pipes = [], []
         init_file = os.path.join(tempfile.mkdtemp(prefix="pmoe-pool-"), "rendezvous")

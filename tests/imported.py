@@ -7,7 +7,7 @@ import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-import torch.profiler  # noqa: F401
+import torch.profiler
 import torch.utils.checkpoint  # noqa: F401
 
 import pmoe  # noqa: F401

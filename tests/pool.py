@@ -116,3 +116,9 @@ def ranks(world: int) -> Pool:
     if world not in _pools or not _pools[world].usable:
         _pools[world] = Pool(world)
     return _pools[world]
+
+
+def stop_all() -> None:
+    """The next test that asks for ranks starts them again."""
+    for pool in _pools.values():
+        pool.stop()

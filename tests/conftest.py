@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 LONGEST = (
-    "tests/fairseq/test_language_model.py",
+    "tests/fairseq",
     "tests/gloo/test_train_lm.py",
 )
 """Files that are begun first, for the processes to end together: those that take the most of a minute."""
@@ -18,6 +18,8 @@ LONGEST = (
 def group(nodeid: str) -> str:
     """The tests that one process runs, one after the other: they share pools, programs and fixtures."""
     file = nodeid.partition("::")[0]
+    if file.startswith("tests/fairseq/"):
+        return "tests/fairseq"
     return nodeid if file.startswith("tests/gpu/") else file
 
 

@@ -15,7 +15,6 @@ from pmoe.ordering.base import Order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.integrations.statistics import stats
     from pmoe.training.clipping import clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
     from pmoe.training.grad_scaler import GradScaler

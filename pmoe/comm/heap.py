@@ -17,6 +17,7 @@ Letters: W ranks, E experts of a rank, M = d_model.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
@@ -31,10 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.counts import at_stage
+from pmoe.comm.agree import gathered
 from pmoe.comm.heap_memory import DeviceMemory, Memory, NvshmemMemory, needed, tensor_at
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import gathered, timeout_of
+from pmoe.comm.topology import timeout_of
 from pmoe.kernels.comet import WAITS, spare_blocks
 
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
@@ -504,13 +505,9 @@ class _Together:
 
     def gather(self, value: object) -> list[Any]:
         """What every rank has. A collective, also a barrier."""
-        if self.ranks.group is None:
-            return [value]
-        with at_stage("the exchange about a symmetric heap", self.ranks):
-            if self.device.type != "cuda":
-                return gathered(value, self.ranks)
-            with torch.cuda.device(self.device):  # NCCL gathers there
-                return gathered(value, self.ranks)
+        on_cuda = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
+            return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
 
     def tried(self, work: Callable[[], object]) -> tuple[list[Any], list[str]]:
         """What work() gave on every rank, and a sentence for each rank where it raised."""

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pmoe.comm import agree, heap_memory
 from pmoe.comm import heap as module
-from pmoe.comm import heap_memory, topology
 from pmoe.comm.heap import (
     FLAG_BYTES,
     WAIT_SECONDS,
@@ -45,9 +45,9 @@ def counted(patch: pytest.MonkeyPatch) -> list[object]:
     """Every exchange about a heap from now on."""
     exchanges: list[object] = []
 
-    def gathered(value: object, ranks: Ranks) -> list[Any]:
+    def gathered(ranks: Ranks, value: object, *, stage: str) -> list[Any]:
         exchanges.append(value)
-        return topology.gathered(value, ranks)
+        return agree.gathered(ranks, value, stage=stage)
 
     patch.setattr(module, "gathered", gathered)
     return exchanges

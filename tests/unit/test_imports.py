@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS: list[set[str]] = [
     {"pmoe.__main__"},
     {"pmoe.cli"},
-    {"pmoe"},  # __init__.py, which names what users import
     {"pmoe.integrations"},
     {"pmoe.papers"},
+    {"pmoe"},  # __init__.py, which names what users import
     {"pmoe.graph"},
     {"pmoe.training"},
     {"pmoe.layer"},

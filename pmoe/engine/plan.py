@@ -133,11 +133,11 @@ Joined = tuple[tuple[tuple[int, Runs], ...], ...]
 
 
 class Gradients(Protocol):
-    """Other layers' gradients, which a layer's backward pass may carry (FSMoE, Section 5).
+    """Other layers' gradients, which a layer's backward pass may carry (FSMoE, Section 5)."""
 
-    t_gar: the seconds that they take inside of it, for the solver."""
-
-    t_gar: float
+    @property
+    def t_gar(self) -> float:
+        """Seconds that they take inside of the pass, for the solver of degrees."""
 
     def begins(self) -> None:
         """The backward pass begins."""

@@ -7,12 +7,10 @@ each other until the group's timeout, or take each other's bytes for something e
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from pmoe.comm.counts import at_stage
+from pmoe.comm.agree import gathered, same
 from pmoe.kernels.registry import digest
 from pmoe.layer.parts import Parts
-from pmoe.measure.products import agree_among
 
 
 def check_alike(parts: Parts) -> None:
@@ -22,20 +20,12 @@ def check_alike(parts: Parts) -> None:
     like = parts.like
     device = torch.device("cpu") if like is None else like.device
     digests = [float(digest([value])) for value in options.values()]
-    most = agree_among(parts.ranks, device, stage="comparing the layer's options")(
-        [*digests, *(-each for each in digests)]
-    )
-    differ = [
-        name
-        for name, high, low in zip(options, most[: len(options)], most[len(options) :], strict=True)
-        if high != -low
-    ]
+    agree = same(parts.ranks, device, digests, stage="comparing the layer's options")
+    differ = [name for name, is_same in zip(options, agree, strict=True) if not is_same]
     if not differ:
         return
-    told: list[str] = [""] * parts.ranks.size
-    with at_stage("telling the layer's options", parts.ranks):
-        dist.all_gather_object(told, options[differ[0]], group=parts.ranks.group)
-    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(told))
+    of_ranks = gathered(parts.ranks, options[differ[0]], stage="showing the layer's options")
+    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
     also = f" (and so do {', '.join(differ[1:])})" if differ[1:] else ""
     raise ValueError(f"{differ[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}")
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, nvshmem_heap, process_heap
-from pmoe.comm.heap_memory import host_name
+from pmoe.comm.agree import largest, same
+from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
 from pmoe.kernels import comet as kernels
 from pmoe.kernels.comet import Steps
 from pmoe.kernels.registry import bucket, digest
 from pmoe.measure.division import agreed, agreed_layer, layer_sizes
-from pmoe.measure.products import agree_among
 from pmoe.planner.division import Division, Sizes, kernel_shape
 
 
@@ -123,8 +122,8 @@ def _spans_nodes(request: Request) -> bool:
     key = ("nodes", ranks.name)
     if key not in _agreed:
         here = float(digest([host_name()]))
-        most, least = agree_among(ranks, request.device)([here, -here])
-        _agreed[key] = most != -least
+        (on_one_node,) = same(ranks, request.device, [here], stage="comparing the nodes of ranks")
+        _agreed[key] = not on_one_node
     return _agreed[key]
 
 
@@ -143,7 +142,7 @@ def heap_shape(request: Request) -> HeapShape:
     )
 
 
-def _division(request: Request, kernel: kernels.Kind, direction: kernels.Direction) -> Division:
+def _division(request: Request, kernel: kernels.FusedKernel, direction: kernels.PassDirection) -> Division:
     return agreed(request.ranks, kernel_shape(layer_sizes_of(request), kernel, direction), request.device)
 
 
@@ -175,6 +174,6 @@ def layer_sizes_of(request: Request) -> Sizes:
 def _any(key: tuple[object, ...], request: Request, here: bool) -> bool:
     """Whether it holds on any rank. Asked once for a key, which must be as new on all ranks alike."""
     if key not in _agreed:
-        (most,) = agree_among(request.ranks, request.device)([float(here)])
+        (most,) = largest(request.ranks, request.device, [float(here)], stage="agreeing on fused kernels")
         _agreed[key] = bool(most)
     return _agreed[key]

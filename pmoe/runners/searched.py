@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pmoe.comm.agree import from_first, largest
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
@@ -36,7 +37,7 @@ def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularitySearch:
 
 def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> None:
     """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `GranularitySearch.load`."""
-    found: list[GranularitySearch | Exception | None] = [None]
+    found: GranularitySearch | Exception | None = None
     if ranks.rank == 0:
         try:
             loaded = GranularitySearch.load(path, key)
@@ -47,16 +48,14 @@ def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidate
             ]
             if unknown:
                 raise ValueError(f"{path}: found {unknown[0]}, expected degrees among {tuple(candidates)}")
-            found = [loaded]
+            found = loaded
         except (OSError, ValueError) as error:
-            found = [error]
-    if ranks.size > 1:
-        dist.broadcast_object_list(found, group_src=0, group=ranks.group)
-    (told,) = found
-    if isinstance(told, Exception):
-        raise told
-    assert told is not None
-    table(ranks, key).take(told)  # layers hold the table itself
+            found = error
+    found = from_first(ranks, found, stage="sharing a table of degrees")
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    table(ranks, key).take(found)  # layers hold the table itself
 
 
 def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:
@@ -122,14 +121,9 @@ def _trials(
             marks = _run_both(runner, inputs, now)
             if turn >= 0:
                 taken.append((marks[1] - marks[0], marks[2] - marks[1]))
-    medians = torch.tensor(
-        [[statistics.median(each[i] for each in taken) for i in (0, 1)] for taken in times],
-        dtype=torch.float64,
-        device=device,
-    )
-    if ranks.size > 1:
-        dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=ranks.group)
-    return [(ahead, back) for ahead, back in medians.tolist()]
+    medians = [statistics.median(each[i] for each in taken) for taken in times for i in (0, 1)]
+    slowest = largest(ranks, device, medians, stage="agreeing on a number of chunks")
+    return list(zip(slowest[::2], slowest[1::2], strict=True))
 
 
 @torch.no_grad()

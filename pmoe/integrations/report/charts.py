@@ -110,7 +110,8 @@ def line_chart(
     values = np.concatenate([ends for bins in found for ends in (bins.low, bins.high)])
     values = np.sort(values[~np.isnan(values)])
     if not len(values):
-        return part("chart", title, "", unit=unit, note=f"No finite value in {len(lines[0].xs)} points.")
+        nothing = f"No finite value in {len(lines[0].xs)} points."
+        return part("chart", title, "", unit=unit, note=f"{nothing} {note}")
     low, high, cut = _range(values, least)
 
     def draw(axis: Axes) -> None:
@@ -127,7 +128,9 @@ def line_chart(
         broad=axes_svg(label, BROAD, draw) if is_broad else "",
         unit=unit,
         keys=names if len(lines) > 1 else (),
-        note=" ".join([note, f"Cut off above: values up to {show(cut)}." if cut else "", _about_gaps(lines)]),
+        note=" ".join(
+            [note, "" if cut is None else f"Cut off above: values up to {show(cut)}.", _about_gaps(lines)]
+        ),
     )
 
 

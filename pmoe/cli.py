@@ -63,11 +63,12 @@ from pmoe.measure.stored import NoProfileError, find_profile, profile_folder
 from pmoe.papers import comet_figures
 from pmoe.papers.fsmoe_table5 import ASSUMPTIONS, CONTENTION, PAPER_DIFFERING, table2, table5
 from pmoe.planner.advise import Advice, advise, step_bars
-from pmoe.planner.choose import Candidate, bound, parse_bytes
+from pmoe.planner.choose import Candidate, bound
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.degree import check_backward
 from pmoe.planner.division import LayerTimes, Sizes, Table, now, rule, sizes_of
 from pmoe.planner.footprint import STACKED, Shape, shape_of_sizes
+from pmoe.planner.numbers import parse_bytes
 from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 

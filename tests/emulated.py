@@ -25,7 +25,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, extension
 from pmoe.measure import virtual_ranks as comet_virtual
 from pmoe.planner.division import Division
-from pmoe.runners import fused as passes
+from pmoe.runners import fused_steps as passes
 from tests.cuda.compiled import compile_program
 from tests.cuda.disassembly import once
 from tests.heaps import FileMemory

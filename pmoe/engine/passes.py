@@ -23,7 +23,7 @@ from torch import Tensor
 from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.callbacks import Passed
-from pmoe.engine.padded import Padding
+from pmoe.engine.padding import Padding
 from pmoe.engine.plan import Cut, Plan
 from pmoe.experts.base import Hidden, Space
 from pmoe.experts.products import RowGroups
@@ -157,7 +157,7 @@ class Pass:
 
     def __init__(self, plan: Plan, cut: Cut, source_TM: Tensor, keep: bool) -> None:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
-        self.hooks = plan.modules.hooks
+        self.stages, self.hooks = plan.modules.stages, plan.modules.hooks
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pmoe.comm.counts import Shared
+from pmoe.comm.counts import RankCounts
 from pmoe.engine.run import Journal
 from pmoe.layer import MoELayer
 from pmoe.layer.memory import check_predictable
@@ -24,7 +24,7 @@ class LayerReading:
     """
 
     ran: Ran | None
-    counts: Shared | None
+    counts: RankCounts | None
     rows_E: tuple[int, ...]
     d_model: int
     hidden: int
@@ -68,7 +68,7 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[Memory | None, str]:
     counts = layer.row_counts
     assert counts is not None
     try:
-        check_predictable(layer, "row_counts", None)  # its message is without the counts
+        check_predictable(layer.parts, "row_counts", None)  # its message is without the counts
         found = layer.predict_memory(
             ran.num_tokens,
             replace(counts, depth={}),  # the chunks are those that were cut

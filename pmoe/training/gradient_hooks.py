@@ -37,12 +37,13 @@ class GradientHook:
             step.gradient_is_ready(self.at)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LayerGradients:
     """Called by a layer's backward pass, see `pmoe.engine.plan.Gradients`. at: the layer's index."""
 
     step: Callable[[], Step | None]
     at: int
+    t_gar: float = 0.0
 
     def begins(self) -> None:
         step = self.step()
@@ -62,13 +63,9 @@ class LayerGradients:
         """A copy of the model is nobody's to reduce."""
 
 
-def carry(layer: MoELayer, gradients: Gradients | None, t_gar: float = 0.0) -> None:
-    """Has the layer's backward passes carry other layers' gradients; None ends it.
-
-    t_gar: seconds of those gradients, for the solver of degrees.
-    """
+def carry(layer: MoELayer, gradients: Gradients | None) -> None:
+    """Has the layer's backward passes carry other layers' gradients; None ends it."""
     layer.gradients = gradients
-    layer.t_gar = t_gar
 
 
 def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
@@ -79,7 +76,7 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     rows = next(layer.experts.parameters())
     operations = operations_of(layer.grid, rows.device, rows.dtype)
     costs = layer_costs(layer.memory_shape(), operations, layer.max_tokens).backward()
-    restore = layer.restore if isinstance(layer.restore, Restore) and layer.rotates else None
-    way = Way(direction="backward", one_lane=layer.one_lane, restore=restore)
+    restore = layer.restore if isinstance(layer.restore, Restore) else None
+    way = Way(direction="backward", one_lane=layer.switches.one_lane, restore=restore)
     fixed = layer.pipeline_backward or fixed_degree(layer.pipeline)
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))

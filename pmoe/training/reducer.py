@@ -142,7 +142,7 @@ class GradientReducer:
         else:
             self.partition = find_partition(seen, self.layers, buffers, self.ranks)
         for share, (at, *_) in zip(self.partition.shares[1::2], seen.layers, strict=True):
-            carry(self.layers[at], self._carried[at], share.t_gar)
+            self._carried[at].t_gar = share.t_gar
         return timetable_of(self.partition, buffers)
 
 

@@ -224,7 +224,7 @@ def stepped(rank: int, world: int, options: dict[str, Any], parted: bool) -> dic
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message=".*falls back.*")
-        patch.setattr("pmoe.layer.run.settle_products", lambda *_, **__: None)  # nothing is measured
+        patch.setattr("pmoe.layer.choose.settle_products", lambda *_, **__: None)  # nothing is measured
         patch.setattr(comet.Ranks, "launch", counted)
         if parted:
             patch.setattr(comet, "Ranks", Parted)

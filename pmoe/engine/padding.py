@@ -16,20 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Traffic
-from pmoe.comm.counts import CountsExchange, Fault, Shared
-from pmoe.comm.grid import Grid
+from pmoe.comm.counts import RankCounts
 from pmoe.ordering.sorted import LocalExperts, count_rows, sort_rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """What calls that are planned alike have in common. needs_grad: whether a backward pass may follow.
-    dtype: of the rows."""
-
-    num_tokens: int
-    needs_grad: bool
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +46,13 @@ class Splits:
         expert_N = torch.arange(self.num_rows, device=device) // max(self.rows_a_bin, 1) % self.num_experts
         return expert_N.unsqueeze(1)
 
-    def shared(self, num_ranks: int, device: torch.device, *, max_tokens: int, needs_grad: bool) -> Shared:
+    def counts(
+        self, num_ranks: int, device: torch.device, *, max_tokens: int, needs_grad: bool
+    ) -> RankCounts:
         """What an exchange of counts would find."""
         shape = (self.bins, num_ranks, self.num_experts // num_ranks)
         counts = torch.full(shape, self.rows_a_bin, dtype=torch.int64, device="cpu")
-        return Shared(
+        return RankCounts(
             send=counts,
             recv=counts,
             recv_device=torch.full(shape, self.rows_a_bin, dtype=torch.int64, device=device),
@@ -124,44 +114,3 @@ def _taken(rows: Tensor, index: Tensor) -> Tensor:
         return rows.new_zeros(*index.shape, *columns)
     found = rows.index_select(0, index.reshape(-1).clamp(max=count - 1)).view(*index.shape, *columns)
     return found.masked_fill_((index == count).view(*index.shape, *(1 for _ in columns)), 0)
-
-
-def agrees_always(device: torch.device) -> bool:
-    """Whether ranks compare every call, and not only the first of a kind: where no device is waited for."""
-    return device.type != "cuda"
-
-
-def check_alike(
-    grid: Grid,
-    call: Call,
-    *,
-    num_experts: int,
-    device: torch.device,
-    fault: Tensor | Fault,
-    traffic: Traffic,
-) -> None:
-    """Raises ValueError, on every rank, where ranks do not make the same call, and FaultError where any
-    reports a fault. Collective, with one host synchronisation."""
-    facts_FE = torch.empty(2, num_experts, dtype=torch.int64, device=device)
-    facts_FE[0], facts_FE[1] = call.num_tokens, call.needs_grad
-    exchange = CountsExchange(
-        grid,
-        facts_FE,
-        num_tokens=call.num_tokens,
-        fault=fault,
-        needs_grad=call.needs_grad,
-        dtype=call.dtype,
-        traffic=traffic,
-    )
-    tokens, needs_grad = exchange.finish().recv[:, :, 0].tolist()
-    if len(set(tokens)) > 1:
-        told = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(tokens))
-        raise ValueError(
-            f"x must have the same number of tokens on every rank with pad_to_capacity (True): {told}"
-        )
-    if len(set(needs_grad)) > 1:
-        told = ", ".join(str(rank) for rank, needs in enumerate(needs_grad) if not needs)
-        raise ValueError(
-            "gradients must be asked for on every rank or on none with pad_to_capacity (True): they are not "
-            f"on rank {told}"
-        )

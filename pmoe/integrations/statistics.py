@@ -29,6 +29,7 @@ from pmoe.layer import MoELayer
 from pmoe.layer.ran import Ran
 from pmoe.planner.exposed import Overlap
 from pmoe.planner.footprint import Memory
+from pmoe.text import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,14 +298,7 @@ def _format_stats(found: Stats) -> list[str]:
                 _number(None if each.predicted is None else each.predicted.peak, "{:,.1f}", 2**-20),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 4 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = [table(rows, left=range(4))]
     for of in found.pools:
         lines.append(
             f"pool of {of.device}: at most {of.device_peak_bytes / 2**20:,.1f} MiB on the device, "

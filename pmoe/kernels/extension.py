@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from pmoe.text import table
+
 NAME = "pmoe._cuda"
 HOW_TO_BUILD = (
     "with nvcc 12.5 or newer on PATH: pip install . (or, in place: python setup.py build_ext --inplace)"
@@ -152,11 +154,7 @@ def _kernel_lines(kernels: tuple[Kernel, ...]) -> list[str]:
         numbers = [each.threads, each.registers, shared, each.local_bytes]
         told = each.runs if each.refusal is None else f"refused: {each.refusal}"
         rows.append([each.name, *map(str, numbers), told])
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return [
-        "  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]])
-        for row in rows
-    ]
+    return textwrap.indent(table(rows, left=(0, 5)), "  ").splitlines()
 
 
 def status() -> Status:

@@ -1,4 +1,4 @@
-"""Where a `GradientReducer` takes hold of a model: hooks of parameters and of MoE layers' backward passes."""
+"""Where a `GradientReducer` meets a model: hooks of parameters and of MoE layers' backward passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pmoe.runners.solved import layer_costs, operations_of
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.training.reducer_steps import Step
+    from pmoe.training.reducer_steps import ReducerStep
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class GradientHook:
     step: the step under way; None where gradients are not reduced now. at: the parameter's index.
     """
 
-    step: Callable[[], Step | None]
+    step: Callable[[], ReducerStep | None]
     at: int
 
     def __call__(self, parameter: Tensor) -> None:
@@ -41,7 +41,7 @@ class GradientHook:
 class LayerGradients:
     """Called by a layer's backward pass, see `pmoe.engine.plan.Gradients`. at: the layer's index."""
 
-    step: Callable[[], Step | None]
+    step: Callable[[], ReducerStep | None]
     at: int
     t_gar: float = 0.0
 

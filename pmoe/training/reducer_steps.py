@@ -1,4 +1,4 @@
-"""What a `GradientReducer` does in one step: the first one only watches, later ones follow a timetable."""
+"""One step of a `GradientReducer`: the first only watches, later ones follow a timetable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
 from pmoe.training.gradient_partitioning import LayerBackward, Observed, Timetable
 
-Step: TypeAlias = "FirstStep | PartitionedStep"
+ReducerStep: TypeAlias = "FirstStep | PartitionedStep"
 
 
 class FirstStep:

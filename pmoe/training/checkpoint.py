@@ -85,8 +85,8 @@ def save_checkpoint(
     Every rank must call it; returns when the checkpoint is on the disk and is the one to load. However it
     ends before (a kill, a full disk), the checkpoint before is untouched and still the one to load.
 
-    Raises CheckpointError on every rank where one failed, for example where ranks hold different experts under
-    one name because the model was not parallelized; RuntimeError where a peer died.
+    Raises CheckpointError on every rank where one failed, for example because the model was not parallelized,
+    so that ranks hold different experts under one name; RuntimeError where a peer died.
     """
     ranks, folder = Ranks(group), Path(folder)
 

@@ -3,7 +3,7 @@
     python bench/bench_alone.py [--out bench/results] [--rounds 20] [--quick]
 
 W = 1, SwiGLU experts without biases, bfloat16, T = 32768, M = 4096, H = 2048, E = 64, K = 4. "pmoe" is the
-path of `pmoe.pipeline.alone`; "without" is the path of all layers with F.grouped_mm for the products, as a
+path of `pmoe.runners.one_rank`; "without" is the path of all layers with F.grouped_mm for the products, as a
 layer is computed where the extension is missing. Both are the same module with the same parameters. Which of
 the two the layer takes by itself, from products that it measured, is told and in the file.
 
@@ -37,7 +37,7 @@ from bench.device import WARMUP, difference, file_name, need_gpu, part_seconds, 
 from bench.timing import Timing, table, turns, write_json
 from pmoe.experts.products import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.kernels import grouped_gemm
-from pmoe.pipeline import alone
+from pmoe.runners import one_rank as alone
 
 DEVICE = torch.device("cuda", 0)
 LEAD_CYCLES = 4_000_000

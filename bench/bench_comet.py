@@ -53,7 +53,7 @@ from bench.device import (
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
 from bench.timing import Timing, table, turns, write_json
 from pmoe.kernels import comet, grouped_gemm
-from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks, even_choices, routes_of
+from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, even_choices, routes_of
 from pmoe.planner.division import Division
 
 DEVICE = torch.device("cuda", 0)

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.timing import table, write_json
 from pmoe.comm.ranks import Ranks
-from pmoe.pipeline.decide import cheapest_pair
-from pmoe.planner import profile
-from pmoe.planner.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.measure import profile
+from pmoe.planner.choose import cheapest_pair
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 
 def seconds_of(device: torch.device, run: Callable[[], object]) -> float:

@@ -45,11 +45,11 @@ from bench.passes import (
     timed,
 )
 from bench.timing import Timing, machine, table, write_json
-from pmoe.pipeline import Kind, Span, Stages, backward_schedule, forward_schedule, recording, sequential
-from pmoe.pipeline.schedule import local_pieces
 from pmoe.planner.costs import LineCost, fit_line
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import Bar, bars, chrome_trace, draw
+from pmoe.schedule import Kind, Span, Stages, backward_schedule, forward_schedule, recording, sequential
+from pmoe.schedule.tasks import local_pieces
 
 
 class Step:

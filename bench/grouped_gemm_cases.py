@@ -197,7 +197,7 @@ def plain_cases(
 
 
 def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Iterator[Case]:
-    """SwiGLU experts, whose w1 has two halves, as `pmoe.pipeline.alone` computes them."""
+    """SwiGLU experts, whose w1 has two halves, as `pmoe.runners.one_rank` computes them."""
     experts, num_rows, num_model, width = model.experts, routed.num_rows, model.d_model, model.d_hidden
     slots, ends, token_N = routed.slots, routed.ends_E, routed.token_N
     tokens = draw(routed.num_tokens, num_model)

@@ -35,7 +35,7 @@ from bench.timing import Timing, interleaved, table, write_json
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
 from pmoe.planner.drawing import Point, scatter
-from pmoe.planner.restore import ALL_PAIRS
+from pmoe.schedule.restore import ALL_PAIRS
 
 
 def timed_step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> None:

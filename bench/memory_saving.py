@@ -37,7 +37,7 @@ from bench.memory import (
 )
 from bench.timing import table, write_json
 from pmoe import Restore
-from pmoe.planner.restore import KEEP, STRATEGIES
+from pmoe.schedule.restore import KEEP, STRATEGIES
 
 TARGETS = {"S1": {4: 0.92, 8: 0.97}, "S2": {4: 0.92, 8: 0.97}} | {
     name: dict.fromkeys((2, 4, 8), 0.97) for name in ("S3", "S4")

@@ -29,7 +29,7 @@ from bench.memory import (
 )
 from bench.timing import table, write_json
 from pmoe import Restore
-from pmoe.planner.restore import KEEP, STRATEGIES
+from pmoe.schedule.restore import KEEP, STRATEGIES
 
 COLOURS = ("#dddddd", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#999999", "#bbbbbb", "#ee6677", "#aa3377")
 """By part."""

@@ -17,7 +17,7 @@ from torch import Tensor
 import pmoe
 from bench.links import measure_rate
 from bench.timing import Timing
-from pmoe.pipeline import Journal, Span
+from pmoe.engine import Journal, Span
 from pmoe.planner.costs import LineCost
 
 DIRECTIONS = ("forward", "backward")

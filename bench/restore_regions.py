@@ -22,12 +22,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from pmoe.pipeline.decide import cheapest_pair, step_seconds
-from pmoe.pipeline.footprint import Shape, shape_of_sizes
+from pmoe.measure.profile import Profile, Versions
+from pmoe.planner.choose import cheapest_pair, step_seconds
 from pmoe.planner.cost_model import NO_INTERFERENCE, Interference
 from pmoe.planner.costs import LineCost
-from pmoe.planner.profile import Profile, Versions
-from pmoe.planner.restore import KEEP, STRATEGIES
+from pmoe.planner.footprint import Shape, shape_of_sizes
+from pmoe.schedule.restore import KEEP, STRATEGIES
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -94,7 +94,7 @@ def is_number(text: str) -> bool:
 
 
 class PublicNames(SphinxDirective):
-    """``.. public:: pmoe.parallel``: every public name of the module, with its docstring."""
+    """``.. public:: pmoe.training.parallel``: every public name of the module, with its docstring."""
 
     required_arguments = 1
 

@@ -22,14 +22,14 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from pmoe import Restore, cli
-from pmoe.pipeline.advise import step_bars
-from pmoe.pipeline.decide import Candidate, evaluate
-from pmoe.pipeline.footprint import Shape, shape_of_sizes
+from pmoe.planner.advise import step_bars
+from pmoe.planner.choose import Candidate, evaluate
 from pmoe.planner.cost_model import NO_INTERFERENCE
 from pmoe.planner.costs import LineCost
-from pmoe.planner.profile_file import FORMAT, Profile, Versions, save
-from pmoe.planner.restore import KEEP, STRATEGIES
+from pmoe.planner.footprint import Shape, shape_of_sizes
+from pmoe.planner.profile import FORMAT, Profile, Versions, save
 from pmoe.planner.timeline import draw
+from pmoe.schedule.restore import KEEP, STRATEGIES
 
 MACHINE = (
     "8 ranks, 600 TFLOP/s in bfloat16, 50 GB/s between ranks, 50 GB/s to the host, 10 microseconds a task"

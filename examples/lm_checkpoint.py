@@ -24,7 +24,7 @@ import torch
 from lm_ranks import Ranks
 from torch import Tensor, nn
 
-from pmoe.parallel import is_expert
+from pmoe.training.parallel import is_expert
 
 POINTER = "latest.json"
 State = dict[str, Any]

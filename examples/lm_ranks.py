@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.parallel import make_meshes, reduce_gradients
+from pmoe.training.parallel import make_meshes, reduce_gradients
 
 TIMEOUT = timedelta(minutes=5)
 

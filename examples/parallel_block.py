@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import pmoe
-from pmoe.parallel import Meshes, make_meshes, reduce_gradients
+from pmoe.training.parallel import Meshes, make_meshes, reduce_gradients
 
 VOCABULARY, HEAD, GLOBAL_BATCH, LENGTH, AUX_WEIGHT, MAX_NORM = 64, 16, 8, 32, 0.01, 1.0
 

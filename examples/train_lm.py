@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.integrations.logging import StatsWriter
-from pmoe.parallel import is_expert
+from pmoe.training.parallel import is_expert
 
 
 class StopRequest:

@@ -4,22 +4,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pmoe.comm.base import Combine, Dispatch
+from pmoe.engine.buffers import pool
+from pmoe.engine.callbacks import Callback
+from pmoe.engine.recompute import checkpoint_contexts
+from pmoe.engine.run import recording
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
+from pmoe.integrations.statistics import stats
 from pmoe.layer import MoELayer
 from pmoe.ordering.base import Order
-from pmoe.pipeline.buffers import pool
-from pmoe.pipeline.callbacks import Callback
-from pmoe.pipeline.engine import recording
-from pmoe.pipeline.recompute import checkpoint_contexts
-from pmoe.planner.restore import Restore
-from pmoe.reducer import GradientReducer
-from pmoe.statistics import stats
+from pmoe.schedule.restore import Restore
+from pmoe.training.reducer import GradientReducer
 
 if TYPE_CHECKING:
-    from pmoe.clipping import clip_grad_norm_
-    from pmoe.expert_parallel import expert_parameters, parallelize, parameter_groups
-    from pmoe.grad_scaler import GradScaler
+    from pmoe.training.clipping import clip_grad_norm_
+    from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
+    from pmoe.training.grad_scaler import GradScaler
 
 __version__ = "0.1.0"
 
@@ -49,13 +49,13 @@ __all__ = [
 ]
 
 _LATER = {
-    "GradScaler": "pmoe.grad_scaler",
-    "clip_grad_norm_": "pmoe.clipping",
-    "expert_parameters": "pmoe.expert_parallel",
-    "load_checkpoint": "pmoe.integrations.checkpoint",
-    "parallelize": "pmoe.expert_parallel",
-    "parameter_groups": "pmoe.expert_parallel",
-    "save_checkpoint": "pmoe.integrations.checkpoint",
+    "GradScaler": "pmoe.training.grad_scaler",
+    "clip_grad_norm_": "pmoe.training.clipping",
+    "expert_parameters": "pmoe.training.expert_parallel",
+    "load_checkpoint": "pmoe.training.checkpoint",
+    "parallelize": "pmoe.training.expert_parallel",
+    "parameter_groups": "pmoe.training.expert_parallel",
+    "save_checkpoint": "pmoe.training.checkpoint",
 }
 """Names whose modules load at their first use: torch.distributed.tensor and checkpoint are slow to import."""
 

@@ -34,14 +34,11 @@ import torch.distributed as dist
 from pmoe import __version__
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import gathered
+from pmoe.engine.buffers import pool
 from pmoe.kernels import status
 from pmoe.layer import MoELayer
-from pmoe.pipeline import comet_figures
-from pmoe.pipeline.advise import Advice, advise, step_bars
-from pmoe.pipeline.allocations import StepMemory, step_memory
-from pmoe.pipeline.buffers import pool
-from pmoe.pipeline.decide import Candidate, bound, parse_bytes
-from pmoe.pipeline.division import (
+from pmoe.measure.allocations import StepMemory, step_memory
+from pmoe.measure.division import (
     forget,
     fused_refusal,
     kernel_shapes,
@@ -49,13 +46,8 @@ from pmoe.pipeline.division import (
     measure_kernels,
     time_layers,
 )
-from pmoe.pipeline.footprint import STACKED, Shape, shape_of_sizes
-from pmoe.pipeline.fsmoe_table5 import ASSUMPTIONS, CONTENTION, PAPER_DIFFERING, table2, table5
-from pmoe.planner.cost_model import Interference
-from pmoe.planner.degree import check_backward
-from pmoe.planner.division import LayerTimes, Sizes, Table, now, rule, sizes_of
-from pmoe.planner.division_file import as_fields, load_table, save_table
-from pmoe.planner.profile import (
+from pmoe.measure.division_file import as_fields, load_table, save_table
+from pmoe.measure.profile import (
     LINE_SECONDS,
     WIDTH,
     Operations,
@@ -67,9 +59,17 @@ from pmoe.planner.profile import (
     profile_path,
     save,
 )
-from pmoe.planner.restore import ALL_PAIRS, STRATEGIES, Restore
-from pmoe.planner.stored import NoProfileError, find_profile, profile_folder
+from pmoe.measure.stored import NoProfileError, find_profile, profile_folder
+from pmoe.papers import comet_figures
+from pmoe.papers.fsmoe_table5 import ASSUMPTIONS, CONTENTION, PAPER_DIFFERING, table2, table5
+from pmoe.planner.advise import Advice, advise, step_bars
+from pmoe.planner.choose import Candidate, bound, parse_bytes
+from pmoe.planner.cost_model import Interference
+from pmoe.planner.degree import check_backward
+from pmoe.planner.division import LayerTimes, Sizes, Table, now, rule, sizes_of
+from pmoe.planner.footprint import STACKED, Shape, shape_of_sizes
 from pmoe.planner.theory import theory
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16} | {
     "float64": torch.float64

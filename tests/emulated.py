@@ -23,9 +23,9 @@ from pmoe.comm import heap
 from pmoe.comm.heap import Heap, HeapShape, process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, extension
-from pmoe.pipeline import comet as passes
-from pmoe.pipeline import comet_virtual
+from pmoe.measure import virtual_ranks as comet_virtual
 from pmoe.planner.division import Division
+from pmoe.runners import fused as passes
 from tests.cuda.compiled import compile_program
 from tests.cuda.disassembly import once
 from tests.heaps import FileMemory

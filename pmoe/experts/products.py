@@ -246,7 +246,7 @@ PRODUCTS = Registry(
     compete=(PMOE, GROUPED_MM),
     operands=_random_operands,
 )
-"""The choices of this process, for all layers. `pmoe.pipeline.settle` has them measured."""
+"""The choices of this process, for all layers. `pmoe.measure.products` has them measured."""
 
 
 # ---- the products

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe import __version__
+from pmoe.engine.run import Journal, recording
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
     LAYER_HEADER,
@@ -39,8 +40,7 @@ from pmoe.integrations.run_folder import (
     layer_line,
     mend,
 )
-from pmoe.pipeline.engine import Journal, recording
-from pmoe.statistics import Stats, layers_of, stats
+from pmoe.integrations.statistics import Stats, layers_of, stats
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

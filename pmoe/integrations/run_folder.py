@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pmoe.pipeline.exposed import Overlap
-from pmoe.statistics import LayerStats
+from pmoe.integrations.statistics import LayerStats
+from pmoe.planner.exposed import Overlap
 
 RUN, SCALARS, LAYERS = "run.json", "scalars.csv", "layers.csv"
 
@@ -58,7 +58,7 @@ LAYER_HEADER = (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """A line of layers.csv: fields as in `pmoe.statistics.LayerStats`, None where a cell is empty. Bytes by
+    """A line of layers.csv: fields as in `pmoe.integrations.statistics.LayerStats`, None where a cell is empty. Bytes by
     tensor and of the prediction are of rank 0."""
 
     step: int

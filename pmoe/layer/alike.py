@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pmoe.comm.counts import at_stage
 from pmoe.kernels.registry import digest
 from pmoe.layer.rows import experts_parameter
-from pmoe.pipeline.settle import agree_among
+from pmoe.measure.products import agree_among
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

@@ -1,4 +1,4 @@
-"""A call of one rank by the kernels that `pmoe.pipeline.alone` launches: where it fits, and that call."""
+"""A call of one rank by the kernels that `pmoe.runners.one_rank` launches: where it fits, and that call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pmoe.engine import recompute
+from pmoe.engine.recompute import Decisions
 from pmoe.experts import StackedExperts
 from pmoe.gates import TopKGate
 from pmoe.kernels.route import Routes
@@ -13,16 +15,15 @@ from pmoe.layer.last_call import tell_alone
 from pmoe.layer.route import check_input
 from pmoe.layer.rows import any_requires_grad, autocast_dtype, cast_parameters, of_shape
 from pmoe.ordering.sorted import SortedOrder
-from pmoe.pipeline import alone, recompute
-from pmoe.pipeline.recompute import Decisions
 from pmoe.planner.degree import fixed_degree
+from pmoe.runners import one_rank as alone
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer
 
 
 def alone_refusal(layer: MoELayer, x: Tensor) -> str | None:
-    """Why a call is not computed by `pmoe.pipeline.alone`, or None where it is."""
+    """Why a call is not computed by `pmoe.runners.one_rank`, or None where it is."""
     if layer.ranks.size > 1:
         return f"{layer.ranks.size} ranks: rows travel"
     unfit = {

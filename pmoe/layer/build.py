@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.comm.grid import Grid
+from pmoe.engine.buffers import pool
 from pmoe.experts import Experts, ModuleExperts, make_stacked
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
@@ -16,8 +17,7 @@ from pmoe.gates import GATES, SoftGate
 from pmoe.gates.arguments import check_count
 from pmoe.gates.make import make_gate
 from pmoe.layer.route import decides_capacity
-from pmoe.pipeline.buffers import pool
-from pmoe.planner.restore import Restore
+from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pmoe.engine import run as engine
 from pmoe.experts import ModuleExperts
 from pmoe.layer.alone import alone_refusal
 from pmoe.layer.padded import padded_call
 from pmoe.layer.route import check_input
-from pmoe.pipeline import engine
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

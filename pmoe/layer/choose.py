@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pmoe.comm.counts import Shared, Slots
+from pmoe.engine.buffers import ALIGNMENT, pool, warn_once
+from pmoe.engine.passes import Inputs
+from pmoe.engine.plan import Plan
 from pmoe.experts import ModuleExperts
 from pmoe.layer.plans import PlanFor
-from pmoe.pipeline.buffers import ALIGNMENT, pool, warn_once
-from pmoe.pipeline.decide import Choice, profile_of
-from pmoe.pipeline.passes import Inputs
-from pmoe.pipeline.plan import Plan
-from pmoe.pipeline.search import search
-from pmoe.pipeline.solve import Solver
+from pmoe.measure.profile import Profile
+from pmoe.planner.choose import Choice, profile_of
 from pmoe.planner.degree import DEGREES, LEAST_ROWS, SOLVE, adaptive_degree, fixed_degree
 from pmoe.planner.granularity import Degrees as PassDegrees
-from pmoe.planner.profile import Profile
-from pmoe.planner.restore import Restore
+from pmoe.runners.searched import search
+from pmoe.runners.solved import Solver
+from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import CountsExchange, FaultError, Shared
+from pmoe.engine import recompute
+from pmoe.engine.plan import Modules
 from pmoe.gates.base import at_least_float32
 from pmoe.gates.logits import router_logits
 from pmoe.layer.alike import check_alike
@@ -26,8 +28,7 @@ from pmoe.layer.route import Routed, route
 from pmoe.layer.rows import any_requires_grad, autocast_dtype, of_shape
 from pmoe.layer.run import make_inputs, run
 from pmoe.ordering.sorted import Tokens
-from pmoe.pipeline import comet, recompute
-from pmoe.pipeline.plan import Modules
+from pmoe.runners import fused as comet
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

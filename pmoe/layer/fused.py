@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import Shared
+from pmoe.engine.buffers import warn_once
+from pmoe.engine.passes import Inputs
+from pmoe.engine.recompute import Decisions
 from pmoe.experts import StackedExperts
 from pmoe.gates import ExpertChoiceGate, Routing, SoftGate
 from pmoe.kernels.comet import Journey, Steps
@@ -16,11 +19,9 @@ from pmoe.layer.last_call import tell_alone
 from pmoe.layer.route import check_input
 from pmoe.layer.rows import any_requires_grad, autocast_dtype, cast_parameters, of_shape
 from pmoe.ordering.sorted import SortedOrder
-from pmoe.pipeline import alone, comet
-from pmoe.pipeline.buffers import warn_once
-from pmoe.pipeline.passes import Inputs
-from pmoe.pipeline.recompute import Decisions
-from pmoe.planner.restore import KEEP, Restore
+from pmoe.runners import fused as comet
+from pmoe.runners import one_rank as alone
+from pmoe.schedule.restore import KEEP, Restore
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import Shared
+from pmoe.engine.passes import Inputs
+from pmoe.engine.plan import Plan
+from pmoe.layer.ran import Path, Ran
 from pmoe.layer.route import Routed
-from pmoe.pipeline import comet
-from pmoe.pipeline.passes import Inputs
-from pmoe.pipeline.plan import Plan
-from pmoe.pipeline.ran import Path, Ran
-from pmoe.planner.restore import Restore
+from pmoe.runners import fused as comet
+from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

@@ -12,10 +12,10 @@ from pmoe.gates import GivenGate, SwitchGate, TopKGate
 from pmoe.layer.fused import is_fusible
 from pmoe.layer.rows import experts_parameter
 from pmoe.ordering.sorted import SortedOrder
-from pmoe.pipeline.decide import bound
-from pmoe.pipeline.footprint import Memory, Shape, counted_rows, predict
+from pmoe.planner.choose import bound
 from pmoe.planner.degree import fixed_degree
-from pmoe.planner.restore import KEEP, Restore, parse_restore
+from pmoe.planner.footprint import Memory, Shape, counted_rows, predict
+from pmoe.schedule.restore import KEEP, Restore, parse_restore
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

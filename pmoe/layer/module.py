@@ -18,6 +18,9 @@ from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.sharing import Sharing
+from pmoe.engine import padded
+from pmoe.engine.callbacks import Callback, Hooks
+from pmoe.engine.plan import Gradients, Modules
 from pmoe.experts import ModuleExperts, StackedExperts
 from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Shard
@@ -35,21 +38,18 @@ from pmoe.layer.forward import forward
 from pmoe.layer.last_call import Counted, CountedAlone, CountedPadded
 from pmoe.layer.memory import check_predictable, memory_shape, predict_memory
 from pmoe.layer.padded import unfit_to_pad
+from pmoe.layer.ran import Ran
 from pmoe.layer.rows import experts_parameter
 from pmoe.ordering import Order, make_order
-from pmoe.pipeline import padded
-from pmoe.pipeline.callbacks import Callback, Hooks
-from pmoe.pipeline.decide import Chooser, parse_bytes
-from pmoe.pipeline.footprint import Memory, Shape
-from pmoe.pipeline.plan import Gradients, Modules
-from pmoe.pipeline.ran import Ran
-from pmoe.pipeline.schedule import Stages, local_pieces
-from pmoe.pipeline.search import load_table
-from pmoe.pipeline.search import table as search_table
-from pmoe.pipeline.solve import Solver
+from pmoe.planner.choose import Chooser, parse_bytes
 from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
+from pmoe.planner.footprint import Memory, Shape
 from pmoe.planner.granularity import GranularitySearch
-from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
+from pmoe.runners.searched import load_table
+from pmoe.runners.searched import table as search_table
+from pmoe.runners.solved import Solver
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
+from pmoe.schedule.tasks import Stages, local_pieces
 
 
 class MoELayer(nn.Module):
@@ -146,7 +146,7 @@ class MoELayer(nn.Module):
         tokens_per_expert: (E,) int64 on the CPU, kept rows of this rank for each expert in the last forward.
         row_counts: of the last forward, rows by bin, rank and expert on the host, for `predict_memory`; with
             pad_to_capacity those that travelled, padding among them.
-        ran: how the last forward was computed (`pmoe.pipeline.ran.Ran`); `pmoe.stats` tells it with all else.
+        ran: how the last forward was computed (`pmoe.layer.ran.Ran`); `pmoe.stats` tells it with all else.
         traffic: bytes this rank has sent to others since the layer was built; what fused kernels write to
             other ranks is not counted, nor what is compared or agreed once.
 
@@ -535,7 +535,7 @@ class MoELayer(nn.Module):
         pipeline_backward: int | None = None,
         memory_reuse: str | Restore | None = None,
     ) -> Memory:
-        """The bytes that one forward and backward take on this rank (`pmoe.pipeline.footprint.Memory`).
+        """The bytes that one forward and backward take on this rank (`pmoe.planner.footprint.Memory`).
 
         num_tokens: of this rank; without row_counts the largest of any rank. row_counts: of a batch, as
         ``layer.row_counts`` holds those of the last one; without them the bytes are upper bounds for any

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pmoe.comm.counts import FaultError
+from pmoe.engine import padded, recompute
+from pmoe.engine.recompute import Decisions
 from pmoe.gates import GATES, ExpertChoiceGate, SoftGate
 from pmoe.layer.last_call import CountedPadded
 from pmoe.layer.plans import Orders, plans_of
@@ -19,8 +21,6 @@ from pmoe.layer.rows import any_requires_grad, autocast_dtype, of_shape
 from pmoe.layer.run import make_inputs, run
 from pmoe.ordering.capacity import expert_capacity
 from pmoe.ordering.sorted import Tokens
-from pmoe.pipeline import padded, recompute
-from pmoe.pipeline.recompute import Decisions
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer
@@ -57,7 +57,7 @@ def padded_call(layer: MoELayer, x_TM: Tensor) -> padded.Call:
 
 def forward_padded(layer: MoELayer, x: Tensor, token_ids: Tensor | None, decisions: Decisions) -> Tensor:
     """As `pmoe.layer.forward`. Ranks agree on the number of tokens, and tell each other of faults, as
-    `pmoe.pipeline.padded.agrees_always` says, or where a checkpoint routes again."""
+    `pmoe.engine.padded.agrees_always` says, or where a checkpoint routes again."""
     routed = route(layer, x, token_ids, decisions)
     routing, device = routed.routing, routed.x_TM.device
     call = padded_call(layer, routed.x_TM)

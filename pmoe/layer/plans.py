@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pmoe.comm.counts import Shared
+from pmoe.engine.padded import Padding
+from pmoe.engine.plan import Degrees, Modules, Ordered, Plan, make_plan
 from pmoe.experts import ModuleExperts
 from pmoe.ordering.once import carriers
 from pmoe.ordering.sorted import LocalExperts, Tokens, count_rows, sort_rows
-from pmoe.pipeline.padded import Padding
-from pmoe.pipeline.plan import Degrees, Modules, Ordered, Plan, make_plan
-from pmoe.pipeline.schedule import Stages
-from pmoe.planner.restore import Restore
+from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import Stages
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.comm.counts import Fault, FaultError
+from pmoe.engine import recompute
+from pmoe.engine.recompute import Decisions
 from pmoe.gates import Routing
 from pmoe.layer.rows import autocast_dtype, experts_parameter
 from pmoe.ordering.capacity import expert_capacity, within_capacity
-from pmoe.pipeline import recompute
-from pmoe.pipeline.recompute import Decisions
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

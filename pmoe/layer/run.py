@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import Shared
+from pmoe.engine import recompute
+from pmoe.engine.autograd import run_experts
+from pmoe.engine.callbacks import Hooks
+from pmoe.engine.passes import Inputs
+from pmoe.engine.plan import Plan
+from pmoe.engine.recompute import Decisions
 from pmoe.layer.choose import choose, choose_degrees
 from pmoe.layer.last_call import how_it_ran
 from pmoe.layer.plans import PlanFor
 from pmoe.layer.route import Routed
 from pmoe.layer.rows import autocast_dtype, cast_parameters
-from pmoe.pipeline import comet, recompute
-from pmoe.pipeline.autograd import run_experts
-from pmoe.pipeline.callbacks import Hooks
-from pmoe.pipeline.passes import Inputs
-from pmoe.pipeline.plan import Plan
-from pmoe.pipeline.recompute import Decisions
-from pmoe.pipeline.settle import settle_products
+from pmoe.measure.products import settle_products
+from pmoe.runners import fused as comet
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

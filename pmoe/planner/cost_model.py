@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from pmoe.planner.restore import Restore
 from pmoe.planner.theory import check_sizes
+from pmoe.schedule.restore import Restore
 
 Direction = Literal["forward", "backward"]
 

@@ -10,7 +10,7 @@ its own; here it is an argument of one kernel, which a new table changes without
                other kind) counts only where none was measured here, scaled by the ratio of the blocks
     rule       else: `rule`
 
-`fill` measures entries, pmoe/planner/division_file.py keeps them, pmoe/pipeline/division.py has ranks agree.
+`fill` measures entries, pmoe/measure/division_file.py keeps them, pmoe/measure/division.py has ranks agree.
 Nothing here needs a GPU or a process group.
 """
 

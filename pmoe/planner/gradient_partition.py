@@ -40,7 +40,7 @@ class GeneralizedLayer:
     """An MoE layer and the dense part up to the next one (Section 5.2), in the backward pass.
 
     degrees: its MoE part's seconds by degree (`generalized_layer` has those of the paper's schedule,
-    `pmoe.pipeline.fsmoe.simulated_degrees` those of any). dense_seconds: of the dense part, that an
+    `pmoe.planner.degree_search.simulated_degrees` those of any). dense_seconds: of the dense part, that an
     all-reduce may run beside. gradient_bytes: made in this layer, and there when its backward pass has ended.
 
     Raises ValueError for no degrees and for a negative number.

@@ -71,7 +71,7 @@ def test_an_option_that_differs_is_named_on_every_rank(
     for told, sent in ranks(2).run(differ_job, name, values, tokens):
         rule = f"{name} must be the same on every rank of a MoELayer, and differs: "
         shown = [
-            pmoe.planner.restore.parse_restore(each) if name == "memory_reuse" else each for each in values
+            pmoe.schedule.restore.parse_restore(each) if name == "memory_reuse" else each for each in values
         ]
         if name == "gate":
             shown = ["TopKGate", "SigmoidGate"]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.pipeline import decide, passes
+from pmoe.engine import passes
+from pmoe.planner import choose as decide
 from pmoe.planner.degree import DEGREES
-from pmoe.planner.restore import STRATEGIES
+from pmoe.schedule.restore import STRATEGIES
 from tests.gloo.test_behaviour import build, counted_collectives, error_of, mlp
 from tests.pool import ranks
 from tests.reference import relative_error

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pmoe
 from pmoe.comm.ranks import Ranks
+from pmoe.engine import buffers
 from pmoe.kernels.comet import Journey
-from pmoe.pipeline import buffers, comet
-from pmoe.pipeline.comet import Request
-from pmoe.pipeline.comet_plain import PlainSteps, plain_steps
+from pmoe.runners import fused as comet
+from pmoe.runners.fused import Request
+from tests.plain_steps import PlainSteps, plain_steps
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
 from tests.spread import spread

@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
-from pmoe.pipeline.division import agreed, agreed_layer, forget
-from pmoe.pipeline.settle import agree_among
+from pmoe.measure.division import agreed, agreed_layer, forget
+from pmoe.measure.division_file import save_table
+from pmoe.measure.products import agree_among
 from pmoe.planner.division import Division, Shape, Table, fill
-from pmoe.planner.division_file import save_table
 from tests.gloo.test_settle import counted_reductions
 from tests.pool import ranks
 from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, layer, table

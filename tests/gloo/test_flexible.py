@@ -19,10 +19,10 @@ from torch.nn import functional as F
 import pmoe
 import pmoe.gates
 import pmoe.layer.plans
-from pmoe.pipeline import solve
-from pmoe.pipeline.plan import make_plan
+from pmoe.engine.plan import make_plan
+from pmoe.measure.profile import Operations
 from pmoe.planner.costs import Fit, LineCost
-from pmoe.planner.profile import Operations
+from pmoe.runners import solved as solve
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
 from tests.spread import spread

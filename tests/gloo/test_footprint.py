@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
-from pmoe.pipeline.buffers import Arena
-from pmoe.planner.restore import ALL_PAIRS
+from pmoe.engine.buffers import Arena
+from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.pool import ranks
 from tests.spread import named, spread

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import pmoe
 import pmoe.layer.forward as layers
-from pmoe.pipeline import lanes, padded
-from pmoe.planner.restore import ALL_PAIRS
+from pmoe.engine import lanes, padded
+from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo import test_streams as streams
 from tests.gloo.test_behaviour import counted_collectives
 from tests.pool import Pool, ranks

@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
-from pmoe import parallel
-from pmoe.parallel import Meshes, is_expert, make_meshes, reduce_gradients
+from pmoe.training import parallel
+from pmoe.training.parallel import Meshes, is_expert, make_meshes, reduce_gradients
 from tests.pool import ranks
 from tests.reference import relative_error
 

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
-from pmoe.parallel import make_meshes, reduce_gradients
+from pmoe.training.parallel import make_meshes, reduce_gradients
 from tests.own_experts import mlp
 from tests.pool import ranks
 from tests.reference import relative_error

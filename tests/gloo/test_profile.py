@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
-from pmoe.planner import profile as module
-from pmoe.planner.profile import Profile, identity, load, load_or_measure, measure, profile_path, save
+from pmoe.measure import profile as module
+from pmoe.measure.profile import Profile, identity, load, load_or_measure, measure, profile_path, save
 from tests.pool import ranks
 from tests.unit.test_profile import Counted, assert_sound
 

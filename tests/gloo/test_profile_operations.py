@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
-from pmoe.planner import profile as module
-from pmoe.planner.operations import all_gather, reduce_scatter
-from pmoe.planner.profile import Operations, Profile, load, load_or_measure, measure_operations
+from pmoe.measure import profile as module
+from pmoe.measure.operations import all_gather, reduce_scatter
+from pmoe.measure.profile import Operations, Profile, load, load_or_measure, measure_operations
 from tests.pool import ranks
 from tests.unit.test_profile import Counted
 from tests.unit.test_profile_operations import assert_lines

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.layer import run as layer_run
-from pmoe.pipeline import comet
-from pmoe.pipeline.comet_plain import plain_steps
-from pmoe.pipeline.decide import Choice
-from pmoe.planner.restore import ALL_PAIRS
+from pmoe.planner.choose import Choice
+from pmoe.runners import fused as comet
+from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo.test_behaviour import counted_collectives, error_of, mlp
 from tests.gloo.test_flexible import mesh_of
 from tests.own_experts import dropping
+from tests.plain_steps import plain_steps
 from tests.pool import ranks
 from tests.spread import spread
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
-from pmoe import reducer
-from pmoe.pipeline import engine, solve
-from pmoe.pipeline.schedule import Kind
+from pmoe.engine import run as engine
+from pmoe.measure.profile import Operations
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.gradient_partition import Partition, Share
-from pmoe.planner.profile import Operations
+from pmoe.runners import solved as solve
+from pmoe.schedule.tasks import Kind
+from pmoe.training import reducer
 from tests.pool import ranks
 
 D_MODEL, LAYERS = 8, 3

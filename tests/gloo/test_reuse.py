@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe import MoELayer, Restore
 from pmoe.comm.counts import num_bins, slot_rows
+from pmoe.engine import buffers, passes
+from pmoe.engine.buffers import ALIGNMENT, Sizes
 from pmoe.ordering.sorted import chunk_bounds
-from pmoe.pipeline import buffers, passes
-from pmoe.pipeline.buffers import ALIGNMENT, Sizes
-from pmoe.planner.restore import ALL_PAIRS
+from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo.test_behaviour import counted_collectives
 from tests.own_experts import EXPERTS, changing, dropping, mlp
 from tests.pool import ranks

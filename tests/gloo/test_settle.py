@@ -21,8 +21,8 @@ from pmoe.experts import FFNExperts, ModuleExperts, StackedExperts, SwiGLUExpert
 from pmoe.experts.base import Shard
 from pmoe.experts.products import GROUPED_MM, PRODUCTS
 from pmoe.kernels.registry import Architecture
-from pmoe.pipeline import settle
-from pmoe.pipeline.settle import agree_among, product_requests, settle_products
+from pmoe.measure import products as settle
+from pmoe.measure.products import agree_among, product_requests, settle_products
 from tests.pool import ranks
 from tests.unit.test_kernels_registry import (
     CUDA,

@@ -41,19 +41,15 @@ from pmoe import MoELayer, Restore
 from pmoe.comm import flat, sharing, topology
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.pipeline import (
-    Lane,
-    Schedule,
-    engine,
-    lanes,
-    passes,
-    rotation,
-    schedule,
-)
-from pmoe.pipeline.buffers import HostPool, pool
-from pmoe.pipeline.lanes import Action, CudaLanes
-from pmoe.pipeline.schedule import Task, link
-from pmoe.planner.restore import ALL_PAIRS
+from pmoe.engine import lanes, passes
+from pmoe.engine import run as engine
+from pmoe.engine.buffers import HostPool, pool
+from pmoe.engine.lanes import Action, CudaLanes
+from pmoe.schedule import Lane, Schedule
+from pmoe.schedule import rings as rotation
+from pmoe.schedule import tasks as schedule
+from pmoe.schedule.restore import ALL_PAIRS
+from pmoe.schedule.tasks import Task, link
 from tests.pool import ranks
 from tests.spread import named, spread
 

@@ -39,7 +39,7 @@ import train_lm  # noqa: E402
 from lm_arguments import SettingsError, parse_arguments  # noqa: E402
 
 from pmoe.integrations.run_folder import read_run  # noqa: E402
-from pmoe.parallel import is_expert  # noqa: E402
+from pmoe.training.parallel import is_expert  # noqa: E402
 
 TEXT = ["--data", str(LIBRARY / "json"), str(LIBRARY / "email")]
 TINY = """

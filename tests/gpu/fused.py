@@ -24,7 +24,7 @@ from pmoe.kernels import comet
 from pmoe.kernels import route as routing
 from pmoe.kernels.comet import Journey, Mischief
 from pmoe.kernels.route import Routes
-from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks
+from pmoe.measure.virtual_ranks import Parameters, VirtualRanks
 from pmoe.planner.division import Division
 from tests.gpu import support
 from tests.gpu.test_grouped_gemm import (

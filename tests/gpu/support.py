@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.comm.flat import FlatAllToAll
-from pmoe.pipeline import Lane, alone
-from pmoe.pipeline.buffers import DevicePool
-from pmoe.pipeline.lanes import Action, CudaLanes
-from pmoe.pipeline.schedule import Task
+from pmoe.engine.buffers import DevicePool
+from pmoe.engine.lanes import Action, CudaLanes
+from pmoe.runners import one_rank as alone
+from pmoe.schedule import Lane
+from pmoe.schedule.tasks import Task
 from tests.reference import ACTIVATIONS
 
 DEVICE = torch.device("cuda", 0)
@@ -257,7 +258,7 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_nothing(patch: pytest.MonkeyPatch) -> None:
     """Which of two ways computes a product is for the test to say; no file of measurements is written."""
-    for module in ("pmoe.pipeline.alone", "pmoe.layer.run"):
+    for module in ("pmoe.runners.one_rank", "pmoe.layer.run"):
         patch.setattr(f"{module}.settle_products", lambda *_, **__: None)
 
 

@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import FunctionEvent
 import pmoe
 from pmoe.experts.products import LOOP, PMOE, PRODUCTS
 from pmoe.kernels import grouped_gemm, permute
-from pmoe.pipeline import alone
+from pmoe.runners import one_rank as alone
 from tests.gpu.support import (
     AUX,
     DEVICE,

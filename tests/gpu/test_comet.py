@@ -19,7 +19,7 @@ import torch
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import comet, route
 from pmoe.kernels.comet import Mischief
-from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks, routes_of
+from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, routes_of
 from pmoe.planner.division import Division
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual
 from tests.gpu.support import DEVICE, NEEDS_GPU, poison_memory

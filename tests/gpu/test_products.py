@@ -24,7 +24,7 @@ from pmoe.experts.products import (
     request_of,
 )
 from pmoe.kernels.registry import Machine, Registry
-from pmoe.pipeline.settle import agree_among, product_requests
+from pmoe.measure.products import agree_among, product_requests
 from tests.gpu.support import DEVICE, NEEDS_GPU, ROUNDED, poison_memory, relative_norm
 
 pytestmark = NEEDS_GPU

@@ -13,19 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.pipeline import (
-    Lane,
-    Schedule,
-    Stages,
-    backward_schedule,
-    engine,
-    forward_schedule,
-    lanes,
-    recording,
-    rotation,
-)
-from pmoe.pipeline.lanes import CudaLanes
-from pmoe.pipeline.schedule import link
+from pmoe.engine import lanes
+from pmoe.engine import run as engine
+from pmoe.engine.lanes import CudaLanes
+from pmoe.schedule import Lane, Schedule, Stages, backward_schedule, forward_schedule, recording
+from pmoe.schedule import rings as rotation
+from pmoe.schedule.tasks import link
 from tests.gpu.support import (
     AUX,
     DEVICE,

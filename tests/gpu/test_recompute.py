@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe.experts.products import PMOE, PRODUCTS
 from pmoe.kernels import grouped_gemm
-from pmoe.pipeline import alone
+from pmoe.runners import one_rank as alone
 from tests.gpu.support import (
     AUX,
     DEVICE,

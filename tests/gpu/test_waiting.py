@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pmoe.pipeline import Lane
+from pmoe.schedule import Lane
 from tests.gpu.support import (
     LAYERS,
     LONG,

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
+from pmoe.engine.callbacks import Callback
 from pmoe.experts.products import PRODUCTS
-from pmoe.pipeline import alone
-from pmoe.pipeline.callbacks import Callback
-from pmoe.pipeline.settle import slower_kernels
+from pmoe.measure.products import slower_kernels
+from pmoe.runners import one_rank as alone
 
 M, H, E = 16, 24, 6
 

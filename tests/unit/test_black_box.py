@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pmoe.planner.black_box import RUNS, profile_module
+from pmoe.measure.black_box import RUNS, profile_module
 from pmoe.planner.costs import LineCost
 
 

@@ -14,15 +14,15 @@ from torch.nn import functional as F
 import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
-from pmoe.experts.borrowed import (
+from pmoe.gates import GivenGate
+from pmoe.integrations.transformers.borrowed import (
     BorrowedActivation,
     BorrowedFFN,
     BorrowedSwiGLU,
     NormedExperts,
     Stacks,
 )
-from pmoe.gates import GivenGate
-from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.allocated import Allocated
 
 TOKENS, TOP_K, EXPERTS, D_MODEL, D_HIDDEN = 14, 3, 5, 8, 12

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import SGD, AdamW, Optimizer
 
 import pmoe
-from pmoe.integrations.checkpoint import CheckpointError
+from pmoe.training.checkpoint import CheckpointError
 
 
 def make(width: int = 6, **options: Any) -> tuple[nn.Module, AdamW]:

@@ -17,11 +17,11 @@ import torch
 
 from pmoe import MoELayer, Restore, cli
 from pmoe.kernels import extension, status
-from pmoe.pipeline.decide import bound
-from pmoe.pipeline.footprint import shape_of_sizes
-from pmoe.planner.profile import Profile, load, profile_path, save
-from pmoe.planner.restore import ALL_PAIRS, STRATEGIES
+from pmoe.measure.profile import Profile, load, profile_path, save
+from pmoe.planner.choose import bound
+from pmoe.planner.footprint import shape_of_sizes
 from pmoe.planner.theory import theory
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from tests.unit.test_profile import MADE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -378,7 +378,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_copies_are_drawn_on_lanes_of_their_own() -> None:
-    from pmoe.pipeline.advise import advise, step_bars
+    from pmoe.planner.advise import advise, step_bars
     from pmoe.planner.timeline import COLOURS, MEANING, SHARED, draw
 
     shape = shape_of_sizes(16, 64, 8, num_ranks=4)

@@ -15,7 +15,7 @@ from pmoe.comm.heap import HeapError, close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Mischief
-from pmoe.pipeline.comet_virtual import Parameters, VirtualRanks, routes_of
+from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, routes_of
 from pmoe.planner.division import Division
 from tests.emulated import compile_kernels, emulated
 from tests.reference import relative_error

@@ -18,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.comm.ranks import Ranks
+from pmoe.engine import buffers
 from pmoe.kernels.comet import Steps
-from pmoe.pipeline import alone, buffers, comet
-from pmoe.pipeline.comet import Request, unit_index
-from pmoe.pipeline.comet_plain import PlainSteps, plain_steps
 from pmoe.planner.division import LayerSeconds
+from pmoe.runners import fused as comet
+from pmoe.runners import one_rank as alone
+from pmoe.runners.fused import Request, unit_index
+from tests.plain_steps import PlainSteps, plain_steps
 from tests.reference import Definition, relative_error
 
 M, H, E, T, AUX = 6, 10, 4, 13, 0.37

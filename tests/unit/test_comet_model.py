@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from pmoe import cli
-from pmoe.pipeline import comet_figures
-from pmoe.pipeline.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
-from pmoe.planner import comet
-from pmoe.planner.comet import (
+from pmoe.papers import comet_figures
+from pmoe.papers import comet_simulator as comet
+from pmoe.papers.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
+from pmoe.papers.comet_simulator import (
     TILE_COLUMNS,
     TILE_ROWS,
     Arriving,

@@ -15,7 +15,7 @@ from pmoe.planner.cost_model import (
     volumes,
     workload,
 )
-from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 
 S1, S2, S3, S4 = STRATEGIES.values()
 SMALL: dict[str, Any] = {"b": 1, "M": 2, "H": 8}  # H = 4 M; units: 16 multiply-adds, 2 elements, 2 elements

@@ -21,8 +21,10 @@ import torch
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, extension, status
-from pmoe.pipeline import division as among_ranks
-from pmoe.pipeline.division import agreed, agreed_layer, kernel_shapes, time_layers
+from pmoe.measure import division as among_ranks
+from pmoe.measure.division import agreed, agreed_layer, kernel_shapes, time_layers
+from pmoe.measure.division_file import as_fields, load_table, read_table, save_table, table_path
+from pmoe.measure.stored import stored_profiles
 from pmoe.planner.division import (
     Division,
     Entry,
@@ -38,8 +40,6 @@ from pmoe.planner.division import (
     rule,
     sizes_of,
 )
-from pmoe.planner.division_file import as_fields, load_table, read_table, save_table, table_path
-from pmoe.planner.stored import stored_profiles
 from tests.unit.test_cli import printed, refused, run
 
 CPU = torch.device("cpu")

@@ -23,9 +23,9 @@ from PIL import Image
 import pmoe
 from docs import pictures
 from pmoe import cli
-from pmoe.pipeline import comet_figures
-from pmoe.planner.profile_file import save
-from pmoe.planner.restore import STRATEGIES
+from pmoe.papers import comet_figures
+from pmoe.planner.profile import save
+from pmoe.schedule.restore import STRATEGIES
 from tests.browser import browser
 from tests.snippets import PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
 

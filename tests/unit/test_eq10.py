@@ -28,11 +28,11 @@ from bench.restore_regions import (
     simulated,
     table,
 )
-from pmoe.pipeline.decide import cheapest_pair, eq10_seconds, simulated_pass, step_seconds
-from pmoe.pipeline.footprint import shape_of_sizes
-from pmoe.pipeline.schedule import Lane
+from pmoe.planner.choose import cheapest_pair, eq10_seconds, simulated_pass, step_seconds
 from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, lane_seconds
-from pmoe.planner.restore import KEEP, STRATEGIES
+from pmoe.planner.footprint import shape_of_sizes
+from pmoe.schedule.restore import KEEP, STRATEGIES
+from pmoe.schedule.tasks import Lane
 
 
 def excess(regime: Regime, n: int, name: str) -> float:

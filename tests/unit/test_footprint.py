@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.allocated import Allocated
 from tests.spread import named, spread
 

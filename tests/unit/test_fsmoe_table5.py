@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.pipeline.fsmoe import Way, pass_seconds, task_seconds
-from pmoe.pipeline.fsmoe_table5 import (
+from pmoe.papers.fsmoe_table5 import (
     ALL_REDUCE,
     ASSUMPTIONS,
     MODELS,
@@ -24,9 +23,10 @@ from pmoe.pipeline.fsmoe_table5 import (
     table4,
     table5,
 )
-from pmoe.pipeline.schedule import Kind, Lane, make_task
+from pmoe.planner.degree_search import Way, pass_seconds, task_seconds
 from pmoe.planner.pipeline_degree import schedule_seconds
 from pmoe.planner.simulator import makespan, simulate, simulate_slowed
+from pmoe.schedule.tasks import Kind, Lane, make_task
 
 ROOT = Path(__file__).resolve().parents[2]
 

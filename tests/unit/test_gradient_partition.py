@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from pmoe.pipeline.fsmoe import BACKWARD, simulated_degrees
 from pmoe.planner.costs import LineCost
+from pmoe.planner.degree_search import BACKWARD, simulated_degrees
 from pmoe.planner.gradient_partition import (
     GeneralizedLayer,
     Partition,

@@ -18,8 +18,14 @@ FLOORS: list[set[str]] = [
     {"pmoe.integrations", "pmoe.cli"},
     {"pmoe.graph"},
     {"pmoe"},  # __init__.py, which names what users import
-    {"pmoe.expert_parallel", "pmoe.grad_scaler", "pmoe.parallel", "pmoe.reducer", "pmoe.statistics"},
-    {"pmoe.clipping"},
+    {
+        "pmoe.training.expert_parallel",
+        "pmoe.training.grad_scaler",
+        "pmoe.training.parallel",
+        "pmoe.training.reducer",
+        "pmoe.integrations.statistics",
+    },
+    {"pmoe.training.clipping"},
     {"pmoe.layer"},
     {"pmoe.pipeline"},
     {"pmoe.planner"},

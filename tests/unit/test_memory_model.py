@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import pytest
 
+from pmoe.engine.buffers import Extent, Sizes, slot_elements
 from pmoe.experts.base import Columns
-from pmoe.pipeline.buffers import Extent, Sizes, slot_elements
-from pmoe.pipeline.footprint import PassRows, predict, shape_of_sizes
-from pmoe.pipeline.paper import paper_backward, paper_forward, paper_sequential_backward
-from pmoe.pipeline.rotation import rotating_backward, rotating_forward
-from pmoe.pipeline.schedule import Schedule, Stages, link
+from pmoe.papers.mpipemoe_memory import paper_backward, paper_forward, paper_sequential_backward
 from pmoe.planner import theory
+from pmoe.planner.footprint import PassRows, predict, shape_of_sizes
 from pmoe.planner.memory import Held, held
-from pmoe.planner.restore import KEEP, STRATEGIES
+from pmoe.schedule.restore import KEEP, STRATEGIES
+from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.tasks import Schedule, Stages, link
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from bench import memory, memory_breakdown, memory_pairs, memory_saving, memory_timeline
 from bench.memory import MODELS, Model
 from pmoe import MoELayer
-from pmoe.pipeline.allocations import StepMemory, mark, moment, step_memory, watched
-from pmoe.planner.restore import ALL_PAIRS, STRATEGIES
+from pmoe.measure.allocations import StepMemory, mark, moment, step_memory, watched
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 

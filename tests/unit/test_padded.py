@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 import pmoe.layer.forward as layers
+from pmoe.engine.callbacks import Callback
+from pmoe.engine.padded import Splits, make_padding
+from pmoe.engine.run import recording
 from pmoe.ordering.capacity import within_capacity
-from pmoe.pipeline import alone
-from pmoe.pipeline.callbacks import Callback
-from pmoe.pipeline.engine import recording
-from pmoe.pipeline.padded import Splits, make_padding
-from pmoe.planner.restore import ALL_PAIRS
+from pmoe.runners import one_rank as alone
+from pmoe.schedule.restore import ALL_PAIRS
 from tests.reference import relative_error
 from tests.spread import named
 
@@ -383,7 +383,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def alone_on_cpu(patch: pytest.MonkeyPatch) -> None:
-    """As if the kernels of `pmoe.pipeline.alone` took everything."""
+    """As if the kernels of `pmoe.runners.one_rank` took everything."""
     patch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
 
 

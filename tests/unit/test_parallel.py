@@ -15,7 +15,7 @@ import pmoe
 from pmoe.experts import FFNExperts, make_stacked
 from pmoe.experts.base import Experts, Shard
 from pmoe.experts.initial import initialise
-from pmoe.parallel import is_expert, make_meshes
+from pmoe.training.parallel import is_expert, make_meshes
 
 
 @pytest.mark.parametrize("name", ["mp", "ep", "esp"])

@@ -18,11 +18,19 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.pipeline.fsmoe import BACKWARD, FORWARD, Way, brute_force, pass_seconds, refined, simulated_degrees
-from pmoe.pipeline.fsmoe import task_seconds as seconds_of_tasks
-from pmoe.pipeline.fsmoe_table5 import layer_costs, table4
+from pmoe.papers.fsmoe_table5 import layer_costs, table4
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES
+from pmoe.planner.degree_search import (
+    BACKWARD,
+    FORWARD,
+    Way,
+    brute_force,
+    pass_seconds,
+    refined,
+    simulated_degrees,
+)
+from pmoe.planner.degree_search import task_seconds as seconds_of_tasks
 from pmoe.planner.pipeline_degree import (
     BRANCHES,
     MAX_DEGREE,
@@ -378,7 +386,7 @@ def test_bad_degrees_are_refused() -> None:
 
 def test_scipy_is_loaded_by_the_first_solve_only() -> None:
     program = (
-        "import sys, pmoe.pipeline.fsmoe_table5, pmoe.planner.gradient_partition, pmoe.cli\n"
+        "import sys, pmoe.papers.fsmoe_table5, pmoe.planner.gradient_partition, pmoe.cli\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'scipy']"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True)

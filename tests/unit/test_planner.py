@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from pmoe.pipeline import Kind, Lane, Stages, backward_schedule, forward_schedule, sequential
 from pmoe.planner import timeline
 from pmoe.planner.costs import fit_line
 from pmoe.planner.degree import adaptive_degree, check_pipeline, fixed_degree
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace, draw
+from pmoe.schedule import Kind, Lane, Stages, backward_schedule, forward_schedule, sequential
 
 
 @dataclass(frozen=True)

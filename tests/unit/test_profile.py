@@ -16,12 +16,9 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
-from pmoe.planner import measure as measuring
-from pmoe.planner import profile as module
-from pmoe.planner import profile_file
-from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import FREE, Fit, LineCost
-from pmoe.planner.profile import (
+from pmoe.measure import profile as module
+from pmoe.measure import rates as measuring
+from pmoe.measure.profile import (
     FACTORS,
     CorruptProfileError,
     Identity,
@@ -36,7 +33,10 @@ from pmoe.planner.profile import (
     save,
     speeds,
 )
-from pmoe.planner.timing import Group, Marks, Piece
+from pmoe.measure.rounds import Group, Marks, Piece
+from pmoe.planner import profile as profile_file
+from pmoe.planner.cost_model import Interference
+from pmoe.planner.costs import FREE, Fit, LineCost
 
 MADE = Profile(
     device="Abacus (R) 3000, 2 threads",

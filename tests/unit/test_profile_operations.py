@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
-from pmoe.planner import profile as module
-from pmoe.planner.costs import FREE, Fit
-from pmoe.planner.operations import multiples
-from pmoe.planner.profile import (
+from pmoe.measure import profile as module
+from pmoe.measure.operations import multiples
+from pmoe.measure.profile import (
     Operations,
     load,
     load_or_measure,
@@ -23,6 +22,7 @@ from pmoe.planner.profile import (
     profile_path,
     save,
 )
+from pmoe.planner.costs import FREE, Fit
 from tests.unit.test_profile import OPERATIONS, Counted
 
 LINES = ("gemm", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")

@@ -24,13 +24,15 @@ from torch.utils.checkpoint import (
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
+from pmoe.engine import recompute
 from pmoe.gates import GATES
 from pmoe.layer import run as layer_run
-from pmoe.pipeline import alone, comet, recompute
-from pmoe.pipeline.comet_plain import PlainSteps
-from pmoe.planner.restore import ALL_PAIRS
+from pmoe.runners import fused as comet
+from pmoe.runners import one_rank as alone
+from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.own_experts import dropping, mlp
+from tests.plain_steps import PlainSteps
 from tests.reference import relative_error
 from tests.spread import spread
 

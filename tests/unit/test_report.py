@@ -56,9 +56,9 @@ from pmoe.integrations.run_folder import (
     layer_line,
     read_run,
 )
-from pmoe.pipeline.exposed import Overlap
-from pmoe.pipeline.footprint import Memory
-from pmoe.statistics import LayerStats, imbalance
+from pmoe.integrations.statistics import LayerStats, imbalance
+from pmoe.planner.exposed import Overlap
+from pmoe.planner.footprint import Memory
 from tests.browser import browser
 
 MEMORY = Memory(

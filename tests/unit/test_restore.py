@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pmoe.planner.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
 
 
 def test_the_four_strategies_are_those_of_table_2() -> None:

@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe import MoELayer, Restore
 from pmoe.comm.counts import Slots, slot_rows
-from pmoe.pipeline import buffers
-from pmoe.pipeline.buffers import ALIGNMENT, HostMemoryError, HostPool
-from pmoe.pipeline.rotation import rotating_backward, rotating_forward
-from pmoe.pipeline.schedule import Schedule, Stages, link
-from pmoe.planner.restore import ALL_PAIRS, STRATEGIES
+from pmoe.engine import buffers
+from pmoe.engine.buffers import ALIGNMENT, HostMemoryError, HostPool
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
+from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.tasks import Schedule, Stages, link
 from tests.own_experts import EXPERTS, Counting, changing, dropping, mlp
 from tests.reference import relative_error
 from tests.seen import Seen

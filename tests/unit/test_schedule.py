@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pmoe.pipeline.schedule import (
+from pmoe.schedule.tasks import (
     Kind,
     Lane,
     Schedule,

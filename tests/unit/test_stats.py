@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.pipeline import Kind, Lane, Span, Stages, engine, forward_schedule
-from pmoe.pipeline.exposed import overlap
-from pmoe.statistics import finders, imbalance
+from pmoe.engine import run as engine
+from pmoe.integrations.statistics import finders, imbalance
+from pmoe.planner.exposed import overlap
+from pmoe.schedule import Kind, Lane, Span, Stages, forward_schedule
 
 
 class Fixed(nn.Module):

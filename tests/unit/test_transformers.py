@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.experts.borrowed import (
+from pmoe.gates.given import GivenGate
+from pmoe.integrations.transformers.borrowed import (
     BorrowedActivation,
     BorrowedExperts,
     BorrowedFFN,
     BorrowedSwiGLU,
     NormedExperts,
 )
-from pmoe.gates.given import GivenGate
 from tests.spread import named
 from tests.tiny_transformers import MODELS, batch, gradients, make_model, randomise, relative
 

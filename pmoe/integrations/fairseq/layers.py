@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
 from pmoe.integrations.fairseq.options import layer_arguments, places
-from pmoe.parallel import make_meshes
+from pmoe.training.parallel import make_meshes
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu", "swish": "silu"}
 """Of fairseq's --activation-fn, the layer's."""

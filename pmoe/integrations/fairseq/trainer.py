@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from pmoe import Gate
 from pmoe.comm.ranks import Ranks
-from pmoe.expert_parallel import MeanOverRanks
 from pmoe.integrations.fairseq.checkpoint import for_inference, gather_model, gather_optimizer, own_optimizer
 from pmoe.integrations.fairseq.checks import check_training
 from pmoe.integrations.fairseq.models import ExpertParallelModel
-from pmoe.parallel import make_meshes
+from pmoe.training.expert_parallel import MeanOverRanks
+from pmoe.training.parallel import make_meshes
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
-from pmoe.experts.borrowed import BorrowedExperts, NormedExperts
+from pmoe.integrations.statistics import finders
+from pmoe.integrations.transformers.borrowed import BorrowedExperts, NormedExperts
 from pmoe.integrations.transformers.options import are_same, make_layer, options
 from pmoe.layer import MoELayer
-from pmoe.statistics import finders
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe
 
 from pmoe.experts.base import Experts
-from pmoe.experts.borrowed import (
+from pmoe.integrations.transformers.borrowed import (
     BorrowedActivation,
     BorrowedExperts,
     BorrowedFFN,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
-from pmoe.experts.borrowed import BorrowedSwiGLU, Stacks
 from pmoe.gates.given import GivenGate
+from pmoe.integrations.transformers.borrowed import BorrowedSwiGLU, Stacks
 from pmoe.layer import MoELayer
 
 OPTIONS = (

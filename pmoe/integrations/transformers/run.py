@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe.experts.base import Experts
-from pmoe.experts.borrowed import BorrowedExperts, NormedExperts
 from pmoe.gates.given import GivenGate
+from pmoe.integrations.transformers.borrowed import BorrowedExperts, NormedExperts
 from pmoe.integrations.transformers.layers import layer_of
 from pmoe.integrations.transformers.layout import borrow
 

@@ -1,0 +1,211 @@
+"""How tasks of the lanes run side by side: CUDA streams and events, or asynchronous works on the CPU.
+
+Both present the same three steps to the engine, so what is tested with gloo is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.counts import at_stage
+from pmoe.comm.ranks import Ranks
+from pmoe.schedule.tasks import Lane, Schedule, Task
+
+Action = Callable[[Task], "dist.Work | None"]
+
+
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self) -> object: ...
+
+
+class _Threaded:
+    """What a lane's thread carries out."""
+
+    def __init__(self, future: concurrent.futures.Future[Any]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+class Lanes(abc.ABC):
+    """Runs the tasks of one pass in the order given. One instance a pass."""
+
+    def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
+        self._schedule, self._ranks = schedule, ranks
+
+    @abc.abstractmethod
+    def run(self, task: Task, action: Action) -> None:
+        """Runs or starts ``task`` once what it waits for has ended (on its lane's clock)."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """After an error: makes it safe to free the buffers that messages in flight still use."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """After the last task: the compute lane sees everything that the pass wrote."""
+
+    def stage(self, task: Task) -> str:
+        chunk = "" if task.chunk < 0 else f" of chunk {task.chunk}"
+        return f"{task.kind.name.lower()} ({task.name}){chunk}, {self._schedule.direction}"
+
+
+class CpuLanes(Lanes):
+    """The compute lane is this thread; the communication lane is whatever carries asynchronous works; each
+    copy lane is a thread. in_steps: communication lanes are threads too, for their tasks wait for each other,
+    or for a part of themselves, and computing must not."""
+
+    def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> None:
+        super().__init__(schedule, ranks)
+        self._in_steps = in_steps
+        self._works: dict[str, tuple[Task, Work]] = {}
+
+    def run(self, task: Task, action: Action) -> None:
+        if self._in_steps and task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
+            awaited = [self._works[name][1] for name in task.waits if name in self._works]
+            future = _thread(task.lane).submit(self._communicate, task, action, awaited)
+            self._works[task.name] = (task, _Threaded(future))
+            return
+        for name in task.waits:
+            self._wait(name)
+        if task.lane is Lane.COMPUTE:
+            action(task)
+            return
+        work: Work | None
+        if task.lane is Lane.COMMUNICATE:
+            with at_stage(self.stage(task), self._ranks):
+                work = action(task)
+        else:
+            work = _Threaded(_thread(task.lane).submit(action, task))
+        if work is not None:
+            self._works[task.name] = (task, work)
+
+    def finish(self) -> None:
+        for name in list(self._works):
+            self._wait(name)
+
+    def abandon(self) -> None:
+        # gloo's works hold their own buffers, and a missing peer must not be waited for; copies end by
+        # themselves, and soon.
+        for task, work in self._works.values():
+            if task.lane in (Lane.COPY_OUT, Lane.COPY_IN):
+                work.wait()
+            elif isinstance(work, _Threaded):
+                work.cancel()
+        self._works.clear()
+
+    def _wait(self, name: str) -> None:
+        if name in self._works:
+            task, work = self._works.pop(name)
+            if isinstance(work, _Threaded):
+                work.wait()  # its thread has named the stage
+                return
+            with at_stage(self.stage(task), self._ranks):
+                work.wait()
+
+    def _communicate(self, task: Task, action: Action, awaited: Sequence[Work]) -> None:
+        """In a lane's thread: a task of communication, begun and ended."""
+        for work in awaited:
+            work.wait()
+        with torch.no_grad(), at_stage(self.stage(task), self._ranks):
+            begun = action(task)
+            if begun is not None:
+                begun.wait()
+
+
+@functools.cache
+def _thread(lane: Lane) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"pmoe {lane.value}")
+
+
+class CudaLanes(Lanes):
+    """The compute lane is the current stream, each other lane a stream of its own a device.
+
+    Every buffer is allocated on the compute stream and lives until `finish`, where the compute stream has
+    waited for the last event of the others: so the allocator may hand it out again without record_stream.
+    Tensors that modules made are no such buffers: see `hold_for`.
+    """
+
+    _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}
+
+    def __init__(self, schedule: Schedule, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(schedule, ranks)
+        compute = torch.cuda.current_stream(device)
+        self._stream = {Lane.COMPUTE: compute}
+        for lane in {task.lane for task in schedule.tasks} - {Lane.COMPUTE}:
+            if (device, lane) not in self._streams:
+                self._streams[device, lane] = torch.cuda.Stream(device)
+            self._stream[lane] = self._streams[device, lane]
+            # The pass begins after whatever the caller put on the current stream.
+            self._stream[lane].wait_stream(compute)
+        self._await_readers_of_the_host(device)
+        lane_of = {task.name: task.lane for task in schedule.tasks}
+        self._awaited = {
+            name for task in schedule.tasks for name in task.waits if lane_of[name] is not task.lane
+        }
+        self._events: dict[str, tuple[Lane, torch.cuda.Event]] = {}
+
+    def run(self, task: Task, action: Action) -> None:
+        stream = self._stream[task.lane]
+        for name in task.waits:
+            if name in self._events and self._events[name][0] is not task.lane:
+                stream.wait_event(self._events[name][1])
+        with torch.cuda.stream(stream):
+            if task.lane not in (Lane.COMMUNICATE, Lane.INTRA_NODE):
+                action(task)
+            else:
+                with at_stage(self.stage(task), self._ranks):
+                    work = action(task)
+                    if work is not None:
+                        work.wait()  # the lane's stream waits for the collective's own; the host does not
+            if task.name in self._awaited:
+                event = torch.cuda.Event()
+                event.record(stream)
+                self._events[task.name] = (task.lane, event)
+
+    def _await_readers_of_the_host(self, device: torch.device) -> None:
+        """Host memory that a backward pass copied in is handed out again as soon as the host is done with
+        it: to passes of the caller's other streams too, which have waited for no copy of that one."""
+        copies_in = self._streams.get((device, Lane.COPY_IN))
+        if Lane.COPY_OUT in self._stream and copies_in is not None:
+            self._stream[Lane.COPY_OUT].wait_stream(copies_in)
+
+    def finish(self) -> None:
+        for lane, stream in self._stream.items():
+            if lane is not Lane.COMPUTE:
+                self._stream[Lane.COMPUTE].wait_stream(stream)
+
+    def abandon(self) -> None:
+        self.finish()
+
+
+def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
+    """The stream that operators on ``tensor`` are issued to; None on the CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def hold_for(stream: torch.cuda.Stream | None, tensor: Tensor) -> None:
+    """``tensor``, made on another stream, is used on ``stream``: once freed, its memory is not handed out
+    again before that use has ended."""
+    if stream is not None:
+        tensor.record_stream(stream)
+
+
+def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> Lanes:
+    if rows.device.type == "cuda":
+        return CudaLanes(schedule, ranks, rows.device)
+    return CpuLanes(schedule, ranks, in_steps)

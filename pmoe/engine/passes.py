@@ -1,0 +1,461 @@
+"""What both passes of the experts' part of a layer have in common: the buffers and messages that a
+schedule's tasks read and write. `forward_pass` and `backward_pass` say what each task does, `autograd` joins
+them.
+
+T_DO is not saved; the routing is never decided twice. T_DI and T_M go from forward to backward as the plan's
+restore pair says; whatever else a pass needs lies in ring slots, or in memory of its own where the plan does
+not rotate.
+
+Letters: T tokens, K choices, N rows, M = d_model, n chunks. "_L" marks buffers of rows that stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.engine import run as engine
+from pmoe.engine.buffers import Arena, Extent, Sizes, pool
+from pmoe.engine.callbacks import Passed
+from pmoe.engine.padded import Padding
+from pmoe.engine.plan import Cut, Plan
+from pmoe.experts.base import Hidden, Space
+from pmoe.experts.products import RowGroups
+from pmoe.schedule.rings import rotating
+from pmoe.schedule.tasks import Kind, Schedule, backward_schedule, forward_schedule, sequential
+
+Unit = tuple[int, str]
+"""What experts compute at a time: (chunk, "") the rows received in it, (piece, "_L") rows that stay."""
+
+
+SHARED: Unit = (-1, "_S")
+"""All tokens, by the shared expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The tensors of a call that have gradients: of the experts, of the shared expert, and of callbacks.
+
+    shared_weight_T: the factor of the shared expert's output, None where there is none.
+    """
+
+    x_TM: Tensor
+    weight_TK: Tensor
+    parameters: Sequence[Tensor]
+    shared_weight_T: Tensor | None = None
+    shared_parameters: Sequence[Tensor] = ()
+    hook_parameters: Sequence[Tensor] = ()
+
+    @property
+    def all(self) -> list[Tensor | None]:
+        others = (*self.parameters, *self.shared_parameters, *self.hook_parameters)
+        return [self.x_TM, self.weight_TK, self.shared_weight_T, *others]
+
+    def like(self, tensors: Sequence[Any]) -> Inputs:
+        """The same with other tensors, in the order of ``all``."""
+        x_TM, weight_TK, shared_weight_T, *others = tensors
+        rest = iter(others)
+        return Inputs(
+            x_TM=x_TM,
+            weight_TK=weight_TK,
+            shared_weight_T=shared_weight_T,
+            parameters=list(itertools.islice(rest, len(self.parameters))),
+            shared_parameters=list(itertools.islice(rest, len(self.shared_parameters))),
+            hook_parameters=list(rest),
+        )
+
+    def padded(self, padding: Padding | None) -> Inputs:
+        """The same with a row for each token that ``padding`` says."""
+        if padding is None:
+            return self
+        x_TM = self.x_TM  # None in a backward pass that has no use for it
+        return replace(
+            self,
+            x_TM=x_TM if x_TM is None else padding.spread(x_TM),
+            weight_TK=padding.spread_weights(self.weight_TK),
+        )
+
+
+@dataclass
+class Kept:
+    """What forward leaves of a unit for backward: T_DI and T_M (or a module's saved tensors), each on the
+    device, on the host, or None where it is made again. recipe: how to make T_M again alike."""
+
+    rows_NM: Tensor | None = None
+    hidden: Hidden | None = None
+    recipe: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forwarded:
+    """What a forward pass leaves, whoever ran it. y_TM: T_O. kept: for each unit of ``plan.forward``.
+    weight_received: the routing weights of the rows that its chunks received, by chunk and in expert order;
+    None where none did. passed: what hooks saved. regroup: of chunks whose rows travelled once (`Cut.once`).
+    """
+
+    y_TM: Tensor
+    kept: Mapping[Unit, Kept]
+    weight_received: Tensor | None
+    passed: Mapping[tuple[str, int], Passed] = field(default_factory=dict)
+    regroup: Sequence[Tensor | None] = ()
+
+
+ForwardPass = Callable[[Plan, Inputs], Forwarded]
+
+
+def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
+    """The schedule that a pass of ``plan`` runs; every rank of the group builds the same."""
+    n = len((plan.forward if direction == "forward" else plan.backward).chunks)
+    if not plan.rotates:
+        schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, plan.stages)
+    else:
+        restore = plan.restore if keep else None
+        schedule = rotating(direction, n, plan.stages, restore=restore, rearranged=plan.rearranged)
+    return sequential(schedule) if plan.sequential else schedule
+
+
+def extent(cut: Cut, has_drops: bool) -> Extent:
+    """Rows of the buffers of a pass through ``cut``. Where pieces are not chunks nothing rotates, and what is
+    said of rows by chunk of home and of those that stay is not used."""
+    n, inside = len(cut.chunks), len(cut.chunks[0].gathered)
+    by_chunk = len(cut.pieces) in (0, n)
+    apart = inside > 0 or cut.once is not None
+    return Extent(
+        arrived=tuple(chunk.num_arrived for chunk in cut.chunks) if apart else None,
+        gathered=tuple(chunk.num_gathered for chunk in cut.chunks) if apart else None,
+        inside=inside,
+        send=tuple(chunk.num_sent for chunk in cut.chunks),
+        received=tuple(chunk.received.num_rows for chunk in cut.chunks),
+        local=tuple(piece.groups.num_rows for piece in cut.pieces) or (0,) * n,
+        home=tuple(_length(cut.home(i)) + has_drops for i in range(n)) if by_chunk else (0,) * n,
+        regrouped=tuple(cut.once is not None or chunk.regroup is not None for chunk in cut.chunks),
+    )
+
+
+def _length(at: slice) -> int:
+    return int(at.stop - at.start)
+
+
+class Pass:
+    """What both directions share: rows leave by `gather` and `dispatch`, and come home by `combine` and
+    `output`. ``source`` is T_I or dT_O, ``result`` T_O or dT_I; both (T, M).
+
+    received, sent_back: names of what arrives at the experts and of what leaves them again.
+    """
+
+    direction: str
+    received: str
+    sent_back: str
+    home_name: str
+
+    def __init__(self, plan: Plan, cut: Cut, source_TM: Tensor, keep: bool) -> None:
+        self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
+        self.hooks = plan.hooks
+        self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
+        self.shared_TM: Tensor | None = None
+        self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
+        self.schedule = plan_schedule(plan, self.direction, keep)
+        self.sizes = Sizes(
+            direction=self.direction,
+            extent=extent(cut, plan.has_drops),
+            d_model=source_TM.shape[1],
+            columns=plan.experts.columns(source_TM.device.type),
+            restore=plan.restore if keep else None,
+            rearranged=plan.rearranged,
+        )
+        # All buffers that a collective or a copy touches are made on the compute lane, most of them here, and
+        # live until the end of the pass: the other lanes of a GPU are other streams, to which the allocator
+        # is blind.
+        self.arena = Arena(pool(source_TM.device).device, self.schedule.slots, self.sizes, source_TM)
+        self.own: dict[str, Tensor] = {}
+        self.home: Tensor | None = None
+        for i, chunk in enumerate(cut.chunks):
+            if not plan.rotates:
+                self.own_buffer("send", i)
+                if plan.stages.sharded:
+                    self.own_buffer("arrived", i)
+                    self.own_buffer("copies", i)
+            if not plan.rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
+                self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
+        if not plan.rotates:
+            self.home = self.new(cut.num_home + plan.has_drops, source_TM.shape[1])
+            if plan.has_drops:
+                self.home[-1].zero_()  # what a dropped slot adds to its token
+
+    def keeps_received(self) -> bool:
+        """Whether rows stay where they arrived after the pass, if they need no sorting."""
+        return False
+
+    def new(self, rows: int, columns: int) -> Tensor:
+        return self.source_TM.new_empty(rows, columns)
+
+    def own_buffer(self, name: str, i: int) -> Tensor:
+        """Memory of its own until the pass ends."""
+        key = f"{name}.{i}"
+        if key not in self.own:
+            self.own[key] = self.new(*self.sizes.shape(key))
+        return self.own[key]
+
+    def buffer(self, name: str, i: int) -> Tensor:
+        """The slot that the schedule gives it, or memory of its own."""
+        key = f"{name}.{i}"
+        if key not in self.own and key in self.arena:
+            return self.arena.view(key)
+        return self.own_buffer(name, i)
+
+    def temporary(self, name: str, i: int) -> Tensor:
+        """The slot, or memory that lasts as long as its user holds it."""
+        key = f"{name}.{i}"
+        return self.arena.view(key) if key in self.arena else self.new(*self.sizes.shape(key))
+
+    def space(self, unit: Unit) -> Space:
+        i, at = unit
+
+        def place(name: str, rows: int, columns: int) -> Tensor:
+            key = f"{name}{at}.{i}"
+            if key not in self.arena:
+                return self.new(rows, columns)
+            found = self.arena.view(key)
+            assert found.shape == (rows, columns), (key, found.shape, rows, columns)
+            return found
+
+        return place
+
+    def groups(self, unit: Unit) -> RowGroups:
+        i, at = unit
+        return self.cut.pieces[i].groups if at else self.cut.chunks[i].received
+
+    # ---- towards the experts
+
+    def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
+        self.plan.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
+
+    def gather(self, i: int) -> None:
+        self.leave("send", "arrived" if self.plan.stages.sharded else self.received, i, self.source_TM)
+
+    def leave(self, name: str, received: str, i: int, source_TM: Tensor) -> None:
+        """Rows of chunk i into the buffer that is sent. What hooks make of them has its own columns and type,
+        and so has what arrives."""
+        if not self.changes_leaving():
+            self.gather_rows(source_TM, self.buffer(name, i), i)
+            return
+        rows_NM = self.new(self.cut.chunks[i].num_sent, source_TM.shape[1])
+        self.gather_rows(source_TM, rows_NM, i)
+        leaving = self.on_leaving(i, rows_NM, name)
+        self.own[f"{name}.{i}"] = leaving
+        self.own[f"{received}.{i}"] = leaving.new_empty(self.cut.chunks[i].num_arrived, leaving.shape[1])
+
+    def open(self, i: int) -> None:
+        """Callbacks on the rows that S brought, before they are gathered inside the node."""
+        self.own[f"opened.{i}"] = self.on_arrival(i, self.buffer("arrived", i))
+
+    def changes_leaving(self) -> bool:
+        """Whether hooks see what leaves or what arrives: their graphs may hold it."""
+        raise NotImplementedError
+
+    def on_leaving(self, i: int, rows_NM: Tensor, name: str) -> Tensor:
+        raise NotImplementedError
+
+    def on_arrival(self, i: int, rows: Tensor) -> Tensor:
+        """What the hooks make of rows that have arrived for the experts."""
+        raise NotImplementedError
+
+    def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
+        self.plan.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
+        return out
+
+    def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
+        chunk = self.cut.chunks[i]
+        return self.plan.dispatch.exchange(
+            self.buffer(name, i), chunk.send_rows, self.buffer(received, i), chunk.recv_rows, chunk.relayed[0]
+        )
+
+    def dispatch(self, i: int) -> dist.Work | None:
+        return self.send_rows("send", "arrived" if self.plan.stages.sharded else self.received, i)
+
+    def gather_inside(self, arrived: str, received: str, copies: str, i: int) -> None:
+        self.plan.sharing.all_gather(
+            self.buffer(arrived, i),
+            self.buffer(received, i),
+            self.cut.chunks[i].gathered,
+            self.buffer(copies, i),
+        )
+
+    def all_gather(self, i: int) -> None:
+        self.gather_inside("opened" if self.plan.stages.hooked else "arrived", self.received, "copies", i)
+
+    def arrived(self, i: int) -> Tensor:
+        """What the experts get: behind the hooks, which have run already where experts are sharded."""
+        rows = self.buffer(self.received, i)
+        return rows if self.plan.stages.hooked else self.on_arrival(i, rows)
+
+    def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
+        """Rows that have arrived, replicated where they came once for several experts."""
+        regroup = self.regroup[i]
+        if regroup is None:
+            return arrived
+        return torch.index_select(arrived, 0, regroup, out=self.temporary(f"{name}_sorted", i))
+
+    # ---- and back
+
+    def result_of(self, i: int) -> Tensor:
+        """Where the experts' result of chunk i goes; `in_source_order` makes it ready to leave."""
+        if self.regroup[i] is None:
+            return self.leaving_buffer(i)
+        return self.temporary(f"{self.sent_back}_sorted", i)
+
+    def leaving_buffer(self, i: int) -> Tensor:
+        if self.changes_returning() and not self.plan.stages.hooked:
+            return self.own_buffer(self.sent_back, i)
+        return self.buffer(self.sent_back, i)
+
+    def in_source_order(self, i: int, rows_NM: Tensor) -> None:
+        """The experts' results as their rows came, summed where these came once for several, past the
+        hooks."""
+        regroup = self.regroup[i]
+        if regroup is not None:
+            leaving = self.leaving_buffer(i)
+            if self.cut.once is not None:
+                leaving.zero_().index_add_(0, regroup, rows_NM)
+            else:
+                leaving.index_copy_(0, regroup, rows_NM)
+        if self.plan.stages.hooked:
+            self.own_buffer("leaving", i)  # hooks' graphs may hold it
+        if self.plan.stages.sharded:
+            self.buffer("leaving", i), self.buffer("parts", i)  # made here, on the compute lane
+        elif self.changes_returning():
+            self.return_changed(self.sent_back, i, self.leaving_buffer(i))
+
+    def return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
+        """What hooks make of results, ready to leave, and memory for what comes home."""
+        leaving = self.on_returning(i, rows_NM)
+        self.own[f"{name}.{i}"] = leaving
+        self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
+
+    def close(self, i: int) -> None:
+        """Callbacks on the sums that RS made."""
+        leaving = self.buffer("leaving", i)
+        if self.changes_returning():
+            self.return_changed("closed", i, leaving)
+        else:
+            self.own[f"closed.{i}"] = leaving
+
+    def changes_returning(self) -> bool:
+        raise NotImplementedError
+
+    def on_returning(self, i: int, rows_NM: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def on_return(self, i: int, rows: Tensor) -> Tensor:
+        """What the hooks make of rows that have come home."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, i: int) -> None:
+        self.plan.sharing.reduce_scatter(
+            self.buffer(self.sent_back, i),
+            self.buffer("leaving", i),
+            self.cut.chunks[i].gathered,
+            self.buffer("parts", i),
+        )
+
+    def home_rows(self, i: int, at: slice) -> Tensor:
+        """The part of home for rows ``at`` of the sorted order, which are chunk i's."""
+        if self.home is not None:
+            return self.home[at]
+        start = self.cut.home(i).start
+        return self.temporary(self.home_name, i)[at.start - start : at.stop - start]
+
+    def combine(self, i: int) -> dist.Work | None:
+        chunk = self.cut.chunks[i]
+        stages = self.plan.stages
+        name = "closed" if stages.hooked else "leaving" if stages.sharded else self.sent_back
+        leaving = self.buffer(name, i)
+        home = self.own[f"came.{i}"] if f"came.{i}" in self.own else self.home_rows(i, chunk.sent)
+        return self.plan.combine.exchange(leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1])
+
+    def output(self, i: int) -> None:
+        """Each token's rows are summed in the order of its choices, whatever order they came home in."""
+        plan, chunk = self.plan, self.cut.chunks[i]
+        tokens, top_k = chunk.tokens, plan.top_k
+        if self.changes_returning():
+            self.home_rows(i, chunk.sent).copy_(self.on_return(i, self.own.pop(f"came.{i}")))
+        row = self.cut.position[chunk.slots]
+        home = self.home
+        if home is None:
+            home, at = self.temporary(self.home_name, i), self.cut.home(i)
+            row = row - at.start
+            if plan.has_drops:
+                home[-1].zero_()
+        if plan.has_drops:
+            row = row.clamp(max=home.shape[0] - 1)
+        of_slot = plan.slot_token
+        if of_slot is not None:
+            of_slot = of_slot[chunk.slots] - tokens.start
+        out_TM = self.result_TM[tokens]
+        plan.order.restore(home, row.view(-1, top_k), out_TM, of_slot)
+        if self.shared_TM is not None:
+            out_TM.add_(self.shared_TM[tokens])
+
+    def place_shared(self) -> Tensor:
+        """Where the shared expert's result for all tokens goes; `output` adds it."""
+        self.shared_TM = torch.empty_like(self.result_TM)
+        return self.shared_TM
+
+    def shared_groups(self) -> RowGroups:
+        tokens = self.source_TM.shape[0]
+        ends = None
+        if self.source_TM.is_cuda:
+            ends = torch.full((1,), tokens, dtype=torch.int32, device=self.source_TM.device)
+        return RowGroups(counts=(tokens,), ends=ends)
+
+    def run_schedule(self, actions: dict[Kind, Callable[[int], dist.Work | None]]) -> None:
+        every = {
+            Kind.GATHER: self.gather,
+            Kind.DISPATCH: self.dispatch,
+            Kind.OPEN: self.open,
+            Kind.CLOSE: self.close,
+            Kind.ALL_GATHER: self.all_gather,
+            Kind.REDUCE_SCATTER: self.reduce_scatter,
+            Kind.COMBINE: self.combine,
+            Kind.OUTPUT: self.output,
+        }
+        try:
+            engine.run(
+                self.schedule,
+                every | actions,
+                self.source_TM,
+                self.plan.grid.all,
+                in_steps=self.plan.in_steps or (self.direction == "backward" and self.plan.stages.gradients),
+                of=self.plan.experts,
+            )
+        finally:
+            self.arena.close()
+            self.own.clear()  # a lane's thread may hold this pass a moment longer
+            self.home = None
+
+
+class _Both:
+    """Two messages of one task."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def both(*works: dist.Work | None) -> dist.Work | None:
+    begun: Any = _Both([work for work in works if work is not None])
+    waited: dist.Work | None = begun
+    return waited
+
+
+def split_by_chunk(per_row: Tensor, cut: Cut) -> tuple[Tensor, ...]:
+    return torch.split(per_row, [chunk.received.num_rows for chunk in cut.chunks])

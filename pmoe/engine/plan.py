@@ -1,0 +1,491 @@
+"""The plan of one call: for each chunk, which rows go where, from the routing and the exchanged counts.
+
+Letters: T tokens, K choices, N rows, E experts, W ranks, P of them across nodes, L inside one, n chunks,
+M = d_model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.base import Combine, Dispatch
+from pmoe.comm.counts import Shared
+from pmoe.comm.flat import FlatAllToAll
+from pmoe.comm.grid import Grid
+from pmoe.comm.sharing import Sharing
+from pmoe.engine.callbacks import Hooks
+from pmoe.engine.padded import Padding
+from pmoe.experts.base import Experts, Runs
+from pmoe.experts.products import RowGroups
+from pmoe.ordering.base import Order
+from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds
+from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import Stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One micro-batch: a range of this rank's tokens, and the rows that it sends and receives.
+
+    slots: of those tokens. sent: where the rows that travel stand in sorted order. send_rows, recv_rows: one
+    number a rank. relayed: of dispatch and combine (`Exchange.relay_counts`). gathered: what each rank inside
+    the node has received, where experts are sharded. received: the rows by expert, as the experts see them.
+    regroup: index of each of these, in expert order, among the rows as they arrived by source rank; None
+    where the two orders are the same, or where it is not known before the rows' own numbers arrive
+    (`Cut.once`)."""
+
+    tokens: slice
+    slots: slice
+    sent: slice
+    send_rows: tuple[int, ...]
+    recv_rows: tuple[int, ...]
+    received: RowGroups
+    regroup: Tensor | None
+    relayed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    gathered: tuple[int, ...] = ()
+
+    @property
+    def num_sent(self) -> int:
+        return sum(self.send_rows)
+
+    @property
+    def num_arrived(self) -> int:
+        return sum(self.recv_rows)
+
+    @property
+    def num_gathered(self) -> int:
+        return sum(self.gathered) if self.gathered else self.num_arrived
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Rows that stay: where they stand in sorted order, and by expert."""
+
+    rows: slice
+    groups: RowGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightJourney:
+    """The one message of routing weights, for all chunks. slot: the slots whose weights are sent, by
+    destination rank. gathered, regroup: as in `Chunk`, for all received rows by (chunk, expert)."""
+
+    slot: Tensor
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
+    regroup: Tensor | None
+    gathered: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Once:
+    """Rows that travel once to a rank that holds several of their token's experts. number: (N,) int32, for
+    each weight that is sent, which of the rows that its rank gets in its chunk is its row. base: (N,) where
+    those rows begin among all that a chunk brings its rank, for each weight that arrives."""
+
+    number: Tensor
+    base: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one pass cuts the batch.
+
+    pieces: the rows that stay. slot: as in `SortedRows`. position: where each slot's row stands among those
+    that come home, the number of these or more where none does. row_token: the token of each row that leaves,
+    in sorted order. weights: None where nothing travels, on any rank. once: see `Once`; then rows that travel
+    are fewer than slots, and most slots' rows come home as a part of another's.
+    """
+
+    chunks: tuple[Chunk, ...]
+    pieces: tuple[Piece, ...]
+    weights: WeightJourney | None
+    slot: Tensor
+    row_token: Tensor
+    position: Tensor
+    once: Once | None = None
+
+    @property
+    def num_home(self) -> int:
+        """Rows that come home, and those that never left."""
+        return sum(chunk.num_sent for chunk in self.chunks) + sum(p.groups.num_rows for p in self.pieces)
+
+    @property
+    def num_received(self) -> int:
+        return sum(chunk.received.num_rows for chunk in self.chunks)
+
+    def home(self, i: int) -> slice:
+        """Where all rows of chunk i's tokens stand, travelling or not, if there is a piece a chunk."""
+        sent = self.chunks[i].sent
+        return slice(sent.start, self.pieces[i].rows.stop) if self.pieces else sent
+
+
+Joined = tuple[tuple[tuple[int, Runs], ...], ...]
+"""For each chunk of backward, the chunks of forward that it has rows of, and which."""
+
+
+class Gradients(Protocol):
+    """Other layers' gradients, which a layer's backward pass may carry (FSMoE, Section 5)."""
+
+    def begins(self) -> None:
+        """The backward pass begins."""
+
+    def inside(self) -> dist.Work | None:
+        """The task of its schedule: what travels between the last S and the first R."""
+
+    def ends(self) -> None:
+        """It has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
+    ranks, and which stages there are."""
+
+    experts: Experts
+    grid: Grid
+    stages: Stages
+    order: Order
+    dispatch: Dispatch
+    combine: Combine
+    scalars: FlatAllToAll
+    sharing: Sharing
+    hooks: Hooks
+    shared: Experts | None
+    gradients: Gradients | None
+    sequential: bool
+    rotates: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Modules):
+    """All that forward and backward of one call need beside tensors. It is decided once: the routing that
+    forward used is the one that backward reverses.
+
+    backward: may have another number of chunks than forward; joined_received, joined_local then say where its
+    rows stand in forward's, None where the chunks are the same, as weight_map does for all received rows: the
+    index among forward's. has_drops: whether some slots may have no row that comes home. slot_token: the
+    token of each slot, where the gate does not give all tokens as many. restore: what becomes of T_DI and T_M
+    between the passes. rotates: whether buffers are ring slots; else each chunk has its own. padding: where
+    rows are padded to capacity: the cuts are of padded rows, and the passes take and give tokens as ever."""
+
+    forward: Cut
+    backward: Cut
+    joined_received: Joined | None
+    joined_local: Joined | None
+    weight_map: Tensor | None
+    top_k: int
+    num_slots: int
+    has_drops: bool
+    restore: Restore
+    slot_token: Tensor | None = None
+    padding: Padding | None = None
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether a task of communication may wait for another: see `pmoe.engine.lanes.CpuLanes`."""
+        return self.stages.sharded or self.dispatch.in_steps or self.combine.in_steps
+
+    @property
+    def rearranged(self) -> bool:
+        return self.joined_received is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Numbers of chunks of the two passes, and into how many pieces the rows that stay are cut."""
+
+    forward: int
+    backward: int
+    pieces: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordered:
+    """The rows of a pass. slots: all kept slots by expert. sent: the rows that leave, the same but where
+    several slots share one (`pmoe.ordering.once`): then carrier_TK is the choice whose row a slot's token
+    travels in, and sent_nP rows by chunk and rank, on the device."""
+
+    slots: SortedRows
+    sent: SortedRows
+    carrier_TK: Tensor | None = None
+    sent_nP: Tensor | None = None
+
+
+def make_plan(
+    modules: Modules,
+    *,
+    order: Ordered,
+    backward_order: Ordered,
+    expert_TK: Tensor,
+    tokens: Tokens,
+    shared: Shared,
+    degrees: Degrees,
+    restore: Restore,
+    has_drops: bool,
+) -> Plan:
+    """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
+    as the two passes have them; the same object where their chunks are the same."""
+    top_k = expert_TK.shape[1]
+    grid, local = modules.grid, modules.stages.local
+    same = degrees.forward == degrees.backward
+    # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
+    # of the other in one run an expert.
+    finest = math.lcm(degrees.forward, degrees.backward)
+    bins = shared.joined(finest)
+
+    def cut(n: int, rows: Ordered) -> Cut:
+        pieces = degrees.pieces if same else n * local
+        return _cut(n, rows, expert_TK, tokens, bins, modules, pieces)
+
+    forward = cut(degrees.forward, order)
+    joined_received = joined_local = weight_map = None
+    if not same:
+        rank = grid.all.rank
+        received, stay, received_device = bins.recv, bins.recv[:, rank], bins.recv_device
+        if local:
+            received, received_device = (_without(each, rank) for each in (received, received_device))
+        weight_map = _forward_index(received_device.sum(1), degrees, int(received.sum()))
+        joined_received = _join(received.sum(1), degrees)
+        joined_local = _join(stay, degrees)
+    return Plan(
+        **vars(modules),
+        forward=forward,
+        backward=forward if same else cut(degrees.backward, backward_order),
+        joined_received=joined_received,
+        joined_local=joined_local,
+        weight_map=weight_map,
+        top_k=top_k,
+        num_slots=expert_TK.numel(),
+        has_drops=has_drops or forward.once is not None,
+        restore=restore,
+        slot_token=tokens.of_slot,
+    )
+
+
+def _cut(
+    n: int,
+    order: Ordered,
+    expert_TK: Tensor,
+    tokens: Tokens,
+    bins: Shared,
+    modules: Modules,
+    num_pieces: int,
+) -> Cut:
+    top_k = expert_TK.shape[1]
+    grid, bypass_local = modules.grid, modules.stages.local
+    rank = grid.all.rank
+    shared = bins.joined(n)
+    send, recv, recv_device = shared.send, shared.recv, shared.recv_device
+    bins_device, sent_rows, come_rows = bins.recv_device, shared.sent_rows, shared.received_rows
+    if bypass_local:
+        send, recv, recv_device, bins_device, sent_rows, come_rows = (
+            _without(counts, rank) for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
+        )
+    # (n, L, P): of each rank inside the node, what came to it.
+    come_LP = come_rows.unflatten(1, (grid.inside.size, -1))
+    # Running sums of all chunks at once: a chunk's own would be several launches each.
+    received_ends = _ends(recv_device.sum(1))
+    local_counts: list[list[int]] = []
+    local_ends: list[Tensor | None] = []
+    if bypass_local:
+        local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
+        local_ends = list(_ends(_by_piece(shared.recv_device[:, rank], num_pieces)))
+    bounds = chunk_bounds(tokens.count, n)
+    ends = [end * top_k for end in bounds]
+    if tokens.of_slot is not None:  # none of which is dropped
+        ends = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
+    chunks, pieces, first = [], [], 0
+
+    def add_piece(j: int, first: int) -> int:
+        end = first + sum(local_counts[j])
+        groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
+        pieces.append(Piece(rows=slice(first, end), groups=groups))
+        return end
+
+    # (source, chunk, expert, bin of the chunk): as rows arrive from one source.
+    fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
+    for i in range(n):
+        send_rows, recv_rows = sent_rows[i].tolist(), come_LP[i, grid.inside.rank].tolist()
+        regroup = None
+        if shared.sent_once is None:
+            regroup = _regroup(fine[:, i].flatten(1), come_rows[i].tolist())
+        chunks.append(
+            Chunk(
+                tokens=slice(bounds[i], bounds[i + 1]),
+                slots=slice(ends[i], ends[i + 1]),
+                sent=slice(first, first + sum(send_rows)),
+                send_rows=tuple(send_rows),
+                recv_rows=tuple(recv_rows),
+                received=RowGroups(counts=tuple(recv[i].sum(0).tolist()), ends=received_ends[i]),
+                regroup=regroup,
+                relayed=(_relayed(shared.relayed[0], i), _relayed(shared.relayed[1], i)),
+                gathered=tuple(come_LP[i].sum(1).tolist()) if grid.is_sharded else (),
+            )
+        )
+        first += sum(send_rows)
+        if num_pieces == n:
+            first = add_piece(i, first)
+    if num_pieces != n:
+        for j in range(num_pieces):
+            first = add_piece(j, first)
+    weights = once = None
+    if modules.stages.remote:
+        num_kept = int(shared.send.sum())
+        weights = _weight_journey(order.slots, expert_TK, send, recv, fine, num_kept, grid, bypass_local)
+        if shared.received_once_device is not None:
+            once = _once(weights, order, expert_TK, tokens, shared, fine, n)
+    sent_slot = order.sent.slot[:first]
+    token = sent_slot if top_k == 1 else sent_slot // top_k
+    return Cut(
+        chunks=tuple(chunks),
+        pieces=tuple(pieces),
+        weights=weights,
+        slot=order.slots.slot,
+        row_token=token if tokens.of_slot is None else tokens.of_slot[token],
+        position=order.sent.position,
+        once=once,
+    )
+
+
+def _relayed(counts_nX: Tensor | None, i: int) -> tuple[int, ...]:
+    return () if counts_nX is None else tuple(counts_nX[i].tolist())
+
+
+def _once(
+    weights: WeightJourney,
+    order: Ordered,
+    expert_TK: Tensor,
+    tokens: Tokens,
+    shared: Shared,
+    fine: Tensor,
+    n: int,
+) -> Once:
+    """Which row carries each weight's token, counted from the first row of its chunk and rank."""
+    come_nW = shared.received_once_device
+    assert come_nW is not None and order.carrier_TK is not None and order.sent_nP is not None
+    top_k = expert_TK.shape[1]
+    slot, num_across = weights.slot, order.sent_nP.shape[1]
+    row = order.sent.position[slot // top_k * top_k + order.carrier_TK.view(-1)[slot]]
+    token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
+    # Where the rows of (chunk, rank) begin among all that this rank sends.
+    sent = order.sent_nP.view(-1)
+    chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
+    destination = expert_TK.reshape(-1)[slot] // shared.send.shape[2]
+    number = (row - (sent.cumsum(0) - sent)[chunk * num_across + destination]).int()
+    base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
+    rows_Wn = fine.sum((2, 3)).reshape(-1)
+    num_received = int(shared.recv.sum())
+    return Once(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
+
+
+def _join(counts_LE: Tensor, degrees: Degrees) -> Joined:
+    """For each chunk of backward its runs of rows in chunks of forward. counts: rows by bin, L of them, and
+    expert, in both passes the order of rows inside an expert's part of a chunk."""
+    counts: list[list[int]] = counts_LE.tolist()
+    finest, num_experts = len(counts), len(counts[0])
+    start: dict[str, dict[tuple[int, int], int]] = {}
+    for name, n in (("forward", degrees.forward), ("backward", degrees.backward)):
+        width, start[name] = finest // n, {}
+        for chunk in range(n):
+            row = 0
+            for expert in range(num_experts):
+                for at in range(chunk * width, (chunk + 1) * width):
+                    start[name][at, expert] = row
+                    row += counts[at][expert]
+    forward_width, backward_width = finest // degrees.forward, finest // degrees.backward
+    joined = []
+    for chunk in range(degrees.backward):
+        runs: dict[int, list[tuple[slice, slice]]] = {}
+        for expert in range(num_experts):
+            for at in range(chunk * backward_width, (chunk + 1) * backward_width):
+                rows = counts[at][expert]
+                if not rows:
+                    continue
+                of = runs.setdefault(at // forward_width, [])
+                there, here = start["forward"][at, expert], start["backward"][at, expert]
+                if of and (of[-1][0].stop, of[-1][1].stop) == (there, here):
+                    there, here, rows = of[-1][0].start, of[-1][1].start, rows + there - of.pop()[0].start
+                of.append((slice(there, there + rows), slice(here, here + rows)))
+        joined.append(tuple((i, tuple(of)) for i, of in sorted(runs.items())))
+    return tuple(joined)
+
+
+def _forward_index(counts_LE: Tensor, degrees: Degrees, num_rows: int) -> Tensor:
+    """What `_join` says, as an index of each of backward's rows, in order, among forward's."""
+    finest, num_experts = counts_LE.shape
+
+    def by_chunk(per_bin: Tensor, n: int) -> Tensor:
+        """(L, E) in the order of a pass's rows: chunk, expert, bin of the chunk."""
+        bins: Tensor = per_bin.unflatten(0, (n, -1))
+        return bins.transpose(1, 2).reshape(-1)
+
+    group = torch.arange(finest * num_experts, device=counts_LE.device)
+    place = torch.empty_like(group)
+    place[by_chunk(group.view(finest, num_experts), degrees.backward)] = group
+    forward_place = by_chunk(place.view(finest, num_experts), degrees.forward)
+    rows = forward_place.repeat_interleave(by_chunk(counts_LE, degrees.forward), output_size=num_rows)
+    return rows.argsort(stable=True)
+
+
+def _weight_journey(
+    order: SortedRows,
+    expert_TK: Tensor,
+    send: Tensor,
+    recv: Tensor,
+    fine: Tensor,
+    num_kept: int,
+    grid: Grid,
+    bypass_local: bool,
+) -> WeightJourney:
+    slot = order.slot[:num_kept]
+    destination = expert_TK.reshape(-1)[slot] // send.shape[2]
+    if bypass_local:
+        destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
+    send_rows, come_rows = send.sum((0, 2)).tolist(), recv.sum((0, 2))
+    come_LP = come_rows.unflatten(0, (grid.inside.size, -1))
+    return WeightJourney(
+        slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
+        send=tuple(send_rows),
+        recv=tuple(come_LP[grid.inside.rank].tolist()),
+        regroup=_regroup(fine.flatten(1), come_rows.tolist()),
+        gathered=tuple(come_LP.sum(1).tolist()) if grid.is_sharded else (),
+    )
+
+
+def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor | None:
+    """Index that turns rows by (source rank, group) into rows by (group, source rank)."""
+    if sum(rows > 0 for rows in rows_by_source) <= 1:
+        return None
+    size, num_groups = counts_WG.shape
+    group = torch.arange(num_groups, device=counts_WG.device).repeat(size)
+    rows = group.repeat_interleave(counts_WG.reshape(-1), output_size=sum(rows_by_source))
+    return rows.argsort(stable=True)
+
+
+def _ends(counts_nE: Tensor) -> Sequence[Tensor | None]:
+    """Each chunk's running sum over experts, int32 as grouped_mm wants it; None on the CPU, which loops."""
+    if counts_nE.device.type != "cuda":
+        return [None] * counts_nE.shape[0]
+    return counts_nE.cumsum(1).int().unbind(0)
+
+
+def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
+    """Counts of the n chunks as those of m pieces (m, E); see `pmoe.ordering.sorted.piece_of`."""
+    joined = counts_nE.shape[0] - m + 1
+    return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])
+
+
+def _without(counts_nWE: Tensor, rank: int) -> Tensor:
+    """counts with the rows between ``rank`` and itself set to none."""
+    counts_nWE = counts_nWE.clone()
+    counts_nWE[:, rank] = 0
+    return counts_nWE

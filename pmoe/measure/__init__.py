@@ -1,0 +1,1 @@
+"""Rates of this machine and group, measured and stored."""

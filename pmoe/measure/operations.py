@@ -1,0 +1,264 @@
+"""The lines of FSMoE's performance models (Eq. 1): products, and the four collectives of a layer whose
+experts are sharded, measured on the live groups over the sizes of Section 6.2.
+
+The paper takes the mean of five runs; here it is the median, that of the slowest rank, after one run that
+does not count. On a slow link all sizes would take minutes: how many of them are measured follows from how
+long the smallest takes, a number that all ranks have agreed on.
+
+Letters: L ranks of the operation's group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.counts import at_stage
+from pmoe.comm.flat import all_to_all
+from pmoe.comm.ranks import Ranks
+from pmoe.measure.rounds import COMMUNICATE, COMPUTE, WIDTH, Bench, Group, Piece, open_bench, seconds_of
+from pmoe.planner.costs import FREE, Fit, fit
+from pmoe.planner.profile import Operations, identity
+
+MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
+"""Section 6.2: from 2^18 to 24 * 2^18 float32 elements. Other types have as many bytes."""
+
+GEMM_STEP, GEMM_STEPS = 2**19, 12
+"""Section 6.2: from 2^19 to 12 * 2^19 elements, here those of the matrix that the measured weight is applied
+to."""
+
+RUNS = 5
+"""Of each size, and one before them."""
+
+LINE_SECONDS = 0.5
+"""About how long measuring a line takes, where the whole set is not asked for."""
+
+
+def measure_operations(
+    ranks: Ranks,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    across: Ranks | None = None,
+    inside: Ranks | None = None,
+    line_seconds: float = LINE_SECONDS,
+) -> Operations:
+    """Collective among ``ranks``; every rank returns the same.
+
+    across: the ranks among which rows are dispatched and gradients added up, one of each node, say. inside:
+    those that share each expert, a node's. Both are parts of ``ranks``, as large on every rank; None: all of
+    them. Groups that do not meet are measured at the same time, as they would run; the slowest counts.
+
+    line_seconds: about how long each line may take. math.inf takes all sizes, 0 the three smallest.
+
+    Raises as `identity` does; ValueError for line_seconds that is negative or no number, and for groups that
+    are no part of ``ranks`` or of unlike sizes; RuntimeError where a peer fails.
+    """
+    begin = time.perf_counter()
+    device = torch.device(device)
+    identity(ranks, device, dtype)  # refuses what cannot be measured
+    if not line_seconds >= 0:
+        raise ValueError(f"line_seconds ({line_seconds}) must be at least 0")
+    group = Group(ranks, device)
+    across, inside = part_of(group, "across", across), part_of(group, "inside", inside)
+    with torch.inference_mode(False), torch.no_grad(), open_bench(group) as bench:
+        lines = {
+            name: _line(bench, operation, line_seconds)
+            for name, operation in _operations(device, dtype, across, inside).items()
+        }
+    [seconds] = group.largest([time.perf_counter() - begin])
+    return Operations(num_across=across.size, num_inside=inside.size, seconds=seconds, **lines)
+
+
+def part_of(group: Group, name: str, part: Ranks | None) -> Ranks:
+    """``part``, or all of the group's ranks where it is None. Collective: on every rank ValueError where on
+    any it is no part, or where parts are of unlike sizes."""
+    part = group.ranks if part is None else part
+    own, all_ranks = (
+        set() if ranks.group is None else set(dist.get_process_group_ranks(ranks.group))
+        for ranks in (part, group.ranks)
+    )
+    strange = not own <= all_ranks
+    most, minus_least, any_strange = group.largest([part.size, -part.size, float(strange)])
+    if any_strange:
+        here = f"ranks {sorted(own)}" if strange else "of another rank"
+        raise ValueError(f"{name} ({here}) must be a part of ranks {sorted(all_ranks)}")
+    if most != -minus_least:
+        raise ValueError(
+            f"{name} ({part.size} ranks) must be as large on every rank, not {-minus_least:.0f} to {most:.0f}"
+        )
+    return part
+
+
+# ---- the operations
+
+
+def all_gather(rows: Tensor, copies: Tensor, gathered: Tensor, inside: Ranks) -> None:
+    """Every rank's rows to every rank, in one irregular all-to-all, as a layer with sharded experts does it.
+
+    rows: (N, ...). gathered: (L * N, ...), the others' and then this rank's. copies: ((L - 1) * N, ...) to
+    send from, or empty where there is one peer.
+    """
+    assert inside.group is not None
+    others, n = inside.size - 1, len(rows)
+    gathered[others * n :].copy_(rows)
+    if others > 1:
+        copies.unflatten(0, (others, n)).copy_(rows)
+    splits = _equal_splits(inside, n)
+    _wait(all_to_all(rows if others == 1 else copies, splits, gathered[: others * n], splits, inside.group))
+
+
+def reduce_scatter(parts: Tensor, received: Tensor, out: Tensor, inside: Ranks) -> None:
+    """Adds up, on each rank, what all ranks have for it: one irregular all-to-all, then a sum.
+
+    parts: (L * N, ...), those for the others and then this rank's own. received: ((L - 1) * N, ...).
+    out: (N, ...).
+    """
+    assert inside.group is not None
+    others, n = inside.size - 1, len(out)
+    splits = _equal_splits(inside, n)
+    _wait(all_to_all(parts[: others * n], splits, received, splits, inside.group))
+    torch.sum(received.unflatten(0, (others, n)), 0, out=out)
+    out.add_(parts[others * n :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Operation:
+    """``steps`` sizes from ``step`` in steps of it. make(size) gives a piece of work of about that size, and
+    the size that it has. lane: of the bench. travels: whether there is anything to do."""
+
+    lane: str
+    step: int
+    steps: int
+    make: Callable[[int], tuple[float, Piece]]
+    travels: bool = True
+
+
+def _operations(
+    device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks
+) -> dict[str, _Operation]:
+    """By the name of their line in `Operations`."""
+    width = WIDTH[device.type]
+    generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay as they are
+
+    def random(rows: int) -> Tensor:
+        return torch.randn(rows, width, dtype=dtype, device=device, generator=generator)
+
+    def zeros(elements: int) -> Tensor:  # sums of them stay finite, however often they are added up
+        return torch.zeros(elements, dtype=dtype, device=device)
+
+    def share(size: int, ranks: Ranks) -> tuple[int, int, float]:
+        """How many other ranks, elements for each of them, and the bytes of those together."""
+        others = ranks.size - 1
+        elements = max(1, size // (others * dtype.itemsize))
+        return others, elements, float(others * elements * dtype.itemsize)
+
+    def make_gemm(elements: int) -> tuple[float, Piece]:
+        rows = elements // width
+        x, weight, y = random(rows), random(width), random(rows)
+        return float(rows * width * width), lambda: torch.mm(x, weight, out=y)
+
+    def make_all_to_all(size: int) -> tuple[float, Piece]:
+        others, n, num_bytes = share(size, across)
+        sent, received, splits = zeros(others * n), zeros(others * n), _equal_splits(across, n)
+        assert across.group is not None
+        group = across.group
+        return num_bytes, lambda: _wait(all_to_all(sent, splits, received, splits, group))
+
+    def make_all_gather(size: int) -> tuple[float, Piece]:
+        others, n, num_bytes = share(size, inside)
+        rows, copies, gathered = zeros(n), zeros(others * n if others > 1 else 0), zeros(inside.size * n)
+        return num_bytes, lambda: all_gather(rows, copies, gathered, inside)
+
+    def make_reduce_scatter(size: int) -> tuple[float, Piece]:
+        others, n, num_bytes = share(size, inside)
+        parts, received, out = zeros(inside.size * n), zeros(others * n), zeros(n)
+        return num_bytes, lambda: reduce_scatter(parts, received, out, inside)
+
+    def make_all_reduce(size: int) -> tuple[float, Piece]:
+        gradient = zeros(size // dtype.itemsize)
+        return float(size), lambda: dist.all_reduce(gradient, group=across.group)
+
+    found = {"gemm": _Operation(lane=COMPUTE, step=GEMM_STEP, steps=GEMM_STEPS, make=make_gemm)}
+    for name, ranks, make in (
+        ("all_to_all", across, make_all_to_all),
+        ("all_gather", inside, make_all_gather),
+        ("reduce_scatter", inside, make_reduce_scatter),
+        ("all_reduce", across, make_all_reduce),
+    ):
+        found[name] = _Operation(
+            lane=COMMUNICATE,
+            step=MESSAGE_STEP_BYTES,
+            steps=MESSAGE_STEPS,
+            make=_told(f"measuring {name}", ranks, make),
+            travels=ranks.size > 1,
+        )
+    return found
+
+
+def _told(
+    stage: str, ranks: Ranks, make: Callable[[int], tuple[float, Piece]]
+) -> Callable[[int], tuple[float, Piece]]:
+    """Pieces whose errors name the rank and the stage."""
+
+    def made(size: int) -> tuple[float, Piece]:
+        found, piece = make(size)
+
+        def run() -> None:
+            with at_stage(stage, ranks):
+                piece()
+
+        return found, run
+
+    return made
+
+
+def _equal_splits(ranks: Ranks, n: int) -> list[int]:
+    """n for every other rank; own rows are not sent."""
+    splits = [n] * ranks.size
+    splits[ranks.rank] = 0
+    return splits
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+# ---- their lines
+
+
+def _line(bench: Bench, operation: _Operation, line_seconds: float) -> Fit:
+    if not operation.travels:
+        return FREE
+    _, first = operation.make(operation.step)
+    first_seconds = seconds_of(bench, operation.lane, first, RUNS, min)  # interruptions would cost sizes
+    samples = []
+    for multiple in multiples(operation.steps, first_seconds, line_seconds):
+        size, piece = operation.make(multiple * operation.step)
+        samples.append((size, seconds_of(bench, operation.lane, piece, RUNS)))
+    return fit(samples)
+
+
+def multiples(steps: int, first_seconds: float, line_seconds: float) -> Sequence[int]:
+    """Which of the sizes 1 to ``steps`` times the first are measured in ``line_seconds``: as many as there is
+    time for, evenly spread over all; where three are too many, three evenly spread over the smaller ones, at
+    least 1, 2 and 3. An operation that costs something whatever its size takes less than is reckoned here.
+
+    Example: 24 steps, 0.01 s the first, 5 s -> 1, 6, 10, 15, 19, 24: 75 firsts, six times each, 4.5 s.
+    """
+
+    def spread(count: int, largest: int) -> list[int]:
+        return [1 + (i * (largest - 1) + (count - 1) // 2) // (count - 1) for i in range(count)]
+
+    wanted = [spread(count, steps) for count in range(steps, 3, -1)]
+    wanted += [spread(3, largest) for largest in range(steps, 3, -1)]
+    for sizes in wanted:
+        if sum(sizes) * (RUNS + 1) * first_seconds <= line_seconds:
+            return sizes
+    return spread(3, 3)

@@ -1,0 +1,291 @@
+"""Measures what a `Profile` holds: lines of each kind of work, and how much the lanes slow each other.
+
+`measure` is collective: see `pmoe.measure.rounds`.
+
+W ranks, WIDTH the columns and rows of the measured weight.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.counts import at_stage
+from pmoe.comm.ranks import Ranks
+from pmoe.measure.rounds import (
+    COMMUNICATE,
+    COMPUTE,
+    COPY,
+    WIDTH,
+    Bench,
+    Group,
+    Marks,
+    Piece,
+    open_bench,
+    seconds_of,
+)
+from pmoe.planner.cost_model import Interference
+from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.profile import Identity, Profile, identity
+
+MOST_ROWS = {"cpu": 8192, "cuda": 16384}
+FIRST_ROWS = {"cpu": 64, "cuda": 256}
+"""By device type: the number of rows that the measured weight is applied to grows from the first to the most,
+until a product is long enough to be timed."""
+
+FIRST_MESSAGE_BYTES, FIRST_COPY_BYTES, MOST_BYTES = 2**14, 2**20, 2**26
+"""Messages and copies likewise."""
+
+TRIES = 7
+"""Of each size in that search. Beside other processes a message may take many times its fastest."""
+
+LEAST_SPEED = 1e-3
+"""A lane that others bring to a stand has this relative speed, since a factor of zero has no inverse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Effort:
+    """piece_seconds: the longest of the three sizes of each line. span_seconds: how long lanes run side by
+    side. repeats: of each size. rounds: of each combination of lanes."""
+
+    piece_seconds: float
+    span_seconds: float
+    repeats: int
+    rounds: int
+
+
+QUICK = _Effort(piece_seconds=2e-3, span_seconds=0.024, repeats=9, rounds=2)
+FULL = _Effort(piece_seconds=5e-3, span_seconds=0.1, repeats=15, rounds=7)
+
+
+def measure(
+    ranks: Ranks,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    quick: bool = False,
+) -> Profile:
+    """Collective; every rank returns the same profile, after some ten seconds, or one or two where quick.
+
+    The device and the ranks should have nothing else to do meanwhile. Raises as `identity` does, and
+    RuntimeError where a peer fails.
+    """
+    begin = time.perf_counter()
+    device = torch.device(device)
+    who, group, effort = identity(ranks, device, dtype), Group(ranks, device), QUICK if quick else FULL
+    lines: dict[str, LineCost] = {}
+    pieces: dict[str, Piece] = {}
+    with torch.inference_mode(False), torch.no_grad(), open_bench(group) as bench:
+        for name, kind in _kinds(bench, dtype).items():
+            units = _units(bench, kind, effort)
+            lines[name] = _line(bench, kind, units, effort)
+            pieces[name] = kind.make(units)
+        interference = _interference(bench, _by_lane(pieces), effort)
+    profile = Profile(
+        **{field.name: getattr(who, field.name) for field in dataclasses.fields(Identity)},
+        compute=lines["compute"],
+        message=lines.get("message", LineCost(0.0, 0.0)),
+        copy_out=lines["copy_out"],
+        copy_in=lines["copy_in"],
+        interference=interference,
+        seconds=time.perf_counter() - begin,
+        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    return Profile.from_json(group.from_rank_0(profile.to_json()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A kind of work, in units of ``size`` multiply-adds or bytes. make(units) gives one piece of it."""
+
+    lane: str
+    size: float
+    first_units: int
+    most_units: int
+    make: Callable[[int], Piece]
+
+
+def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
+    """By the name of their line in a `Profile`."""
+    ranks, device = bench.group.ranks, bench.group.device
+    generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay as they are
+    others = ranks.size - 1
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+
+    width = WIDTH[device.type]
+    weight = made(width, width)
+
+    def compute(rows: int) -> Piece:
+        x, y = made(rows, width), made(rows, width)
+        return lambda: torch.mm(x, weight, out=y)
+
+    def message(elements: int) -> Piece:
+        sent, received = made(elements * others), made(elements * others)
+        splits = [elements] * ranks.size
+        splits[ranks.rank] = 0  # own rows are not sent
+
+        def exchange() -> None:
+            with at_stage("measuring messages", ranks):
+                work = dist.all_to_all_single(
+                    received, sent, splits, splits, group=ranks.group, async_op=True
+                )
+                if work is not None:
+                    work.wait()
+
+        return exchange
+
+    def copy_out(elements: int) -> Piece:
+        inside, outside = made(elements), bench.host_buffer(elements, dtype)
+        return lambda: outside.copy_(inside, non_blocking=True)
+
+    def copy_in(elements: int) -> Piece:
+        inside, outside = made(elements), bench.host_buffer(elements, dtype)
+        return lambda: inside.copy_(outside, non_blocking=True)
+
+    kinds = {
+        "compute": _Kind(
+            lane=COMPUTE,
+            size=width * width,
+            first_units=FIRST_ROWS[device.type],
+            most_units=MOST_ROWS[device.type],
+            make=compute,
+        )
+    }
+    if others:
+        size = others * dtype.itemsize
+        kinds["message"] = _Kind(
+            lane=COMMUNICATE,
+            size=size,
+            first_units=max(16, FIRST_MESSAGE_BYTES // size),
+            most_units=max(64, MOST_BYTES // size),
+            make=message,
+        )
+    for name, make in (("copy_out", copy_out), ("copy_in", copy_in)):
+        kinds[name] = _Kind(
+            lane=COPY,
+            size=dtype.itemsize,
+            first_units=FIRST_COPY_BYTES // dtype.itemsize,
+            most_units=MOST_BYTES // dtype.itemsize,
+            make=make,
+        )
+    return kinds
+
+
+def _units(bench: Bench, kind: _Kind, effort: _Effort) -> int:
+    """Enough for a piece of ``effort.piece_seconds``, and for three times the seconds of the first try: where
+    a task costs much whatever its size, size must show beside it. The fastest of a few tries counts, since an
+    interruption would make pieces too small."""
+    units = kind.first_units
+    first = seconds = seconds_of(bench, kind.lane, kind.make(units), TRIES, min)
+    while units < kind.most_units and (seconds < effort.piece_seconds / 2 or seconds < 3 * first):
+        units = min(kind.most_units, 4 * units)
+        seconds = seconds_of(bench, kind.lane, kind.make(units), TRIES, min)
+    if seconds < effort.piece_seconds:
+        units = min(kind.most_units, int(units * effort.piece_seconds / seconds))
+    return units
+
+
+def _line(bench: Bench, kind: _Kind, units: int, effort: _Effort) -> LineCost:
+    """Through three sizes. Where caches or noise make the smaller cheaper than any line from zero or above,
+    the line goes from zero through the largest."""
+    samples = [
+        (part * kind.size, seconds_of(bench, kind.lane, kind.make(part), effort.repeats))
+        for part in (units // 16, units // 4, units)
+    ]
+    line = fit_line(samples)
+    if line.alpha_seconds < 0 or line.beta_seconds <= 0:
+        size, seconds = samples[-1]
+        return LineCost(0.0, seconds / size)
+    return line
+
+
+FACTORS = {
+    "mu_comp": (COMMUNICATE, (COMPUTE, COMMUNICATE)),
+    "mu_mem": (COMMUNICATE, (COMMUNICATE, COPY)),
+    "mu_all": (COMMUNICATE, (COMPUTE, COMMUNICATE, COPY)),
+    "sigma_comm": (COMPUTE, (COMPUTE, COMMUNICATE)),
+    "sigma_mem": (COMPUTE, (COMPUTE, COPY)),
+    "sigma_all": (COMPUTE, (COMPUTE, COMMUNICATE, COPY)),
+    "eta_comm": (COPY, (COMMUNICATE, COPY)),
+    "eta_comp": (COPY, (COMPUTE, COPY)),
+    "eta_all": (COPY, (COMPUTE, COMMUNICATE, COPY)),
+}
+"""Fig. 3: whose speed, and which lanes are busy."""
+
+
+def _by_lane(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    """One piece a lane, in the order of FACTORS; that of the copies goes out and in."""
+    copy_out, copy_in = pieces["copy_out"], pieces["copy_in"]
+    found = {COMPUTE: pieces["compute"]}
+    if "message" in pieces:
+        found[COMMUNICATE] = pieces["message"]
+    return found | {COPY: lambda: (copy_out(), copy_in())}
+
+
+def _interference(bench: Bench, pieces: Mapping[str, Piece], effort: _Effort) -> Interference:
+    """Every lane gets so many pieces that they take about the same time alone. Beside messages, whose number
+    all ranks must know beforehand, the others get twice as many, to be busy all the while. Speeds are those
+    of the time in which all lanes are busy, so it does not matter which of them ends first."""
+    alone = {lane: seconds_of(bench, lane, piece, TRIES, min) for lane, piece in pieces.items()}
+    span = max(effort.span_seconds, 4 * max(alone.values()))
+    count = {lane: math.ceil(span / seconds) for lane, seconds in alone.items()}
+
+    def run(lanes: Sequence[str]) -> dict[str, float]:
+        bench.group.largest([0.0])  # begin together
+        longer = 2 if COMMUNICATE in lanes and len(lanes) > 1 else 1
+        return speeds(
+            bench.run(
+                {lane: (pieces[lane], count[lane] * (1 if lane == COMMUNICATE else longer)) for lane in lanes}
+            )
+        )
+
+    together = [lanes for several in (2, 3) for lanes in combinations(pieces, several)]
+    relative: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for _ in range(effort.rounds):
+        full = {lane: run([lane])[lane] for lane in pieces}
+        for lanes in together:
+            for lane, speed in run(lanes).items():
+                relative.setdefault((lane, lanes), []).append(speed / full[lane])
+    # Without messages, "all" are the two lanes that there are.
+    lanes_of = {name: tuple(lane for lane in lanes if lane in pieces) for name, (_, lanes) in FACTORS.items()}
+    names = [name for name, (lane, _) in FACTORS.items() if (lane, lanes_of[name]) in relative]
+    slowness = [-statistics.median(relative[FACTORS[name][0], lanes_of[name]]) for name in names]
+    slowest = bench.group.largest(slowness)
+    return Interference(
+        **{name: min(1.0, max(LEAST_SPEED, -s)) for name, s in zip(names, slowest, strict=True)}
+    )
+
+
+def speeds(marks: Mapping[str, Marks]) -> dict[str, float]:
+    """Pieces a second of each lane, from when the last lane began until the first lane ended. A piece under
+    way counts by its part in that time. Lanes that never ran together count from the first to the last mark.
+
+    Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 pieces, 0.5 a second, b: 1 piece, 0.25 a second.
+    """
+    begin, end = max(row[0] for row in marks.values()), min(row[-1] for row in marks.values())
+    if end <= begin:
+        begin, end = min(row[0] for row in marks.values()), max(row[-1] for row in marks.values())
+    return {lane: (_done(row, end) - _done(row, begin)) / (end - begin) for lane, row in marks.items()}
+
+
+def _done(marks: Marks, moment: float) -> float:
+    """How many pieces had ended by then."""
+    if moment >= marks[-1]:
+        return len(marks) - 1
+    i = bisect.bisect_right(marks, moment)
+    if i == 0:
+        return 0.0
+    return i - 1 + (moment - marks[i - 1]) / (marks[i] - marks[i - 1])

@@ -1,0 +1,344 @@
+"""COMET's Table 3, the moves of n_c in its Fig. 8, and its fused layer beside a chunked one, all by model.
+
+The numbers of one machine that stand here are for this reproduction; no layer uses them. What the paper
+leaves open is in ASSUMPTIONS. Nothing is fitted: where the model parts from the paper, it says so.
+
+Letters are the paper's (Table 1): M tokens of all ranks, N width of a token (pmoe's d_model), K width of an
+expert's hidden layer (d_hidden), W = TP * EP ranks; n_c communicating blocks, T_N columns of a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pmoe.papers.comet_simulator import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    Arriving,
+    Found,
+    Machine,
+    Returning,
+    best_division,
+    busy_bars,
+    even_layer,
+    fused_run,
+    fused_seconds,
+)
+from pmoe.planner.simulator import Simulated, makespan, simulate
+from pmoe.planner.timeline import Bar
+from pmoe.schedule.tasks import Kind, Stages, Task, forward_schedule, local_pieces
+
+ASSUMPTIONS: Mapping[str, str] = {
+    "machine": "8 H800 (section 5.1) with 132 multiprocessors (Fig. 8), one block each, all ranks alike "
+    "and at the same time.",
+    "matrix rate": "a block reaches 1/132 of 650 Tflop/s: two thirds of the device's 989 in bfloat16. The "
+    "same for every shape; a tile is 128 x 256 (pmoe's; the paper's example is 128 x 128) and costs the "
+    "same where it is not full. Activations take no time.",
+    "link": "160 GB/s leave a rank, of NVLink's 200 a direction (400 in both): what DeepEP states as "
+    "the greatest that it reaches on H800 (docs/legacy.md).",
+    "communicating block": "56 GB/s, read or written, here or at a peer, one after the other: 28 GB/s "
+    "copied. On H20, whose link is wider than H800's, 24 blocks of which 12 send reach 337 GB/s (DeepEP, "
+    "issue 16). The least certain number; the column 'half rate' has 28 GB/s.",
+    "signal": "2 us from the last write to the block that waited, over the link or not.",
+    "memory": "computing and communicating blocks do not slow each other; weights and caches cost nothing.",
+    "Fig. 8's layer": "Mixtral 8x7B (N = 4096, K = 14336, E = 8, topk = 2), the shape of Fig. 10 to 12, "
+    "in bfloat16 under even routing; text and caption name none. One tile of columns a chunk (T_N = 256), "
+    "as in Fig. 6. The text gives n_c of three of four cases.",
+    "M": "tokens of all 8 ranks, as in Fig. 10 and 12, M / W owned by each. The column 'M W / TP' has the "
+    "other reading: M tokens a TP group, as Fig. 9 says of its own.",
+    "tensor parallelism": "the ranks of a TP group hold K / TP hidden units of the same E / EP experts "
+    "and get all rows of these. Each sums its part of a token's rows and sends it to the token's owner, "
+    "which adds all ranks' sums (reduce-scatter and combine in one).",
+    "rows of a token": "a token has rows on a rank with the chance that one of its topk experts, each as "
+    "likely as another, is there; where it has, as many as the mean.",
+    "chunked layer": "pmoe's own forward schedule. All blocks compute, in whole waves of tiles; "
+    "collectives take the whole link, no block, and one signal; arranging and summing rows use all "
+    "blocks' 56 GB/s, more than the memory gives; launches take no time. All of it in its favour.",
+}
+"""What the figures need and the paper does not say, or says in several ways. Written down before the first
+simulation, but after an estimate by hand with blocks of 27 GB/s, about half, that gave n_c = 23 for TP = 8.
+Afterwards the order of sums and of tiles that are not full was made that of cuda/comet."""
+
+H800 = Machine(
+    blocks=132,
+    block_flops=650e12 / 132,
+    block_local_bytes=56e9,
+    block_peer_bytes=56e9,
+    link_bytes=160e9,
+    signal_seconds=2e-6,
+)
+"""One of the paper's eight devices, by ASSUMPTIONS."""
+
+ELEMENT_SIZE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A row of Table 2, in the paper's letters."""
+
+    E: int
+    topk: int
+    N: int
+    K: int
+
+
+MODELS: Mapping[str, Model] = {
+    "Mixtral 8x7B": Model(E=8, topk=2, N=4096, K=14336),
+    "Qwen2-MoE": Model(E=64, topk=4, N=2048, K=1408),
+    "Phi3.5-MoE": Model(E=16, topk=2, N=4096, K=6400),
+}
+RANKS = 8
+
+
+# ---- Table 3
+
+PAPER_MB: Mapping[tuple[str, int], int] = {
+    ("Mixtral 8x7B", 4096): 32,
+    ("Qwen2-MoE", 4096): 16,
+    ("Phi3.5-MoE", 4096): 32,
+    ("Mixtral 8x7B", 8192): 64,
+    ("Qwen2-MoE", 8192): 32,
+    ("Phi3.5-MoE", 8192): 64,
+}
+"""Table 3: by model and M."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A cell of Table 3: the buffer's bytes, and the paper's MB (2^20 bytes)."""
+
+    model: str
+    tokens: int
+    num_bytes: int
+    paper_mb: int
+
+
+def buffer_bytes(tokens: int, width: int) -> int:
+    """Of the shared communication buffer: M N elements of two bytes (section 5.5)."""
+    return ELEMENT_SIZE * tokens * width
+
+
+def table3() -> list[Size]:
+    """Table 3 and what section 5.5's formula gives."""
+    return [
+        Size(model=name, tokens=tokens, num_bytes=buffer_bytes(tokens, MODELS[name].N), paper_mb=paper)
+        for (name, tokens), paper in PAPER_MB.items()
+    ]
+
+
+# ---- Fig. 8
+
+PAPER_N_C: Mapping[tuple[int, int], int | None] = {
+    (8, 4096): 18,
+    (8, 16384): 26,
+    (4, 4096): None,
+    (4, 16384): 46,
+}
+"""Best n_c by (TP, M), section 3.2.2; the text does not name the fourth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A case of Fig. 8, layer 1. paper: its best n_c; model, seconds: the model's and how long it takes then;
+    paper_seconds: with the paper's n_c. half_rate: the model's n_c where communicating blocks are half as
+    fast. per_group: where M is the tokens of a TP group."""
+
+    tp: int
+    tokens: int
+    paper: int | None
+    model: int
+    seconds: float
+    paper_seconds: float | None
+    half_rate: int
+    per_group: int
+
+
+@functools.cache
+def figure8(machine: Machine = H800) -> tuple[Case, ...]:
+    """The moves of n_c in Fig. 8, by model."""
+    slower = replace(
+        machine,
+        block_local_bytes=machine.block_local_bytes / 2,
+        block_peer_bytes=machine.block_peer_bytes / 2,
+    )
+    cases = []
+    for (tp, tokens), paper in PAPER_N_C.items():
+        _, layer = _mixtral(tokens, tp)
+        best = _at_one_tile(layer, machine)
+        cases.append(
+            Case(
+                tp=tp,
+                tokens=tokens,
+                paper=paper,
+                model=best.division.n_c,
+                seconds=best.seconds,
+                paper_seconds=None if paper is None else fused_seconds(layer, machine, paper),
+                half_rate=_at_one_tile(layer, slower).division.n_c,
+                per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], machine).division.n_c,
+            )
+        )
+    return tuple(cases)
+
+
+WHY = (
+    "In the model a rank's products and what it communicates grow with M alike; n_c moves with M only as "
+    "blocks get whole tiles and pieces, which are fewer at 4096. From TP = 8 to 4 a rank has half the rows, "
+    "each twice as long: its products take as long as before, sums of half the rows less, so fewer blocks "
+    "are enough. What gives the paper's 46 is not in its text."
+)
+"""Of the moves in Fig. 8, in the model."""
+
+
+def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
+    model = MODELS["Mixtral 8x7B"]
+    return even_layer(
+        tokens=tokens,
+        top_k=model.topk,
+        num_experts=model.E,
+        d_model=model.N,
+        d_hidden=model.K,
+        ep=RANKS // tp,
+        tp=tp,
+    )
+
+
+@functools.cache  # with TP = 8 both readings of M are one
+def _at_one_tile(layer: Returning, machine: Machine) -> Found:
+    return best_division(layer, machine, chunks=[TILE_COLUMNS])
+
+
+def moves(cases: Sequence[Case]) -> list[str]:
+    """The paper's two moves of n_c, and whether the model's goes the same way: a line each."""
+    of = {(case.tp, case.tokens): case for case in cases}
+    lines = []
+    for told, start, end in (
+        ("TP = 8, M 4096 -> 16384", (8, 4096), (8, 16384)),
+        ("M = 16384, TP 8 -> 4", (8, 16384), (4, 16384)),
+    ):
+        before, after = of[start], of[end]
+        assert before.paper is not None and after.paper is not None
+        same = (after.model - before.model) * (after.paper - before.paper) > 0
+        lines.append(
+            f"{told}: paper {before.paper} -> {after.paper}, model {before.model} -> {after.model}: "
+            + ("the same way" if same else "NOT the same way")
+        )
+    return lines
+
+
+# ---- the fused layer beside the chunked one
+
+DEGREES = (1, 2, 4, 8)
+DRAWN_TOKENS = 16384
+"""M of the layer that is drawn: that of Fig. 11, Mixtral 8x7B with EP = 8 and TP = 1."""
+
+
+def chunked_run(arriving: Arriving, returning: Returning, machine: Machine, n: int) -> list[Simulated[Task]]:
+    """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer.
+
+    Raises ValueError for n below 1, and layers of unlike rows.
+    """
+    if arriving.rows_E != returning.rows_E:
+        raise ValueError(f"rows_E ({arriving.rows_E}) must be those of layer 1 ({returning.rows_E})")
+    here, away = arriving.rows_WE[0], tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
+    remote = sum(away) > 0
+    stages = Stages(local=sum(here) > 0 or not remote, remote=remote)
+    pieces = local_pieces(n, local=stages.local, remote=remote)
+    all_local = machine.blocks * machine.block_local_bytes
+    row_bytes = arriving.row_bytes
+    out_bytes = returning.columns * returning.element_size
+
+    def products(rows_E: Sequence[int]) -> float:
+        """Seconds of both grouped products, in whole waves of tiles."""
+        row_tiles = sum(math.ceil(rows / TILE_ROWS) for rows in rows_E)
+        return sum(
+            math.ceil(row_tiles * math.ceil(layer.columns / TILE_COLUMNS) / machine.blocks)
+            * machine.tile_seconds(layer.reduction)
+            for layer in (arriving, returning)
+        )
+
+    def seconds(task: Task) -> float:
+        if task.kind is Kind.LOCAL:
+            # the last of two pieces has the last chunk's rows (`pmoe.ordering.sorted.piece_of`)
+            chunks = [i for i in range(n) if (i if pieces == n else int(i == n - 1)) == task.chunk]
+            return products([sum(_part(rows, i, n) for i in chunks) for rows in here])
+        if task.kind is Kind.COMPUTE:
+            return products([_part(rows, task.chunk, n) for rows in away])
+        sent = sum(_part(rows, task.chunk, n) for rows in away)
+        if task.kind is Kind.GATHER:
+            return 2 * sent * row_bytes / all_local
+        if task.kind is Kind.DISPATCH:
+            return sent * row_bytes / machine.link_bytes + machine.signal_seconds
+        if task.kind is Kind.COMBINE:
+            return sent * out_bytes / machine.link_bytes + machine.signal_seconds
+        if task.kind is Kind.OUTPUT:
+            summed = sent + sum(_part(rows, task.chunk, n) for rows in here)
+            return (summed + _part(returning.tokens, task.chunk, n)) * out_bytes / all_local
+        return 0.0  # routing weights
+
+    return simulate(forward_schedule(n, stages).tasks, seconds)
+
+
+def _part(rows: int, chunk: int, n: int) -> int:
+    return rows * (chunk + 1) // n - rows * chunk // n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A layer fused and chunked. dispatch, combine: the best divisions of both fused kernels; chunked:
+    seconds by n."""
+
+    tokens: int
+    dispatch: Found
+    combine: Found
+    chunked: Mapping[int, float]
+
+    @property
+    def fused(self) -> float:
+        return self.dispatch.seconds + self.combine.seconds
+
+    @property
+    def best_n(self) -> int:
+        return min(self.chunked, key=self.chunked.__getitem__)
+
+
+@functools.cache
+def beside(tokens: int = DRAWN_TOKENS, machine: Machine = H800) -> Beside:
+    """Mixtral's layer with EP = 8: one fused kernel after the other, and chunked in 1, 2, 4 and 8."""
+    arriving, returning = _mixtral(tokens, tp=1)
+    return Beside(
+        tokens=tokens,
+        dispatch=best_division(arriving, machine),
+        combine=best_division(returning, machine),
+        chunked={n: makespan(chunked_run(arriving, returning, machine, n)) for n in DEGREES},
+    )
+
+
+def panels(found: Beside, machine: Machine = H800) -> dict[str, list[Bar]]:
+    """The drawing of `beside`: fused, and chunked in n = 2 and the best n."""
+    arriving, returning = _mixtral(found.tokens, tp=1)
+    first, second = found.dispatch.division, found.combine.division
+    run = fused_run(arriving, machine, first.n_c)
+    fused = busy_bars(run, machine, first.n_c)
+    run = fused_run(returning, machine, second.n_c, second.chunk_columns)
+    fused += busy_bars(run, machine, second.n_c, origin=found.dispatch.seconds)
+    drawn = {
+        f"fused, n_c = {first.n_c} of {machine.blocks} in layer 0, {second.n_c} in layer 1 "
+        f"(T_N = {second.chunk_columns})": fused
+    }
+    for n in dict.fromkeys((2, found.best_n)):
+        drawn[f"chunked, n = {n}"] = [
+            Bar(
+                direction="forward",
+                name=item.task.name,
+                kind=item.task.kind.value,
+                chunk=item.task.chunk,
+                lane=item.task.lane.value,
+                start=item.start,
+                end=item.end,
+            )
+            for item in chunked_run(arriving, returning, machine, n)
+        ]
+    return drawn

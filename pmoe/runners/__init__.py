@@ -1,0 +1,1 @@
+"""How a decided call is computed: one runner a file behind one interface."""

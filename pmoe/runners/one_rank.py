@@ -1,0 +1,224 @@
+"""A layer of one rank, in five launches: the gate's product, the routing, the experts' two products, the sum.
+
+Nothing travels and nothing is cut, so no task waits for another and no schedule is run. Tokens are gathered
+as the experts' first product loads them: the dispatched rows (T_DI) do not exist. Between the passes the
+layer holds its input, T_M, the logits and 12 bytes a slot (expert, weight, place); as everywhere, nothing of
+the activated hidden and of T_DO. Group sizes never reach the host.
+
+Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.ranks import Ranks
+from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts
+from pmoe.gates import SwitchGate, TopKGate
+from pmoe.gates.logits import router_logits
+from pmoe.kernels import grouped_gemm, permute, route
+from pmoe.kernels.grouped_gemm import Slots
+from pmoe.kernels.route import Routes
+from pmoe.measure.products import settle_products, slower_kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """y_TM: the tokens' results. l_aux: scalar. counts_E: rows by expert, int32, where the rows are."""
+
+    y_TM: Tensor
+    l_aux: Tensor
+    counts_E: Tensor
+
+
+def activation_of(experts: StackedExperts) -> str:
+    """As `pmoe.kernels.grouped_gemm` names it."""
+    return experts.activation if isinstance(experts, FFNExperts) else "swiglu"
+
+
+def refusal(gate: torch.nn.Module, experts: torch.nn.Module) -> str | None:
+    """Why a gate and experts are none that this file computes; None where they are."""
+    if type(gate) not in (TopKGate, SwitchGate):
+        return f"the gate is a {type(gate).__name__}"
+    if type(experts) not in (FFNExperts, SwiGLUExperts):
+        return f"the experts are {type(experts).__name__}"
+    return None
+
+
+def kernel_refusal(
+    gate: TopKGate,
+    experts: StackedExperts,
+    x_TM: Tensor,
+    dtype: torch.dtype,
+    *,
+    ranks: Ranks,
+    needs_grad: bool,
+) -> str | None:
+    """Why such tokens, as rows of ``dtype``, are not computed by the kernels here: they do not take them, or
+    another way is faster. The first time for so many tokens that is measured."""
+    device, num_rows = x_TM.device, x_TM.shape[0] * gate.top_k
+    if device.type != "cuda" or not num_rows:
+        return f"{x_TM.shape[0]} tokens on {device}"
+    num_experts, num_model, width = experts.w2.shape
+    logits = x_TM.new_empty(0, num_experts, dtype=torch.float32)
+    reasons = (
+        grouped_gemm.refusal(device, dtype, d_model=num_model, d_hidden=width),
+        permute.refusal(device, dtype, gate.top_k),
+        route.refusal(logits, gate.top_k),
+        "float64 tokens" if x_TM.dtype == torch.float64 else None,
+    )
+    why = next((why for why in reasons if why is not None), None)
+    if why is None:
+        settle_products(experts, ranks, dtype, device, num_rows, needs_grad=needs_grad)
+        why = slower_kernels(experts, dtype, device, num_rows, needs_grad=needs_grad)
+    return why
+
+
+def run(
+    decide: Callable[[], Routes],
+    experts: StackedExperts,
+    x_TM: Tensor,
+    parameters: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> Result:
+    """Routes the tokens and computes them. decide: `route_tokens`, or what that gave before. parameters: the
+    experts', of ``dtype`` as the rows will be."""
+    with torch.autocast(x_TM.device.type, enabled=False):
+        routes = decide()
+        rows_TM = aligned(x_TM.to(dtype))
+        y_TM = compute(rows_TM, routes, parameters, activation_of(experts))
+    return Result(y_TM=y_TM, l_aux=routes.l_aux, counts_E=routes.counts_nE[0])
+
+
+def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:
+    """The gate's product and the routing, a launch each; autocast must be off."""
+    logits_TE = router_logits(x_TM, gate.weight)
+    return route.route(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
+
+
+def aligned(rows_TM: Tensor) -> Tensor:
+    """The same rows, as the kernels can read them."""
+    if not rows_TM.numel():
+        return rows_TM
+    if permute.strides_fit(rows_TM) and rows_TM.data_ptr() % permute.VECTOR_BYTES == 0:
+        return rows_TM
+    return rows_TM.clone(memory_format=torch.contiguous_format)
+
+
+def compute(rows_TM: Tensor, routes: Routes, parameters: Sequence[Tensor], activation: str) -> Tensor:
+    """T_O (T, M) of tokens whose routing is decided."""
+    w1, w2, *biases = parameters
+    b1, b2 = biases or (None, None)
+    places = (routes.expert_TK, routes.position_TK, routes.slot_N, routes.ends_nE.view(-1))
+    if not torch.is_grad_enabled():
+        return _forward(rows_TM, routes.weight_TK, w1, w2, b1, b2, places, activation, keep=False)[0]
+    y_TM: Tensor = _Alone.apply(  # type: ignore[no-untyped-call]
+        rows_TM, routes.weight_TK, w1, w2, b1, b2, places, activation
+    )
+    return y_TM
+
+
+Places = tuple[Tensor, Tensor, Tensor, Tensor]
+"""expert_TK, position_TK, slot_N, ends_E of `Routes`."""
+
+
+def _forward(
+    x_TM: Tensor,
+    weight_TK: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    places: Places,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """T_O, and T_M where it is kept."""
+    _, position_TK, slot_N, ends_E = places
+    slots = Slots(slot_N=slot_N, top_k=weight_TK.shape[1])
+    hidden_NG, active_NH = grouped_gemm.hidden(
+        x_TM, w1, ends_E, activation=activation, bias_EG=b1, slots=slots, gathered=True, keep=keep
+    )
+    out_NM = grouped_gemm.product(active_NH, w2, ends_E, bias_EO=b2, scale=weight_TK.view(-1), slots=slots)
+    del active_NH
+    return permute.unpermute(out_NM, position_TK), hidden_NG
+
+
+class _Alone(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TM: Tensor,
+        weight_TK: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        b1: Tensor | None,
+        b2: Tensor | None,
+        places: Places,
+        activation: str,
+    ) -> Tensor:
+        needs = any(ctx.needs_input_grad)
+        y_TM, hidden_NG = _forward(x_TM, weight_TK, w1, w2, b1, b2, places, activation, keep=needs)
+        expert_TK = places[0] if b2 is not None else None
+        _, position_TK, _, ends_E = places
+        ctx.save_for_backward(x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E)
+        ctx.activation = activation
+        return y_TM
+
+    @staticmethod
+    def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
+        x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E = ctx.saved_tensors
+        needs_x, needs_weight, needs_w1, needs_w2, needs_b1, needs_b2, *_ = ctx.needs_input_grad
+        top_k, grad_TM = weight_TK.shape[1], aligned(grad_TM)
+        slots = Slots(slot_N=_inverse(position_TK), top_k=top_k)
+        scale = weight_TK.view(-1)
+        # Products that only the parameters wait for come as soon as their operands can then be let go of:
+        # there is no communication that they could fill the time of.
+        grad_hidden_NG, active_NH, dot_N = grouped_gemm.hidden_gradient(
+            grad_TM, w2, hidden_NG, scale, ends_E, activation=ctx.activation, slots=slots, gathered=True,
+            weighs_active=True,
+        )  # fmt: skip
+        del hidden_NG
+        of_x = of_weight = of_w1 = of_w2 = of_b1 = of_b2 = None
+        if needs_w2:
+            of_w2 = grouped_gemm.weight_gradient(grad_TM, active_NH, ends_E, slots=slots, gathers_grad=True)
+        del active_NH
+        if needs_b2:
+            of_b2 = _weighted_sum(grad_TM, scale, ends_E, slots)
+        if needs_weight:
+            of_weight = dot_N.index_select(0, position_TK.view(-1)).view_as(weight_TK)
+            if b2 is not None:
+                of_bias_TE = grad_TM.to(dot_N.dtype) @ b2.to(dot_N.dtype).t()
+                of_weight = of_weight + of_bias_TE.gather(1, expert_TK.long())
+            of_weight = of_weight.to(weight_TK.dtype)
+        if needs_b1:
+            of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
+        if needs_w1:
+            of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, x_TM, ends_E, slots=slots, gathers_rows=True)
+        if needs_x:
+            of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, ends_E)
+            del grad_hidden_NG
+            of_x = permute.unpermute(of_rows_NM, position_TK)
+        return of_x, of_weight, of_w1, of_w2, of_b1, of_b2, None, None
+
+
+def _inverse(position_TK: Tensor) -> Tensor:
+    """slot_N, which is quicker made again than kept."""
+    position_N = position_TK.view(-1)
+    slot_N = torch.arange(position_N.numel(), dtype=torch.int32, device=position_N.device)
+    return torch.empty_like(slot_N).index_copy_(0, position_N.long(), slot_N)
+
+
+def _weighted_sum(tokens_TM: Tensor, scale: Tensor, ends_E: Tensor, slots: Slots) -> Tensor:
+    """(E, M): for each expert the sum of its tokens times their weights; see `grouped_gemm.sum_by_expert`."""
+    column = tokens_TM.new_zeros(slots.slot_N.numel(), 8)  # 16 bytes a row
+    column[:, 0] = scale.index_select(0, slots.slot_N.long())
+    summed = grouped_gemm.weight_gradient(tokens_TM, column, ends_E, slots=slots, gathers_grad=True)
+    return summed[:, :, 0]

@@ -1,0 +1,133 @@
+"""The granularity search on real steps: MPipeMoE's searchBestGran(B), and the tables that layers share.
+
+Layers of one shape on one group learn together. A trial runs both passes of the experts' part of a layer on
+the batch at hand, through the plan that the layer itself would make, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pmoe.comm.ranks import Ranks
+from pmoe.engine.autograd import run_both
+from pmoe.engine.passes import Inputs
+from pmoe.engine.plan import Plan
+from pmoe.planner.granularity import Degrees, GranularitySearch
+
+log = logging.getLogger("pmoe")
+
+REPEATS = 3
+
+_tables: dict[tuple[str, str], GranularitySearch] = {}
+
+
+def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularitySearch:
+    """What is known of layers like this one on this group. key: sizes, types and strategy."""
+    return _tables.setdefault(_name(ranks, key), GranularitySearch())
+
+
+def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> None:
+    """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `GranularitySearch.load`."""
+    found: list[GranularitySearch | Exception | None] = [None]
+    if ranks.rank == 0:
+        try:
+            loaded = GranularitySearch.load(path, key)
+            unknown = [
+                degrees
+                for degrees in loaded.ranges.points.values()
+                if not {degrees.forward, degrees.backward} <= set(candidates)
+            ]
+            if unknown:
+                raise ValueError(f"{path}: found {unknown[0]}, expected degrees among {tuple(candidates)}")
+            found = [loaded]
+        except (OSError, ValueError) as error:
+            found = [error]
+    if ranks.size > 1:
+        dist.broadcast_object_list(found, group_src=0, group=ranks.group)
+    (told,) = found
+    if isinstance(told, Exception):
+        raise told
+    assert told is not None
+    table(ranks, key).take(told)  # layers hold the table itself
+
+
+def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:
+    return ranks.name, json.dumps(key, sort_keys=True)
+
+
+def search(
+    known: GranularitySearch,
+    max_tokens: int,
+    candidates: Sequence[int],
+    plan_for: Callable[[Degrees], Plan | None],
+    inputs: Inputs,
+    ranks: Ranks,
+) -> Degrees:
+    """Finds by trials the degrees for ``max_tokens`` tokens, the largest number of a rank, and records them.
+
+    plan_for: the plan of given degrees, None where a layer does not allow them. inputs: rows, routing
+    weights and parameters as both passes take them. First every n for both passes; then, if forward and
+    backward have different best n, that pair. All ranks run the same trials and agree on the slowest rank's
+    medians.
+    """
+    forward, backward, seconds = {}, {}, {}
+    same = [Degrees(n, n) for n in candidates]
+    for degrees, (ahead, back) in zip(same, _trials(same, plan_for, inputs, ranks), strict=True):
+        forward[degrees.forward], backward[degrees.backward] = ahead, back
+        seconds[degrees] = ahead + back
+    apart = Degrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
+    if apart not in seconds and plan_for(apart) is not None:
+        ((ahead, back),) = _trials([apart], plan_for, inputs, ranks)
+        seconds[apart] = ahead + back
+    before = known.ranges.contradictions
+    best = known.record(max_tokens, seconds)
+    told = ", ".join(f"{d.forward}/{d.backward}: {s * 1e3:.3g} ms" for d, s in seconds.items())
+    log.info(
+        "pipeline=True takes n=%d/%d for %d tokens a rank (%s)", best.forward, best.backward, max_tokens, told
+    )
+    if known.ranges.contradictions > before:
+        log.info("n does not grow with the number of tokens here; the latest measurement holds")
+    return best
+
+
+def _trials(
+    candidates: Sequence[Degrees],
+    plan_for: Callable[[Degrees], Plan | None],
+    inputs: Inputs,
+    ranks: Ranks,
+) -> list[tuple[float, float]]:
+    """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns."""
+    device = inputs.x_TM.device
+    times: list[list[tuple[float, float]]] = [[] for _ in candidates]
+    plans = [plan_for(degrees) for degrees in candidates]
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    for turn in range(-1, REPEATS):
+        for plan, taken in zip(plans, times, strict=True):
+            assert plan is not None
+            if ranks.size > 1:
+                dist.barrier(group=ranks.group)
+            marks = run_both(plan, inputs, now)
+            if turn >= 0:
+                taken.append((marks[1] - marks[0], marks[2] - marks[1]))
+    medians = torch.tensor(
+        [[statistics.median(each[i] for each in taken) for i in (0, 1)] for taken in times],
+        dtype=torch.float64,
+        device=device,
+    )
+    if ranks.size > 1:
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=ranks.group)
+    return [(ahead, back) for ahead, back in medians.tolist()]

@@ -1,0 +1,135 @@
+"""The degrees of pipeline="solve": FSMoE's solver (Section 4) on what was measured of this machine.
+
+Costs are those of evenly routed tokens: of the all-to-all, of the all-gather and the reduce-scatter inside a
+node, and of the experts' products, or of a user's modules as black boxes (Section 3.2).
+
+Letters: B tokens of the fullest rank, K choices, P ranks across nodes, L inside one, M = d_model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pmoe.comm.grid import Grid
+from pmoe.measure.black_box import profile_module
+from pmoe.measure.profile import Operations, load_or_measure
+from pmoe.planner.costs import LineCost
+from pmoe.planner.degree import DEGREES
+from pmoe.planner.degree_search import Way, pass_seconds, refined
+from pmoe.planner.footprint import Shape
+from pmoe.planner.granularity import Degrees
+from pmoe.planner.pipeline_degree import LayerCosts, Work
+from pmoe.schedule.restore import Restore
+
+BLACK_BOX_ROWS = (64, 256, 1024)
+"""Over which an expert that is a module is profiled."""
+
+_operations: dict[tuple[str, str, torch.device, torch.dtype], Operations] = {}
+
+
+def operations_of(grid: Grid, device: torch.device, dtype: torch.dtype) -> Operations:
+    """The stored lines of this device and these groups, or measured ones; collective the first time."""
+    key = (grid.all.name, f"{grid.across.name} {grid.inside.size}", device, dtype)
+    if key not in _operations:
+        profile = load_or_measure(
+            grid.all, device, dtype, operations=True, across=grid.across, inside=grid.inside
+        )
+        assert profile.operations is not None
+        _operations[key] = profile.operations
+    return _operations[key]
+
+
+def layer_costs(
+    shape: Shape, operations: Operations, num_tokens: int, expert: LineCost | None = None
+) -> LayerCosts:
+    """The work of a forward pass over ``num_tokens`` tokens of each rank. expert: seconds of an expert's rows
+    where it is a black box."""
+    inside, across = shape.inside, shape.num_across
+    rows = num_tokens * shape.top_k
+    row_bytes = shape.d_model * shape.element_size
+    num_local = shape.num_experts // across
+    gathered = rows * inside
+    if expert is not None:
+        line, size = LineCost(expert.alpha_seconds * num_local, expert.beta_seconds), float(gathered)
+    else:
+        # Two products an expert, one launch each at worst.
+        gemm = operations.gemm.line
+        line = LineCost(gemm.alpha_seconds * 2 * num_local, gemm.beta_seconds)
+        size = float(gathered * shape.d_model * (shape.columns.hidden + shape.columns.scratch))
+    shared = rows * (inside - 1) * row_bytes
+    return LayerCosts(
+        a2a=Work(line=operations.all_to_all.line, size=rows * (across - 1) / across * row_bytes),
+        ag=Work(line=operations.all_gather.line, size=shared),
+        rs=Work(line=operations.reduce_scatter.line, size=shared),
+        exp=Work(line=line, size=size),
+    )
+
+
+class Solver:
+    """Chooses both passes' degrees for one layer, from numbers that all ranks share, and remembers."""
+
+    def __init__(self, grid: Grid, restore: Restore | None, one_lane: bool) -> None:
+        """restore: None where buffers do not rotate; both passes then have the same chunks."""
+        self._grid, self._restore = grid, restore
+        self._ways = tuple(
+            Way(direction=direction, one_lane=one_lane, restore=restore)
+            for direction in ("forward", "backward")
+        )
+        self._black_box: tuple[LineCost, LineCost] | None = None
+        self._found: dict[tuple[int, float], Degrees] = {}
+
+    def degrees(
+        self, shape: Shape, rows_TM: Tensor, num_tokens: int, t_gar: float, modules: Sequence[nn.Module]
+    ) -> Degrees:
+        """modules: this rank's experts, where they are modules. t_gar: seconds of other layers' gradients in
+        the backward pass. Collective the first time."""
+        key = (num_tokens, t_gar)
+        if key not in self._found:
+            operations = operations_of(self._grid, rows_TM.device, rows_TM.dtype)
+            if modules and self._black_box is None:
+                self._black_box = black_box(modules[0], rows_TM, self._grid)
+            self._found[key] = self._solve(shape, operations, num_tokens, t_gar)
+        return self._found[key]
+
+    def _solve(self, shape: Shape, operations: Operations, num_tokens: int, t_gar: float) -> Degrees:
+        ahead, back = (None, None) if self._black_box is None else self._black_box
+        forward = layer_costs(shape, operations, num_tokens, ahead)
+        if back is None:
+            backward = forward.backward()
+        else:
+            backward = layer_costs(shape, operations, num_tokens, back)
+        way, way_back = self._ways
+        if self._restore is not None:
+            found = refined(forward, way, degrees=DEGREES).degree
+            return Degrees(found, refined(backward, way_back, t_gar, DEGREES).degree)
+
+        def step(n: int) -> float:
+            return pass_seconds(forward, n, way) + pass_seconds(backward, n, way_back, t_gar)
+
+        best = min(DEGREES, key=step)
+        return Degrees(best, best)
+
+
+def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:
+    """Seconds of an expert's forward and backward by rows: the slowest rank's. Collective."""
+    columns = rows_TM.shape[1]
+    make = functools.partial(_random_rows, like=rows_TM, columns=columns)
+    lines = [fit.line for fit in profile_module(module, BLACK_BOX_ROWS, make)]
+    numbers = torch.tensor(
+        [[line.alpha_seconds, line.beta_seconds] for line in lines],
+        dtype=torch.float64,
+        device=rows_TM.device,
+    )
+    if grid.all.size > 1:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=grid.all.group)
+    ahead, back = (LineCost(alpha, beta) for alpha, beta in numbers.tolist())
+    return ahead, back
+
+
+def _random_rows(count: int, *, like: Tensor, columns: int) -> Tensor:
+    return torch.randn(count, columns, dtype=like.dtype, device=like.device)

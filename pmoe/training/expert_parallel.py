@@ -1,0 +1,262 @@
+"""Experts beside other people's data parallelism: DistributedDataParallel or FSDP2 for the dense part, one
+call for the experts, parameters that optimizers, gradient clipping and checkpoints understand.
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
+    model = DistributedDataParallel(pmoe.parallelize(model, mesh))
+    # or, with FSDP2, after parallelize, for each block and for the model:
+    # fully_shard(block, ignored_params=pmoe.expert_parameters(model))
+    optimizer = AdamW(pmoe.parameter_groups(model), lr=1e-3)
+    ...
+    loss.backward()  # this rank's mean loss
+    pmoe.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+Every rank is a data-parallel rank with tokens of its own. Losses are means over ranks, as both wrappers have
+them: each gradient is the ranks' sum divided by their number.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+from pmoe.comm.counts import at_stage
+from pmoe.comm.grid import ACROSS, INSIDE, Grid
+from pmoe.comm.ranks import Ranks
+from pmoe.experts.base import Experts, is_expert, local_part, replace_parameter
+from pmoe.layer import MoELayer
+
+M = TypeVar("M", bound=nn.Module)
+
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""Where DistributedDataParallel looks for the names of what it must leave alone."""
+
+
+def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
+    """Makes every `MoELayer` of ``model`` expert-parallel over ``mesh``; returns the model.
+
+    mesh: of the dimensions "ep" (experts are spread over it), optionally "esp" (each expert's hidden columns
+        are split over it), and optionally one more, over which experts are copied.
+    reduce: sum experts' gradients over their copies and divide them by the number of the mesh's ranks, within
+        each backward pass, before they are added to what earlier passes left. False leaves that to
+        `pmoe.training.parallel.reduce_gradients`.
+
+    A layer that each rank built alone, with all experts, is spread: the rank keeps its share
+    (`MoELayer.spread`). One that was built over the mesh's "ep" (and "esp") is taken as it is: by mesh=, by
+    group=, or over the default group where those are its ranks. Copies take the values of the first.
+    Parameters of stacked experts become DTensors on ``mesh`` (Shard(0) over "ep", hidden columns split over
+    "esp", whole b2 and copies Replicate); experts that are modules keep plain parameters, for there is no
+    dimension of experts to shard, and cannot be split over "esp". All, and experts' buffers, are named in
+    `DistributedDataParallel`'s list of what to ignore. The dense part is not touched.
+
+    Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made: an optimizer
+    that has experts from before raises ValueError at its next step. Models on the meta device stay there, and
+    there layers of other ranks are spread anew too. Calling it again with the same mesh changes nothing but
+    the list of names: do so where modules inside were wrapped since (checkpoint_wrapper, torch.compile),
+    which changes names.
+
+    Raises ValueError or TypeError, naming the layer, before any weight is touched, where a layer is of other
+    ranks or cannot be spread, where it is in a data-parallel wrapper already, where there is no layer, or
+    where the mesh is none of these.
+    """
+    inner = _experts_mesh(mesh)
+    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
+    if not layers:
+        raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
+    grid = Grid.of_mesh(inner)
+    for name, layer in layers:
+        try:
+            _check_layer(layer, inner, grid)
+        except (ValueError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{name or 'model'}: {error}") from None
+    _check_wrappers(model)
+    (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
+    copies = Ranks(mesh.get_group(others[0])) if others else Ranks.alone()
+    for _, layer in layers:
+        if layer.experts.is_parallelized:
+            continue
+        if not _is_over(layer, grid):
+            layer.spread(inner)
+        _take_first(layer.experts, copies, grid.inside)
+        _lay_out(layer.experts, mesh)
+        layer.experts.is_parallelized = True
+        layer.experts.reduce = MeanOverRanks(mesh.size(), copies) if reduce else None
+    for module in model.modules():
+        _leave_to_experts(module)
+    return model
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The routed experts' of this rank: what FSDP2's ``fully_shard`` takes as ignored_params."""
+    return {each for each in model.parameters() if is_expert(each)}
+
+
+def parameter_groups(
+    parameters: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Parameter groups that any optimizer of torch takes with foreach=True and fused=True: these compute a
+    group's tensors in one operation, which cannot mix plain tensors with DTensors, nor DTensors of different
+    meshes.
+
+    parameters: a model, its parameters, or groups as optimizers take them, each of which is split with all
+    its options, say into decayed and other ones. The order of groups and of parameters is kept, plain ones
+    first.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    given = list[Any](parameters)
+    groups = [each if isinstance(each, Mapping) else {"params": [each]} for each in given]
+    if not any(isinstance(each, Mapping) for each in given):
+        groups = [{"params": given}]
+    found = []
+    for group in groups:
+        inside = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        kinds: dict[object, list[Any]] = {None: []}
+        for each in inside:
+            parameter = each[1] if isinstance(each, tuple) else each  # (name, parameter)
+            kinds.setdefault(_mesh_of(parameter), []).append(each)
+        found += [{**group, "params": alike} for alike in kinds.values() if alike]
+    return found
+
+
+@dataclass(frozen=True)
+class MeanOverRanks:
+    """What becomes of experts' gradients, which are sums over the tokens of the ranks that share the experts:
+    they are summed over the experts' copies, and divided by the number of ranks there are in all."""
+
+    num_ranks: int
+    copies: Ranks
+
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        if not gradients:
+            return
+        torch._foreach_div_(list(gradients), self.num_ranks)
+        self.copies.reconnect()
+        if self.copies.size == 1:
+            return
+        with at_stage("summing the gradients of copies of experts", self.copies):
+            works = [dist.all_reduce(each, group=self.copies.group, async_op=True) for each in gradients]
+            for work in works:
+                work.wait()
+
+
+def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions over which experts are spread and split."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh ({mesh!r}) must be a torch.distributed.device_mesh.DeviceMesh")
+    names = mesh.mesh_dim_names or ()
+    of_experts = tuple(name for name in names if name in (ACROSS, INSIDE))
+    if ACROSS not in names or len(names) - len(of_experts) > 1:
+        raise ValueError(
+            f'mesh (dimensions {names or "without names"}) must have the dimension "{ACROSS}", may have '
+            f'"{INSIDE}", and one more, over which experts are copied'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh ({mesh}) must contain this rank ({dist.get_rank()})")
+    return mesh if of_experts == names else mesh[of_experts]
+
+
+def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
+    places = dict(zip(inner.mesh_dim_names or (), inner.get_coordinate() or (), strict=True))
+    for name, ranks in ((ACROSS, grid.across), (INSIDE, grid.inside)):
+        if places.get(name, 0) != ranks.rank:  # groups sort their ranks, DTensors do not
+            raise ValueError(f'mesh (ranks {inner.mesh.tolist()}) must be in ascending order along "{name}"')
+    if layer.experts.is_parallelized:
+        if not _is_over(layer, grid):
+            raise ValueError("a layer that is parallelized already must not be parallelized over other ranks")
+    elif not _is_over(layer, grid):
+        layer.check_spread(inner)
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """What has taken hold of a layer's parameters already would keep those from before."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported, nothing is sharded by it
+    kinds: list[type] = [DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule,))]
+    for name, module in model.named_modules():
+        if any(isinstance(module, kind) for kind in kinds):
+            inside = (each for each in module.modules() if isinstance(each, MoELayer))
+            if not all(layer.experts.is_parallelized for layer in inside):
+                raise ValueError(
+                    f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
+                )
+
+
+def _is_over(layer: MoELayer, grid: Grid) -> bool:
+    pairs = ((layer.grid.across, grid.across), (layer.grid.inside, grid.inside))
+    return all(_members(own) == _members(wanted) for own, wanted in pairs)
+
+
+def _members(ranks: Ranks) -> list[int]:
+    if ranks.size == 1:
+        return []
+    assert ranks.group is not None
+    return dist.get_process_group_ranks(ranks.group)
+
+
+@torch.no_grad()
+def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
+    """What ranks hold alike becomes what the first of them has, as DistributedDataParallel does it."""
+    for ranks in (inside, copies):
+        if ranks.size == 1:
+            continue
+        assert ranks.group is not None
+        source = dist.get_global_rank(ranks.group, 0)
+        dims = experts.hidden_dims() or {}
+        for name, tensor in (*experts.named_parameters(), *experts.named_buffers()):
+            if tensor.is_meta or (ranks is inside and dims.get(name) is not None):
+                continue
+            whole = local_part(tensor).contiguous()
+            dist.broadcast(whole, source, group=ranks.group)
+            local_part(tensor).copy_(whole)
+
+
+def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
+    """Stacked parameters become DTensors on the mesh."""
+    for name, dim in (experts.hidden_dims() or {}).items():
+        parameter = experts.get_parameter(name)
+        shape = list(parameter.shape)
+        placements: list[Placement] = []
+        for at, along in enumerate(mesh.mesh_dim_names or ()):
+            split = {ACROSS: 0, INSIDE: dim}.get(along)
+            if split is None:
+                placements.append(Replicate())
+                continue
+            shape[split] *= mesh.size(at)
+            # Of gated experts each half of w1 is split, not the two as one.
+            halves = getattr(experts, "hidden_factor", 1) if split == 1 else 1
+            placements.append(Shard(split) if halves == 1 else _StridedShard(split, split_factor=halves))
+        stride = torch.empty(shape, device="meta").stride()
+        laid = DTensor.from_local(
+            parameter.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        module, _, own = name.rpartition(".")
+        replace_parameter(experts.get_submodule(module), own, laid)
+    experts.mark_parameters()
+
+
+def _leave_to_experts(module: nn.Module) -> None:
+    """Names experts' parameters and buffers to DistributedDataParallel, whichever module is wrapped, be it
+    behind torch.compile."""
+    names = [name for name, each in module.named_parameters(remove_duplicate=False) if is_expert(each)]
+    for at, each in module.named_modules(remove_duplicate=False):
+        if isinstance(each, Experts) and each.is_parallelized:
+            names += [f"{at}.{name}".lstrip(".") for name, _ in each.named_buffers()]
+    if names:
+        names += [f"_orig_mod.{name}" for name in names]
+        known = list(getattr(module, DDP_IGNORES, ()))
+        setattr(module, DDP_IGNORES, known + [name for name in names if name not in known])
+
+
+def _mesh_of(parameter: Tensor) -> object:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -1,0 +1,276 @@
+"""Experts beside data and model parallelism: the meshes of DP x MP x EP x ESP, and the reduction of gradients
+after backward (FSMoE, section 2.2 and Fig. 2); `pmoe.clip_grad_norm_` clips them.
+
+The same P ranks are laid out twice: the dense part over ("dp", "mp"), the experts over ("edp", "ep", "esp").
+Model parallelism of the dense part is `torch.distributed.tensor.parallel`'s, over ``meshes.dense["mp"]``;
+the experts' is `MoELayer(mesh=meshes.experts)`. Every token meets the MoE layer on one rank alone: tokens
+that the ranks of "mp" hold alike must be split among them before it (Fig. 2's ReduceScatter).
+
+What backward leaves in ``.grad``, and over whom it is summed:
+
+| parameters | .grad is from | summed over |
+|---|---|---|
+| plain dense ones, the gate and shared experts among them | this rank's tokens | all P ranks |
+| plain dense ones named ``replicated`` | its "mp" group's tokens | all P ranks, divided by MP |
+| DTensors split over "mp" | its "mp" group's tokens | "dp" |
+| DTensors replicated over "mp" | either: its placement is Partial or Replicate | as the first or the second |
+| experts (``allreduce = False``) | the tokens of its "ep" x "esp" ranks | "edp" |
+
+Letters: P ranks; DP, MP, EDP, EP, ESP the sizes of the dimensions: P = DP * MP = EDP * EP * ESP.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+from pmoe.comm.grid import ACROSS, INSIDE
+from pmoe.experts.base import is_expert
+from pmoe.layer import MoELayer
+from pmoe.training.clipping import device_type_of, memory_of
+
+__all__ = ["Meshes", "is_expert", "make_meshes", "reduce_gradients"]
+
+DP, MP, EDP = "dp", "mp", "edp"
+"""Names of the meshes' other dimensions."""
+
+BUCKET_BYTES = 32 << 20
+"""Of gradients that share one all-reduce. Two buckets are under way at a time: the memory that this takes."""
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The P ranks, laid out for the dense part and for the experts. Made by `make_meshes`."""
+
+    dense: DeviceMesh
+    """("dp", "mp")"""
+    sparse: DeviceMesh
+    """("edp", "ep", "esp")"""
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """("ep", "esp") around this rank: what a `MoELayer` takes as mesh."""
+        return self.sparse[ACROSS, INSIDE]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dense.size()
+
+    def size(self, name: str) -> int:
+        """Of the dimension "dp", "mp", "edp", "ep" or "esp"."""
+        return dist.get_world_size(self.group(name))
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """This rank's group along a dimension."""
+        return (self.dense if name in (DP, MP) else self.sparse).get_group(name)
+
+
+def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | None = None) -> Meshes:
+    """Lays the ranks of the default group out as ("dp", "mp") and as ("edp", "ep", "esp").
+
+    mp: ranks that share a dense layer. ep: ranks over which experts are spread. esp: ranks over which each
+    expert's hidden columns are split, such as where there are more ranks than experts. What is left is
+    data-parallel: DP = P / mp copies of the dense part, EDP = P / (ep * esp) of the experts. Ranks of "mp"
+    and of "esp" are neighbours: of one node. device_type: None goes by the backend.
+
+    Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp" and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and
+    (1, 3), "edp" each rank alone.
+
+    Every rank must call it alike; a second call with the same arguments returns the same meshes, so that no
+    groups pile up. Raises ValueError where the sizes do not tile the ranks.
+    """
+    for name, size in {"mp": mp, "ep": ep, "esp": esp}.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} ({size!r}) must be an int of at least 1")
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("torch.distributed must be initialised (init_process_group) before make_meshes")
+    num_ranks = dist.get_world_size()
+    if num_ranks % mp:
+        raise ValueError(f"mp ({mp}) must divide the number of ranks ({num_ranks})")
+    if num_ranks % (ep * esp):
+        raise ValueError(f"ep * esp ({ep} * {esp}) must divide the number of ranks ({num_ranks})")
+    if device_type is None:
+        device_type = device_type_of(None)
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, {})
+    key = (mp, ep, esp, device_type)
+    if key not in made:
+        dense = init_device_mesh(device_type, (num_ranks // mp, mp), mesh_dim_names=(DP, MP))
+        shape = (num_ranks // (ep * esp), ep, esp)
+        made[key] = Meshes(dense, init_device_mesh(device_type, shape, mesh_dim_names=(EDP, ACROSS, INSIDE)))
+    return made[key]
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Meshes]]
+_made = weakref.WeakKeyDictionary()
+"""By default group: another one may follow in the same process."""
+
+
+@torch.no_grad()
+def reduce_gradients(
+    model: nn.Module,
+    meshes: Meshes,
+    *,
+    divide_by: float | Tensor | None = None,
+    experts_only: bool = False,
+    replicated: Iterable[nn.Parameter] = (),
+) -> None:
+    """After backward, makes each gradient that of one process whose loss is the sum of all ranks' losses,
+    divided by divide_by.
+
+    divide_by: None is P, for the mean of P losses, each of its rank's own tokens. DP, where the ranks of "mp"
+        compute one loss alike (from an output that a DTensor gathered: torch counts its gradient once). 1 for
+        the sum. The number of all ranks' tokens, a tensor if need be, where losses are sums over tokens.
+    experts_only: the dense part is another's to reduce, such as DistributedDataParallel's; for what it must
+        leave out, see `is_expert`.
+    replicated: plain dense parameters whose gradients the ranks of "mp" hold alike, whole: those of modules
+        that get the same tokens and the same output gradients on each of them. Not what comes behind a split
+        of the tokens (the gate, say), nor what comes before one by plain indexing, whose gradient is of this
+        rank's part alone. DTensors tell by themselves and must not be named.
+
+    Gradients change in place, in few all-reduces, the same ones on every rank: one that is None counts as
+    zero and becomes zero, even where it is None everywhere (requires_grad=False is for what is not trained).
+
+    Raises ValueError where a `MoELayer` of the model is not of these meshes, a DTensor is not on
+    ``meshes.dense["mp"]``, a gradient is sparse, or ``replicated`` or ``divide_by`` are wrong.
+    """
+    divide_by = _checked_divisor(meshes.num_ranks if divide_by is None else divide_by)
+    _check_layers(model, meshes)
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    alike = _checked_replicated(model, replicated)
+    groups = {"all": dist.group.WORLD, DP: meshes.group(DP), EDP: meshes.group(EDP)}
+    scaled: dict[tuple[int, object, object], list[Tensor]] = {}
+    summed: dict[tuple[str, object, object], list[Tensor]] = {}
+    for name, parameter in named.items():
+        if experts_only and not is_expert(parameter):
+            continue
+        over, copies, gradient = _summand(name, parameter, meshes, id(parameter) in alike)
+        scaled.setdefault((copies, gradient.device, gradient.dtype), []).append(gradient)
+        summed.setdefault((over, gradient.device, gradient.dtype), []).append(gradient)
+    for (copies, _, _), gradients in scaled.items():
+        torch._foreach_div_(gradients, divide_by * copies)
+    _all_reduce(
+        (groups[over], bucket)
+        for (over, _, _), gradients in summed.items()
+        if dist.get_world_size(groups[over]) > 1
+        for bucket in _buckets(gradients)
+    )
+
+
+def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) -> tuple[str, int, Tensor]:
+    """(over whom it is summed, how many of those hold it alike, this rank's part of the gradient)."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    if gradient.layout != torch.strided:
+        raise ValueError(f"the gradient of {name} ({gradient.layout}) must be dense (torch.strided)")
+    if is_expert(parameter):
+        return EDP, 1, memory_of(gradient)
+    if not isinstance(parameter, DTensor):
+        return "all", meshes.size(MP) if alike else 1, memory_of(gradient)
+    assert isinstance(gradient, DTensor)
+    mesh = parameter.device_mesh
+    if mesh != meshes.dense[MP]:
+        raise ValueError(
+            f'{name} (a DTensor over ranks {mesh.mesh.tolist()}) must be on meshes.dense["mp"]; where a '
+            "wrapper reduces its gradient, use experts_only=True"
+        )
+    (wanted,), (found,) = parameter.placements, gradient.placements
+    if wanted.is_replicate() and found == Partial():
+        # Summed with the others of its bucket, not in a collective of its own.
+        local = memory_of(gradient)
+        parameter.grad = DTensor.from_local(local, mesh, (wanted,), run_check=False)
+        return "all", 1, local
+    if found != wanted:  # of an embedding split by rows it is whole on each rank; all must reduce as much
+        parameter.grad = gradient = gradient.redistribute(placements=(wanted,))
+    if wanted.is_replicate():
+        return "all", meshes.size(MP), memory_of(gradient)
+    return DP, 1, memory_of(gradient)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket, size_bytes = list[Tensor](), 0
+    for gradient in gradients:
+        if bucket and size_bytes + gradient.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size_bytes = [], 0
+        bucket.append(gradient)
+        size_bytes += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def _all_reduce(buckets: Iterable[tuple[dist.ProcessGroup | None, list[Tensor]]]) -> None:
+    """Sums each bucket over its group, in place; one is packed while the one before travels."""
+    before: tuple[dist.Work | None, Tensor, list[Tensor]] | None = None
+    for group, bucket in buckets:
+        (first, *others) = bucket
+        is_flat = not others and first.is_contiguous()
+        flat = first.view(-1) if is_flat else torch.cat([each.reshape(-1) for each in bucket])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        if before is not None:
+            _unpack(*before)
+        before = (work, flat, [] if is_flat else bucket)
+    if before is not None:
+        _unpack(*before)
+
+
+def _unpack(work: dist.Work | None, flat: Tensor, bucket: list[Tensor]) -> None:
+    if work is not None:
+        work.wait()
+    if bucket:
+        parts = flat.split([each.numel() for each in bucket])
+        torch._foreach_copy_(
+            bucket, [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
+        )
+
+
+def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
+    if isinstance(divide_by, Tensor) and divide_by.dim() == 0:
+        # On a device it stays there: its value is not looked at.
+        return divide_by if divide_by.device.type != "cpu" else _checked_divisor(divide_by.item())
+    if isinstance(divide_by, Tensor | bool) or not divide_by > 0:
+        raise ValueError(f"divide_by ({divide_by!r}) must be None, a positive number or a scalar tensor")
+    return divide_by
+
+
+def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) -> set[int]:
+    known = {id(each): (name, each) for name, each in model.named_parameters()}
+    found = {id(each) for each in replicated}
+    if not found <= set(known):
+        raise ValueError(
+            f"replicated ({len(found - set(known))} of {len(found)} unknown) must be parameters of the model"
+        )
+    for name, parameter in (known[each] for each in found):
+        kind = (
+            "an expert's" if is_expert(parameter) else "a DTensor" if isinstance(parameter, DTensor) else ""
+        )
+        if kind:
+            raise ValueError(f"replicated ({name}, {kind}) must be plain dense parameters")
+    return found
+
+
+def _check_layers(model: nn.Module, meshes: Meshes) -> None:
+    wanted = (meshes.size(ACROSS), meshes.size(INSIDE))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        found = (layer.grid.across.size, layer.grid.inside.size)
+        if found != wanted:
+            raise ValueError(
+                f"{name or 'model'} (a MoELayer of ep {found[0]}, esp {found[1]}) must be built with "
+                f"mesh=meshes.experts (ep {wanted[0]}, esp {wanted[1]})"
+            )
+        if layer.experts.reduce is not None:
+            raise ValueError(
+                f"{name or 'model'} (parallelized) reduces its experts' gradients in backward: use "
+                "pmoe.parallelize(..., reduce=False) to have them reduced here"
+            )

@@ -45,10 +45,11 @@ from bench.passes import (
     timed,
 )
 from bench.timing import Timing, machine, table, write_json
+from pmoe.engine import Span, recording
 from pmoe.planner.costs import LineCost, fit_line
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import Bar, bars, chrome_trace, draw
-from pmoe.schedule import Kind, Span, Stages, backward_schedule, forward_schedule, recording, sequential
+from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
 from pmoe.schedule.tasks import local_pieces
 
 

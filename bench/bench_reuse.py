@@ -47,9 +47,10 @@ from bench.passes import (
     timed,
 )
 from bench.timing import Timing, machine, table, write_json
+from pmoe.engine import recording
 from pmoe.planner.costs import LineCost, fit_line
 from pmoe.planner.simulator import makespan, simulate
-from pmoe.schedule import Kind, Stages, recording
+from pmoe.schedule import Kind, Stages
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.rings import rotating_backward, rotating_forward
 

@@ -4,22 +4,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pmoe.comm.base import Combine, Dispatch
-from pmoe.engine.buffers import pool
+from pmoe.engine.arena import pool
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.recompute import checkpoint_contexts
 from pmoe.engine.run import recording
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
-from pmoe.integrations.statistics import stats
 from pmoe.layer import MoELayer
 from pmoe.ordering.base import Order
 from pmoe.schedule.restore import Restore
-from pmoe.training.reducer import GradientReducer
 
 if TYPE_CHECKING:
     from pmoe.training.clipping import clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
     from pmoe.training.grad_scaler import GradScaler
+    from pmoe.training.reducer import GradientReducer
 
 __version__ = "0.1.0"
 
@@ -50,12 +49,14 @@ __all__ = [
 
 _LATER = {
     "GradScaler": "pmoe.training.grad_scaler",
+    "GradientReducer": "pmoe.training.reducer",
     "clip_grad_norm_": "pmoe.training.clipping",
     "expert_parameters": "pmoe.training.expert_parallel",
     "load_checkpoint": "pmoe.training.checkpoint",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
     "save_checkpoint": "pmoe.training.checkpoint",
+    "stats": "pmoe.integrations.statistics",
 }
 """Names whose modules load at their first use: torch.distributed.tensor and checkpoint are slow to import."""
 

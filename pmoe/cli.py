@@ -34,7 +34,7 @@ import torch.distributed as dist
 from pmoe import __version__
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import gathered
-from pmoe.engine.buffers import pool
+from pmoe.engine.arena import pool
 from pmoe.kernels import status
 from pmoe.layer import MoELayer
 from pmoe.measure.allocations import StepMemory, step_memory

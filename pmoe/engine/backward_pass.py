@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.engine import callbacks, lanes
-from pmoe.engine.buffers import copy
+from pmoe.engine.arena import copy
 from pmoe.engine.callbacks import Passed
 from pmoe.engine.passes import SHARED, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Joined, Plan

@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.engine import callbacks, lanes
-from pmoe.engine.buffers import HostMemoryError, aligned, copy, pool, warn_once
+from pmoe.engine.arena import copy, pool
 from pmoe.engine.callbacks import Passed
+from pmoe.engine.host_pool import HostMemoryError
 from pmoe.engine.passes import SHARED, Forwarded, Inputs, Kept, Pass, Unit, both, split_by_chunk
 from pmoe.engine.plan import Plan
+from pmoe.schedule.slots import aligned
 from pmoe.schedule.tasks import Kind
+from pmoe.warn import warn_once
 
 _COPIES_OUT = {
     "T_DI": Kind.COPY_ROWS_OUT,

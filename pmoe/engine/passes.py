@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.engine import run as engine
-from pmoe.engine.buffers import Arena, Extent, Sizes, pool
+from pmoe.engine.arena import Arena, pool
 from pmoe.engine.callbacks import Passed
 from pmoe.engine.padded import Padding
 from pmoe.engine.plan import Cut, Plan
 from pmoe.experts.base import Hidden, Space
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.rings import rotating
+from pmoe.schedule.slots import BufferSizes, ChunkRows
 from pmoe.schedule.tasks import Kind, Schedule, backward_schedule, forward_schedule, sequential
 
 Unit = tuple[int, str]
@@ -120,13 +121,13 @@ def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     return sequential(schedule) if plan.sequential else schedule
 
 
-def extent(cut: Cut, has_drops: bool) -> Extent:
+def extent(cut: Cut, has_drops: bool) -> ChunkRows:
     """Rows of the buffers of a pass through ``cut``. Where pieces are not chunks nothing rotates, and what is
     said of rows by chunk of home and of those that stay is not used."""
     n, inside = len(cut.chunks), len(cut.chunks[0].gathered)
     by_chunk = len(cut.pieces) in (0, n)
     apart = inside > 0 or cut.once is not None
-    return Extent(
+    return ChunkRows(
         arrived=tuple(chunk.num_arrived for chunk in cut.chunks) if apart else None,
         gathered=tuple(chunk.num_gathered for chunk in cut.chunks) if apart else None,
         inside=inside,
@@ -161,7 +162,7 @@ class Pass:
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
-        self.sizes = Sizes(
+        self.sizes = BufferSizes(
             direction=self.direction,
             extent=extent(cut, plan.has_drops),
             d_model=source_TM.shape[1],

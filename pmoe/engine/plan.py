@@ -479,7 +479,7 @@ def _ends(counts_nE: Tensor) -> Sequence[Tensor | None]:
 
 
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
-    """Counts of the n chunks as those of m pieces (m, E); see `pmoe.ordering.sorted.piece_of`."""
+    """Counts of the n chunks as those of m pieces (m, E); see `pmoe.schedule.tasks.piece_of`."""
     joined = counts_nE.shape[0] - m + 1
     return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])
 

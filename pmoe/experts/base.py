@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.schedule.slots import HiddenColumns
 
 Space = Callable[[str, int, int], Tensor]
 """(name, rows, columns) -> memory of the rows' type, uninitialised. Experts say what they need it for ("T_M",
@@ -68,21 +69,6 @@ class Shard:
 
 
 WHOLE = Shard()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Columns of T_M (and its gradient), of the activated hidden where it has memory of its own in forward,
-    and of what is worked on a block of rows at a time. scratch_rows: the rows of a block. staged: of the
-    widest product that is made elsewhere and then copied to its place. graph: of all that autograd holds
-    while it differentiates a block, at most."""
-
-    hidden: int = 0
-    active: int = 0
-    scratch: int = 0
-    scratch_rows: int = 0
-    staged: int = 0
-    graph: int = 0
 
 
 class Experts(nn.Module, abc.ABC):
@@ -164,9 +150,9 @@ class Experts(nn.Module, abc.ABC):
         self.mark_parameters()
         return self
 
-    def columns(self, device_type: str) -> Columns:
+    def columns(self, device_type: str) -> HiddenColumns:
         """How wide the buffers are that these experts ask `Space` for; all 0 where they ask for none."""
-        return Columns()
+        return HiddenColumns()
 
     @abc.abstractmethod
     def compute(

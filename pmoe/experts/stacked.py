@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from pmoe.experts.base import (
     WHOLE,
-    Columns,
     Experts,
     Hidden,
     Runs,
@@ -29,6 +28,7 @@ from pmoe.experts.base import (
 from pmoe.experts.products import PMOE, GradientSum, RowGroups, choice, input_gradient, product, scale_of
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import Form
+from pmoe.schedule.slots import HiddenColumns
 
 V = TypeVar("V")
 
@@ -148,11 +148,11 @@ class StackedExperts(Experts):
         """The first H columns of grad hold the gradient of the activated hidden; grad becomes, in place,
         that of hidden."""
 
-    def columns(self, device_type: str) -> Columns:
+    def columns(self, device_type: str) -> HiddenColumns:
         width = self.num_hidden
         hidden = self.hidden_factor * width
         row_bytes = width * self.w1.element_size()
-        return Columns(
+        return HiddenColumns(
             hidden=hidden,
             active=0 if self._activates_in_place(device_type) else width,
             scratch=width,

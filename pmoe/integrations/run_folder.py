@@ -58,8 +58,9 @@ LAYER_HEADER = (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """A line of layers.csv: fields as in `pmoe.integrations.statistics.LayerStats`, None where a cell is empty. Bytes by
-    tensor and of the prediction are of rank 0."""
+    """A line of layers.csv: fields as in `pmoe.integrations.statistics.LayerStats`, None in empty cells.
+
+    Bytes by tensor and of the prediction are of rank 0."""
 
     step: int
     layer: str

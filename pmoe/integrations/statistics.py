@@ -22,7 +22,7 @@ from torch import nn
 
 from pmoe.comm.counts import Shared, at_stage
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.buffers import pool
+from pmoe.engine.arena import pool
 from pmoe.engine.run import Journal
 from pmoe.layer import MoELayer
 from pmoe.layer.memory import check_predictable

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.comm.grid import Grid
-from pmoe.engine.buffers import pool
+from pmoe.engine.arena import pool
 from pmoe.experts import Experts, ModuleExperts, make_stacked
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pmoe.comm.counts import Shared, Slots
-from pmoe.engine.buffers import ALIGNMENT, pool, warn_once
+from pmoe.engine.arena import pool
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
 from pmoe.experts import ModuleExperts
 from pmoe.layer.plans import PlanFor
-from pmoe.measure.profile import Profile
-from pmoe.planner.choose import Choice, profile_of
+from pmoe.measure.profile import Profile, profile_of
+from pmoe.planner.choose import Choice
 from pmoe.planner.degree import DEGREES, LEAST_ROWS, SOLVE, adaptive_degree, fixed_degree
 from pmoe.planner.granularity import Degrees as PassDegrees
 from pmoe.runners.searched import search
 from pmoe.runners.solved import Solver
 from pmoe.schedule.restore import Restore
+from pmoe.schedule.slots import ALIGNMENT
+from pmoe.warn import warn_once
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

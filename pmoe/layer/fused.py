@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import Shared
-from pmoe.engine.buffers import warn_once
 from pmoe.engine.passes import Inputs
 from pmoe.engine.recompute import Decisions
 from pmoe.experts import StackedExperts
@@ -22,6 +21,7 @@ from pmoe.ordering.sorted import SortedOrder
 from pmoe.runners import fused as comet
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import KEEP, Restore
+from pmoe.warn import warn_once
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer

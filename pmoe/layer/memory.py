@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pmoe.comm.counts import Shared
-from pmoe.experts.base import Columns, local_part
+from pmoe.experts.base import local_part
 from pmoe.gates import GivenGate, SwitchGate, TopKGate
 from pmoe.layer.fused import is_fusible
 from pmoe.layer.rows import experts_parameter
@@ -16,6 +16,7 @@ from pmoe.planner.choose import bound
 from pmoe.planner.degree import fixed_degree
 from pmoe.planner.footprint import Memory, Shape, counted_rows, predict
 from pmoe.schedule.restore import KEEP, Restore, parse_restore
+from pmoe.schedule.slots import HiddenColumns
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer
@@ -96,7 +97,7 @@ def memory_shape(layer: MoELayer, rows_TM: Tensor | None = None) -> Shape:
     wide = size if parameter is None else parameter.element_size()
     columns = layer.experts.columns(device_type)
     if not columns.hidden:  # modules do not say; only the cost model asks, to compare pairs
-        columns = Columns(hidden=layer.d_hidden, scratch=layer.d_hidden)
+        columns = HiddenColumns(hidden=layer.d_hidden, scratch=layer.d_hidden)
     return Shape(
         d_model=layer.d_model,
         num_experts=layer.num_experts,

@@ -21,9 +21,9 @@ from torch import Tensor
 from pmoe.comm.counts import at_stage
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.rounds import COMMUNICATE, COMPUTE, WIDTH, Bench, Group, Piece, open_bench, seconds_of
+from pmoe.measure.rounds import COMMUNICATE, COMPUTE, Bench, Group, Piece, open_bench, seconds_of
 from pmoe.planner.costs import FREE, Fit, fit
-from pmoe.planner.profile import Operations, identity
+from pmoe.planner.profile import WIDTH, Operations, identity
 
 MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
 """Section 6.2: from 2^18 to 24 * 2^18 float32 elements. Other types have as many bytes."""

@@ -4,7 +4,7 @@ Section 4.1).
 Costs of each kind of work are straight lines, measured alone; how much computation, communication and copies
 slow each other is measured side by side. All ranks hold the same profile: the numbers of the slowest.
 
-This is the door: `Profile` and its file are in profile_file.py, measuring is in measure.py and operations.py.
+Entry point: `Profile` and its file are in pmoe/planner/profile.py; rates.py and operations.py measure.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.operations import LINE_SECONDS, measure_operations, part_of
 from pmoe.measure.rates import FACTORS, measure, speeds
-from pmoe.measure.rounds import WIDTH, Group
+from pmoe.measure.rounds import Group
 from pmoe.planner.profile import (
     FORMAT,
+    WIDTH,
     CorruptProfileError,
     Identity,
     Operations,
@@ -47,6 +48,7 @@ __all__ = [
     "load_or_measure",
     "measure",
     "measure_operations",
+    "profile_of",
     "profile_path",
     "save",
     "speeds",
@@ -112,3 +114,14 @@ def _found_by_all(group: Group, here: Identity, folder: str | os.PathLike[str] |
     if found is None or missing:
         return None
     return Profile.from_json(group.from_rank_0(found.to_json()))
+
+
+_profiles: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
+
+
+def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
+    """The stored profile of this device and group, or a quick measurement; collective the first time."""
+    key = (ranks.name, device, dtype)
+    if key not in _profiles:
+        _profiles[key] = load_or_measure(ranks, device, dtype)
+    return _profiles[key]

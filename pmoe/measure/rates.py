@@ -27,7 +27,6 @@ from pmoe.measure.rounds import (
     COMMUNICATE,
     COMPUTE,
     COPY,
-    WIDTH,
     Bench,
     Group,
     Marks,
@@ -37,7 +36,7 @@ from pmoe.measure.rounds import (
 )
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost, fit_line
-from pmoe.planner.profile import Identity, Profile, identity
+from pmoe.planner.profile import WIDTH, Identity, Profile, identity
 
 MOST_ROWS = {"cpu": 8192, "cuda": 16384}
 FIRST_ROWS = {"cpu": 64, "cuda": 256}

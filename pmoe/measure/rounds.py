@@ -23,9 +23,6 @@ from pmoe.comm.ranks import Ranks
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
 
-WIDTH = {"cpu": 512, "cuda": 4096}
-"""By device type: products are measured with a weight of WIDTH x WIDTH."""
-
 Piece = Callable[[], object]
 Marks = list[float]
 """Seconds on some clock: when a lane began, and when it ended each of its pieces."""

@@ -68,12 +68,6 @@ def count_rows(
     return counts[:-1].view(n, num_experts)
 
 
-def piece_of(chunk: int, n: int, m: int) -> int:
-    """Which of the m pieces holds the rows of a chunk that stay: the last m - 1 chunks have one each, the
-    first piece holds those of all others. Example: n = 4, m = 2 -> 0, 0, 0, 1."""
-    return max(chunk - (n - m), 0)
-
-
 def sort_rows(
     expert_TK: Tensor,
     keep_TK: Tensor | None,
@@ -93,7 +87,7 @@ def sort_rows(
     if m == n:
         block = 2 * chunk + stays
     else:
-        block = torch.where(stays, n + (chunk - (n - m)).clamp(min=0), chunk)  # as in `piece_of`
+        block = torch.where(stays, n + (chunk - (n - m)).clamp(min=0), chunk)  # `piece_of`
     key = torch.where(dropped, 2 * (n + m) * num_experts, block * num_experts + expert)
     slot = key.argsort(stable=True)
     position = torch.empty_like(slot)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pmoe.measure.profile import Profile
 from pmoe.planner.choose import (
     Candidate,
     cheapest_pair,
@@ -20,6 +19,7 @@ from pmoe.planner.choose import (
 )
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.footprint import Shape
+from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import Bar
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore

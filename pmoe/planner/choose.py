@@ -14,30 +14,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-import torch
-
 from pmoe.comm.counts import num_bins, slot_rows
-from pmoe.comm.ranks import Ranks
-from pmoe.measure.profile import Profile, load_or_measure
 from pmoe.planner.cost_model import Direction, lane_seconds
 from pmoe.planner.footprint import Memory, Shape, predict, worst_rows
+from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.tasks import Kind, Lane, Task
 
 log = logging.getLogger("pmoe")
-
-_profiles: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
-
-
-def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
-    """The stored profile of this device and group, or a quick measurement; collective the first time."""
-    key = (ranks.name, device, dtype)
-    if key not in _profiles:
-        _profiles[key] = load_or_measure(ranks, device, dtype)
-    return _profiles[key]
-
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40} | {
     "KB": 10**3,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pmoe.engine.run import Span
+from pmoe.planner.timeline import TimedTask
 from pmoe.schedule.tasks import Lane
 
 Interval = tuple[float, float]
@@ -34,14 +34,14 @@ class Overlap:
         return self.communication - self.exposed
 
 
-def overlap(spans: Sequence[Span]) -> Overlap:
+def overlap(spans: Sequence[TimedTask]) -> Overlap:
     """What the spans of one pass say.
 
     Example: S from 0 to 3 s, C from 2 to 6 s, R from 5 to 8 s: 8 s, of which something travels in 6, and
     nothing is computed in 2 + 2 of these.
     """
     travelling = union((span.start, span.end) for span in spans if span.lane in LINKS)
-    computing = union((span.start, span.end) for span in spans if span.lane is Lane.COMPUTE)
+    computing = union((span.start, span.end) for span in spans if span.lane == Lane.COMPUTE)
     start = min((span.start for span in spans), default=0.0)
     return Overlap(
         seconds=max((span.end for span in spans), default=0.0) - start,

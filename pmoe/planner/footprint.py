@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from pmoe.comm.counts import Shared
-from pmoe.engine.buffers import Extent, Sizes, arena_elements, slot_elements
 from pmoe.experts import FFNExperts, SwiGLUExperts
-from pmoe.experts.base import Columns
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.theory import check_sizes
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
+from pmoe.schedule.slots import BufferSizes, ChunkRows, HiddenColumns, arena_elements, slot_elements
 from pmoe.schedule.tasks import Stages
 
 INDEX = 8
@@ -44,7 +43,7 @@ class Shape:
     num_experts: int
     top_k: int
     num_ranks: int
-    columns: Columns
+    columns: HiddenColumns
     element_size: int
     weight_size: int
     expert_parameters: int
@@ -73,7 +72,7 @@ class Shape:
 class PassRows:
     """Rows of one pass: by chunk, and in all. exact: the very rows, else what they are at most."""
 
-    extent: Extent
+    extent: ChunkRows
     received: int
     local: int
     sent: int
@@ -120,7 +119,7 @@ def counted_rows(shape: Shape, counts: Shared, rank: int, n: int, inside_rank: i
         local = send[:, rank].sum(1).tolist()
         send[:, rank] = 0
         recv[:, rank] = 0
-    extent = Extent(
+    extent = ChunkRows(
         send=tuple(send.sum((1, 2)).tolist()),
         received=tuple(recv.sum((1, 2)).tolist()),
         local=tuple(local),
@@ -154,7 +153,7 @@ def worst_rows(shape: Shape, num_tokens: int, n: int, bins: int, slot_rows: int)
     local = own if shape.bypass_local else 0
     # A skewed batch of one or two chunks is cut into more, which use every slot of a ring.
     chunks = max(n, 3) if sources else n
-    extent = Extent(
+    extent = ChunkRows(
         send=(own * shape.travels,) * chunks,
         received=(received,) * chunks,
         local=(local,) * chunks,
@@ -267,7 +266,7 @@ def predict(
 
 def _arena(shape: Shape, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> int:
     schedule = rotating(direction, rows.num_chunks, shape.stages, restore=restore, rearranged=rearranged)
-    sizes = Sizes(
+    sizes = BufferSizes(
         direction=direction,
         extent=rows.extent,
         d_model=shape.d_model,

@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.rounds import WIDTH
 from pmoe.planner.cost_model import Interference, Rates
 from pmoe.planner.costs import Fit, LineCost
+
+WIDTH = {"cpu": 512, "cuda": 4096}
+"""By device type: products are measured with a weight of WIDTH x WIDTH."""
 
 FORMAT = 2
 """Of the file. Rises with every change of what a field means. 2: `operations`."""

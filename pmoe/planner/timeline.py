@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Ran(Protocol):
+class TimedTask(Protocol):
     """What the timeline reads of a span."""
 
     @property
@@ -52,7 +52,7 @@ class Bar:
     base: float = 0.0
 
 
-def bars(spans: Iterable[Ran], origin: float | None = None) -> list[Bar]:
+def bars(spans: Iterable[TimedTask], origin: float | None = None) -> list[Bar]:
     """Spans as bars from time 0 (or ``origin``), each starting when its lane was free.
 
     A communication span begins when it is issued; the time until the message before it has ended is

@@ -1,4 +1,4 @@
-"""Schedules as pure data: tasks, lanes, links, builders, ring slots, restore pairs. Nothing here needs torch."""
+"""Schedules as pure data: tasks, lanes, links, builders, ring slots, restore pairs. No torch here."""
 
 from pmoe.schedule.tasks import (
     Kind,

@@ -28,8 +28,6 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pmoe.ordering.sorted import piece_of
-
 
 class Lane(str, enum.Enum):
     """Who runs a task. Tasks of one lane run one after another, in list order."""
@@ -241,10 +239,16 @@ def finished(
 
 def local_pieces(n: int, *, local: bool, remote: bool) -> int:
     """m, into how many pieces the rows that stay are cut: the chunks where nothing travels, else the last
-    chunk's rows and the rest (`pmoe.ordering.sorted.piece_of`)."""
+    chunk's rows and the rest (`piece_of`)."""
     if not local:
         return 0
     return min(n, 2) if remote else n
+
+
+def piece_of(chunk: int, n: int, m: int) -> int:
+    """Which of the m pieces holds the rows of a chunk that stay: the last m - 1 chunks have one each, the
+    first piece holds those of all others. Example: n = 4, m = 2 -> 0, 0, 0, 1."""
+    return max(chunk - (n - m), 0)
 
 
 def sequential(schedule: Schedule) -> Schedule:

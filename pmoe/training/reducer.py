@@ -83,9 +83,9 @@ class GradientReducer:
         reducer.finish()          # gradients are the ranks' mean, as plain all-reduces leave them
         optimizer.step()
 
-    Experts' gradients are not its (see `pmoe.training.parallel.reduce_gradients` with experts_only). Backward passes
-    whose gradients shall only add up go in ``with reducer.no_sync():``. A parameter without a gradient counts
-    as zero, and gets one.
+    Experts' gradients are not its (see `pmoe.training.parallel.reduce_gradients` with experts_only).
+    Backward passes whose gradients shall only add up go in ``with reducer.no_sync():``. A parameter without
+    a gradient counts as zero, and gets one.
 
     model: its `MoELayer`s carry the gradients. group: None is the default group. average: divide by its size.
     partition: how many bytes travel where; None finds it after the first backward pass, from costs that are

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import pmoe
+from pmoe import warn
 from pmoe.comm.ranks import Ranks
-from pmoe.engine import buffers
 from pmoe.kernels.comet import Journey
 from pmoe.runners import fused as comet
 from pmoe.runners.fused import Request
@@ -280,7 +280,7 @@ def test_a_rank_without_gradients_takes_the_same_steps_forward(way: bool | str) 
 
 def refused_job(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep", "esp"))
-    buffers._warned.clear()
+    warn.GIVEN.clear()
     with comet.using(plain_steps), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for options in ({"mesh": mesh}, {"dispatch": "hierarchical_1d", "nodes": 1}):
@@ -310,7 +310,7 @@ class Uneven(nn.Module):
 def uneven_job(rank: int, world: int) -> tuple[list[str], bool, str]:
     torch.manual_seed(7)
     taking, gate = Taking(), pmoe.gates.TopKGate(D_MODEL, 4, dtype=torch.float64)
-    buffers._warned.clear()
+    warn.GIVEN.clear()
     layer = pmoe.MoELayer(
         D_MODEL, D_HIDDEN, 4, 1, gate=Uneven(gate, rank == 1), fused=True, dtype=torch.float64
     )
@@ -340,7 +340,7 @@ def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
     """Rank 1 has no kernels."""
     layer, (xs, _) = build(Case(), world), inputs(world)
     asked: list[Request] = []
-    buffers._warned.clear()
+    warn.GIVEN.clear()
     with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
         patch.setattr(comet, "_agreed", {})
@@ -363,7 +363,7 @@ def test_kernels_that_one_rank_lacks_are_taken_on_none() -> None:
 def nodes_job(rank: int, world: int, hosts: list[str]) -> list[str]:
     """Which heap is asked for."""
     layer, (xs, _) = build(Case(), world), inputs(world)
-    buffers._warned.clear()
+    warn.GIVEN.clear()
 
     def no(*_: object) -> NoReturn:
         raise RuntimeError("none of one node")

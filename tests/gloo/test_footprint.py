@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
-from pmoe.engine.buffers import Arena
+from pmoe.engine.arena import Arena
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.pool import ranks

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe import MoELayer, Restore
+from pmoe import MoELayer, Restore, warn
 from pmoe.comm.counts import num_bins, slot_rows
-from pmoe.engine import buffers, passes
-from pmoe.engine.buffers import ALIGNMENT, Sizes
+from pmoe.engine import passes
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.schedule.restore import ALL_PAIRS
+from pmoe.schedule.slots import ALIGNMENT, BufferSizes
 from tests.gloo.test_behaviour import counted_collectives
 from tests.own_experts import EXPERTS, changing, dropping, mlp
 from tests.pool import ranks
@@ -240,7 +240,7 @@ def little_memory_job(
 
     layer.experts.recompute = watched
     before = host.limit_bytes
-    buffers._warned.clear()
+    warn.GIVEN.clear()
     try:
         host.limit_bytes = limit if rank in who else before
         with warnings.catch_warnings(record=True) as caught, counted_collectives() as calls:
@@ -315,12 +315,12 @@ def skew_job(
         return layer
 
     expected = gradients(skewed(), x)
-    found, arena = [], buffers.Arena
+    found, arena = [], passes.Arena
     for pair in SOME_PAIRS:
         rows: dict[tuple[str, bool], int] = {}
 
         class Watched(arena):  # type: ignore[misc, valid-type]
-            def __init__(self, pool: Any, slots: Any, sizes: Sizes, like: Tensor) -> None:
+            def __init__(self, pool: Any, slots: Any, sizes: BufferSizes, like: Tensor) -> None:
                 super().__init__(pool, slots, sizes, like)
                 for buffer in slots:
                     name = buffer.partition(".")[0]

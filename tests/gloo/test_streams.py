@@ -43,7 +43,8 @@ from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.engine import lanes, passes
 from pmoe.engine import run as engine
-from pmoe.engine.buffers import HostPool, pool
+from pmoe.engine.arena import pool
+from pmoe.engine.host_pool import HostPool
 from pmoe.engine.lanes import Action, CudaLanes
 from pmoe.schedule import Lane, Schedule
 from pmoe.schedule import rings as rotation

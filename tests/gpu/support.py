@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.comm.flat import FlatAllToAll
-from pmoe.engine.buffers import DevicePool
+from pmoe.engine.arena import DevicePool
 from pmoe.engine.lanes import Action, CudaLanes
 from pmoe.runners import one_rank as alone
 from pmoe.schedule import Lane

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.engine import lanes
+from pmoe.engine import lanes, recording
 from pmoe.engine import run as engine
 from pmoe.engine.lanes import CudaLanes
-from pmoe.schedule import Lane, Schedule, Stages, backward_schedule, forward_schedule, recording
+from pmoe.schedule import Lane, Schedule, Stages, backward_schedule, forward_schedule
 from pmoe.schedule import rings as rotation
 from pmoe.schedule.tasks import link
 from tests.gpu.support import (

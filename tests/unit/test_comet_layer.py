@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
+from pmoe import warn
 from pmoe.comm.ranks import Ranks
-from pmoe.engine import buffers
 from pmoe.kernels.comet import Steps
 from pmoe.planner.division import LayerSeconds
 from pmoe.runners import fused as comet
@@ -246,7 +246,7 @@ def test_narrow_rows_are_as_near_as_unfused(way: bool | str, pair: pmoe.Restore)
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_warned", set())
+    monkeypatch.setattr(warn, "GIVEN", set())
 
 
 @pytest.mark.parametrize("fused", ["backward", 1, None, "True"])
@@ -301,7 +301,7 @@ def test_what_is_not_fused_is_told_once(options: dict[str, Any], reason: str) ->
     with fused() as calls:
         first, again = told(layer), told(layer)
         layer.fused = "auto"
-        buffers._warned.clear()
+        warn.GIVEN.clear()
         assert not told(layer)
     expected = f"pmoe: fused (True) falls back to the unfused layer because {reason}"
     assert (first, again, calls) == ([expected], [], [])

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from pmoe.engine.buffers import Extent, Sizes, slot_elements
-from pmoe.experts.base import Columns
 from pmoe.papers.mpipemoe_memory import paper_backward, paper_forward, paper_sequential_backward
 from pmoe.planner import theory
 from pmoe.planner.footprint import PassRows, predict, shape_of_sizes
 from pmoe.planner.memory import Held, held
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.slots import BufferSizes, ChunkRows, HiddenColumns, slot_elements
 from pmoe.schedule.tasks import Schedule, Stages, link
 
 
@@ -270,10 +269,10 @@ def test_the_paper_s_forward_is_figure_7a() -> None:
 # ---- this layer's own schedules
 
 
-def extents(B: int, n: int) -> Extent:
+def extents(B: int, n: int) -> ChunkRows:
     """Rows that all travel, in equal chunks, and arrive in order of experts."""
     rows = (B // n,) * n
-    return Extent(send=rows, received=rows, local=(0,) * n, home=rows, regrouped=(False,) * n)
+    return ChunkRows(send=rows, received=rows, local=(0,) * n, home=rows, regrouped=(False,) * n)
 
 
 @pytest.mark.parametrize("B, M, H, n", SIZES)
@@ -284,8 +283,8 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
     assert reduced == theory.activations_pipelined(B, M, H) - theory.saved_each(B, M, H, n) - 2 * B * M
 
     def slots(schedule: Schedule) -> dict[str, int]:
-        columns = Columns(hidden=H, active=0, scratch=H, scratch_rows=B)
-        sizes = Sizes(
+        columns = HiddenColumns(hidden=H, active=0, scratch=H, scratch_rows=B)
+        sizes = BufferSizes(
             direction=schedule.direction, extent=extents(B, n), d_model=M, columns=columns, restore=pair
         )
         return slot_elements(schedule.slots, sizes)
@@ -316,7 +315,7 @@ def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_wh
     H, size = factor * M, 4
     shape = shape_of_sizes(M, H, 8, num_ranks=8 if travel else 1)
     there, none = (B,), (0,)
-    extent = Extent(
+    extent = ChunkRows(
         send=there if travel else none,
         received=there if travel else none,
         local=none if travel else there,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pmoe.ordering.capacity import expert_capacity, within_capacity
-from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, piece_of, sort_rows
+from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
+from pmoe.schedule.tasks import piece_of
 
 NONE_LOCAL = LocalExperts(0, 0)
 

@@ -21,12 +21,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe import MoELayer, Restore
+from pmoe import MoELayer, Restore, warn
 from pmoe.comm.counts import Slots, slot_rows
-from pmoe.engine import buffers
-from pmoe.engine.buffers import ALIGNMENT, HostMemoryError, HostPool
+from pmoe.engine.host_pool import HostMemoryError, HostPool
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.slots import ALIGNMENT
 from pmoe.schedule.tasks import Schedule, Stages, link
 from tests.own_experts import EXPERTS, Counting, changing, dropping, mlp
 from tests.reference import relative_error
@@ -93,12 +93,12 @@ def one_thread() -> Iterator[None]:
 def host() -> Iterator[HostPool]:
     """The host pool, whose limit a test may set, and no warning given yet."""
     pool = pmoe.pool().host
-    limit, warned = pool.limit_bytes, set(buffers._warned)
-    buffers._warned.clear()
+    limit, warned = pool.limit_bytes, set(warn.GIVEN)
+    warn.GIVEN.clear()
     gc.collect()
     yield pool
     pool.limit_bytes = limit
-    buffers._warned.update(warned)
+    warn.GIVEN.update(warned)
 
 
 # ---- users' modules -------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_with_little_host_memory_gradients_stay_right_and_one_warning_a_tensor_i
         options = {"expert": expert, "pipeline": n, "pipeline_backward": n_backward}
         expected = gradients(build(**options))
         for limit in (ALIGNMENT, 1500, 3000, 5000, 10**9):
-            buffers._warned.clear()
+            warn.GIVEN.clear()
             layer = build(memory_reuse=pair, **options)
             host.limit_bytes = limit
             with warnings.catch_warnings(record=True) as caught:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
+from pmoe.engine import Span
 from pmoe.engine import run as engine
 from pmoe.integrations.statistics import finders, imbalance
 from pmoe.planner.exposed import overlap
-from pmoe.schedule import Kind, Lane, Span, Stages, forward_schedule
+from pmoe.schedule import Kind, Lane, Stages, forward_schedule
 
 
 class Fixed(nn.Module):

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import WHOLE, Columns, Experts, Hidden, Runs, Space, row_dot
+from pmoe.experts.base import WHOLE, Experts, Hidden, Runs, Space, row_dot
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.swiglu import SwiGLUExperts
+from pmoe.schedule.slots import HiddenColumns
 
 GRAPH = 6
 """How many tensors of T_M's width differentiating a function may hold at once. Measured: 5 for the square of
@@ -174,7 +175,7 @@ class BorrowedActivation(BorrowedExperts):
     def returned(self) -> Experts:
         return BorrowedActivation(self.stacks.stand_ins(), None, hidden_factor=self.hidden_factor)
 
-    def columns(self, device_type: str) -> Columns:
+    def columns(self, device_type: str) -> HiddenColumns:
         usual = super().columns(device_type)
         graph, wide = GRAPH * usual.hidden, max(1, 4 // self.w1.element_size())  # some compute in float32
         block_rows = max(usual.scratch_rows * usual.scratch // (graph * wide), 16)

@@ -1,0 +1,16 @@
+"""Warnings that are given once a process."""
+
+from __future__ import annotations
+
+import warnings
+
+GIVEN: set[str] = set()
+"""How the warnings that were given begin. Clearing it gives them again."""
+
+
+def warn_once(message: str) -> None:
+    """One warning a process for messages that begin the same, up to a colon."""
+    start = message.partition(":")[0]
+    if start not in GIVEN:
+        GIVEN.add(start)
+        warnings.warn(f"pmoe: {message}", stacklevel=2)

@@ -31,7 +31,7 @@ from pmoe.schedule.tasks import Schedule, Stages, link
 from tests.own_experts import EXPERTS, Counting, changing, dropping, mlp
 from tests.reference import relative_error
 from tests.seen import Seen
-from tests.unit.test_layer import Flat
+from tests.unit.test_layer_checkpoint import Flat
 
 D_MODEL, D_HIDDEN, NUM_EXPERTS, TOKENS, TOP_K, AUX = 6, 10, 4, 11, 2, 0.37
 KEEPING = [pair for pair in ALL_PAIRS if pair.hidden != "recompute"]

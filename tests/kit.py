@@ -1,4 +1,4 @@
-"""What most tests of a layer begin with: a small layer, its tokens, one step, and a comparison of two steps."""
+"""The beginning of most tests of a layer: a small one, its tokens, one step, a comparison of two steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from pmoe import MoELayer
 from tests.reference import relative_error
 
-D_MODEL, D_HIDDEN, NUM_EXPERTS, AUX = 6, 10, 4, 0.37
+D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K, TOKENS, AUX = 6, 10, 4, 2, 11, 0.37
 
 
 def build(num_experts: int = NUM_EXPERTS, **options: Any) -> MoELayer:
     """A float64 layer of top-2 from one seed. Its gate is bent to be uneven."""
     torch.manual_seed(7)
-    given = {"d_model": D_MODEL, "d_hidden": D_HIDDEN, "top_k": 2, "dtype": torch.float64}
+    given = {"d_model": D_MODEL, "d_hidden": D_HIDDEN, "top_k": TOP_K, "dtype": torch.float64}
     layer = MoELayer(**{**given, "num_experts": num_experts, **options})
     with torch.no_grad():
         for parameter in layer.gate.parameters():
@@ -27,7 +27,7 @@ def build(num_experts: int = NUM_EXPERTS, **options: Any) -> MoELayer:
 
 
 def tokens(
-    num_tokens: int = 11, seed: int = 3, dtype: torch.dtype = torch.float64, width: int = D_MODEL
+    num_tokens: int = TOKENS, seed: int = 3, dtype: torch.dtype = torch.float64, width: int = D_MODEL
 ) -> Tensor:
     """(num_tokens, width), drawn in float64 whatever the dtype."""
     generator = torch.Generator().manual_seed(seed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe import Routing
-from tests.kit import NUM_EXPERTS
+from tests.kit import D_MODEL, NUM_EXPERTS
 
 
 class ByPosition(nn.Module):
@@ -28,3 +28,20 @@ class ByPosition(nn.Module):
             "l_aux": self.factor.square().sum(),
         }
         return Routing(**{**routing, **self.changes})
+
+
+class OwnGate(nn.Module):
+    """Hidden columns, dropout, noise, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(D_MODEL, 7), nn.GELU(), nn.Dropout(0.4), nn.Linear(7, NUM_EXPERTS))
+        self.net.double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x_TM: Tensor) -> Routing:
+        self.calls += 1
+        logits = self.net(x_TM[:, : D_MODEL - 1].repeat(1, 2)[:, :D_MODEL] + x_TM)
+        logits = logits + 0.3 * torch.randn_like(logits)
+        weight, expert = logits.softmax(-1).topk(2)
+        return Routing(expert=expert, weight=weight, l_aux=logits.square().mean(), logits=logits)

@@ -21,7 +21,7 @@ import pmoe.layer.forward as layers
 from pmoe.engine import lanes, padded
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
-from tests.gloo import test_streams as streams
+from tests.gloo import streams, test_streams
 from tests.gloo.kit import counted_collectives
 from tests.kit import AUX
 from tests.kit import D_MODEL as M
@@ -179,10 +179,10 @@ def capture_job(rank: int, world: int, options: dict[str, Any]) -> tuple[int, se
     others when the step ends. CUDA asks for both."""
     strangers = set()
     with streams.watching() as watch:
-        layer = streams.build({"capacity_factor": 1.5, **options, "pad_to_capacity": True})
+        layer = test_streams.build({"capacity_factor": 1.5, **options, "pad_to_capacity": True})
 
         def step() -> None:
-            x = torch.randn(40, streams.D_MODEL).requires_grad_()
+            x = torch.randn(40, test_streams.D_MODEL).requires_grad_()
             (layer(x).sum() + layer.l_aux).backward()
 
         step()

@@ -22,8 +22,8 @@ from pmoe.planner.choose import Choice
 from pmoe.runners import fused as comet
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
+from tests.gloo.flexible import mesh_of
 from tests.gloo.kit import NUM_EXPERTS, TOKENS, counted_collectives, error_of
-from tests.gloo.test_flexible import mesh_of
 from tests.kit import AUX, D_HIDDEN, D_MODEL, assert_same, tokens
 from tests.own_experts import dropping, mlp
 from tests.plain_steps import plain_steps

@@ -16,7 +16,7 @@ exist; "fill" is the part that these are of what blocks' tiles multiply; "of cop
 the time, beside a large copy's rate (bytes read plus bytes written). "x rival" above 1: pmoe is faster.
 
 On Hopper two blocks may share an operand: "alone" and "pairs" are the milliseconds of either way, "ms" those
-of the one that the rule picks (`grouped_gemm.CLUSTER`).
+of the one that the rule picks (`pmoe.kernels.grouped_gemm.launch.CLUSTER`).
 
 The goals, for plain forward and both gradients: 1.0 x rival. 0.75 of dense for Mixtral and Phi-3.5-MoE; for
 Qwen2-MoE, 0.75 of the lower of dense x fill and FLOP x copy rate / fewest bytes ("of bound").

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.timing import Name, Timing, turns
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels.grouped_gemm import launch
 
 WARMUP = 3
 FLUSH_BYTES = 1 << 28
@@ -65,11 +65,11 @@ def in_clusters(blocks: int, run: Callable[[], object]) -> Callable[[], object]:
     """``run`` with that many blocks of its grouped products on one operand."""
 
     def clustered() -> object:
-        before, grouped_gemm.CLUSTER = grouped_gemm.CLUSTER, blocks
+        before, launch.CLUSTER = launch.CLUSTER, blocks
         try:
             return run()
         finally:
-            grouped_gemm.CLUSTER = before
+            launch.CLUSTER = before
 
     return clustered
 

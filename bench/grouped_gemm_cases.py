@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.grouped_gemm import Slots
+from pmoe.kernels.grouped_gemm import RowSlots
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda", 0)
@@ -53,7 +53,7 @@ class Routed:
         slot_N = expert_S.argsort(stable=True)
         self.expert_N, self.slot_N = expert_S[slot_N], slot_N
         self.token_N = slot_N // model.top_k
-        self.slots = Slots(slot_N=slot_N.int(), top_k=model.top_k)
+        self.slots = RowSlots(slot_N=slot_N.int(), top_k=model.top_k)
 
     def groups(self) -> Iterator[slice]:
         """Each expert's rows."""

@@ -54,10 +54,10 @@ class Forward(Pass):
             self.weight_arrived = self.weight.new_empty(self.cut.num_received)
             self.weight_own = self.weight_arrived  # before it is shared inside the node
             self.weight_copies = self.weight_arrived
-            if plan.stages.sharded:
+            if plan.modules.stages.sharded:
                 own = sum(journey.recv)
                 self.weight_own = self.weight.new_empty(own)
-                self.weight_copies = self.weight.new_empty(plan.sharing.copies(own))
+                self.weight_copies = self.weight.new_empty(plan.modules.sharing.copies(own))
         once = self.cut.once
         if once is not None:
             self.number_arrived = once.number.new_empty(self.cut.num_received)
@@ -84,7 +84,7 @@ class Forward(Pass):
     def send_weights(self, _: int) -> dist.Work | None:
         journey, once = self.cut.weights, self.cut.once
         assert journey is not None
-        scalars = self.plan.scalars
+        scalars = self.plan.modules.scalars
         work = scalars.exchange(self.weight_sent, journey.send, self.weight_own, journey.recv)
         if once is None:
             return work
@@ -92,12 +92,12 @@ class Forward(Pass):
         return both(work, numbers)
 
     def _number_target(self) -> Tensor:
-        return self.number_own if self.plan.stages.sharded else self.number_arrived
+        return self.number_own if self.plan.modules.stages.sharded else self.number_arrived
 
     def share_weights(self, _: int) -> None:
         journey = self.cut.weights
         assert journey is not None
-        share = self.plan.sharing.all_gather
+        share = self.plan.modules.sharing.all_gather
         share(self.weight_own, self.weight_arrived, journey.gathered, self.weight_copies)
         if self.cut.once is not None:
             share(self.number_own, self.number_arrived, journey.gathered, self.number_copies)
@@ -136,7 +136,7 @@ class Forward(Pass):
     # ---- experts
 
     def compute_shared(self, _chunk: int) -> None:
-        experts, weight_T = self.plan.shared, self.inputs.shared_weight_T
+        experts, weight_T = self.plan.modules.shared, self.inputs.shared_weight_T
         assert experts is not None and weight_T is not None
         _, hidden = experts.compute(
             self.source_TM,
@@ -176,7 +176,7 @@ class Forward(Pass):
         return self.weight_arrived if regroup is None else self.weight_arrived.index_select(0, regroup)
 
     def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:
-        experts, restore = self.plan.experts, self.plan.restore
+        experts, restore = self.plan.modules.experts, self.plan.restore
         remakes = self.keep and restore.hidden != "keep"
         recipe = experts.recipe(rows_NM.device) if remakes else None
         version = rows_NM._version if recipe is not None else 0
@@ -222,7 +222,7 @@ class Forward(Pass):
                 "an expert changes its input in place: its hidden cannot be recomputed from that input, so "
                 'memory_reuse must keep or offload it (hidden="keep" or "offload")'
             )
-        if self.plan.rearranged and not self.plan.experts.is_repeatable(recipe):
+        if self.plan.rearranged and not self.plan.modules.experts.is_repeatable(recipe):
             raise RuntimeError(
                 "an expert draws random numbers: it can be recomputed only where backward has forward's "
                 f"chunks ({len(self.plan.forward.chunks)}), not {len(self.plan.backward.chunks)}"

@@ -23,7 +23,7 @@ from torch import Tensor
 from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.callbacks import Passed
-from pmoe.engine.padded import Padding
+from pmoe.engine.padding import Padding
 from pmoe.engine.plan import Cut, Plan
 from pmoe.experts.base import Hidden, Space
 from pmoe.experts.products import RowGroups
@@ -113,12 +113,12 @@ ForwardPass = Callable[[Plan, Inputs], Forwarded]
 def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     """The schedule that a pass of ``plan`` runs; every rank of the group builds the same."""
     n = len((plan.forward if direction == "forward" else plan.backward).chunks)
-    if not plan.rotates:
-        schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, plan.stages)
+    if not plan.modules.rotates:
+        schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, plan.modules.stages)
     else:
         restore = plan.restore if keep else None
-        schedule = rotating(direction, n, plan.stages, restore=restore, rearranged=plan.rearranged)
-    return sequential(schedule) if plan.sequential else schedule
+        schedule = rotating(direction, n, plan.modules.stages, restore=restore, rearranged=plan.rearranged)
+    return sequential(schedule) if plan.modules.sequential else schedule
 
 
 def extent(cut: Cut, has_drops: bool) -> ChunkRows:
@@ -157,7 +157,7 @@ class Pass:
 
     def __init__(self, plan: Plan, cut: Cut, source_TM: Tensor, keep: bool) -> None:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
-        self.hooks = plan.hooks
+        self.stages, self.hooks = plan.modules.stages, plan.modules.hooks
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
@@ -166,7 +166,7 @@ class Pass:
             direction=self.direction,
             extent=extent(cut, plan.has_drops),
             d_model=source_TM.shape[1],
-            columns=plan.experts.columns(source_TM.device.type),
+            columns=plan.modules.experts.columns(source_TM.device.type),
             restore=plan.restore if keep else None,
             rearranged=plan.rearranged,
         )
@@ -177,14 +177,14 @@ class Pass:
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         for i, chunk in enumerate(cut.chunks):
-            if not plan.rotates:
+            if not plan.modules.rotates:
                 self.own_buffer("send", i)
-                if plan.stages.sharded:
+                if plan.modules.stages.sharded:
                     self.own_buffer("arrived", i)
                     self.own_buffer("copies", i)
-            if not plan.rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
+            if not plan.modules.rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
-        if not plan.rotates:
+        if not plan.modules.rotates:
             self.home = self.new(cut.num_home + plan.has_drops, source_TM.shape[1])
             if plan.has_drops:
                 self.home[-1].zero_()  # what a dropped slot adds to its token
@@ -235,10 +235,12 @@ class Pass:
     # ---- towards the experts
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        self.plan.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
+        self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
 
     def gather(self, i: int) -> None:
-        self.leave("send", "arrived" if self.plan.stages.sharded else self.received, i, self.source_TM)
+        self.leave(
+            "send", "arrived" if self.plan.modules.stages.sharded else self.received, i, self.source_TM
+        )
 
     def leave(self, name: str, received: str, i: int, source_TM: Tensor) -> None:
         """Rows of chunk i into the buffer that is sent. What hooks make of them has its own columns and type,
@@ -268,20 +270,20 @@ class Pass:
         raise NotImplementedError
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
-        self.plan.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
+        self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
         return out
 
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
         chunk = self.cut.chunks[i]
-        return self.plan.dispatch.exchange(
+        return self.plan.modules.dispatch.exchange(
             self.buffer(name, i), chunk.send_rows, self.buffer(received, i), chunk.recv_rows, chunk.relayed[0]
         )
 
     def dispatch(self, i: int) -> dist.Work | None:
-        return self.send_rows("send", "arrived" if self.plan.stages.sharded else self.received, i)
+        return self.send_rows("send", "arrived" if self.plan.modules.stages.sharded else self.received, i)
 
     def gather_inside(self, arrived: str, received: str, copies: str, i: int) -> None:
-        self.plan.sharing.all_gather(
+        self.plan.modules.sharing.all_gather(
             self.buffer(arrived, i),
             self.buffer(received, i),
             self.cut.chunks[i].gathered,
@@ -289,12 +291,14 @@ class Pass:
         )
 
     def all_gather(self, i: int) -> None:
-        self.gather_inside("opened" if self.plan.stages.hooked else "arrived", self.received, "copies", i)
+        self.gather_inside(
+            "opened" if self.plan.modules.stages.hooked else "arrived", self.received, "copies", i
+        )
 
     def arrived(self, i: int) -> Tensor:
         """What the experts get: behind the hooks, which have run already where experts are sharded."""
         rows = self.buffer(self.received, i)
-        return rows if self.plan.stages.hooked else self.on_arrival(i, rows)
+        return rows if self.plan.modules.stages.hooked else self.on_arrival(i, rows)
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
         """Rows that have arrived, replicated where they came once for several experts."""
@@ -312,7 +316,7 @@ class Pass:
         return self.temporary(f"{self.sent_back}_sorted", i)
 
     def leaving_buffer(self, i: int) -> Tensor:
-        if self.changes_returning() and not self.plan.stages.hooked:
+        if self.changes_returning() and not self.plan.modules.stages.hooked:
             return self.own_buffer(self.sent_back, i)
         return self.buffer(self.sent_back, i)
 
@@ -326,9 +330,9 @@ class Pass:
                 leaving.zero_().index_add_(0, regroup, rows_NM)
             else:
                 leaving.index_copy_(0, regroup, rows_NM)
-        if self.plan.stages.hooked:
+        if self.plan.modules.stages.hooked:
             self.own_buffer("leaving", i)  # hooks' graphs may hold it
-        if self.plan.stages.sharded:
+        if self.plan.modules.stages.sharded:
             self.buffer("leaving", i), self.buffer("parts", i)  # made here, on the compute lane
         elif self.changes_returning():
             self.return_changed(self.sent_back, i, self.leaving_buffer(i))
@@ -358,7 +362,7 @@ class Pass:
         raise NotImplementedError
 
     def reduce_scatter(self, i: int) -> None:
-        self.plan.sharing.reduce_scatter(
+        self.plan.modules.sharing.reduce_scatter(
             self.buffer(self.sent_back, i),
             self.buffer("leaving", i),
             self.cut.chunks[i].gathered,
@@ -374,11 +378,13 @@ class Pass:
 
     def combine(self, i: int) -> dist.Work | None:
         chunk = self.cut.chunks[i]
-        stages = self.plan.stages
+        stages = self.plan.modules.stages
         name = "closed" if stages.hooked else "leaving" if stages.sharded else self.sent_back
         leaving = self.buffer(name, i)
         home = self.own[f"came.{i}"] if f"came.{i}" in self.own else self.home_rows(i, chunk.sent)
-        return self.plan.combine.exchange(leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1])
+        return self.plan.modules.combine.exchange(
+            leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1]
+        )
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
@@ -399,7 +405,7 @@ class Pass:
         if of_slot is not None:
             of_slot = of_slot[chunk.slots] - tokens.start
         out_TM = self.result_TM[tokens]
-        plan.order.restore(home, row.view(-1, top_k), out_TM, of_slot)
+        plan.modules.order.restore(home, row.view(-1, top_k), out_TM, of_slot)
         if self.shared_TM is not None:
             out_TM.add_(self.shared_TM[tokens])
 
@@ -431,9 +437,10 @@ class Pass:
                 self.schedule,
                 every | actions,
                 self.source_TM,
-                self.plan.grid.all,
-                in_steps=self.plan.in_steps or (self.direction == "backward" and self.plan.stages.gradients),
-                of=self.plan.experts,
+                self.plan.modules.grid.all,
+                in_steps=self.plan.in_steps
+                or (self.direction == "backward" and self.plan.modules.stages.gradients),
+                of=self.plan.modules.experts,
             )
         finally:
             self.arena.close()

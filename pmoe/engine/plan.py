@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.base import Combine, Dispatch
-from pmoe.comm.counts import Shared
+from pmoe.comm.counts import RankCounts
 from pmoe.comm.flat import FlatAllToAll
 from pmoe.comm.grid import Grid
 from pmoe.comm.sharing import Sharing
 from pmoe.engine.callbacks import Hooks
-from pmoe.engine.padded import Padding
+from pmoe.engine.padding import Padding
 from pmoe.experts.base import Experts, Runs
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.base import Order
@@ -135,6 +135,10 @@ Joined = tuple[tuple[tuple[int, Runs], ...], ...]
 class Gradients(Protocol):
     """Other layers' gradients, which a layer's backward pass may carry (FSMoE, Section 5)."""
 
+    @property
+    def t_gar(self) -> float:
+        """Seconds that they take inside of the pass, for the solver of degrees."""
+
     def begins(self) -> None:
         """The backward pass begins."""
 
@@ -166,17 +170,23 @@ class Modules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Modules):
+class Plan:
     """All that forward and backward of one call need beside tensors. It is decided once: the routing that
     forward used is the one that backward reverses.
 
-    backward: may have another number of chunks than forward; joined_received, joined_local then say where its
-    rows stand in forward's, None where the chunks are the same, as weight_map does for all received rows: the
-    index among forward's. has_drops: whether some slots may have no row that comes home. slot_token: the
-    token of each slot, where the gate does not give all tokens as many. restore: what becomes of T_DI and T_M
-    between the passes. rotates: whether buffers are ring slots; else each chunk has its own. padding: where
-    rows are padded to capacity: the cuts are of padded rows, and the passes take and give tokens as ever."""
+    modules: the layer's, and its stages.
+    forward, backward: how each pass cuts the batch; they may have different numbers of chunks.
+    joined_received, joined_local: where the rows of backward's chunks stand in forward's, those that were
+    received and those that stayed; None where the chunks are the same.
+    weight_map: (R,) the index of each row that backward receives among forward's; None as above.
+    top_k, num_slots: K, and T*K.
+    has_drops: whether some slots may have no row that comes home.
+    restore: what becomes of T_DI and T_M between the passes.
+    slot_token: (S,) the token of each slot, where the gate does not give every token K of them.
+    padding: where rows are padded to capacity; the cuts are then of padded rows.
+    """
 
+    modules: Modules
     forward: Cut
     backward: Cut
     joined_received: Joined | None
@@ -192,7 +202,8 @@ class Plan(Modules):
     @property
     def in_steps(self) -> bool:
         """Whether a task of communication may wait for another: see `pmoe.engine.lanes.CpuLanes`."""
-        return self.stages.sharded or self.dispatch.in_steps or self.combine.in_steps
+        modules = self.modules
+        return modules.stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
 
     @property
     def rearranged(self) -> bool:
@@ -227,7 +238,7 @@ def make_plan(
     backward_order: Ordered,
     expert_TK: Tensor,
     tokens: Tokens,
-    shared: Shared,
+    shared: RankCounts,
     degrees: Degrees,
     restore: Restore,
     has_drops: bool,
@@ -257,7 +268,7 @@ def make_plan(
         joined_received = _join(received.sum(1), degrees)
         joined_local = _join(stay, degrees)
     return Plan(
-        **vars(modules),
+        modules=modules,
         forward=forward,
         backward=forward if same else cut(degrees.backward, backward_order),
         joined_received=joined_received,
@@ -276,7 +287,7 @@ def _cut(
     order: Ordered,
     expert_TK: Tensor,
     tokens: Tokens,
-    bins: Shared,
+    bins: RankCounts,
     modules: Modules,
     num_pieces: int,
 ) -> Cut:
@@ -365,7 +376,7 @@ def _once(
     order: Ordered,
     expert_TK: Tensor,
     tokens: Tokens,
-    shared: Shared,
+    shared: RankCounts,
     fine: Tensor,
     n: int,
 ) -> Once:

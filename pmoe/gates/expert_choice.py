@@ -46,6 +46,7 @@ class ExpertChoiceGate(Gate):
     """
 
     partition = "none"
+    picks_tokens = True
     decides_capacity = True
 
     def __init__(

@@ -42,6 +42,7 @@ class SoftGate(Gate):
     """
 
     partition = "none"
+    picks_tokens = mixes_tokens = True
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ What is taken follows from rank 0's table (pmoe/planner/division.py), whatever t
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, status
 from pmoe.kernels.registry import bucket, device_name, digest
 from pmoe.measure.division_file import load_table
-from pmoe.measure.products import agree_among
 from pmoe.measure.virtual_ranks import time_division
 from pmoe.planner.division import (
     DIRECTIONS,
@@ -41,6 +42,9 @@ WARM_UP, ROUNDS = 2, 7
 """Of a layer's passes: how often they run before they count, and how often they count."""
 
 Folder = str | os.PathLike[str] | None
+
+AGREEING = "agreeing on divisions of the fused kernels"
+"""The stage that an error names."""
 
 SECONDS = tuple(each.name for each in fields(LayerSeconds))
 UNKNOWN = -1.0
@@ -103,8 +107,8 @@ def _of_rank_0(
     """A maximum in which the others have least: so one reduction also tells whether sizes are alike."""
     here = float(digest([str(sizes)]))
     own = found() if ranks.rank == 0 else [-math.inf] * count
-    most, least, *values = agree_among(ranks, device)([here, -here, *own])
-    if most != -least:
+    most, minus_least, *values = largest(ranks, device, [here, -here, *own], stage=AGREEING)
+    if most != -minus_least:
         raise ValueError(f"shape ({sizes}) must be the same on every rank, and another rank has another")
     return values
 
@@ -182,7 +186,7 @@ def measure_kernels(layers: Sequence[Sizes], ranks: Ranks, device: torch.device,
         return time_division(shape, division, top_k=top_k, device=device, group=ranks)
 
     shapes = [shape for each in dict.fromkeys(layers) for shape in kernel_shapes(each)]
-    entries = fill(shapes, seconds, agree_among(ranks, device))
+    entries = fill(shapes, seconds, functools.partial(largest, ranks, device, stage=AGREEING))
     return Table({each.shape: each for each in entries})
 
 
@@ -219,4 +223,4 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
     for layer in (fused, chunked):
         layer.zero_grad(set_to_none=True)
     medians = [statistics.median(times) for times in taken]
-    return _layer_seconds(agree_among(ranks, device)(medians))
+    return _layer_seconds(largest(ranks, device, medians, stage=AGREEING))

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.operations import LINE_SECONDS, measure_operations, part_of
 from pmoe.measure.rates import FACTORS, measure, speeds
@@ -113,7 +114,7 @@ def _found_by_all(group: Group, here: Identity, folder: str | os.PathLike[str] |
         warnings.warn(f"{fault}; measured again", stacklevel=3)
     if found is None or missing:
         return None
-    return Profile.from_json(group.from_rank_0(found.to_json()))
+    return Profile.from_json(from_first(group.ranks, found.to_json(), stage="sharing a profile"))
 
 
 _profiles: dict[tuple[str, torch.device, torch.dtype], Profile] = {}

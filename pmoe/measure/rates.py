@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.agree import from_first
 from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.rounds import (
@@ -101,7 +102,7 @@ def measure(
         seconds=time.perf_counter() - begin,
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    return Profile.from_json(group.from_rank_0(profile.to_json()))
+    return Profile.from_json(from_first(group.ranks, profile.to_json(), stage="sharing a profile"))
 
 
 @dataclass(frozen=True, kw_only=True)

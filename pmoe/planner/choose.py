@@ -9,7 +9,6 @@ Letters: B the largest number of tokens of a rank, K choices, W ranks, M = d_mod
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -24,31 +23,6 @@ from pmoe.schedule.rings import rotating
 from pmoe.schedule.tasks import Kind, Lane, Task
 
 log = logging.getLogger("pmoe")
-
-UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40} | {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-
-
-def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes of 2000, "2GiB" or "1.5 GB".
-
-    Raises TypeError or ValueError naming the argument, its value and the rule.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB'")
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-    if found is None or found[2].upper() not in UNITS:
-        raise ValueError(
-            f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB' or '500 MB'"
-        )
-    number = int(float(found[1]) * UNITS[found[2].upper()])
-    if number < 1:
-        raise ValueError(f"{name} ({value!r}) must be at least one byte")
-    return number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pmoe.comm.counts import Shared
+from pmoe.comm.counts import RankCounts
 from pmoe.experts import FFNExperts, SwiGLUExperts
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.theory import check_sizes
@@ -107,7 +107,7 @@ class Memory:
     tensors: dict[str, int] = field(default_factory=dict)
 
 
-def counted_rows(shape: Shape, counts: Shared, rank: int, n: int, inside_rank: int = 0) -> PassRows:
+def counted_rows(shape: Shape, counts: RankCounts, rank: int, n: int, inside_rank: int = 0) -> PassRows:
     """The rows of rank ``rank`` in n chunks, from the counts that ranks exchanged (`pmoe.comm.counts`).
     inside_rank: its place among the ranks that share its experts."""
     own = slice(inside_rank * shape.num_across, (inside_rank + 1) * shape.num_across)

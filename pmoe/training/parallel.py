@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Partial
 from pmoe.comm.grid import ACROSS, INSIDE
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
-from pmoe.training.clipping import device_type_of, memory_of
+from pmoe.training.clipping import device_type_of, local_gradient
 
 __all__ = ["Meshes", "is_expert", "make_meshes", "reduce_gradients"]
 
@@ -173,9 +173,9 @@ def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) ->
     if gradient.layout != torch.strided:
         raise ValueError(f"the gradient of {name} ({gradient.layout}) must be dense (torch.strided)")
     if is_expert(parameter):
-        return EDP, 1, memory_of(gradient)
+        return EDP, 1, local_gradient(gradient)
     if not isinstance(parameter, DTensor):
-        return "all", meshes.size(MP) if alike else 1, memory_of(gradient)
+        return "all", meshes.size(MP) if alike else 1, local_gradient(gradient)
     assert isinstance(gradient, DTensor)
     mesh = parameter.device_mesh
     if mesh != meshes.dense[MP]:
@@ -186,14 +186,14 @@ def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) ->
     (wanted,), (found,) = parameter.placements, gradient.placements
     if wanted.is_replicate() and found == Partial():
         # Summed with the others of its bucket, not in a collective of its own.
-        local = memory_of(gradient)
+        local = local_gradient(gradient)
         parameter.grad = DTensor.from_local(local, mesh, (wanted,), run_check=False)
         return "all", 1, local
     if found != wanted:  # of an embedding split by rows it is whole on each rank; all must reduce as much
         parameter.grad = gradient = gradient.redistribute(placements=(wanted,))
     if wanted.is_replicate():
-        return "all", meshes.size(MP), memory_of(gradient)
-    return DP, 1, memory_of(gradient)
+        return "all", meshes.size(MP), local_gradient(gradient)
+    return DP, 1, local_gradient(gradient)
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import pmoe
-import pmoe.gates
-import pmoe.layer.plans
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe import MoELayer
-from pmoe.layer import forward as layer_forward
+from pmoe.layer import alike
 from pmoe.layer.alike import check_alike
+from pmoe.layer.parts import Parts
 from tests import kit
 from tests.kit import AUX, tokens
 
@@ -65,15 +66,15 @@ def counted_collectives() -> Iterator[list[str]]:
 
         return call
 
-    def compared(layer: MoELayer) -> None:
+    def compared(parts: Parts) -> None:
         before = len(calls)
-        check_alike(layer)
+        check_alike(parts)
         del calls[before:]
 
     for name in originals:
         setattr(dist, name, counted(name))
     try:
-        with mock.patch.object(layer_forward, "check_alike", compared):
+        with mock.patch.object(alike, "check_alike", compared):
             yield calls
     finally:
         for name, original in originals.items():

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import pmoe
 import pmoe.gates
-import pmoe.layer.plans
+import pmoe.layer.orders
 from pmoe.engine.plan import make_plan
 from pmoe.measure.profile import Operations
 from pmoe.planner.costs import Fit, LineCost
@@ -327,7 +327,7 @@ def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tup
 
     with (
         mock.patch.object(solve, "operations_of", lambda *_: operations),
-        mock.patch.object(pmoe.layer.plans, "make_plan", noted),
+        mock.patch.object(pmoe.layer.orders, "make_plan", noted),
     ):
         return run(rank, world, case), seen
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.layer import run as layer_run
+from pmoe.layer import exact_counts
 from pmoe.planner.choose import Choice
-from pmoe.runners import fused as comet
+from pmoe.runners import fused_steps as comet
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.gloo.flexible import mesh_of
@@ -159,7 +159,7 @@ def choices_job(rank: int, world: int) -> None:
         n = (1, 4, 2, 8)[chosen % 4]
         return Choice(forward=n, backward=n, restore=ALL_PAIRS[chosen % 9])
 
-    original, layer_run.choose = layer_run.choose, choose
+    original, exact_counts.choose = exact_counts.choose, choose
     try:
         y, l_aux = checkpoint(block, x, **FROZEN)
         assert chosen == 2
@@ -167,7 +167,7 @@ def choices_job(rank: int, world: int) -> None:
         (y.square().sum() + AUX * l_aux).backward()
         assert chosen == 3
     finally:
-        layer_run.choose = original
+        exact_counts.choose = original
 
 
 def test_nothing_is_chosen_anew() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.grouped_gemm import Slots
+from pmoe.kernels.grouped_gemm import RowSlots, launch
 from tests.gpu.support import DEVICE
 
 NAN = float("nan")
@@ -64,8 +64,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     wanted, *pairs = request.param.split(", ")
     if wanted == "sm_90a" and own != "sm_90a":
         pytest.skip(f"this device runs {own}")
-    monkeypatch.setattr(grouped_gemm, "path", lambda _: (wanted, None))
-    monkeypatch.setattr(grouped_gemm, "CLUSTER", 2 if pairs else 1)
+    monkeypatch.setattr(launch, "path", lambda _: (wanted, None))
+    monkeypatch.setattr(launch, "CLUSTER", 2 if pairs else 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: grouped products are computed without")
         yield
@@ -130,7 +130,7 @@ class Case:
             spare_slot = torch.full((spare,), self.num_tokens * top_k)
             own = torch.randperm(self.num_tokens * top_k, generator=random)[: self.used]
             self.slot = torch.cat([own, spare_slot])
-            self.slots = Slots(slot_N=self.slot.int().to(DEVICE), top_k=top_k)
+            self.slots = RowSlots(slot_N=self.slot.int().to(DEVICE), top_k=top_k)
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(*shape, generator=self.random).to(dtype or self.dtype)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import route as routing
-from pmoe.kernels.comet import Journey, Mischief
+from pmoe.kernels.comet import Journey
 from pmoe.kernels.route import Routes
 from pmoe.measure.virtual_ranks import Parameters, VirtualRanks
 from pmoe.planner.division import Division
+from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, Regions
 
 THREE_BLOCKS = Division(3, 256)
@@ -48,7 +49,7 @@ class Integers:
         d_model: int = 520,
         d_hidden: int = 136,
         division: Division = THREE_BLOCKS,
-        mischief: Mischief | None = None,
+        faults: InjectedFaults | None = None,
         seed: int = 1,
     ) -> None:
         """tokens: of all ranks."""
@@ -59,7 +60,8 @@ class Integers:
         # written beyond the heap.
         self.virtual = VirtualRanks(
             num_ranks, experts, rows=2 * tokens * top_k, home_rows=tokens * top_k, d_model=d_model,
-            dtype=torch.bfloat16, device=DEVICE, division=division, mischief=mischief,
+            dtype=torch.bfloat16, device=DEVICE, division=division,
+            make_launcher=(faults or InjectedFaults()).launcher,
         )  # fmt: skip
         self.regions = [Regions(heap) for heap in self.virtual.heaps]
         self.powers = torch.tensor([0.5, 1.0, 2.0], device=DEVICE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from pmoe import MoELayer, Restore, cli
+from pmoe.integrations.run_folder import SCALAR_HEADER, SCALARS, append
 from pmoe.kernels import extension, status
 from pmoe.measure.profile import Profile, load, profile_path, save
 from pmoe.planner.choose import bound
@@ -218,7 +220,7 @@ def test_profile_stores_what_it_measured(
         asked.append((ranks.size, device.type, dtype, quick))
         return replace(MADE, num_ranks=ranks.size, backend="none", dtype="bfloat16")
 
-    monkeypatch.setattr(cli, "measure", measured)
+    monkeypatch.setattr(cli.profile, "measure", measured)
     file = tmp_path / "new" / "profile.json"
     options = ["--quick", "--dtype", "bfloat16", "--device", "cpu"]
     found = printed(capsys, "profile", *options, "--out", str(file))
@@ -356,6 +358,48 @@ def test_python_m_pmoe_is_the_command_and_needs_no_optional_package() -> None:
         [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert json.loads(found.stdout)["saved"] == 10
+
+
+CLOSED_PIPE = """
+import json, os, runpy, sys, pmoe.cli
+for argv in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, 1)
+        sys.argv = ["pmoe", *argv]
+        runpy.run_module("pmoe", run_name="__main__")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs each command in a process whose stdout is a pipe that nobody reads; prints the exit codes."""
+
+
+@pytest.mark.timeout(400)  # a dozen processes, which take ten seconds of a processor that is free
+def test_a_reader_that_closes_the_pipe_ends_every_command_quietly(folder: Path, tmp_path: Path) -> None:
+    append(tmp_path / SCALARS, SCALAR_HEADER, [(1, "loss", 2.0)])
+    commands = {
+        "memory": LAYER,
+        "plan": [*LAYER, "--ranks", "4", "--folder", str(folder)],
+        "profile": ["--kernels", "--show", "--folder", str(folder)],
+        "simulate": ["comet", "--assumptions"],
+        "kernels": [],
+        "report": [str(tmp_path)],
+    }
+    assert list(commands) == list(cli.COMMANDS)
+    lines = [[name, *options] for name, options in commands.items()]
+    lines += [["memory", *LAYER, "--json"], ["--help"], ["--version"]]
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CLOSED_PIPE, json.dumps(lines)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},  # some of what is printed is then written at the very end
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stderr == ""
+    assert found.stdout.split() == ["0"] * len(lines)
+    assert (tmp_path / "report.html").exists()
 
 
 def test_setup_installs_the_command() -> None:

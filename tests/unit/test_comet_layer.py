@@ -21,9 +21,10 @@ from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import Steps
 from pmoe.planner.division import LayerSeconds
-from pmoe.runners import fused as comet
+from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
-from pmoe.runners.fused import Request, unit_index
+from pmoe.runners.fused_forward import unit_index
+from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps
 from tests.reference import Definition, relative_error
 
@@ -354,14 +355,14 @@ def test_on_one_rank_it_wins_over_the_kernels_of_one_rank_unless_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone_calls: list[str] = []
-    run = alone.run
+    forward = alone.OneRankRunner.forward
 
-    def counted(*args: Any) -> alone.Result:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         alone_calls.append("alone")
-        return run(*args)
+        return forward(*args, **kwargs)
 
     monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    monkeypatch.setattr(alone, "run", counted)
+    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
     layer = make()
     with fused() as calls:
         layer(tokens(T))

@@ -58,17 +58,19 @@ def test_a_snippet_runs_as_it_stands(block: Block, tmp_path: Path, monkeypatch: 
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    (found,) = (each for each in cli.build_parser()._actions if isinstance(each, argparse._SubParsersAction))
     choices: dict[str, argparse.ArgumentParser] = found.choices
     return choices
 
 
 def check_pmoe(words: tuple[str, ...], whole: bool) -> None:
     if whole:
-        cli._parser().parse_args(words)
+        cli.build_parser().parse_args(words)
         return
     name, *rest = words
-    known = subcommands()[name].format_help() if not name.startswith("-") else cli._parser().format_help()
+    known = (
+        subcommands()[name].format_help() if not name.startswith("-") else cli.build_parser().format_help()
+    )
     for flag in (word for word in rest if word.startswith("--")):
         assert re.search(rf"{flag}\b", known), flag
 

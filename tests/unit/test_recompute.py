@@ -20,7 +20,7 @@ import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.engine import recompute
 from pmoe.gates import GATES
-from pmoe.runners import fused as comet
+from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
@@ -128,13 +128,18 @@ def test_callbacks_see_both_passes() -> None:
 
 def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    run, route = alone.run, alone.route_tokens
-    monkeypatch.setattr(alone, "run", lambda *args: (calls.append("run"), run(*args))[1])
+    run, route = alone.OneRankRunner.forward, alone.route_tokens
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append("run")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
     monkeypatch.setattr(alone, "route_tokens", lambda *args: (calls.append("route"), route(*args))[1])
     monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
     block = Block(build())
     expected = step(block, block)
-    assert calls == ["run", "route"] * 2
+    assert calls == ["route", "run"] * 2
     torch.manual_seed(5)
     x = tokens().requires_grad_()
     y, l_aux = frozen(block)(x)

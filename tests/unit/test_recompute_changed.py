@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
 
 from pmoe.engine import recompute
 from pmoe.gates import GATES
-from pmoe.layer import run as layer_run
-from pmoe.runners import fused as comet
+from pmoe.layer import choose as layer_choose
+from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from tests.kit import (
     TOKENS,
@@ -95,7 +95,7 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
         if len(measured) < 3:
             measured.append(torch.ones(3, 2) @ torch.ones(2, 4))
 
-    monkeypatch.setattr(layer_run, "settle_products", measure)
+    monkeypatch.setattr(layer_choose, "settle_products", measure)
     if name == "alone":
         monkeypatch.setattr(alone, "kernel_refusal", measure)
     block = Block(build(**OPTIONS.get(name, {})))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +15,10 @@ from pmoe.measure.profile import Profile, load
 from pmoe.measure.stored import find_profile
 from pmoe.planner.advise import Advice, advise, step_bars
 from pmoe.planner.choose import Candidate
-from pmoe.planner.drawing import Picture, Point, Table, page, scatter
+from pmoe.planner.drawing import Point, inline_svg, scatter_figure
 from pmoe.planner.footprint import Shape
-from pmoe.planner.timeline import draw
+from pmoe.planner.page import page, part
+from pmoe.planner.timeline import drawing
 from pmoe.text import table
 
 ABOUT = "n and the restore pair for a layer, from a stored profile"
@@ -123,7 +123,7 @@ def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice
         pictures = [_time_over_memory(advice, args.budget), _schedule(args, shape, profile, decision)]
     header, *rows = _candidate_rows(advice, args.budget)
     marked = [i for i, each in enumerate(advice.candidates) if each is decision]
-    candidates = Table(header=header, rows=rows, marked=marked, words=1)
+    candidates = part("table", header, rows, marked, words=1)
     text = page("pmoe plan", [*_paragraphs(args, profile, advice), *pictures, candidates])
     with refused_as(f"--html ({path}) must be a file to write", OSError):
         path.write_text(text, encoding="utf-8")
@@ -136,7 +136,7 @@ def _paragraphs(args: argparse.Namespace, profile: Profile, advice: Advice) -> l
     return [describe_layer(args) + budget, f"Profile: {describe_profile(profile)}.", *sentences]
 
 
-def _time_over_memory(advice: Advice, budget: int | None) -> Picture:
+def _time_over_memory(advice: Advice, budget: int | None) -> str:
     points = [
         Point(
             group=pair_name(each.restore),
@@ -147,16 +147,16 @@ def _time_over_memory(advice: Advice, budget: int | None) -> Picture:
         )
         for each in advice.candidates
     ]
-    png, caption = io.BytesIO(), "Predicted time of a step over the bytes that no routing exceeds"
-    scatter(png, points, "numbers: n; ringed in black: the decision", budget=budget)
-    return Picture(png=png.getvalue(), caption=caption)
+    caption = "Predicted time of a step over the bytes that no routing exceeds"
+    figure = scatter_figure(points, "numbers: n; ringed: the decision", budget=budget)
+    return part("picture", inline_svg(figure, caption), caption)
 
 
-def _schedule(args: argparse.Namespace, shape: Shape, profile: Profile, decision: Candidate) -> Picture:
+def _schedule(args: argparse.Namespace, shape: Shape, profile: Profile, decision: Candidate) -> str:
     name = f"n={decision.forward}, {pair_name(decision.restore)}"
-    png, caption = io.BytesIO(), f"The schedule of the decision, {name}, as simulated"
-    draw(png, {name: step_bars(shape, profile, args.tokens, decision)}, "one step, simulated")
-    return Picture(png=png.getvalue(), caption=caption)
+    caption = f"The schedule of the decision, {name}, as simulated"
+    figure = drawing({name: step_bars(shape, profile, args.tokens, decision)}, "one step, simulated")
+    return part("picture", inline_svg(figure, caption), caption)
 
 
 # ---- JSON

@@ -61,6 +61,7 @@ void check(const World& w, size_t round, int rank, const std::string& name) {
 }
 
 void test_rounds(int ranks, const Mistake& mistake) {
+  signals_are_relaxed = mistake.is_relaxed;
   for (uint32_t seed = 1; seed <= 6; ++seed) {
     Random random = {seed * 77 + static_cast<uint32_t>(ranks)};
     const int experts = 1 + random.below(3), communicating = 1 + random.below(2);

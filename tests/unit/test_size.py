@@ -22,15 +22,13 @@ STILL_TOO_LONG = {
     "pmoe/engine/passes.py",
     "pmoe/engine/plan.py",
     "pmoe/experts/products.py",
-    "pmoe/integrations/report/charts.py",
-    "pmoe/integrations/report/page.py",
     "pmoe/kernels/registry.py",
     "pmoe/layer/module.py",
     "pmoe/papers/comet_simulator.py",
     "pmoe/papers/fsmoe_table5.py",
     "pmoe/schedule/tasks.py",
 }
-STILL_LINES_OF_PMOE = 33_500
+STILL_LINES_OF_PMOE = 33_000
 
 
 def lines_of(folder: str) -> dict[str, int]:

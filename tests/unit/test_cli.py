@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from pmoe import MoELayer, Restore, cli
-from pmoe.integrations.run_folder import SCALAR_HEADER, SCALARS, append
+from pmoe.integrations.run_folder import SCALARS, append
+from pmoe.integrations.run_rows import ScalarRow
 from pmoe.kernels import extension, status
 from pmoe.measure.profile import Profile, load, profile_path, save
 from pmoe.planner.choose import bound
@@ -372,7 +373,7 @@ for argv in json.loads(sys.argv[1]):
 
 @pytest.mark.timeout(400)  # a dozen processes, which take ten seconds of a processor that is free
 def test_a_reader_that_closes_the_pipe_ends_every_command_quietly(folder: Path, tmp_path: Path) -> None:
-    append(tmp_path / SCALARS, SCALAR_HEADER, [(1, "loss", 2.0)])
+    append(tmp_path / SCALARS, ScalarRow, [ScalarRow(step=1, name="loss", value=2.0)])
     commands = {
         "memory": LAYER,
         "plan": [*LAYER, "--ranks", "4", "--folder", str(folder)],

@@ -25,12 +25,12 @@ from pmoe.integrations.report.charts import COLUMN, MOST_POINTS, NOTHING, UNKNOW
 from pmoe.integrations.report.history import short_names
 from pmoe.integrations.report.layers import MOST_COLUMNS
 from pmoe.integrations.report.numbers import (
+    bins_of,
     format_bytes,
     format_number,
     format_seconds,
     format_share,
     median,
-    thinned,
 )
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
@@ -320,10 +320,10 @@ def test_numbers_are_told_in_few_digits() -> None:
 
 
 def test_thinning_keeps_means_and_extremes_of_finite_values() -> None:
-    bins = thinned(range(6), [1, 5, math.nan, 3, math.inf, math.nan], 3)
+    bins = bins_of(range(6), [1, 5, math.nan, 3, math.inf, math.nan], 3)
     assert list(zip(*bins, strict=True))[:2] == [(0.5, 3, 1, 5), (2.5, 3, 3, 3)]
     assert np.isnan(bins.mean[2]) and np.isnan(bins.low[2])
-    assert len(thinned(range(100_000), range(100_000), MOST_POINTS).x) <= MOST_POINTS
+    assert len(bins_of(range(100_000), range(100_000), MOST_POINTS).x) <= MOST_POINTS
     assert median([3, math.nan, 1, 2]) == 2 and median([math.nan]) is None
 
 

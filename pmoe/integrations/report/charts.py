@@ -10,11 +10,11 @@ import numpy as np
 
 from pmoe.integrations.report.numbers import (
     Bins,
-    finite,
+    bins_of,
     format_number,
     format_seconds,
     format_share,
-    thinned,
+    nan_unless_finite,
 )
 from pmoe.planner.drawing import inline_svg
 from pmoe.planner.page import SERIES, THEME, part
@@ -32,12 +32,12 @@ ROUND = (1, 2, 5, 10)
 """Ticks are multiples of these, times a power of 10."""
 
 
-def colour(name: str) -> str:
+def theme_colour(name: str) -> str:
     """The theme's colour on light screens, for which `inline_svg` puts the theme's variable."""
     return THEME[name][0]
 
 
-def drawn(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) -> str:
+def axes_svg(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) -> str:
     """An SVG element with one pair of axes, steps to the right. size: width and height in CSS pixels."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -59,14 +59,14 @@ def _style() -> Any:
     return {
         **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
         **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
-        **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor"), colour("soft")),
+        **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor"), theme_colour("soft")),
         **dict.fromkeys(("font.size", "axes.labelsize"), 13),
         "xtick.major.pad": 7,
         "axes.formatter.useoffset": False,
         "axes.axisbelow": True,
         "axes.grid": True,
         "axes.grid.axis": "y",
-        "grid.color": colour("rule"),
+        "grid.color": theme_colour("rule"),
         "lines.linewidth": 1.8,
     }
 
@@ -86,7 +86,7 @@ class Line:
 
     def gaps(self) -> list[float]:
         """The steps whose values are not finite."""
-        return [x for x, y in zip(self.xs, finite(self.ys), strict=True) if np.isnan(y)]
+        return [x for x, y in zip(self.xs, nan_unless_finite(self.ys), strict=True) if np.isnan(y)]
 
 
 def line_chart(
@@ -106,28 +106,31 @@ def line_chart(
     below says so. least: a value that the axis shows. show: makes texts of values, `format_seconds` or
     `format_share` on the axis, too.
     """
-    found = [thinned(line.xs, line.ys, line.most) for line in lines]
+    found = [bins_of(line.xs, line.ys, line.most) for line in lines]
     values = np.concatenate([ends for bins in found for ends in (bins.low, bins.high)])
     values = np.sort(values[~np.isnan(values)])
     if not len(values):
-        return part("chart", title, "", unit=unit, note=f"No finite value in {len(lines[0].xs)} points.")
+        nothing = f"No finite value in {len(lines[0].xs)} points."
+        return part("chart", title, "", unit=unit, note=f"{nothing} {note}")
     low, high, cut = _range(values, least)
 
     def draw(axis: Axes) -> None:
         _set_y_axis(axis, low, high, show)
         for line, bins, name in zip(lines, found, SERIES, strict=False):
-            _draw_line(axis, line, bins, colour(name))
+            _draw_line(axis, line, bins, theme_colour(name))
 
     names = [(line.name, name) for line, name in zip(lines, SERIES, strict=False)]
     label = f"{title}: {', '.join(line.name for line in lines)}"
     return part(
         "chart",
         title,
-        drawn(label, COLUMN, draw),
-        broad=drawn(label, BROAD, draw) if is_broad else "",
+        axes_svg(label, COLUMN, draw),
+        broad=axes_svg(label, BROAD, draw) if is_broad else "",
         unit=unit,
         keys=names if len(lines) > 1 else (),
-        note=" ".join([note, f"Cut off above: values up to {show(cut)}." if cut else "", _about_gaps(lines)]),
+        note=" ".join(
+            [note, "" if cut is None else f"Cut off above: values up to {show(cut)}.", _about_gaps(lines)]
+        ),
     )
 
 
@@ -154,20 +157,20 @@ def _set_y_axis(axis: Axes, low: float, high: float, show: Callable[[float], str
         axis.yaxis.set_major_formatter(PercentFormatter(1))
 
 
-def _draw_line(axis: Axes, line: Line, bins: Bins, own: str) -> None:
+def _draw_line(axis: Axes, line: Line, bins: Bins, colour: str) -> None:
     x, mean = bins.x, bins.mean
     if np.any(bins.high > bins.low):
-        axis.fill_between(x, bins.low, bins.high, color=own, alpha=0.2, lw=0, gid="band")
+        axis.fill_between(x, bins.low, bins.high, color=colour, alpha=0.2, lw=0, gid="band")
     if line.is_filled:
-        axis.fill_between(x, axis.get_ylim()[0], mean, color=own, alpha=0.3, lw=0, gid="fill")
-    axis.plot(x, mean, color=own, gid="line")
+        axis.fill_between(x, axis.get_ylim()[0], mean, color=colour, alpha=0.3, lw=0, gid="fill")
+    axis.plot(x, mean, color=colour, gid="line")
     is_there = np.pad(~np.isnan(mean), 1)
-    is_lonely = is_there[1:-1] & ~is_there[:-2] & ~is_there[2:]  # a line shows no single points
-    if is_lonely.any():
-        axis.plot(x[is_lonely], mean[is_lonely], "o", ms=5, color=own, gid="dot")
+    is_single = is_there[1:-1] & ~is_there[:-2] & ~is_there[2:]  # a line shows no single points
+    if is_single.any():
+        axis.plot(x[is_single], mean[is_single], "o", ms=5, color=colour, gid="dot")
     if gaps := line.gaps():
-        at = thinned(gaps, gaps, MOST_POINTS).x
-        axis.vlines(at, 0.93, 1, colour("bad"), transform=axis.get_xaxis_transform(), gid="bad")
+        at = bins_of(gaps, gaps, MOST_POINTS).x
+        axis.vlines(at, 0.93, 1, theme_colour("bad"), transform=axis.get_xaxis_transform(), gid="bad")
 
 
 def _about_gaps(lines: Sequence[Line]) -> str:
@@ -218,7 +221,7 @@ def heat_map(title: str, steps: Sequence[float], ratios: Any, y_label: str, note
 
     label = f"{title}: {num_rows} {y_label}s over {len(steps)} steps"
     size = (COLUMN[0], min(max(num_rows * 9, 150), 300) + 40)
-    return part("chart", title, drawn(label, size, draw), note=note)
+    return part("chart", title, axes_svg(label, size, draw), note=note)
 
 
 def heat_legend(what: str) -> str:

@@ -90,7 +90,7 @@ def _heat_maps(history: History) -> list[str]:
     whose = f"; the {len(worst)} most uneven layers" if len(ran) > len(worst) else ""
     maps = [_heat_map(name, ran[name]) for name in sorted(ran, key=lambda name: name not in worst)]
     head = heat_legend(f"Rows of each expert, against an even share of its layer's rows{whose}")
-    return [head, *shown(maps, MOST_SHOWN, "more layers", grid)]
+    return [head, *with_rest_folded(maps, MOST_SHOWN, "more layers", grid)]
 
 
 def _heat_map(name: str, rows: Sequence[LayerRow]) -> str:
@@ -180,9 +180,9 @@ def memory(history: History) -> list[str]:
     about = ["Predicted for the rows that came, on rank 0, parameters and input not counted:"]
     most, more = 2 * MOST_SHOWN, "more layers"
     return [
-        *shown(bars, most, more, lambda some: part("bars", "Memory by tensor", keys, some, note)),
+        *with_rest_folded(bars, most, more, lambda some: part("bars", "Memory by tensor", keys, some, note)),
         *(about if lines else []),
-        *shown(lines, most, more, lambda some: part("table", header, some, words=2)),
+        *with_rest_folded(lines, most, more, lambda some: part("table", header, some, words=2)),
         *_pools(history),
     ]
 
@@ -197,10 +197,12 @@ def _pools(history: History) -> list[str]:
     ]
 
 
-# ---- how much is shown
+# ---- many layers
 
 
-def shown(items: Sequence[Any], most: int, what: str, made: Callable[[Sequence[Any]], str]) -> list[str]:
+def with_rest_folded(
+    items: Sequence[Any], most: int, what: str, made: Callable[[Sequence[Any]], str]
+) -> list[str]:
     """The part ``made`` of the first items, and that of the rest, folded away under ``what`` they are."""
     first, rest = items[:most], items[most:]
     parts = [made(first)] if first else []

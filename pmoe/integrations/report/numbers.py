@@ -66,9 +66,9 @@ class Bins(NamedTuple):
     high: Numbers
 
 
-def thinned(xs: ArrayLike, ys: ArrayLike, most: int) -> Bins:
+def bins_of(xs: ArrayLike, ys: ArrayLike, most: int) -> Bins:
     """At most ``most`` bins of equally many points each. xs, ys: (N,), N at least 1."""
-    x, y = np.asarray(xs, float), finite(ys)
+    x, y = np.asarray(xs, float), nan_unless_finite(ys)
     starts = np.arange(0, len(x), -(-len(x) // most))
     num = np.add.reduceat(~np.isnan(y), starts, dtype=int)
     return Bins(
@@ -79,7 +79,7 @@ def thinned(xs: ArrayLike, ys: ArrayLike, most: int) -> Bins:
     )
 
 
-def finite(ys: ArrayLike) -> Numbers:
+def nan_unless_finite(ys: ArrayLike) -> Numbers:
     """The values, NaN in place of those that are not finite."""
     y = np.asarray(ys, float)
     return np.where(np.abs(y) <= LARGEST, y, np.nan)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pmoe.integrations.report.charts import Line, line_chart
 from pmoe.integrations.report.history import COMMUNICATION, History, history_of
-from pmoe.integrations.report.layers import choices, communication, grid, load, memory, shown
+from pmoe.integrations.report.layers import choices, communication, grid, load, memory, with_rest_folded
 from pmoe.integrations.report.numbers import (
     NONE,
     format_bytes,
@@ -116,7 +116,7 @@ def _others(run: Run) -> list[str]:
         for name, curve in run.scalars.items()
         if "loss" not in name.lower() and name not in (TIME, POOL_PEAK, HOST_POOL_PEAK)
     ]
-    return shown(charts, 12, "other numbers", grid)
+    return with_rest_folded(charts, 12, "other numbers", grid)
 
 
 # ---- settings

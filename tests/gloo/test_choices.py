@@ -14,10 +14,11 @@ from torch import Tensor
 import pmoe
 from pmoe.engine import passes
 from pmoe.layer import searched
-from pmoe.planner import choose as decide
+from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
 from pmoe.schedule.restore import STRATEGIES
-from tests.gloo.test_behaviour import build, counted_collectives, error_of, mlp
+from tests.gloo.kit import build, counted_collectives, error_of
+from tests.own_experts import mlp
 from tests.pool import ranks
 from tests.reference import relative_error
 

@@ -41,6 +41,13 @@ def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: f
             pipe.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
 
 
+def forks() -> Any:
+    """Of multiprocessing: forks of a process that has imported `tests.imported`, and never ran anything."""
+    context = multiprocessing.get_context("forkserver")  # fork hangs after a product by threads
+    context.set_forkserver_preload(["tests.imported"])
+    return context
+
+
 class Pool:
     """``run(function, *args)`` calls function(rank, world, *args) on every rank and returns the results.
 
@@ -49,8 +56,7 @@ class Pool:
     """
 
     def __init__(self, world: int, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
-        context = multiprocessing.get_context("forkserver")  # fork hangs after a product by threads
-        context.set_forkserver_preload(["tests.imported"])
+        context = forks()
         self.world, self.usable, self.num_groups = world, True, 1
         self.processes, self.pipes = [], []
         init_file = os.path.join(tempfile.mkdtemp(prefix="pmoe-pool-"), "rendezvous")

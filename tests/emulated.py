@@ -15,10 +15,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from pmoe.comm import heap
 from pmoe.comm.heap import Heap, HeapShape, process_heap, virtual_heaps
+from pmoe.comm.heap import shape as heap_shape
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet, extension
+from pmoe.kernels import extension
+from pmoe.kernels.comet import availability, launcher
 from pmoe.measure import virtual_ranks as comet_virtual
 from pmoe.planner.division import Division
 from pmoe.runners import fused_steps as passes
@@ -60,18 +61,18 @@ def emulated(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extension, "load", lambda: module)
-        patch.setattr(comet, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
-        patch.setattr(comet, "_stream_behind", lambda heaps, device: 0)
-        patch.setattr(comet, "_processors", lambda device: BLOCKS * virtual_ranks)
-        patch.setattr(comet, "DEFAULT_SPARE_BLOCKS", 0)
+        patch.setattr(availability, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
+        patch.setattr(availability, "processors", lambda device: BLOCKS * virtual_ranks)
+        patch.setattr(availability, "DEFAULT_SPARE_BLOCKS", 0)
+        patch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
         patch.setattr(passes, "_agreed", {})  # without the emulator the kernels were refused
         patch.setattr(passes, "process_heap", of_processes)
         patch.setattr(passes, "_division", lambda request, kernel, direction: division)
         patch.setattr(comet_virtual, "virtual_heaps", of_virtual_ranks)
-        comet._path_told.cache_clear()
-        heap._places.cache_clear()
+        availability.path_facts.cache_clear()
+        heap_shape._places.cache_clear()
         try:
             yield
         finally:
-            comet._path_told.cache_clear()
-            heap._places.cache_clear()
+            availability.path_facts.cache_clear()
+            heap_shape._places.cache_clear()

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pmoe.comm.agree import largest, same
-from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, nvshmem_heap, process_heap
-from pmoe.comm.heap_memory import host_name
+from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
 from pmoe.kernels import comet as kernels
@@ -143,7 +142,7 @@ def heap_shape(request: Request) -> HeapShape:
     )
 
 
-def _division(request: Request, kernel: kernels.Kind, direction: kernels.Direction) -> Division:
+def _division(request: Request, kernel: kernels.FusedKernel, direction: kernels.PassDirection) -> Division:
     return agreed(request.ranks, kernel_shape(layer_sizes_of(request), kernel, direction), request.device)
 
 

@@ -25,7 +25,8 @@ from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts
 from pmoe.gates import SwitchGate, TopKGate
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import grouped_gemm, permute, route
-from pmoe.kernels.grouped_gemm import Slots
+from pmoe.kernels.grouped_gemm import RowSlots
+from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.route import Routes
 from pmoe.measure.products import settle_products, slower_kernels
 
@@ -83,7 +84,7 @@ def aligned(rows_TM: Tensor) -> Tensor:
     """The same rows, as the kernels can read them."""
     if not rows_TM.numel():
         return rows_TM
-    if permute.strides_fit(rows_TM) and rows_TM.data_ptr() % permute.VECTOR_BYTES == 0:
+    if strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0:
         return rows_TM
     return rows_TM.clone(memory_format=torch.contiguous_format)
 
@@ -101,7 +102,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """T_O, and T_M where it is kept."""
     ends_E = routes.ends_nE.view(-1)
-    slots = Slots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
+    slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
     hidden_NG, active_NH = grouped_gemm.hidden(
         x_TM, w1, ends_E, activation=activation, bias_EG=b1, slots=slots, gathered=True, keep=keep
     )
@@ -141,7 +142,7 @@ def _backward(
     tensors.clear()
     needs_x, needs_weight, _, needs_w1, needs_w2, needs_b1, needs_b2 = (*wanted, False, False)[:7]
     top_k, grad_TM = weight_TK.shape[1], aligned(grad_TM)
-    slots = Slots(slot_N=_inverse(position_TK), top_k=top_k)
+    slots = RowSlots(slot_N=_inverse(position_TK), top_k=top_k)
     scale = weight_TK.view(-1)
     # Products that only the parameters wait for come as soon as their operands can then be let go of:
     # there is no communication that they could fill the time of.
@@ -180,7 +181,7 @@ def _inverse(position_TK: Tensor) -> Tensor:
     return torch.empty_like(slot_N).index_copy_(0, position_N.long(), slot_N)
 
 
-def _weighted_sum(tokens_TM: Tensor, scale: Tensor, ends_E: Tensor, slots: Slots) -> Tensor:
+def _weighted_sum(tokens_TM: Tensor, scale: Tensor, ends_E: Tensor, slots: RowSlots) -> Tensor:
     """(E, M): for each expert the sum of its tokens times their weights; see `grouped_gemm.sum_by_expert`."""
     column = tokens_TM.new_zeros(slots.slot_N.numel(), 8)  # 16 bytes a row
     column[:, 0] = scale.index_select(0, slots.slot_N.long())

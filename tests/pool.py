@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-GROUP_TIMEOUT_SECONDS = 20
+GROUP_TIMEOUT_SECONDS = 28
 MOST_GROUPS = 24
 """Process groups that a rank may hold before new ranks take its place: gloo wakes a thread of each a hundred
 times a second, and hundreds of them leave no time for anything else."""
@@ -70,7 +70,7 @@ class Pool:
             self.processes.append(process)
         self._answers(60)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 150) -> list[Any]:
         self.start(function, *args)
         return self._answers(timeout)
 
@@ -78,7 +78,7 @@ class Pool:
         for pipe in self.pipes:
             pipe.send((function, args))
 
-    def answer(self, rank: int, timeout: float = 90) -> Any:
+    def answer(self, rank: int, timeout: float = 150) -> Any:
         """What the job returned on ``rank``; AssertionError where it raised, died or took too long."""
         pipe, process = self.pipes[rank], self.processes[rank]
         try:

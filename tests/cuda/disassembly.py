@@ -156,7 +156,7 @@ def _run(tool: str, *arguments: str, stdin: str | None = None) -> str:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env={**os.environ, "PATH": _path()},
     )
     assert done.returncode == 0, f"{found} {' '.join(arguments)}: {done.stderr or done.stdout}"

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.registry import Candidate, Form, Registry, Request, bucket, device_name
+from pmoe.kernels.architecture import device_name
+from pmoe.kernels.registry import Candidate, Form, Registry, Request, bucket
 
 PMOE, GROUPED_MM, LOOP = "pmoe", "grouped_mm", "loop"
 

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import torch
 
-from pmoe.kernels import extension
+from pmoe.kernels.architecture import Architecture, build_id, loaded_architecture
 
 log = logging.getLogger("pmoe")
 
@@ -94,11 +94,6 @@ def bucket(rows: int) -> int:
     return 1 << max(rows - 1, 0).bit_length()
 
 
-@functools.cache
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A way to compute products.
@@ -120,21 +115,6 @@ class Settled:
     choice: str
     seconds: Mapping[str, float]
     when: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """The best code that the driver has loaded of the kernels, as `pmoe.kernels.extension` reads it: 0 and 0
-    where there is none. capability: 90 is 9.0."""
-
-    binary_version: int
-    ptx_version: int
-    capability: int
-
-    def __str__(self) -> str:
-        major, minor = divmod(self.capability, 10)
-        code = f"binary {self.binary_version} of PTX {self.ptx_version}" if self.binary_version else "none"
-        return f"{code} on compute capability {major}.{minor}"
 
 
 class Machine:
@@ -182,36 +162,13 @@ class Machine:
             torch.cuda.empty_cache()
 
     def architecture(self, device: torch.device) -> Architecture:
-        major, minor = torch.cuda.get_device_capability(device)
-        module, index = extension.load(), device.index or 0
-        try:
-            kernels = [] if module is None else module.kernels(index)
-        except RuntimeError:  # the driver loads none: `grouped_gemm.path` is None then, too
-            kernels = []
-        loaded = [(0, 0)]
-        for each in kernels:
-            versions = each["binary_version"], each["ptx_version"]
-            if not each["hopper"] or extension.hopper_refusal(*versions, (major, minor)) is None:
-                loaded.append(versions)
-        binary, ptx = max(loaded)
-        return Architecture(binary_version=binary, ptx_version=ptx, capability=10 * major + minor)
+        return loaded_architecture(device)
 
     def build(self) -> str:
-        return _build()
+        return build_id()
 
     def folder(self) -> Path:
         return Path(os.environ.get("PMOE_CACHE") or Path.home() / ".cache" / "pmoe")
-
-
-@functools.cache
-def _build() -> str:
-    """Tells builds of the kernels apart: another build's times are not this one's."""
-    module = extension.load()
-    if module is None:
-        return "none"
-    told = f"{module.ARCHS} {module.NVCC}".encode()
-    file = getattr(module, "__file__", None)
-    return hashlib.sha256(told if file is None else Path(file).read_bytes()).hexdigest()[:16]
 
 
 UNKNOWN, UNWILLING = 0, 9

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, status
-from pmoe.kernels.registry import bucket, device_name, digest
+from pmoe.kernels.architecture import device_name
+from pmoe.kernels.registry import bucket, digest
 from pmoe.measure.division_file import load_table
 from pmoe.measure.virtual_ranks import time_division
 from pmoe.planner.division import (

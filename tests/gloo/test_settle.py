@@ -22,7 +22,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts import FFNExperts, ModuleExperts, StackedExperts, SwiGLUExperts, products
 from pmoe.experts.base import Shard
 from pmoe.experts.products import GROUPED_MM, PRODUCTS
-from pmoe.kernels.registry import Architecture
+from pmoe.kernels.architecture import Architecture
 from pmoe.measure import products as settle
 from pmoe.measure.products import product_requests, settle_products
 from tests.pool import ranks

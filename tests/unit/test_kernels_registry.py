@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from pmoe.kernels import extension, registry
-from pmoe.kernels.registry import Architecture, Candidate, Machine, Registry, Request, bucket
+from pmoe.kernels.architecture import Architecture
+from pmoe.kernels.registry import Candidate, Machine, Registry, Request, bucket
 
 HOPPER = Architecture(binary_version=90, ptx_version=90, capability=90)
 CUDA = torch.device("cuda", 0)

@@ -191,7 +191,7 @@ class PlainSteps(Steps):
 
 
 def plain_steps(request: Request) -> PlainSteps:
-    """For `pmoe.runners.fused.using`."""
+    """For `pmoe.runners.fused_steps.using`."""
     return PlainSteps(request.ranks)
 
 

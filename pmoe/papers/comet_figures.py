@@ -261,7 +261,7 @@ def chunked_run(arriving: Arriving, returning: Returning, machine: Machine, n: i
 
     def seconds(task: Task) -> float:
         if task.kind is Kind.LOCAL:
-            # the last of two pieces has the last chunk's rows (`pmoe.ordering.sorted.piece_of`)
+            # the last of two pieces has the last chunk's rows (`pmoe.schedule.tasks.piece_of`)
             chunks = [i for i in range(n) if (i if pieces == n else int(i == n - 1)) == task.chunk]
             return products([sum(_part(rows, i, n) for i in chunks) for rows in here])
         if task.kind is Kind.COMPUTE:

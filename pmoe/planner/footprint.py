@@ -1,6 +1,6 @@
 """How many bytes a layer's forward and backward take, predicted from its schedules and row counts.
 
-What a pass holds at once: the ring slots of its schedule (`pmoe.engine.buffers`, the sizes that the engine
+What a pass holds at once: the ring slots of its schedule (`pmoe.schedule.slots`, the sizes that the engine
 itself allocates), what goes from forward to backward, the result, and small things by the row. Nothing is
 measured or fitted.
 

@@ -24,11 +24,9 @@ from pmoe.engine import lanes, passes
 from pmoe.engine.arena import pool
 from pmoe.engine.lanes import CudaLanes
 from pmoe.schedule import Lane, Schedule
-from pmoe.schedule import rings as rotation
-from pmoe.schedule import tasks as schedule
 from pmoe.schedule.restore import ALL_PAIRS
-from pmoe.schedule.tasks import Task, link
 from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Report, Stream, watching
+from tests.planted import rings_reused_early
 from tests.pool import ranks
 from tests.spread import named, spread
 
@@ -71,10 +69,6 @@ def finish_without(*unseen: Lane) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(CudaLanes, "finish", finish)
 
 
-def link_without_slots(tasks: list[Task], slots: dict[str, str]) -> tuple[Task, ...]:
-    return link(tasks)
-
-
 def hold_whole_tensors() -> contextlib.AbstractContextManager[Any]:
     """What a module saves is held for the copy where it is a tensor of its own, not where it is a part."""
 
@@ -89,18 +83,6 @@ def hold_whole_tensors() -> contextlib.AbstractContextManager[Any]:
 
 def nothing(*args: Any) -> None:
     pass
-
-
-@contextlib.contextmanager
-def rings_reused_early() -> Iterator[None]:
-    """Schedules whose waits know no slots; none that was built before, or is built here, is kept."""
-    builders = (rotation.rotating_forward, rotation.rotating_backward)
-    for builder in builders:
-        builder.cache_clear()
-    with mock.patch.object(schedule, "link", link_without_slots):
-        yield
-    for builder in builders:
-        builder.cache_clear()
 
 
 MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {

@@ -173,7 +173,7 @@ def test_a_training_step_of_one_rank_whose_products_were_measured() -> None:
     training = Training(Model(layer, torch.bfloat16), *make_batch(NUM_TOKENS, dtype=torch.bfloat16))
     warm_up(training)
     assert layer.ran is not None
-    if layer.ran.path == "alone":
+    if layer.ran.path == "one rank":
         captured(training.step)()
     else:
         with pytest.raises(RuntimeError, match="is chosen for the .* product"):

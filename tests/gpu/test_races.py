@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,6 @@ from pmoe.engine import lanes, recording
 from pmoe.engine import run as engine
 from pmoe.engine.lanes import CudaLanes
 from pmoe.schedule import Lane, Schedule, Stages, backward_schedule, forward_schedule
-from pmoe.schedule import rings as rotation
-from pmoe.schedule.tasks import link
 from tests.gpu.support import (
     AUX,
     DEVICE,
@@ -36,6 +35,7 @@ from tests.gpu.support import (
     slow_link,
     step,
 )
+from tests.planted import rings_reused_early
 
 pytestmark = [*NEEDS_GPU, pytest.mark.usefixtures("nccl")]
 
@@ -306,9 +306,8 @@ def test_slots_that_are_written_again_before_they_are_copied_are_found_out(
 ) -> None:
     layer = make_layer(**LAYERS["S1"]())
     slow_copies(monkeypatch, LONG, Lane.COPY_OUT)
-    if planted:
-        monkeypatch.setattr(rotation, "link", lambda tasks, slots: link(tasks))
-    check_planted(layer, planted)
+    with rings_reused_early() if planted else nullcontext():
+        check_planted(layer, planted)
 
 
 @pytest.mark.parametrize("planted", [False, True])

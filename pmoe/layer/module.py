@@ -27,7 +27,7 @@ from pmoe.layer.decision import Decision, decide, run
 from pmoe.layer.last import LastCall
 from pmoe.layer.parts import Known, Parts
 from pmoe.layer.ran import Ran
-from pmoe.layer.spec import LayerSpec, Option
+from pmoe.layer.spec import LayerSpec, Option, Switch
 from pmoe.layer.switches import Switches
 from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore
@@ -111,6 +111,7 @@ class MoELayer(nn.Module):
     send_once = Option[bool]()
     check_finite = Option[bool]()
     switches = Option[Switches]()
+    bypass_local, sequential, one_lane = Switch(), Switch(), Switch()
 
     spec: LayerSpec
     last: LastCall
@@ -293,6 +294,10 @@ class MoELayer(nn.Module):
     def restore(self) -> Restore | bool:
         """The restore pair; False where buffers do not rotate for one, True where the layer chooses it."""
         return self.spec.restore
+
+    @restore.setter
+    def restore(self, value: bool | str | Restore) -> None:
+        self.memory_reuse = value
 
     def check_spread(self, mesh: DeviceMesh) -> None:
         """Raises ValueError or TypeError, naming what is wrong, where `spread` would. Changes nothing."""

@@ -93,6 +93,10 @@ class Parts:
         found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
         return None if found is None else local_part(found)
 
+    def asks_for_gradients(self, x: Tensor) -> bool:
+        """Whether a call on x may be differentiated, of layers without shared expert and callbacks."""
+        return any_requires_grad(x, *self.gate.parameters(), *self.experts.parameters())
+
     @property
     def is_given_routing(self) -> bool:
         """Whether the routing comes from outside."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from pmoe.gates.arguments import check_count, check_number
@@ -143,5 +143,11 @@ class Option(Generic[V]):
         layer.spec = replace(layer.spec, **changed)
 
 
-OPTIONS = tuple(each.name for each in fields(LayerSpec))
-"""The options that a layer has as attributes."""
+class Switch(Option[bool]):
+    """A switch of `Switches` as an attribute of the layer: setting it replaces the switches."""
+
+    def __get__(self, layer: MoELayer | None, owner: type) -> Any:
+        return self if layer is None else getattr(layer.spec.switches, self._name)
+
+    def __set__(self, layer: MoELayer, value: bool) -> None:
+        layer.switches = replace(layer.switches, **{self._name: value})

@@ -339,3 +339,27 @@ def test_tokens_per_expert_counts_kept_rows_on_the_host() -> None:
 def test_two_runs_are_bit_identical(n: int, expert: object) -> None:
     runs = [gradients(build(pipeline=n, expert=expert), tokens(37)) for _ in range(2)]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_switches_and_the_pair_are_set_on_a_built_layer() -> None:
+    """As the benchmarks set them, which would measure something else if it had no effect."""
+    layer, x = build(pipeline=2, bypass_local=False), tokens().requires_grad_()
+
+    def lanes_waited_for() -> int:
+        with pmoe.recording() as journal:
+            layer(x).sum().backward()
+        return len({span.lane for span in journal.spans})
+
+    assert lanes_waited_for() == 2  # computing, and what travels to this rank itself
+    layer.bypass_local = True
+    assert layer.bypass_local and lanes_waited_for() == 1
+    assert not layer.parts.modules.sequential
+    layer.sequential = layer.one_lane = True
+    assert layer.parts.modules.sequential and layer.parts.stages.one_lane
+    layer.restore = "S4"
+    layer(x)
+    assert layer.ran is not None and layer.ran.restore == layer.restore == pmoe.Restore(
+        "communicate", "recompute"
+    )
+    with pytest.raises(TypeError, match=r"sequential \(1\) must be True or False"):
+        layer.sequential = 1  # type: ignore[assignment]

@@ -202,7 +202,7 @@ class Backward(Pass):
         self.gather_rows(x_TM, rows, i)
         if hooks.has("before_dispatch"):
             like = None if hooks.has("after_dispatch") else x_TM
-            rows, _ = callbacks.forward(hooks, "before_dispatch", rows, i, like, keep=False)
+            rows, _ = callbacks.forward(hooks, "before_dispatch", rows, i, like)
         self.own[f"send_again.{i}"] = rows
         arrived = "arrived_again" if self.plan.modules.stages.sharded else "T_DI"
         self.own[f"{arrived}.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
@@ -210,7 +210,7 @@ class Backward(Pass):
     def opened_again(self, i: int, rows: Tensor) -> Tensor:
         if self.hooks.has("after_dispatch"):
             x_TM = self.saved.inputs.x_TM
-            rows, _ = callbacks.forward(self.hooks, "after_dispatch", rows, i, x_TM, keep=False)
+            rows, _ = callbacks.forward(self.hooks, "after_dispatch", rows, i, x_TM)
         return rows
 
     def open_again(self, i: int) -> None:

@@ -134,13 +134,21 @@ class Passed:
 
 
 def forward(
-    hooks: Hooks, point: str, rows: Tensor, chunk: int, like: Tensor | None, keep: bool
+    hooks: Hooks,
+    point: str,
+    rows: Tensor,
+    chunk: int,
+    like: Tensor | None,
+    parameters: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Passed | None]:
-    """The rows behind the hooks of ``point``, contiguous, and what `backward` needs of them."""
-    if not keep:
+    """The rows behind the hooks of ``point``, contiguous, and what `backward` needs of them.
+
+    parameters: the hooks', whose memory is not kept for backward; None where no backward comes.
+    """
+    if parameters is None:
         with torch.no_grad():
             return hooks.run(point, rows, chunk, like).contiguous(), None
-    shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in hooks.parameters))
+    shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in parameters))
     graph, out = record(
         lambda given: hooks.run(point, given, chunk, like),
         rows,

@@ -128,7 +128,8 @@ class Forward(Pass):
         if not self.hooks.has(point):
             return rows
         like = None if last is not None and self.hooks.has(last) else self.source_TM
-        rows, passed = callbacks.forward(self.hooks, point, rows, i, like, self.keep)
+        parameters = self.inputs.hook_parameters if self.keep else None
+        rows, passed = callbacks.forward(self.hooks, point, rows, i, like, parameters)
         if passed is not None:
             self.passed[point, i] = passed
         return rows

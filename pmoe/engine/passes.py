@@ -107,9 +107,6 @@ class Forwarded:
     regroup: Sequence[Tensor | None] = ()
 
 
-ForwardPass = Callable[[Plan, Inputs], Forwarded]
-
-
 def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     """The schedule that a pass of ``plan`` runs; every rank of the group builds the same."""
     n = len((plan.forward if direction == "forward" else plan.backward).chunks)

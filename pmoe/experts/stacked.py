@@ -329,3 +329,10 @@ class StackedExperts(Experts):
     def extra_repr(self) -> str:
         experts, hidden, d_model = self.shapes()["w1"]
         return f"{experts} x ({d_model} -> {hidden} -> {d_model}), bias={self.b1 is not None}"
+
+
+def split_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """w1, w2, b1, b2 of ``parameters()``; None for biases that there are not."""
+    w1, w2, *biases = parameters
+    b1, b2 = biases or (None, None)
+    return w1, w2, b1, b2

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_selective_checkpoint
@@ -16,7 +14,7 @@ from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose, slots_to_ask
 from pmoe.layer.counts import ExactCounts
 from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.inputs import make_inputs, parameters_of
+from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Parts, any_requires_grad
 from pmoe.layer.route import Routed, route
@@ -31,9 +29,9 @@ def decide(call: Call) -> Decision:
 
         return fused.decide(call)
     routed, orders = sorted_rows(call)
-    parameters = parameters_of(call.parts)
-    finish = start(call, routed, orders, parameters)
-    inputs = make_inputs(call.parts, routed, parameters)
+    operands = Operands.of(call.parts)
+    finish = start(call, routed, orders, operands)
+    inputs = make_inputs(call.parts, routed, operands)
     sort_early(call.parts, orders)
 
     def agree() -> Agreed:
@@ -53,7 +51,7 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
 
 
 def start(
-    call: Call, routed: Routed, orders: Orders, parameters: list[Tensor], *, asks_most_rows: bool = False
+    call: Call, routed: Routed, orders: Orders, operands: Operands, *, asks_most_rows: bool = False
 ) -> Callable[[], RankCounts]:
     """Begins the exchange of counts, and returns what ends it. A second pass exchanges nothing.
 
@@ -69,7 +67,7 @@ def start(
             orders.count(parts.num_bins),
             num_tokens=orders.tokens.count,
             fault=routed.gated.fault,
-            needs_grad=any_requires_grad(x_TM, routing.weight, *parameters),
+            needs_grad=any_requires_grad(x_TM, routing.weight, *operands),
             dtype=routed.dtype,
             traffic=parts.traffic,
             slots=slots_to_ask(parts, routed),

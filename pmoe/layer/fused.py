@@ -20,7 +20,7 @@ from pmoe.layer.choose import Batch, choose
 from pmoe.layer.counts import ExactCounts
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.exact_counts import in_chunks, sort_early, sorted_rows, start
-from pmoe.layer.inputs import make_inputs, parameters_of
+from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed
@@ -78,10 +78,10 @@ def decide(call: Call) -> Decision:
     """As `pmoe.layer.decision.decide`, of a layer that asks for fused kernels."""
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
-    parameters = parameters_of(parts)
+    operands = Operands.of(parts)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    finish = start(call, routed, orders, parameters, asks_most_rows=fuses)
-    inputs = make_inputs(parts, routed, parameters)
+    finish = start(call, routed, orders, operands, asks_most_rows=fuses)
+    inputs = make_inputs(parts, routed, operands)
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
     if fuses:

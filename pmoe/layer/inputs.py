@@ -5,6 +5,10 @@ Letters: T tokens, S mixtures of tokens, M = d_model.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,30 +16,35 @@ from pmoe.engine.passes import Inputs
 from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 from pmoe.gates.logits import router_logits
-from pmoe.layer.parts import Parts, any_requires_grad
+from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed
 
 
-def parameters_of(parts: Parts) -> list[Tensor]:
-    """All that backward may differentiate beside rows and routing weights: experts', shared ones', hooks'."""
-    shared = parts.shared_expert.parameters() if parts.shared_expert else ()
-    return [*parts.experts.local_parameters(), *shared, *parts.hooks.parameters]
+@dataclass(frozen=True)
+class Operands:
+    """What backward may differentiate beside rows and routing weights."""
+
+    experts: list[Tensor]
+    shared: list[Tensor]
+    hooks: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(parts: Parts) -> Operands:
+        """The parameters as they are now: modules may have other ones at the next call."""
+        shared = [] if parts.shared_expert is None else list[Tensor](parts.shared_expert.parameters())
+        return Operands(parts.experts.local_parameters(), shared, parts.hooks.parameters)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.chain(self.experts, self.shared, self.hooks)
 
 
-def needs_grad(routed: Routed, parameters: list[Tensor]) -> bool:
-    """Whether this rank asks for gradients."""
-    return any_requires_grad(routed.x_TM, routed.routing.weight, *parameters)
-
-
-def make_inputs(parts: Parts, routed: Routed, parameters: list[Tensor]) -> Inputs:
-    """parameters: `parameters_of` the layer. Under autocast rows and parameters are cast."""
+def make_inputs(parts: Parts, routed: Routed, operands: Operands) -> Inputs:
+    """Under autocast rows and parameters are cast."""
     rows_TM, mix = routed.x_TM, routed.routing.mix
-    count = len(parameters) - len(parts.hooks.parameters)
-    of_shared = 0 if parts.shared_expert is None else len(list(parts.shared_expert.parameters()))
-    own, shared = parameters[: count - of_shared], parameters[count - of_shared : count]
+    experts, shared = operands.experts, operands.shared
     if routed.autocast is not None:
         rows_TM = rows_TM.to(routed.autocast)
-        own = cast_parameters(parts.experts, own, routed.autocast)
+        experts = cast_parameters(parts.experts, experts, routed.autocast)
         if parts.shared_expert is not None:
             shared = cast_parameters(parts.shared_expert, shared, routed.autocast)
     if mix is not None:
@@ -43,10 +52,10 @@ def make_inputs(parts: Parts, routed: Routed, parameters: list[Tensor]) -> Input
     return Inputs(
         x_TM=rows_TM,
         weight_TK=routed.routing.weight,
-        parameters=own,
+        parameters=experts,
         shared_weight_T=shared_weight(parts, routed.x_TM),
         shared_parameters=shared,
-        hook_parameters=parameters[count:],
+        hook_parameters=operands.hooks,
     )
 
 

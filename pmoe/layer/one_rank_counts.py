@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pmoe.engine.autograd import Runner
-from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
@@ -20,8 +19,8 @@ from pmoe.layer.call import Call
 from pmoe.layer.counts import OneRankCounts
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.fused import fused_call, fused_pair, make_request, may_fuse, stacked
-from pmoe.layer.inputs import cast_parameters, parameters_of
-from pmoe.layer.parts import Parts, any_requires_grad, autocast_dtype
+from pmoe.layer.inputs import Operands, make_inputs
+from pmoe.layer.parts import Parts, autocast_dtype
 from pmoe.layer.route import Gated, Routed, started
 from pmoe.runners import fused, fused_steps, one_rank
 from pmoe.runners.fused import FusedRunner
@@ -48,11 +47,11 @@ def decide(call: Call) -> Decision | None:
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
     autocast = autocast_dtype(x)
     routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast)
-    needs_grad = _needs_grad(parts, x)
+    needs_grad = parts.asks_for_gradients(x)
     return Decision(
         call=call,
         routed=routed,
-        inputs=_inputs(parts, routed),
+        inputs=make_inputs(parts, routed, Operands.of(parts)),
         runner=_runner(parts, agreed, routes),
         counts=OneRankCounts(routes.counts_nE[0], x_TM.shape[0], needs_grad),
         needs_grad=needs_grad,
@@ -65,7 +64,7 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
     parts, dtype = call.parts, autocast_dtype(x_TM) or x_TM.dtype
     if not may_fuse(parts, x_TM.device, dtype):
         return Agreed() if kernels_refusal(parts, x_TM) is None else None
-    needs_grad = _needs_grad(parts, x_TM)
+    needs_grad = parts.asks_for_gradients(x_TM)
     if parts.refusal("one rank's counts") is not None or fused_pair(parts) is None:
         return None
     if parts.spec.fused == "forward" and needs_grad:
@@ -89,17 +88,13 @@ def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
         x_TM,
         autocast_dtype(x_TM) or x_TM.dtype,
         ranks=parts.ranks,
-        needs_grad=_needs_grad(parts, x_TM),
+        needs_grad=parts.asks_for_gradients(x_TM),
     )
 
 
 def _gate(parts: Parts) -> TopKGate:
     assert isinstance(parts.gate, TopKGate)
     return parts.gate
-
-
-def _needs_grad(parts: Parts, x: Tensor) -> bool:
-    return any_requires_grad(x, *parts.gate.parameters(), *parts.experts.parameters())
 
 
 def _routes(call: Call, x_TM: Tensor) -> Routes:
@@ -110,12 +105,6 @@ def _routes(call: Call, x_TM: Tensor) -> Routes:
 
         rerouting.refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
     return routes
-
-
-def _inputs(parts: Parts, routed: Routed) -> Inputs:
-    parameters = cast_parameters(parts.experts, parameters_of(parts), routed.dtype)
-    rows_TM = routed.x_TM.to(routed.dtype)
-    return Inputs(x_TM=rows_TM, weight_TK=routed.routing.weight, parameters=parameters)
 
 
 def _runner(parts: Parts, agreed: Agreed, routes: Routes) -> Runner:

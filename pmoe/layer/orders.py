@@ -35,6 +35,7 @@ class Orders:
             self._rank_TK = expert_TK // parts.num_local_experts
             self._carrier_TK, self._carries_TK = carriers(self._rank_TK, keep_TK)
         self._sorted: dict[int, Ordered] = {}
+        self._counted: dict[int, Tensor] = {}
 
     def of(self, n: int) -> Ordered:
         """For n chunks."""
@@ -44,7 +45,10 @@ class Orders:
 
     def count(self, bins: int) -> Tensor:
         """(bins, E) rows"""
-        return count_rows(self.expert_TK, self.keep_TK, bins, self._parts.spec.num_experts, self.tokens)
+        if bins not in self._counted:
+            num_experts = self._parts.spec.num_experts
+            self._counted[bins] = count_rows(self.expert_TK, self.keep_TK, bins, num_experts, self.tokens)
+        return self._counted[bins]
 
     def count_once(self, bins: int) -> Tensor | None:
         """(bins, ranks) rows, where a token goes once to a rank; else None."""

@@ -23,9 +23,9 @@ from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose
 from pmoe.layer.counts import PaddedCounts
 from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.inputs import make_inputs, parameters_of
+from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
-from pmoe.layer.parts import Parts, any_requires_grad
+from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed, route
 from pmoe.ordering.capacity import expert_capacity
 from pmoe.ordering.sorted import Tokens
@@ -43,8 +43,7 @@ class PaddedKind:
 
 def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
     """dtype: of the rows as the experts get them."""
-    tensors = (x_TM, *parts.gate.parameters(), *parameters_of(parts))
-    return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=any_requires_grad(*tensors), dtype=dtype)
+    return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=parts.asks_for_gradients(x_TM), dtype=dtype)
 
 
 def decide(call: Call) -> Decision:
@@ -58,7 +57,7 @@ def decide(call: Call) -> Decision:
     max_tokens = -(-splits.num_rows // expert_TK.shape[1])
     counts = splits.counts(parts.ranks.size, device, max_tokens=max_tokens, needs_grad=kind.needs_grad)
     orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
-    inputs = make_inputs(parts, routed, parameters_of(parts))
+    inputs = make_inputs(parts, routed, Operands.of(parts))
     plan_for = orders.plans(counts, padding)
 
     def agree() -> Agreed:

@@ -1,7 +1,7 @@
 """One table: which features of a layer each runner takes, each source of counts, and each prediction.
 
 A feature that a taker does not name is refused, so a new feature is refused by all until somebody says
-otherwise. docs/modules.md shows the table; a pairwise test runs each feature with each runner.
+otherwise.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ TAKES: dict[str, frozenset[Feature]] = {
         {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.FUSED}
         | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.GIVEN_ROUTING}
     ),
-    "one rank": frozenset({F.NO_CAPACITY, F.FUSED}),
+    # Nothing travels there, however it would.
+    "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
     # ---- sources of row counts
     "padded counts": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
@@ -68,10 +69,9 @@ TAKES: dict[str, frozenset[Feature]] = {
     "memory": frozenset(
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
-        | {F.GIVEN_ROUTING, F.GATE_MODULE, F.OTHER_EXPERTS}
+        | {F.GIVEN_ROUTING, F.GATE_MODULE, F.OTHER_EXPERTS, F.FUSED}
     ),
 }
-TAKES["memory"] |= {F.FUSED}
 TAKES["memory budget"] = TAKES["memory"] - {F.GATE_MODULE}
 TAKES["graph capture"] = TAKES["padded counts"] - {F.GRADIENTS, F.OFFLOADS}
 """By taker, what it computes. The pipeline runner computes everything that the kernels do not."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes import Inputs
+from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.kernels.route import Routes
@@ -83,13 +84,6 @@ def one_rank_journey(routes: Routes) -> Journey:
         recv_WE=routes.counts_nE,
         num_received=routes.slot_N.numel(),
     )
-
-
-def split_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """w1, w2, b1, b2"""
-    w1, w2, *biases = parameters
-    b1, b2 = biases or (None, None)
-    return w1, w2, b1, b2
 
 
 def _forward(

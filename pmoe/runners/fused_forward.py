@@ -12,7 +12,8 @@ from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes import Forwarded, Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden
-from pmoe.runners.fused import FusedCall, all_or_give_up, dense, split_parameters
+from pmoe.experts.stacked import split_parameters
+from pmoe.runners.fused import FusedCall, all_or_give_up, dense
 from pmoe.runners.pipeline import save
 
 

@@ -12,7 +12,6 @@ import torch
 from pmoe.comm.agree import largest, same
 from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
 from pmoe.kernels import comet as kernels
 from pmoe.kernels.comet import Steps
 from pmoe.kernels.registry import bucket, digest
@@ -58,11 +57,6 @@ def using(make_steps: StepsFactory) -> Iterator[None]:
         yield
     finally:
         _instead.pop()
-
-
-def takes(experts: Experts) -> bool:
-    """Whether these are experts that the steps compute."""
-    return type(experts) in (FFNExperts, SwiGLUExperts)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:

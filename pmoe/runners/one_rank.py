@@ -21,8 +21,9 @@ from torch import Tensor
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes import Inputs
-from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts
-from pmoe.gates import SwitchGate, TopKGate
+from pmoe.experts.ffn import FFNExperts
+from pmoe.experts.stacked import StackedExperts, split_parameters
+from pmoe.gates import TopKGate
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots
@@ -34,15 +35,6 @@ from pmoe.measure.products import settle_products, slower_kernels
 def activation_of(experts: StackedExperts) -> str:
     """As `pmoe.kernels.grouped_gemm` names it."""
     return experts.activation if isinstance(experts, FFNExperts) else "swiglu"
-
-
-def refusal(gate: torch.nn.Module, experts: torch.nn.Module) -> str | None:
-    """Why a gate and experts are none that this file computes; None where they are."""
-    if type(gate) not in (TopKGate, SwitchGate):
-        return f"the gate is a {type(gate).__name__}"
-    if type(experts) not in (FFNExperts, SwiGLUExperts):
-        return f"the experts are {type(experts).__name__}"
-    return None
 
 
 def kernel_refusal(
@@ -123,8 +115,7 @@ class OneRankRunner:
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         x_TM, weight_TK, routes = aligned(inputs.x_TM), inputs.weight_TK, self.routes
-        w1, w2, *biases = inputs.parameters
-        b1, b2 = biases or (None, None)
+        w1, w2, b1, b2 = split_parameters(inputs.parameters)
         y_TM, hidden_NG = _forward(x_TM, weight_TK, w1, w2, b1, b2, routes, self.activation, keep)
         if not keep:
             return y_TM, None

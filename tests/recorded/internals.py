@@ -19,8 +19,7 @@ import pmoe
 from pmoe.engine import lanes
 from pmoe.integrations.transformers import borrowed
 from pmoe.measure.allocations import moment, watched
-from pmoe.runners import fused_steps as comet
-from pmoe.runners import one_rank as alone
+from pmoe.runners import fused_steps, one_rank
 from tests.plain_steps import plain_steps
 
 
@@ -73,14 +72,14 @@ def fused_by_plain_steps() -> Iterator[list[str]]:
 
             return noted
 
-    with comet.using(lambda request: Noted(plain_steps(request))):  # type: ignore[arg-type,return-value]
+    with fused_steps.using(lambda request: Noted(plain_steps(request))):  # type: ignore[arg-type,return-value]
         yield taken
 
 
 @contextlib.contextmanager
 def one_rank_by_kernels() -> Iterator[list[str]]:
     """One rank's runner, by the kernels' plain definitions."""
-    with mock.patch.object(alone, "kernel_refusal", lambda *_, **__: None):
+    with mock.patch.object(one_rank, "kernel_refusal", lambda *_, **__: None):
         yield []
 
 
@@ -141,14 +140,14 @@ def _in_one_thread() -> Iterator[None]:
 
     wait = dist.Work.wait
 
-    def patient(work: Any, *args: Any) -> Any:
+    def wait_and_pause(work: Any, *args: Any) -> Any:
         """Gloo's thread gives up its part in the tensors while the caller still has one."""
         ended = wait(work, *args)
         time.sleep(1e-3)
         return ended
 
     with mock.patch.object(lanes, "_thread", lambda lane: AtOnce()):
-        dist.Work.wait = patient  # type: ignore[method-assign]
+        dist.Work.wait = wait_and_pause  # type: ignore[method-assign]
         try:
             yield
         finally:

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe import __version__
+from pmoe.comm.agree import from_first
+from pmoe.comm.ranks import Ranks
 from pmoe.engine.run import Journal, recording
 from pmoe.integrations.board import Board
 from pmoe.integrations.run_folder import (
@@ -97,8 +99,8 @@ class StatsWriter:
             raise TypeError(f"settings ({type(settings).__name__}) must be a dict, such as vars(arguments)")
         self.folder, self.every, self.exposed = Path(run_dir), every, exposed
         self._model, self._group = model, group
-        several = dist.is_available() and dist.is_initialized()
-        self.writes = not several or dist.get_rank(group) == 0
+        ranks = Ranks(group)
+        self.writes = ranks.rank == 0
         self._last: int | None = None
         self._claim: BinaryIO | None = None
         self._described: dict[str, Any] | None = None
@@ -107,18 +109,17 @@ class StatsWriter:
         self._recording = contextlib.ExitStack()
         self._journal: Journal | None = None
         self._board: Board | None = None
-        self._session = _session(model, settings or {}, dist.get_world_size(group) if several else 1)
-        failed: list[Exception | None] = [None]
+        self._session = _session(model, settings or {}, ranks.size)
+        failed: Exception | None = None
         if self.writes:
             try:
                 self._open(tensorboard)
             except (OSError, TypeError, ValueError, ImportError) as error:
-                failed = [error]
+                failed = error
                 self._leave()
-        if several:
-            dist.broadcast_object_list(failed, group_src=0, group=group)
-        if failed[0] is not None:
-            raise failed[0]
+        failed = from_first(ranks, failed, stage="opening a run's folder")
+        if failed is not None:
+            raise failed
 
     def _open(self, tensorboard: bool) -> None:
         if tensorboard:

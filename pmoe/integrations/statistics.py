@@ -36,25 +36,27 @@ from pmoe.text import table
 class LayerStats:
     """One layer's last forward pass, and what was recorded of both passes. Defaults are those of no call.
 
-    name: as ``named_modules`` gives it.
-    tokens_per_expert: (E,) rows kept for each of all experts, of this rank's tokens or of all ranks'.
-    num_slots: rows before any were dropped; None where the gate names only rows that it keeps (expert choice,
-        SoftMoE).
-    drop_rate: dropped rows over num_slots, from 0 to 1.
-    imbalance: rows of the busiest expert over the mean of all, 1 where even; None without rows.
-    rank_imbalance: the same of the ranks that experts are spread over; None unless all ranks are counted.
-        Example: tokens_per_expert (4, 2, 2, 0): imbalance 2; on two ranks rank_imbalance 1.5.
-    path: who computed it: "pipeline" (in chunks, by the pipeline engine), "alone" (one rank's kernels),
-        "fused", "fused forward"; "not run" before the first call.
-    n_forward, n_backward: chunks of both passes; None where a pass was not cut or there is none.
-    restore: the fates of T_DI and T_M between the passes ("communicate/recompute"); None where buffers do not
-        rotate (the pipeline then keeps both), or without a backward pass.
-    tensors: bytes of T_I, T_DI, T_M, T_DO and T_O of this rank by row counts and types, each as a whole,
-        wherever it is and whether or not it is ever held as a whole; without T_M where experts are modules.
-    predicted: this rank's bytes of both passes (`MoELayer.predict_memory`) for the rows that came; None where
-        they are not predicted, and unpredicted says why.
-    forward, backward: seconds of the last recorded pass in each direction, of this rank, or means over all
-        ranks; None where none was recorded.
+    Attributes:
+        name: as ``named_modules`` gives it.
+        tokens_per_expert: (E,) rows kept for each of all experts, of this rank's tokens or of all ranks'.
+        num_slots: rows before any were dropped; None where the gate names only rows that it keeps (expert
+            choice, SoftMoE).
+        drop_rate: dropped rows over num_slots, from 0 to 1.
+        imbalance: rows of the busiest expert over the mean of all, 1 where even; None without rows.
+        rank_imbalance: the same of the ranks that experts are spread over; None unless all ranks are counted.
+            Example: tokens_per_expert (4, 2, 2, 0): imbalance 2; on two ranks rank_imbalance 1.5.
+        path: who computed it: "pipeline" (in chunks, by the pipeline engine), "alone" (one rank's kernels),
+            "fused", "fused forward"; "not run" before the first call.
+        n_forward, n_backward: chunks of both passes; None where a pass was not cut or there is none.
+        restore: the fates of T_DI and T_M between the passes ("communicate/recompute"); None where buffers do
+            not rotate (the pipeline then keeps both), or without a backward pass.
+        tensors: bytes of T_I, T_DI, T_M, T_DO and T_O of this rank by row counts and types, each as a whole,
+            wherever it is and whether or not it is ever held as a whole; without T_M where experts are
+            modules.
+        predicted: this rank's bytes of both passes (`MoELayer.predict_memory`) for the rows that came; None
+            where they are not predicted, and unpredicted says why.
+        forward, backward: seconds of the last recorded pass in each direction, of this rank, or means over
+            all ranks; None where none was recorded.
     """
 
     name: str
@@ -128,10 +130,11 @@ def stats(
 ) -> Stats:
     """What every `MoELayer` of ``model`` did in its last forward pass.
 
-    all_ranks: sums rows over all ranks of ``group`` (the default group if None), and takes the means of
-        recorded seconds: one all-reduce, so every rank of the group must call it, with the same layers. Sizes
-        and predicted bytes stay this rank's.
-    journal: of ``with pmoe.recording() as journal``, around the step.
+    Args:
+        all_ranks: sums rows over all ranks of ``group`` (the default group if None), and takes the means of
+            recorded seconds: one all-reduce, so every rank of the group must call it, with the same layers.
+            Sizes and predicted bytes stay this rank's.
+        journal: of ``with pmoe.recording() as journal``, around the step.
 
     On CUDA this waits for the row counts of layers that one rank computed alone, and for the sum; nothing
     else does. Raises TypeError where an argument is of another type, ValueError for a group that is not used,

@@ -78,9 +78,12 @@ def save_checkpoint(
 ) -> Path:
     """Writes a checkpoint of all ranks into a new subfolder of ``folder``, which it returns.
 
-    step: its number, at least 0. extra: plain data of the run (a scheduler's state, the place in the data),
-    rank 0's. keep: how many of the newest checkpoints stay, at least 1. group: the ranks that hold the model
-    together; None is all ranks, or this process alone without a process group.
+    Args:
+        step: its number, at least 0.
+        extra: plain data of the run (a scheduler's state, the place in the data), rank 0's.
+        keep: how many of the newest checkpoints stay, at least 1.
+        group: the ranks that hold the model together; None is all ranks, or this process alone without a
+            process group.
 
     Every rank must call it; returns when the checkpoint is on the disk and is the one to load. However it
     ends before (a kill, a full disk), the checkpoint before is untouched and still the one to load.
@@ -123,9 +126,11 @@ def load_checkpoint(
 ) -> Loaded:
     """Loads what `save_checkpoint` wrote, by as many ranks or another number, in place.
 
-    step: None is the last. Without optimizer the optimizer's state is left in the file. Options of optimizers
-    are loaded too (the learning rate, say), but for how a step is computed (foreach, fused). Parameters may
-    be in other groups than when it was saved, where those of one group had the same options.
+    Args:
+        optimizer: without it the optimizer's state is left in the file. Options of optimizers are loaded too
+            (the learning rate, say), but for how a step is computed (foreach, fused). Parameters may be in
+            other groups than when it was saved, where those of one group had the same options.
+        step: None is the last.
 
     Every rank must call it. Raises CheckpointError on every rank, before anything is changed, where there is
     no checkpoint, where names, shapes or types are others than the model's and the optimizers' (the message

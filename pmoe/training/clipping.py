@@ -40,12 +40,14 @@ def clip_grad_norm_(
     Each value of a gradient counts once, however many ranks hold it. Every rank must call it, once gradients
     are reduced, as data-parallel wrappers and `pmoe.parallelize` leave them.
 
-    parameters: a model or parameters. Plain tensors are the same on all ranks; DTensors may be of any meshes
-        (FSDP2's, `parallelize`'s). Experts of layers that were not parallelized need the model: only it says
-        how many copies of them there are.
-    max_norm: at least 0. norm_type: the order, positive or inf.
-    group: the ranks that hold the model together. None is the default group, or this process alone without
-        one.
+    Args:
+        parameters: a model or parameters. Plain tensors are the same on all ranks; DTensors may be of any
+            meshes (FSDP2's, `parallelize`'s). Experts of layers that were not parallelized need the model:
+            only it says how many copies of them there are.
+        max_norm: at least 0.
+        norm_type: the order, positive or inf.
+        group: the ranks that hold the model together. None is the default group, or this process alone
+            without one.
 
     Returns the norm before clipping, a scalar of float32 or wider: the same on every rank and, to rounding,
     that of one process. One all-reduce of one number, or of two for norm_type inf.

@@ -46,11 +46,12 @@ DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     """Makes every `MoELayer` of ``model`` expert-parallel over ``mesh``; returns the model.
 
-    mesh: of the dimensions "ep" (experts are spread over it), optionally "esp" (each expert's hidden columns
-        are split over it), and optionally one more, over which experts are copied.
-    reduce: sum experts' gradients over their copies and divide them by the number of the mesh's ranks, within
-        each backward pass, before they are added to what earlier passes left. False leaves that to
-        `pmoe.training.parallel.reduce_gradients`.
+    Args:
+        mesh: of the dimensions "ep" (experts are spread over it), optionally "esp" (each expert's hidden
+            columns are split over it), and optionally one more, over which experts are copied.
+        reduce: sum experts' gradients over their copies and divide them by the number of the mesh's ranks,
+            within each backward pass, before they are added to what earlier passes left. False leaves that to
+            `pmoe.training.parallel.reduce_gradients`.
 
     A layer that each rank built by itself, with all experts, is spread: the rank keeps its share
     (`MoELayer.spread`). One that was built over the mesh's "ep" (and "esp") stays as it is: by mesh=, by
@@ -111,9 +112,10 @@ def parameter_groups(
     These compute a group's tensors in one operation, which cannot mix plain tensors with DTensors, nor
     DTensors of different meshes.
 
-    parameters: a model, its parameters, or groups as optimizers take them (decayed and other ones, say), each
-        of which is split with all its options. The order of groups and of parameters is kept, plain ones
-        first.
+    Args:
+        parameters: a model, its parameters, or groups as optimizers take them (decayed and other ones, say),
+            each of which is split with all its options. The order of groups and of parameters is kept, plain
+            ones first.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

@@ -74,10 +74,11 @@ class Meshes:
 def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | None = None) -> Meshes:
     """Lays the ranks of the default group out as ("dp", "mp") and as ("edp", "ep", "esp").
 
-    mp: ranks that share a dense layer.
-    ep: ranks over which experts are spread.
-    esp: ranks over which each expert's hidden columns are split.
-    device_type: of the meshes; None goes by the backend.
+    Args:
+        mp: ranks that share a dense layer.
+        ep: ranks over which experts are spread.
+        esp: ranks over which each expert's hidden columns are split.
+        device_type: of the meshes; None goes by the backend.
 
     DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the experts are data-parallel.
     Ranks of "mp" and of "esp" are neighbours, of one node.
@@ -128,16 +129,17 @@ def reduce_gradients(
 ) -> None:
     """After backward, makes each gradient that of one process: the gradient of sum(losses) / divide_by.
 
-    divide_by: None is P, for the mean of P losses, each of its rank's own tokens. DP, where the ranks of "mp"
-        compute one loss together (from an output that a DTensor gathered: torch counts its gradient once). 1
-        for the sum. The number of all ranks' tokens, possibly a scalar tensor, where losses are sums over
-        tokens.
-    experts_only: another reduces the dense part, for example DistributedDataParallel; `is_expert` names the
-        parameters that it must leave out.
-    replicated: plain dense parameters of modules that get the same tokens and the same output gradients on
-        each rank of "mp", so that those hold the same whole gradient. Not those behind a split of the tokens
-        (the gate, say), nor before one by plain indexing, whose gradient is of this rank's part. DTensors
-        know by themselves and must not be named.
+    Args:
+        divide_by: None is P, for the mean of P losses, each of its rank's own tokens. DP, where the ranks of
+            "mp" compute one loss together (from an output that a DTensor gathered: torch counts its gradient
+            once). 1 for the sum. The number of all ranks' tokens, possibly a scalar tensor, where losses are
+            sums over tokens.
+        experts_only: another reduces the dense part, for example DistributedDataParallel; `is_expert` names
+            the parameters that it must leave out.
+        replicated: plain dense parameters of modules that get the same tokens and the same output gradients
+            on each rank of "mp", so that those hold the same whole gradient. Not those behind a split of the
+            tokens (the gate, say), nor before one by plain indexing, whose gradient is of this rank's part.
+            DTensors know by themselves and must not be named.
 
     Gradients change in place, in few all-reduces, the same ones on every rank. A gradient that is None counts
     as zero and becomes zero, even where it is None everywhere: set requires_grad=False on untrained ones.

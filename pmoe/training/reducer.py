@@ -46,9 +46,12 @@ class GradientReducer:
     passes whose gradients shall only add up go in ``with reducer.no_sync():``. A parameter without a gradient
     counts as zero, and gets one.
 
-    model: its MoE layers carry the gradients. group: None is the default group. average: divide by its size.
-    partition: how many bytes travel where; None finds it after the first step, from costs that are measured
-        then (`pmoe.runners.solved.operations_of`). False never overlaps.
+    Args:
+        model: its `MoELayer` modules carry the gradients.
+        group: None is the default group.
+        average: divide by its size.
+        partition: how many bytes travel where; None finds it after the first step, from costs that are
+            measured then (`pmoe.runners.solved.operations_of`). False never overlaps.
 
     After the first `finish`, ``partition`` says what was found; predicted seconds with it. Its layers are the
     dense parts and the MoE layers in turn. Where ranks make gradients in different orders, or gradients are

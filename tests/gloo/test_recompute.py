@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.layer import exact_counts
+from pmoe.layer import exact_counts, searched
 from pmoe.planner.degree import Choice
 from pmoe.runners import fused_steps as comet
 from pmoe.schedule.restore import ALL_PAIRS
@@ -178,7 +178,7 @@ def search_job(rank: int, world: int) -> list[Any]:
     """Trials of pipeline=True run both passes several times: none of them is a call of the layer."""
     block = Block(pipeline=True, memory_reuse="S4", top_k=1)
     block.drop.p = 0.0
-    known = block.layer.granularity
+    known = searched.granularity(block.layer.parts)
     x = tokens(2100 - rank, rank).requires_grad_()
     y, _ = checkpoint(block, x, **FROZEN)
     found = known.lookup(2100)
@@ -305,7 +305,7 @@ def selective_job(rank: int, world: int, options: dict[str, Any], count: int) ->
     block, x = Block(**options), tokens(count - (0 if padded else rank), rank)
     got = step(block, lambda x: checkpoint(block, x, **selective(saving_products)), x)[0]
     assert_same(got, step(block, block, x)[0], told=options)
-    found = block.layer.granularity.lookup(count) is not None
+    found = searched.granularity(block.layer.parts).lookup(count) is not None
     torch.manual_seed(rank)
     y, _ = checkpoint(block, x.requires_grad_(), preserve_rng_state=False, **selective(saving_nothing))
     return error_of(lambda: y.sum().backward()), found

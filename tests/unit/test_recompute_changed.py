@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from pmoe.engine import recompute
+from pmoe.engine import rerouting
 from pmoe.gates import GATES
 from pmoe.layer import choose as layer_choose
 from pmoe.runners import fused_steps as comet
@@ -119,7 +119,7 @@ def test_and_routing_that_changed_is_refused_unless_the_gates_product_is_saved(
 
 def test_what_the_gate_keeps_is_part_of_the_routing() -> None:
     hashes = [
-        recompute._hash(3, (expert, keep, None))
+        rerouting._hash(3, (expert, keep, None))
         for expert in (torch.tensor([[0], [1], [2]]), torch.tensor([[1], [0], [2]]))
         for keep in (None, torch.tensor([[True], [True], [False]]), torch.tensor([[True], [False], [True]]))
     ]
@@ -161,7 +161,7 @@ def test_new_tokens_inside_of_a_backward_are_welcome_where_the_routing_is_kept()
     y.register_hook(hook)
     y.sum().backward()
     called[0].sum().backward()
-    assert not recompute._remembered[layer].num_tokens
+    assert not rerouting._remembered[layer].num_tokens
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -181,8 +181,8 @@ def test_a_plain_checkpoint_around_one_that_keeps_the_routing_notices_that_it_ch
 
 def test_hashes_are_bounded_and_only_made_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, made = build(), []
-    hash_ = recompute._hash
-    monkeypatch.setattr(recompute, "_hash", lambda *args: (made.append(1), hash_(*args))[1])
+    hash_ = rerouting._hash
+    monkeypatch.setattr(rerouting, "_hash", lambda *args: (made.append(1), hash_(*args))[1])
     x = tokens().requires_grad_()
     layer(x).sum().backward()
     with torch.inference_mode():
@@ -192,11 +192,11 @@ def test_hashes_are_bounded_and_only_made_for_checkpoints(monkeypatch: pytest.Mo
         layer(x)
     assert not made
     layer.train()
-    monkeypatch.setattr(recompute, "REMEMBERED_AT_FIRST", 2)
-    monkeypatch.setattr(recompute, "REMEMBERED", 8)
+    monkeypatch.setattr(rerouting, "REMEMBERED_AT_FIRST", 2)
+    monkeypatch.setattr(rerouting, "REMEMBERED", 8)
     ys = [checkpoint(layer, tokens(seed=i).requires_grad_(), use_reentrant=False) for i in range(21)]
     for y in ys[-8:]:
         y.sum().backward()
     assert len(made) == 21 + 8
-    remembered = recompute._remembered[layer]
+    remembered = rerouting._remembered[layer]
     assert remembered.hashes.shape == (8,) and remembered.num_tokens == [TOKENS] * 8

@@ -288,7 +288,10 @@ class OneEach(torch.nn.Module):
         ({"send_once": True}, "rows travel once (send_once=True)"),
         ({"bypass_local": False}, "rows are sent to their own rank (bypass_local=False)"),
         ({"order": "einsum"}, "the order is a EinsumOrder"),
-        ({"gate": "expert_choice", "top_k": 1}, "the gate (ExpertChoiceGate) mixes tokens or picks them for each expert"),
+        (
+            {"gate": "expert_choice", "top_k": 1},
+            "the gate (ExpertChoiceGate) mixes tokens or picks them for each expert",
+        ),
         ({"gate": "soft", "top_k": 1}, "the gate (SoftGate) mixes tokens or picks them for each expert"),
         ({"gate": OneEach(), "top_k": 1}, "the gate (OneEach) does not give every token top_k (1) rows"),
         ({"sequential": True}, "steps are timed one after the other (sequential=True)"),

@@ -278,6 +278,9 @@ class OneEach(torch.nn.Module):
         return gate_of_tokens(x)
 
 
+PICKS = "mixes tokens or picks them for each expert"
+
+
 @pytest.mark.parametrize(
     "options, reason",
     [

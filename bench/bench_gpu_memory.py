@@ -77,7 +77,7 @@ class Passes:
         self.dy = torch.randn_like(self.x)
 
     def step(self, pair: Restore) -> tuple[float, float]:
-        self.layer.restore = pair
+        self.layer.memory_reuse = pair
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
         kept: list[torch.Tensor] = []

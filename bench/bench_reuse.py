@@ -112,7 +112,7 @@ class Step:
             return checkpoint(plain_forward, self.layer, self.x, use_reentrant=False)
         layer = self.layer
         layer.pipeline, layer.sequential = n, is_sequential
-        layer.restore = False if variant == "no reuse" else variant
+        layer.memory_reuse = False if variant == "no reuse" else variant
         return layer(self.x)
 
     def clear(self) -> None:

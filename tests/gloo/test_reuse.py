@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,85 +18,46 @@ from pmoe.engine import passes
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.schedule.restore import ALL_PAIRS
 from pmoe.schedule.slots import ALIGNMENT, BufferSizes
-from tests.gloo.test_behaviour import counted_collectives
+from tests.gloo.kit import TOKENS, build, counted_collectives
+from tests.kit import assert_same, loss_of, step, tokens
 from tests.own_experts import EXPERTS, changing, dropping, mlp
 from tests.pool import ranks
-from tests.reference import relative_error
 from tests.seen import Seen
-from tests.spread import parts, spread
 
-D_MODEL, D_HIDDEN, NUM_EXPERTS, AUX = 6, 10, 8, 0.37
-TOKENS = {1: (13,), 2: (9, 4), 4: (5, 0, 11, 2)}
 SOME_PAIRS = [pair for pair in ALL_PAIRS if pair.strategy or pair.dispatched == pair.hidden]
-
-
-def build(**options: Any) -> MoELayer:
-    torch.manual_seed(7)
-    options = {"top_k": 2, "dtype": torch.float64, "pipeline": 2, **options}
-    layer = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, **options)
-    with torch.no_grad():
-        layer.gate.weight *= 3
-    return layer
-
-
-def tokens(count: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, D_MODEL, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def gradients(layer: MoELayer, x: Tensor, run: Callable[[Tensor], Any] | None = None) -> dict[str, Tensor]:
-    """y, every gradient, every buffer, and the next random number, after one forward and backward."""
-    layer.zero_grad(set_to_none=True)
-    x = x.detach().clone().requires_grad_()
-    torch.manual_seed(1)
-    y, l_aux = run(x) if run else (layer(x), layer.l_aux)
-    ((y * tokens(x.shape[0], 4)).sum() + AUX * l_aux).backward()
-    found = {name: p.grad for name, p in layer.named_parameters()}
-    drawn = torch.rand(1, dtype=torch.float64)
-    return {"y": y.detach(), "x": x.grad, **found, **dict(layer.named_buffers()), "random": drawn}
-
-
-def assert_same(
-    got: dict[str, Tensor], expected: dict[str, Tensor], what: object, limit: float = 1e-12
-) -> None:
-    assert set(got) == set(expected)
-    for name, value in expected.items():
-        assert relative_error(got[name].double(), value.double()) <= limit, (what, name)
 
 
 # ---- users' modules -------------------------------------------------------------------------------
 
 
-def modules_job(rank: int, world: int, name: str, degrees: list[int]) -> None:
-    x, (n, n_backward) = tokens(TOKENS[world][rank], 10 + rank), degrees
-    options = {"expert": EXPERTS[name], "pipeline": n, "pipeline_backward": n_backward}
-    # Rings have other chunks of rows that stay, and another order of experts: so of random numbers.
-    plain = Restore("keep", "keep") if name in ("dropout", "buffers") else False
-    expected = gradients(build(memory_reuse=plain, **options), x)
-    for pair in ALL_PAIRS:
-        if pair.hidden == "recompute" and (name == "in place" or (name == "dropout" and n != n_backward)):
-            continue  # refused
-        got = gradients(build(memory_reuse=pair, **options), x)
-        assert_same(got, expected, (str(pair), n, n_backward))
+def modules_job(rank: int, world: int, name: str) -> None:
+    x = tokens(TOKENS[world][rank], 10 + rank)
+    for n, n_backward in [(1, 1), (2, 2), (3, 1)]:
+        options = {"expert": EXPERTS[name], "pipeline": n, "pipeline_backward": n_backward}
+        # Rings have other chunks of rows that stay, and another order of experts: so of random numbers.
+        plain = Restore("keep", "keep") if name in ("dropout", "buffers") else False
+        expected = step(build(memory_reuse=plain, **options), x)
+        for pair in ALL_PAIRS:
+            if pair.hidden == "recompute" and (name == "in place" or (name == "dropout" and n != n_backward)):
+                continue  # refused
+            got = step(build(memory_reuse=pair, **options), x)
+            assert_same(got, expected, 1e-12, (str(pair), n, n_backward))
 
 
-@pytest.mark.parametrize(
-    "name, world, degrees", spread(list(EXPERTS), [2, 4], [[1, 1], [2, 2], [3, 1]], every=3)
-)
-def test_ones_own_experts_have_the_same_gradients_with_reuse(
-    name: str, world: int, degrees: list[int]
-) -> None:
-    ranks(world).run(modules_job, name, degrees)
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ones_own_experts_have_the_same_gradients_with_reuse(world: int, name: str) -> None:
+    ranks(world).run(modules_job, name)
 
 
 def finer_backward_job(rank: int, world: int) -> None:
     x = tokens(TOKENS[world][rank], 10 + rank)
-    expected = gradients(build(expert=mlp), x)
+    expected = step(build(expert=mlp), x)
     for n, n_backward in [(1, 3), (2, 4)]:
         for dispatched in ("keep", "offload", "communicate"):
             options = {"pipeline": n, "pipeline_backward": n_backward, "expert": mlp}
             layer = build(memory_reuse=Restore(dispatched, "recompute"), **options)
-            assert_same(gradients(layer, x), expected, (dispatched, n, n_backward))
+            assert_same(step(layer, x), expected, 1e-12, (dispatched, n, n_backward))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -108,17 +68,17 @@ def test_recomputed_modules_may_have_more_chunks_in_backward(world: int) -> None
 # ---- orders of calls ------------------------------------------------------------------------------
 
 
-def orders_job(rank: int, world: int, expert: Any, pairs: list[tuple[Restore]]) -> None:
-    for (pair,) in pairs:
+def orders_job(rank: int, world: int, expert: Any) -> None:
+    for pair in ALL_PAIRS:
         layer = build(memory_reuse=pair, expert=expert)
         xs = [tokens((count + rank) % 7, 30 + 7 * i + rank) for i, count in enumerate((6, 3, 5))]
-        expected = [gradients(layer, x) for x in xs]
+        expected = [step(layer, x) for x in xs]
         leaves = [x.clone().requires_grad_() for x in xs]
         losses = []
         for x in leaves:
             torch.manual_seed(1)
             y = layer(x)
-            losses.append((y * tokens(x.shape[0], 4)).sum() + AUX * layer.l_aux)
+            losses.append(loss_of(layer, y))
         for i, retain in ((1, True), (2, False), (0, True), (1, False), (0, False)):
             layer.zero_grad(set_to_none=True)
             leaves[i].grad = None
@@ -131,40 +91,38 @@ def orders_job(rank: int, world: int, expert: Any, pairs: list[tuple[Restore]]) 
         assert pmoe.pool().host.bytes_in_use == pmoe.pool().device.bytes_in_use == 0
 
 
-@pytest.mark.parametrize("pairs", parts(ALL_PAIRS, every=2))
-@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", mlp, dropping], every=2))
-def test_several_forwards_may_run_backward_in_any_order_and_twice(
-    world: int, expert: Any, pairs: list[tuple[Restore]]
-) -> None:
-    ranks(world).run(orders_job, expert, pairs)
+@pytest.mark.parametrize("expert", ["ffn", mlp, dropping])
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_forwards_may_run_backward_in_any_order_and_twice(world: int, expert: Any) -> None:
+    ranks(world).run(orders_job, expert)
 
 
-def checkpoint_job(rank: int, world: int, expert: Any, cases: list[tuple[Restore, bool]]) -> list[int]:
+def checkpoint_job(rank: int, world: int, expert: Any) -> list[int]:
     x, lengths = tokens(TOKENS[world][rank], 10 + rank), []
-    for pair, use_reentrant in cases:
+    for pair, use_reentrant in itertools.product(ALL_PAIRS, (True, False)):
         layer = build(memory_reuse=pair, expert=expert)
 
         def call(x: Tensor, layer: MoELayer = layer) -> tuple[Tensor, Tensor]:
             return layer(x), layer.l_aux
 
-        expected = gradients(layer, x)
+        expected = step(layer, x)
         with counted_collectives() as calls:
-            got = gradients(layer, x, lambda x: checkpoint(call, x, use_reentrant=use_reentrant))  # noqa: B023
-        assert_same(got, expected, (pair, use_reentrant), 0.0)
+            got = step(layer, x, lambda x: checkpoint(call, x, use_reentrant=use_reentrant))  # noqa: B023
+        assert_same(got, expected, told=(pair, use_reentrant))
         lengths.append(len(calls))
     return lengths
 
 
-@pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], every=2))
-@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", dropping], every=2))
+@pytest.mark.parametrize("expert", ["ffn", dropping])
+@pytest.mark.parametrize("world", [2, 4])
 def test_a_checkpoint_around_a_layer_that_reuses_memory_runs_forward_once_more(
-    world: int, expert: Any, cases: list[tuple[Restore, bool]]
+    world: int, expert: Any
 ) -> None:
     n = 2
     forward, backward = 3 + 2 * n, 1 + 2 * n
-    wanted = [2 * forward + backward + n * (pair.dispatched == "communicate") for pair, _ in cases]
-    for lengths in ranks(world).run(checkpoint_job, expert, cases):
-        assert lengths == wanted
+    wanted = [2 * forward + backward + n * (pair.dispatched == "communicate") for pair in ALL_PAIRS]
+    for lengths in ranks(world).run(checkpoint_job, expert):
+        assert lengths == [length for length in wanted for _ in range(2)]
 
 
 def collectives_job(rank: int, world: int, counts: tuple[int, ...], n: int, n_backward: int) -> list[Any]:
@@ -196,27 +154,26 @@ def test_every_rank_issues_the_same_collectives_whatever_its_tokens(counts: tupl
 RESTORED_DEGREES = [(3, 3), (4, 2), (2, 4)]
 
 
-def restored_job(rank: int, world: int, expert: str, cases: list[tuple[Any, ...]]) -> int:
+def restored_job(rank: int, world: int, expert: str) -> int:
     rows = 0
-    for pair, bypass, (n, n_backward) in cases:
-        dtype = torch.float32 if n == n_backward else torch.float64
-        options = {"pipeline": n, "pipeline_backward": n_backward, "dtype": dtype, "expert": expert}
-        layer = build(memory_reuse=pair, bypass_local=bypass, slack=4, **options)
-        seen = Seen(layer)
-        y = layer(tokens(3 * TOKENS[world][rank], 10 + rank, dtype).requires_grad_())
-        y.square().sum().backward()
-        seen.assert_restored(n == n_backward)
-        rows += sum(each[1].shape[0] for each in seen.backward)
+    for pair, bypass in itertools.product(ALL_PAIRS, (True, False)):
+        for n, n_backward in RESTORED_DEGREES:
+            dtype = torch.float32 if n == n_backward else torch.float64
+            options = {"pipeline": n, "pipeline_backward": n_backward, "dtype": dtype, "expert": expert}
+            layer = build(memory_reuse=pair, bypass_local=bypass, slack=4, **options)
+            seen = Seen(layer)
+            y = layer(tokens(3 * TOKENS[world][rank], 10 + rank, dtype).requires_grad_())
+            y.square().sum().backward()
+            seen.assert_restored(n == n_backward)
+            rows += sum(each[1].shape[0] for each in seen.backward)
     return rows
 
 
-@pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], RESTORED_DEGREES, every=3))
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_restored_tensor_is_bit_identical_to_the_one_of_forward(
-    world: int, expert: str, cases: list[tuple[Any, ...]]
-) -> None:
-    assert sum(ranks(world).run(restored_job, expert, cases)) == len(cases) * 3 * sum(TOKENS[world]) * 2
+def test_a_restored_tensor_is_bit_identical_to_the_one_of_forward(world: int, expert: str) -> None:
+    runs = len(ALL_PAIRS) * 2 * len(RESTORED_DEGREES)
+    assert sum(ranks(world).run(restored_job, expert)) == runs * 3 * sum(TOKENS[world]) * 2
 
 
 # ---- host memory that one rank lacks ---------------------------------------------------------------
@@ -235,7 +192,7 @@ def little_memory_job(
     backward, and how many chunks' T_M were made again."""
     options = {"expert": expert, "pipeline": degrees[0], "pipeline_backward": degrees[1]}
     x = tokens(3 * TOKENS[world][rank], 10 + rank)
-    expected = gradients(build(memory_reuse=Restore("keep", "keep"), **options), x)
+    expected = step(build(memory_reuse=Restore("keep", "keep"), **options), x)
     layer, host = build(memory_reuse=pair, **options), pmoe.pool().host
     again: list[int] = []
     recompute = layer.experts.recompute
@@ -252,7 +209,7 @@ def little_memory_job(
         with warnings.catch_warnings(record=True) as caught, counted_collectives() as calls:
             warnings.simplefilter("always")
             for _ in range(2):
-                assert_same(gradients(layer, x), expected, pair)
+                assert_same(step(layer, x), expected, 1e-12, pair)
     finally:
         host.limit_bytes = before
     assert host.bytes_in_use == 0
@@ -262,15 +219,9 @@ def little_memory_job(
 AGAIN = "pmoe: too little host memory is left on some rank to offload T_DI: it is sent again instead"
 
 
-@pytest.mark.parametrize(
-    "world, who, expert, hidden",
-    spread(
-        [(2, (1,)), (2, (0, 1)), (4, (2,))],
-        ["ffn", mlp, changing],
-        ["keep", "offload", "recompute"],
-        every=2,
-    ),
-)
+@pytest.mark.parametrize("world, who", [(2, (1,)), (2, (0, 1)), (4, (2,))])
+@pytest.mark.parametrize("expert", ["ffn", mlp, changing])
+@pytest.mark.parametrize("hidden", ["keep", "offload", "recompute"])
 def test_rows_that_one_rank_cannot_offload_are_sent_again_by_all(
     hidden: str, expert: Any, world: int, who: tuple[int, ...]
 ) -> None:
@@ -285,16 +236,10 @@ def test_rows_that_one_rank_cannot_offload_are_sent_again_by_all(
         assert len(others) == (hidden == "offload" and rank in who)
 
 
-@pytest.mark.parametrize(
-    "world, who, expert, dispatched, degrees",
-    spread(
-        [(2, (1,)), (4, (2,))],
-        ["ffn", mlp, changing, dropping],
-        ["keep", "communicate"],
-        [((2, 2),), ((4, 2),)],
-        every=2,
-    ),
-)
+@pytest.mark.parametrize("world, who", [(2, (1,)), (4, (2,))])
+@pytest.mark.parametrize("expert", ["ffn", mlp, changing, dropping])
+@pytest.mark.parametrize("dispatched", ["keep", "communicate"])
+@pytest.mark.parametrize("degrees", [(2, 2), (4, 2)])
 def test_hidden_that_one_rank_cannot_offload_is_recomputed_by_it_alone(
     degrees: tuple[int, int], dispatched: str, expert: Any, world: int, who: tuple[int, ...]
 ) -> None:
@@ -332,7 +277,7 @@ def skew_job(
             layer.gate.weight[-1, 0] += 99
         return layer
 
-    expected = gradients(skewed(), x)
+    expected = step(skewed(), x)
     found, arena = [], passes.Arena
     for pair in SOME_PAIRS:
         rows: dict[tuple[str, bool], int] = {}
@@ -349,26 +294,17 @@ def skew_job(
         passes.Arena = Watched
         try:
             with counted_collectives() as calls:
-                got = gradients(skewed(memory_reuse=pair), x)
+                got = step(skewed(memory_reuse=pair), x)
         finally:
             passes.Arena = arena
-        assert_same(got, expected, pair)
+        assert_same(got, expected, 1e-12, pair)
         found.append((len(calls), rows))
     return found
 
 
-COUNTS = [(0, 7), (11, 2), (13, 13, 13, 13), (17, 0, 29, 5), (7, 7, 0, 0)]
-
-
-@pytest.mark.parametrize(
-    "counts, degrees, expert, slack",
-    spread(
-        [(counts,) for counts in COUNTS],
-        [((1, 1), "ffn"), ((3, 3), "ffn"), ((4, 2), mlp)],
-        [1, 1.25],
-        every=2,
-    ),
-)
+@pytest.mark.parametrize("slack", [1, 1.25])
+@pytest.mark.parametrize("degrees, expert", [((1, 1), "ffn"), ((3, 3), "ffn"), ((4, 2), mlp)])
+@pytest.mark.parametrize("counts", [(0, 7), (11, 2), (13, 13, 13, 13), (17, 0, 29, 5), (7, 7, 0, 0)])
 def test_skew_cuts_chunks_finer_on_all_ranks_alike_until_slots_hold_them(
     counts: tuple[int, ...], degrees: tuple[int, int], slack: float, expert: Any
 ) -> None:

@@ -170,4 +170,4 @@ def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str,
     assert re.match(rf"RuntimeError: pmoe: rank 0 of 2 failed in {where}; a peer has died, never", message), (
         message
     )
-    assert seconds < TIMEOUT_SECONDS + 5  # what a loaded machine may add
+    assert seconds < TIMEOUT_SECONDS + 20  # what a busy machine may add

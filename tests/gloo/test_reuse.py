@@ -23,6 +23,7 @@ from tests.kit import assert_same, loss_of, step, tokens
 from tests.own_experts import EXPERTS, changing, dropping, mlp
 from tests.pool import ranks
 from tests.seen import Seen
+from tests.spread import parts, spread
 
 SOME_PAIRS = [pair for pair in ALL_PAIRS if pair.strategy or pair.dispatched == pair.hidden]
 
@@ -30,24 +31,26 @@ SOME_PAIRS = [pair for pair in ALL_PAIRS if pair.strategy or pair.dispatched == 
 # ---- users' modules -------------------------------------------------------------------------------
 
 
-def modules_job(rank: int, world: int, name: str) -> None:
-    x = tokens(TOKENS[world][rank], 10 + rank)
-    for n, n_backward in [(1, 1), (2, 2), (3, 1)]:
-        options = {"expert": EXPERTS[name], "pipeline": n, "pipeline_backward": n_backward}
-        # Rings have other chunks of rows that stay, and another order of experts: so of random numbers.
-        plain = Restore("keep", "keep") if name in ("dropout", "buffers") else False
-        expected = step(build(memory_reuse=plain, **options), x)
-        for pair in ALL_PAIRS:
-            if pair.hidden == "recompute" and (name == "in place" or (name == "dropout" and n != n_backward)):
-                continue  # refused
-            got = step(build(memory_reuse=pair, **options), x)
-            assert_same(got, expected, 1e-12, (str(pair), n, n_backward))
+def modules_job(rank: int, world: int, name: str, degrees: list[int]) -> None:
+    x, (n, n_backward) = tokens(TOKENS[world][rank], 10 + rank), degrees
+    options = {"expert": EXPERTS[name], "pipeline": n, "pipeline_backward": n_backward}
+    # Rings have other chunks of rows that stay, and another order of experts: so of random numbers.
+    plain = Restore("keep", "keep") if name in ("dropout", "buffers") else False
+    expected = step(build(memory_reuse=plain, **options), x)
+    for pair in ALL_PAIRS:
+        if pair.hidden == "recompute" and (name == "in place" or (name == "dropout" and n != n_backward)):
+            continue  # refused
+        got = step(build(memory_reuse=pair, **options), x)
+        assert_same(got, expected, 1e-12, (str(pair), n, n_backward))
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize("world", [2, 4])
-def test_ones_own_experts_have_the_same_gradients_with_reuse(world: int, name: str) -> None:
-    ranks(world).run(modules_job, name)
+@pytest.mark.parametrize(
+    "name, world, degrees", spread(list(EXPERTS), [2, 4], [[1, 1], [2, 2], [3, 1]], every=3)
+)
+def test_ones_own_experts_have_the_same_gradients_with_reuse(
+    name: str, world: int, degrees: list[int]
+) -> None:
+    ranks(world).run(modules_job, name, degrees)
 
 
 def finer_backward_job(rank: int, world: int) -> None:
@@ -68,8 +71,8 @@ def test_recomputed_modules_may_have_more_chunks_in_backward(world: int) -> None
 # ---- orders of calls ------------------------------------------------------------------------------
 
 
-def orders_job(rank: int, world: int, expert: Any) -> None:
-    for pair in ALL_PAIRS:
+def orders_job(rank: int, world: int, expert: Any, pairs: list[tuple[Restore]]) -> None:
+    for (pair,) in pairs:
         layer = build(memory_reuse=pair, expert=expert)
         xs = [tokens((count + rank) % 7, 30 + 7 * i + rank) for i, count in enumerate((6, 3, 5))]
         expected = [step(layer, x) for x in xs]
@@ -91,15 +94,17 @@ def orders_job(rank: int, world: int, expert: Any) -> None:
         assert pmoe.pool().host.bytes_in_use == pmoe.pool().device.bytes_in_use == 0
 
 
-@pytest.mark.parametrize("expert", ["ffn", mlp, dropping])
-@pytest.mark.parametrize("world", [2, 4])
-def test_several_forwards_may_run_backward_in_any_order_and_twice(world: int, expert: Any) -> None:
-    ranks(world).run(orders_job, expert)
+@pytest.mark.parametrize("pairs", parts(ALL_PAIRS, every=2))
+@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", mlp, dropping], every=2))
+def test_several_forwards_may_run_backward_in_any_order_and_twice(
+    world: int, expert: Any, pairs: list[tuple[Restore]]
+) -> None:
+    ranks(world).run(orders_job, expert, pairs)
 
 
-def checkpoint_job(rank: int, world: int, expert: Any) -> list[int]:
+def checkpoint_job(rank: int, world: int, expert: Any, cases: list[tuple[Restore, bool]]) -> list[int]:
     x, lengths = tokens(TOKENS[world][rank], 10 + rank), []
-    for pair, use_reentrant in itertools.product(ALL_PAIRS, (True, False)):
+    for pair, use_reentrant in cases:
         layer = build(memory_reuse=pair, expert=expert)
 
         def call(x: Tensor, layer: MoELayer = layer) -> tuple[Tensor, Tensor]:
@@ -113,16 +118,16 @@ def checkpoint_job(rank: int, world: int, expert: Any) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("expert", ["ffn", dropping])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], every=2))
+@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", dropping], every=2))
 def test_a_checkpoint_around_a_layer_that_reuses_memory_runs_forward_once_more(
-    world: int, expert: Any
+    world: int, expert: Any, cases: list[tuple[Restore, bool]]
 ) -> None:
     n = 2
     forward, backward = 3 + 2 * n, 1 + 2 * n
-    wanted = [2 * forward + backward + n * (pair.dispatched == "communicate") for pair in ALL_PAIRS]
-    for lengths in ranks(world).run(checkpoint_job, expert):
-        assert lengths == [length for length in wanted for _ in range(2)]
+    wanted = [2 * forward + backward + n * (pair.dispatched == "communicate") for pair, _ in cases]
+    for lengths in ranks(world).run(checkpoint_job, expert, cases):
+        assert lengths == wanted
 
 
 def collectives_job(rank: int, world: int, counts: tuple[int, ...], n: int, n_backward: int) -> list[Any]:
@@ -154,26 +159,27 @@ def test_every_rank_issues_the_same_collectives_whatever_its_tokens(counts: tupl
 RESTORED_DEGREES = [(3, 3), (4, 2), (2, 4)]
 
 
-def restored_job(rank: int, world: int, expert: str) -> int:
+def restored_job(rank: int, world: int, expert: str, cases: list[tuple[Any, ...]]) -> int:
     rows = 0
-    for pair, bypass in itertools.product(ALL_PAIRS, (True, False)):
-        for n, n_backward in RESTORED_DEGREES:
-            dtype = torch.float32 if n == n_backward else torch.float64
-            options = {"pipeline": n, "pipeline_backward": n_backward, "dtype": dtype, "expert": expert}
-            layer = build(memory_reuse=pair, bypass_local=bypass, slack=4, **options)
-            seen = Seen(layer)
-            y = layer(tokens(3 * TOKENS[world][rank], 10 + rank, dtype).requires_grad_())
-            y.square().sum().backward()
-            seen.assert_restored(n == n_backward)
-            rows += sum(each[1].shape[0] for each in seen.backward)
+    for pair, bypass, (n, n_backward) in cases:
+        dtype = torch.float32 if n == n_backward else torch.float64
+        options = {"pipeline": n, "pipeline_backward": n_backward, "dtype": dtype, "expert": expert}
+        layer = build(memory_reuse=pair, bypass_local=bypass, slack=4, **options)
+        seen = Seen(layer)
+        y = layer(tokens(3 * TOKENS[world][rank], 10 + rank, dtype).requires_grad_())
+        y.square().sum().backward()
+        seen.assert_restored(n == n_backward)
+        rows += sum(each[1].shape[0] for each in seen.backward)
     return rows
 
 
+@pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], RESTORED_DEGREES, every=3))
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_restored_tensor_is_bit_identical_to_the_one_of_forward(world: int, expert: str) -> None:
-    runs = len(ALL_PAIRS) * 2 * len(RESTORED_DEGREES)
-    assert sum(ranks(world).run(restored_job, expert)) == runs * 3 * sum(TOKENS[world]) * 2
+def test_a_restored_tensor_is_bit_identical_to_the_one_of_forward(
+    world: int, expert: str, cases: list[tuple[Any, ...]]
+) -> None:
+    assert sum(ranks(world).run(restored_job, expert, cases)) == len(cases) * 3 * sum(TOKENS[world]) * 2
 
 
 # ---- host memory that one rank lacks ---------------------------------------------------------------
@@ -219,9 +225,15 @@ def little_memory_job(
 AGAIN = "pmoe: too little host memory is left on some rank to offload T_DI: it is sent again instead"
 
 
-@pytest.mark.parametrize("world, who", [(2, (1,)), (2, (0, 1)), (4, (2,))])
-@pytest.mark.parametrize("expert", ["ffn", mlp, changing])
-@pytest.mark.parametrize("hidden", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize(
+    "world, who, expert, hidden",
+    spread(
+        [(2, (1,)), (2, (0, 1)), (4, (2,))],
+        ["ffn", mlp, changing],
+        ["keep", "offload", "recompute"],
+        every=2,
+    ),
+)
 def test_rows_that_one_rank_cannot_offload_are_sent_again_by_all(
     hidden: str, expert: Any, world: int, who: tuple[int, ...]
 ) -> None:
@@ -236,10 +248,16 @@ def test_rows_that_one_rank_cannot_offload_are_sent_again_by_all(
         assert len(others) == (hidden == "offload" and rank in who)
 
 
-@pytest.mark.parametrize("world, who", [(2, (1,)), (4, (2,))])
-@pytest.mark.parametrize("expert", ["ffn", mlp, changing, dropping])
-@pytest.mark.parametrize("dispatched", ["keep", "communicate"])
-@pytest.mark.parametrize("degrees", [(2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    "world, who, expert, dispatched, degrees",
+    spread(
+        [(2, (1,)), (4, (2,))],
+        ["ffn", mlp, changing, dropping],
+        ["keep", "communicate"],
+        [((2, 2),), ((4, 2),)],
+        every=2,
+    ),
+)
 def test_hidden_that_one_rank_cannot_offload_is_recomputed_by_it_alone(
     degrees: tuple[int, int], dispatched: str, expert: Any, world: int, who: tuple[int, ...]
 ) -> None:
@@ -302,9 +320,18 @@ def skew_job(
     return found
 
 
-@pytest.mark.parametrize("slack", [1, 1.25])
-@pytest.mark.parametrize("degrees, expert", [((1, 1), "ffn"), ((3, 3), "ffn"), ((4, 2), mlp)])
-@pytest.mark.parametrize("counts", [(0, 7), (11, 2), (13, 13, 13, 13), (17, 0, 29, 5), (7, 7, 0, 0)])
+COUNTS = [(0, 7), (11, 2), (13, 13, 13, 13), (17, 0, 29, 5), (7, 7, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    "counts, degrees, expert, slack",
+    spread(
+        [(counts,) for counts in COUNTS],
+        [((1, 1), "ffn"), ((3, 3), "ffn"), ((4, 2), mlp)],
+        [1, 1.25],
+        every=2,
+    ),
+)
 def test_skew_cuts_chunks_finer_on_all_ranks_alike_until_slots_hold_them(
     counts: tuple[int, ...], degrees: tuple[int, int], slack: float, expert: Any
 ) -> None:

@@ -75,7 +75,7 @@ ENGINE = (
         file="pmoe/engine/host_pool.py",
         old="                if joined and sum(joined[-1]) == at:\n",
         new="                if joined and sum(joined[-1]) < at:\n",
-        tests="tests/unit/test_reuse.py -k host",
+        tests="tests/unit/test_reuse_host.py",
     ),
     Plant(
         name="dropped-slots-read-rubbish",
@@ -83,7 +83,7 @@ ENGINE = (
         file=PASSES,
         old="            if plan.has_drops:\n                home[-1].zero_()\n",
         new="",
-        tests="tests/unit/test_reuse.py tests/gloo/test_specification.py",
+        tests=f"{SPECIFICATION} -k every_restore_pair",
     ),
     Plant(
         name="dropped-slots-read-another-row",
@@ -123,7 +123,7 @@ ENGINE = (
         file=FORWARD,
         old="if recipe is None or not (self.plan.rearranged or rows_NM._version != version):",
         new="if True:",
-        tests="tests/unit/test_reuse.py -k little_host_memory",
+        tests="tests/unit/test_reuse_host.py",
     ),
     Plant(
         name="host-bytes-counted-for-ever",
@@ -131,7 +131,7 @@ ENGINE = (
         file=FORWARD,
         old="            self.host_bytes_due -= aligned(rows_NM.nbytes)\n",
         new="",
-        tests="tests/unit/test_reuse.py tests/gloo/test_reuse.py -k host",
+        tests="tests/unit/test_reuse_host.py",
     ),
     Plant(
         name="weights-of-forwards-chunks",
@@ -195,7 +195,7 @@ ENGINE = (
         file=PLAN,
         old="    return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])\n",
         new="    return torch.cat([counts_nE[: m - 1], counts_nE[m - 1 :].sum(0, keepdim=True)])\n",
-        tests="tests/unit/test_layer.py",
+        tests=SPECIFICATION,
     ),
     Plant(
         name="hash-truncated",
@@ -203,7 +203,7 @@ ENGINE = (
         file="pmoe/engine/rerouting.py",
         old="            total = mixed if total is None else total + mixed\n",
         new="            total = (mixed if total is None else total + mixed) & 255\n",
-        tests="tests/unit/test_recompute.py",
+        tests="tests/unit/test_recompute_changed.py",
     ),
     Plant(
         name="hash-without-places",
@@ -211,6 +211,6 @@ ENGINE = (
         file="pmoe/engine/rerouting.py",
         old="hashed((place << 24) ^ numbers,",
         new="hashed(numbers,",
-        tests="tests/unit/test_recompute.py",
+        tests="tests/unit/test_recompute_changed.py",
     ),
 )

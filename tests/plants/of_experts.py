@@ -71,7 +71,7 @@ EXPERTS = (
         file=STACKED,
         old="            parts = self.hidden_factor if dim == 1 else 1\n            shape",
         new="            parts = 1\n            shape",
-        tests="tests/gloo/test_parallelize.py -k gradients_and_their_norm",
+        tests="tests/gloo/test_parallelize.py -k built_alone",
     ),
     Plant(
         name="modules-gradient-unweighted",
@@ -79,7 +79,7 @@ EXPERTS = (
         file=MODULES,
         old="            grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)\n",
         new="            grad_output = grad_NM[at].to(output.dtype)\n",
-        tests=TESTS,
+        tests="tests/unit/test_experts_modules.py",
     ),
     Plant(
         name="modules-random-state-not-repeated",

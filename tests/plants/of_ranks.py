@@ -13,7 +13,7 @@ RANKS = (
         file=COUNTS,
         old="        told = self._received[:, :HEADER].amax(0)\n",
         new="        told = self._received[self._ranks.rank, :HEADER]\n",
-        tests="tests/gloo/test_behaviour.py -k fault",
+        tests="tests/gloo/test_faults.py -k fault",
     ),
     Plant(
         name="counts-taken-before-the-exchange",
@@ -29,7 +29,7 @@ RANKS = (
         file=COUNTS,
         old="    return math.ceil(max_tokens * (slack * top_k / n))\n",
         new="    return int(max_tokens * (slack * top_k / n))\n",
-        tests="tests/unit/test_reuse.py",
+        tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(
         name="chunks-cut-at-the-limit",
@@ -45,7 +45,7 @@ RANKS = (
         file=COUNTS,
         old="    while bins < most * num_ranks and 2 * bins <= MOST_BINS:\n",
         new="    while bins < most and 2 * bins <= MOST_BINS:\n",
-        tests="tests/unit/test_reuse.py tests/gloo/test_reuse.py -k bins or skew",
+        tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(
         name="host-shortage-unheard",
@@ -93,14 +93,6 @@ RANKS = (
         file="pmoe/comm/sharing.py",
         old="            own, received = (second, first) if inside.rank else (first, second)\n",
         new="            own, received = (first, second) if inside.rank else (second, first)\n",
-        tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
-    ),
-    Plant(
-        name="gathered-rows-by-rank",
-        breaks="rows that were gathered are taken to lie by rank, not by place in the mesh",
-        file="pmoe/comm/grid.py",
-        old="        order = tuple(place[int(rank)] for rank in table.t().flatten())\n",
-        new="        order = tuple(place[int(rank)] for rank in table.flatten())\n",
         tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
     ),
 )

@@ -19,7 +19,7 @@ SCHEDULE = (
         file="pmoe/schedule/tasks.py",
         old="            if holds.get(slots.get(b, b), b) != b:",
         new="            if holds.get(b, b) != b:",
-        tests="tests/unit/test_schedule.py tests/unit/test_reuse.py",
+        tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(
         name="piece-of-chunk",
@@ -59,7 +59,7 @@ SCHEDULE = (
         file="pmoe/schedule/rings.py",
         old='            "T_M": 2 if offloads_hidden else 1,\n',
         new='            "T_M": 1,\n',
-        tests="tests/unit/test_reuse.py -k table",
+        tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(
         name="ring-slot-taken-twice",
@@ -67,7 +67,7 @@ SCHEDULE = (
         file="pmoe/schedule/rings.py",
         old="        self._used[ring] += 1\n",
         new="        self._used[ring] += 2\n",
-        tests="tests/unit/test_reuse.py -k table",
+        tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(
         name="last-chunk-local-first",
@@ -75,7 +75,7 @@ SCHEDULE = (
         file="pmoe/schedule/rings.py",
         old="        units += unit[::-1] if i == chunks[-1] else unit\n",
         new="        units += unit\n",
-        tests="tests/unit/test_reuse.py -k table",
+        tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(
         name="backward-from-the-first-chunk",
@@ -83,7 +83,7 @@ SCHEDULE = (
         file="pmoe/schedule/rings.py",
         old="    chunks = range(n - 1, -1, -1)\n",
         new="    chunks = range(n)\n",
-        tests="tests/unit/test_reuse.py -k table",
+        tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(
         name="slots-rounded-down",

@@ -83,21 +83,10 @@ def run(plant: Plant, folder: Path) -> Outcome:
         environment["XDG_CACHE_HOME"] = str(tree / "cache")  # a program with a mistake is not worth keeping
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=120"]
     began = time.monotonic()
     ran = subprocess.run(
-        [*command, "-m", "not slow and not gpu", *_words(plant.tests)],
+        [sys.executable, "-m", "pytest", *options, "-m", "not slow and not gpu", *_words(plant.tests)],
         cwd=tree,
         env=environment,
         capture_output=True,

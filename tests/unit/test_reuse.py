@@ -34,6 +34,7 @@ from tests.kit import (
 from tests.own_experts import EXPERTS, Counting, changing, dropping, mlp
 from tests.saved import num_rows, rows_saved, saved_by
 from tests.seen import Seen
+from tests.spread import named, spread
 from tests.unit.test_layer_checkpoint import Flat
 
 KEEPING = [pair for pair in ALL_PAIRS if pair.hidden != "recompute"]
@@ -45,8 +46,7 @@ REPEATING = [pair for pair in ALL_PAIRS if pair.hidden == "recompute"]
 DEGREES = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1)]
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+@pytest.mark.parametrize("name, pair", spread(list(EXPERTS), ALL_PAIRS, every=2), ids=named)
 def test_ones_own_experts_have_the_same_gradients_with_reuse(pair: Restore, name: str) -> None:
     """And buffers, and random numbers: what is recomputed leaves no trace."""
     for n, n_backward in DEGREES:
@@ -67,8 +67,7 @@ def test_recomputed_modules_may_have_more_chunks_in_backward(name: str, pair: Re
         assert_same(step(build(expert=EXPERTS[name], **options)), expected, 1e-12)
 
 
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
-@pytest.mark.parametrize("n, n_backward", DEGREES)
+@pytest.mark.parametrize("n, n_backward, pair", spread(DEGREES, ALL_PAIRS, every=2), ids=named)
 def test_modules_under_autocast_are_recomputed_under_it(n: int, n_backward: int, pair: Restore) -> None:
     options = {"expert": mlp, "dtype": torch.float32, "pipeline": n, "pipeline_backward": n_backward}
     found = []
@@ -210,8 +209,9 @@ def test_an_output_dropped_without_a_backward_gives_host_memory_back(expert: Any
     assert pool.bytes_in_use == before  # no cycle: nothing waits for a garbage collection
 
 
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
-@pytest.mark.parametrize("expert", ["ffn", "swiglu", mlp, dropping])
+@pytest.mark.parametrize(
+    "expert, pair", spread(["ffn", "swiglu", mlp, dropping], ALL_PAIRS, every=2), ids=named
+)
 def test_a_retained_graph_gives_the_same_gradients_twice(expert: Any, pair: Restore) -> None:
     for n, n_backward in [(1, 1), (3, 3), (4, 2)]:
         if expert is dropping and n != n_backward:
@@ -227,8 +227,7 @@ def test_a_retained_graph_gives_the_same_gradients_twice(expert: Any, pair: Rest
             torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
-@pytest.mark.parametrize("expert", ["ffn", mlp])
+@pytest.mark.parametrize("expert, pair", spread(["ffn", mlp], ALL_PAIRS, every=2), ids=named)
 def test_several_forwards_may_run_backward_in_any_order(expert: Any, pair: Restore) -> None:
     layer = build(expert=expert, memory_reuse=pair, pipeline=2)
     xs = [tokens(7), tokens(0), tokens(5, seed=8)]
@@ -259,9 +258,11 @@ def test_a_layer_used_twice_in_a_graph_and_over_several_batches_sums_its_gradien
     assert_same(found[1], found[0], 1e-12)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("expert", ["ffn", mlp, dropping])
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "use_reentrant, expert, pair",
+    spread([True, False], ["ffn", mlp, dropping], ALL_PAIRS, every=3),
+    ids=named,
+)
 def test_checkpointing_a_layer_that_reuses_memory_changes_no_gradient(
     pair: Restore, expert: Any, use_reentrant: bool
 ) -> None:

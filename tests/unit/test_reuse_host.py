@@ -30,6 +30,7 @@ from tests.kit import (
 )
 from tests.own_experts import changing, dropping, mlp
 from tests.saved import num_rows, rows_saved, saved_by
+from tests.spread import named, spread
 
 
 @pytest.fixture
@@ -62,8 +63,11 @@ def test_a_layer_that_offloads_is_not_built_with_no_host_memory_left(pair: Resto
     build(memory_reuse=True)
 
 
-@pytest.mark.parametrize("expert", ["ffn", mlp, dropping, changing])
-@pytest.mark.parametrize("pair", [pair for pair in ALL_PAIRS if pair.offloads], ids=str)
+@pytest.mark.parametrize(
+    "expert, pair",
+    spread(["ffn", mlp, dropping, changing], [pair for pair in ALL_PAIRS if pair.offloads], every=2),
+    ids=named,
+)
 def test_with_little_host_memory_gradients_stay_right_and_one_warning_a_tensor_is_given(
     pair: Restore, expert: Any, host: HostPool
 ) -> None:

@@ -55,7 +55,7 @@ GATES = (
         file=SORTED,
         old="torch.searchsorted(token_S, torch.arange(out.shape[0], device=token_S.device))",
         new="torch.searchsorted(token_S, torch.arange(out.shape[0]), right=True)",
-        tests="tests/unit/test_gates_contract.py",
+        tests="tests/unit/test_recompute.py -k whatever_the_gate",
     ),
     Plant(
         name="dropped-slots-carry",

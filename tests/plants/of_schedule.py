@@ -19,7 +19,7 @@ SCHEDULE = (
         file="pmoe/schedule/tasks.py",
         old="            if holds.get(slots.get(b, b), b) != b:",
         new="            if holds.get(b, b) != b:",
-        tests="tests/unit/test_reuse_schedule.py",
+        tests="tests/unit/test_schedule.py",
     ),
     Plant(
         name="piece-of-chunk",

@@ -23,6 +23,7 @@ def test_a_planted_mistake_is_found(plant: Plant, tmp_path: Path) -> None:
     assert outcome.found, f"{plant.breaks}: {plant.tests} do not notice\n{outcome.output}"
 
 
+@pytest.mark.slow
 def test_without_a_mistake_nothing_is_found(tmp_path: Path) -> None:
     """Else a copy of the tree that does not work would find every plant."""
     nothing = Plant(

@@ -20,7 +20,7 @@ def group(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     if file.startswith("tests/fairseq/"):
         return "tests/fairseq"
-    return nodeid if file.startswith("tests/gpu/") else file
+    return nodeid if file.startswith(("tests/gpu/", "tests/plants/")) else file
 
 
 @pytest.hookimpl(optionalhook=True)

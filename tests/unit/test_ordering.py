@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pmoe.ordering.capacity import expert_capacity, within_capacity
+from pmoe.ordering.once import carriers
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
 from pmoe.schedule.tasks import piece_of
 
@@ -189,3 +190,14 @@ def test_capacity_carried_between_parts_drops_what_the_whole_batch_drops() -> No
                 parts.append(keep)
             assert torch.equal(torch.cat(parts), whole)
             assert torch.equal(used, used_whole)
+
+
+def test_a_token_goes_once_to_a_rank_in_the_row_of_its_first_kept_choice() -> None:
+    ranks = torch.tensor([[2, 0, 2], [1, 1, 1], [0, 1, 0]])
+    keep = torch.tensor([[True, True, True], [False, True, True], [False, True, False]])
+    carrier, carries = carriers(ranks, keep)
+    assert carrier[:2].tolist() == [[0, 1, 0], [1, 1, 1]]
+    assert carries.tolist() == [[True, True, False], [False, True, False], [False, True, False]]
+    carrier, carries = carriers(ranks, None)
+    assert carrier.tolist() == [[0, 1, 0], [0, 0, 0], [0, 1, 0]]
+    assert carries.tolist() == [[True, True, False], [True, False, False], [True, True, False]]

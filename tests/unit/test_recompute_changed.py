@@ -126,6 +126,11 @@ def test_what_the_gate_keeps_is_part_of_the_routing() -> None:
     assert len({hash_.item() for hash_ in hashes}) == 6
 
 
+def test_routings_that_differ_in_one_number_differ_in_their_hash() -> None:
+    routings = torch.eye(300, dtype=torch.int64)
+    assert len({rerouting._hash(300, (each.unsqueeze(1), None)).item() for each in routings}) == 300
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_new_tokens_inside_of_a_backward_are_not_taken_for_old_ones(use_reentrant: bool) -> None:
     layer = build()

@@ -128,6 +128,20 @@ def test_hidden_leaves_the_host_memory_that_rows_will_need(host: HostPool) -> No
     del y
 
 
+def test_what_rows_have_taken_is_kept_free_for_them_no_more(host: HostPool) -> None:
+    """Hidden of the last chunk finds room where a little more is left than it takes."""
+    layer, x = build(memory_reuse="S1", pipeline=4), tokens(300)
+    y = layer(x)
+    used = host.bytes_in_use
+    del y
+    host.limit_bytes = used + row_bytes(D_MODEL, 300 * TOP_K) // 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = layer(x)
+    assert host.bytes_in_use == used
+    del y
+
+
 def test_a_pass_without_gradients_warns_of_no_host_memory(host: HostPool) -> None:
     layer = build(memory_reuse="S1")
     host.limit_bytes = 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pmoe import Restore
-from pmoe.comm.counts import Slots, slot_rows
+from pmoe.comm.counts import Slots, num_bins, slot_rows
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from pmoe.schedule.rings import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Schedule, Stages, link
@@ -46,6 +46,11 @@ def test_the_limit_of_a_slot_is_the_same_number_on_the_device_as_on_the_host() -
             counts[0] = rows
             (depth,) = slots.depths(counts, torch.tensor(max_tokens))
             assert int(depth) == deeper, (slack, top_k, max_tokens, n, rows)
+
+
+def test_there_are_bins_enough_to_cut_a_batch_of_one_rank_into_all_ranks_shares() -> None:
+    assert [num_bins(degrees, 3) for degrees in ((1,), (2,), (4, 2), (3, 2))] == [4, 8, 16, 24]
+    assert [num_bins((4,), ranks) for ranks in (1, 2, 5, 64, 1000)] == [4, 8, 32, 256, 256]
 
 
 ROWS = {

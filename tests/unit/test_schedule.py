@@ -16,6 +16,7 @@ from pmoe.schedule.tasks import (
     backward_schedule,
     forward_schedule,
     link,
+    make_task,
     sequential,
 )
 
@@ -468,6 +469,17 @@ def test_a_buffer_is_written_again_only_after_its_readers() -> None:
         ("G0", ("S0", "C0", "R0")),
         ("O0", ("G0",)),
     ]
+
+
+def test_a_buffer_is_not_read_where_its_slot_holds_another() -> None:
+    tasks = [
+        make_task(Kind.GATHER, 0, [], ["send.0"]),
+        make_task(Kind.GATHER, 1, [], ["send.1"]),
+        make_task(Kind.DISPATCH, 0, ["send.0"], ["T_DI.0"]),
+    ]
+    link(tasks, {"send.0": "send[0]", "send.1": "send[1]"})
+    with pytest.raises(ValueError, match=r"task S0 reads send.0, but send\[0\] holds send.1"):
+        link(tasks, {"send.0": "send[0]", "send.1": "send[0]"})
 
 
 def test_a_schedule_prints_as_a_table() -> None:

@@ -1,0 +1,100 @@
+"""Mistakes in what experts compute: products, activations, gradients and their sums."""
+
+from __future__ import annotations
+
+from tests.plants.plant import Plant
+
+STACKED = "pmoe/experts/stacked.py"
+MODULES = "pmoe/experts/modules.py"
+TESTS = "tests/unit/test_experts.py"
+
+EXPERTS = (
+    Plant(
+        name="weight-gradient-without-routing-weight",
+        breaks="the gradient of w2 lacks the routing weight",
+        file=STACKED,
+        old="(rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))",
+        new="(rows_NM, grad_hidden_NG, active_NH, grad_NM)",
+        tests=TESTS,
+    ),
+    Plant(
+        name="routing-gradient-without-bias",
+        breaks="the gradient of a routing weight lacks <dy, b2>",
+        file=STACKED,
+        old="                grad_weight_N[at] += (grad_NM[at] @ b2[expert]).to(grad_weight_N.dtype)\n",
+        new="                pass\n",
+        tests=TESTS,
+    ),
+    Plant(
+        name="bias-of-every-shard",
+        breaks="each shard of an expert adds the whole bias",
+        file=STACKED,
+        old="product(active_NH, w2, groups, None if self.shard.index else b2,",
+        new="product(active_NH, w2, groups, b2,",
+        tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
+    ),
+    Plant(
+        name="recomputed-without-bias",
+        breaks="T_M is made again without its bias",
+        file=STACKED,
+        old="tensors=[product(rows_NM, w1, groups, b1, out=hidden_NG)]",
+        new="tensors=[product(rows_NM, w1, groups, None, out=hidden_NG)]",
+        tests=f"{TESTS} tests/unit/test_reuse.py",
+    ),
+    Plant(
+        name="swiglu-gradient-of-the-gate",
+        breaks="the gate's half is multiplied by itself",
+        file="pmoe/experts/swiglu.py",
+        old="grad_active_NH.mul_(up_NH), gate_NH)",
+        new="grad_active_NH.mul_(gate_NH), gate_NH)",
+        tests=TESTS,
+    ),
+    Plant(
+        name="gradient-of-the-last-chunk",
+        breaks="each chunk's weight gradient replaces the one before",
+        file="pmoe/experts/products.py",
+        old="                beta = 0.0 if self._first else 1.0\n",
+        new="                beta = 0.0\n",
+        tests=TESTS,
+    ),
+    Plant(
+        name="bias-gradient-of-the-last-chunk",
+        breaks="each chunk's bias gradient replaces the one before",
+        file="pmoe/experts/products.py",
+        old="                self.total[expert].add_(summed)\n",
+        new="                self.total[expert].copy_(summed)\n",
+        tests=TESTS,
+    ),
+    Plant(
+        name="shared-expert-of-other-width",
+        breaks="of a gated expert's halves a shard keeps columns of the first alone",
+        file=STACKED,
+        old="            parts = self.hidden_factor if dim == 1 else 1\n            shape",
+        new="            parts = 1\n            shape",
+        tests="tests/gloo/test_parallelize.py -k built_alone",
+    ),
+    Plant(
+        name="modules-gradient-unweighted",
+        breaks="a module's gradient lacks the routing weight",
+        file=MODULES,
+        old="            grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)\n",
+        new="            grad_output = grad_NM[at].to(output.dtype)\n",
+        tests="tests/unit/test_experts_modules.py",
+    ),
+    Plant(
+        name="modules-random-state-not-repeated",
+        breaks="a module that is run again draws other random numbers",
+        file=MODULES,
+        old="            torch.set_rng_state(self.random)\n",
+        new="",
+        tests="tests/unit/test_reuse.py -k random_experts or dropout",
+    ),
+    Plant(
+        name="modules-buffers-counted-twice",
+        breaks="running statistics of a module count recomputed rows again",
+        file=MODULES,
+        old="                        buffer.copy_(value)\n",
+        new="                        pass\n",
+        tests="tests/unit/test_reuse.py -k ones_own_experts",
+    ),
+)

@@ -1,0 +1,75 @@
+"""Mistakes in the kernels' headers, which run on the CPU, and in their PyTorch references."""
+
+from __future__ import annotations
+
+from tests.plants.plant import Plant
+
+COMET = "tests/unit/test_comet_protocol.py"
+
+KERNELS = (
+    Plant(
+        name="permute-forgets-weights",
+        breaks="the reference of permute does not weigh rows",
+        file="pmoe/kernels/permute/reference.py",
+        old="index_copy_(0, into_T, x_TM if weight_TK is None else",
+        new="index_copy_(0, into_T, x_TM if True else",
+        tests="tests/unit/test_kernels_permute.py -k loops",
+    ),
+    Plant(
+        name="route-normalized-gradient",
+        breaks="the gradient of normalised weights lacks the inner product",
+        file="pmoe/kernels/route/reference.py",
+        old="            grad_weight_TK = (grad_weight_TK - inner_T1) / p_TE",
+        new="            grad_weight_TK = grad_weight_TK / p_TE",
+        tests="tests/unit/test_kernels_route.py",
+    ),
+    Plant(
+        name="route-ties-to-the-last",
+        breaks="of equal scores the last expert is taken",
+        file="pmoe/kernels/route/reference.py",
+        old="        return left_TE.argmax(-1, keepdim=True)\n",
+        new="        return left_TE.shape[1] - 1 - left_TE.flip(-1).argmax(-1, keepdim=True)\n",
+        tests="tests/unit/test_gates_selection.py",
+    ),
+    Plant(
+        name="gemm-inner-products-weighted",
+        breaks="the gradient of a routing weight has the weight in it",
+        file="pmoe/kernels/grouped_gemm/reference.py",
+        old="    dot_N = (value * of_active).sum(1)\n",
+        new="    dot_N = (value * of_active * row_scale).sum(1)\n",
+        tests="tests/unit/test_kernels_grouped_gemm.py -k loop or hidden or gradient",
+    ),
+    Plant(
+        name="signal-of-a-failed-rank",
+        breaks="a rank that gave up still announces rows",
+        file="cuda/comet/protocol.h",
+        old="  if (has_failed(watch)) return;\n  store_release_system",
+        new="  store_release_system",
+        tests=f"{COMET} -k does_not_come",
+    ),
+    Plant(
+        name="a-round-too-early",
+        breaks="a flag of the round before counts for this one",
+        file="cuda/comet/protocol.h",
+        old="  return static_cast<int32_t>(value - wanted) >= 0;\n",
+        new="  return static_cast<int32_t>(value - wanted) >= -1;\n",
+        tests=f"{COMET} -k rounds_are_right",
+    ),
+    Plant(
+        name="order-by-rank",
+        breaks="rows of experts do not lie behind those of the experts before",
+        file="cuda/comet/order.h",
+        old="      for (int l = 0; l < ranks_; ++l) first_[l * experts_ + e] += before;\n",
+        new="      for (int l = 1; l < ranks_; ++l) first_[l * experts_ + e] += before;\n",
+        tests=f"{COMET} -k plain_sort",
+    ),
+    Plant(
+        name="fence-left-out",
+        breaks="a bulk read is not ordered behind what was announced",
+        file="cuda/comet/hopper.cuh",
+        old="      // For what the other lanes have seen.\n"
+        "      if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();\n",
+        new="",
+        tests="tests/unit/test_comet_kernels.py -k plain_loop",
+    ),
+)

@@ -1,0 +1,107 @@
+"""Mistakes in what is predicted and chosen: costs, times, bytes, degrees."""
+
+from __future__ import annotations
+
+from tests.plants.plant import Plant
+
+COST_MODEL = "pmoe/planner/cost_model.py"
+DEGREE = "pmoe/planner/pipeline_degree.py"
+
+PLANNER = (
+    Plant(
+        name="table-ii-of-communicate",
+        breaks="sending T_DI again is half as dear as Table II says",
+        file=COST_MODEL,
+        old='        sent += 1.0 if restore.dispatched == "communicate" else 0.0\n',
+        new='        sent += 0.5 if restore.dispatched == "communicate" else 0.0\n',
+        tests="tests/unit/test_cost_model.py",
+    ),
+    Plant(
+        name="interference-of-another-lane",
+        breaks="copies beside computing are slowed as beside messages",
+        file=COST_MODEL,
+        old="                return self.sigma_mem, 1.0, self.eta_comp\n",
+        new="                return self.sigma_mem, 1.0, self.eta_comm\n",
+        tests="tests/unit/test_cost_model.py",
+    ),
+    Plant(
+        name="lanes-that-never-queue",
+        breaks="the simulator runs tasks of one lane side by side",
+        file="pmoe/planner/simulator.py",
+        old="        start = max(ready, lane_free.get(task.lane, 0.0))\n",
+        new="        start = ready\n",
+        tests="tests/unit/test_planner.py",
+    ),
+    Plant(
+        name="slowed-lanes-at-full-speed",
+        breaks="of a task that others slow down too much is done",
+        file="pmoe/planner/simulator.py",
+        old="                running[lane] = (task, left - step * speed.get(lane, 1.0))\n",
+        new="                running[lane] = (task, left - step)\n",
+        tests="tests/unit/test_planner.py",
+    ),
+    Plant(
+        name="buffers-die-a-task-early",
+        breaks="a buffer is given back while its last reader runs",
+        file="pmoe/planner/memory.py",
+        old="    during = tuple(living(at, at) for at in range(len(tasks)))\n",
+        new="    during = tuple(living(at, at + 1) for at in range(len(tasks)))\n",
+        tests="tests/unit/test_memory_model.py",
+    ),
+    Plant(
+        name="bound-of-balanced-routing",
+        breaks="the memory bound forgets rows that no cutting avoids",
+        file="pmoe/planner/footprint.py",
+        old="    received = min(sources * own, max(slot_rows, sources * finest))\n",
+        new="    received = min(sources * own, slot_rows)\n",
+        tests="tests/gloo/test_footprint.py -k budget",
+    ),
+    Plant(
+        name="arena-of-forward-alone",
+        breaks="the prediction of backward takes forward's slots",
+        file="pmoe/planner/footprint.py",
+        old='        "backward": _arena(shape, backward, "backward", restore, rearranged),\n',
+        new='        "backward": _arena(shape, forward, "forward", restore, rearranged),\n',
+        tests="tests/unit/test_footprint.py",
+    ),
+    Plant(
+        name="ranges-over-gaps",
+        breaks="a batch size between two answers is given the lower one's",
+        file="pmoe/planner/granularity.py",
+        old="        return below if below == above else None\n",
+        new="        return below\n",
+        tests="tests/unit/test_granularity.py",
+    ),
+    Plant(
+        name="cached-answers-that-fell",
+        breaks="answers that a new measurement contradicts stay",
+        file="pmoe/planner/granularity.py",
+        old="        if self.ranges.contradictions > before:",
+        new="        if self.ranges.contradictions < before:",
+        tests="tests/unit/test_granularity.py",
+    ),
+    Plant(
+        name="case-3-without-the-node",
+        breaks="FSMoE's third case forgets gathering and scattering",
+        file=DEGREE,
+        old="            return 2 * r * a2a + ag + rs\n",
+        new="            return 2 * r * a2a\n",
+        tests="tests/unit/test_pipeline_degree.py",
+    ),
+    Plant(
+        name="path-through-the-node",
+        breaks="the longest path through the intra-node lane has a chunk too few",
+        file=DEGREE,
+        old="    through_node = once + (r - 1) * (max(a2a, ag) + max(a2a, rs))\n",
+        new="    through_node = once + max(r - 2, 0) * (max(a2a, ag) + max(a2a, rs))\n",
+        tests="tests/unit/test_pipeline_degree.py",
+    ),
+    Plant(
+        name="gradients-before-they-are-made",
+        breaks="a layer carries gradients that backward has not made yet",
+        file="pmoe/planner/gradient_partition.py",
+        old="    rooms = [min(spare[at:]) for at in range(len(spare))]",
+        new="    rooms = [max(spare[at:]) for at in range(len(spare))]",
+        tests="tests/unit/test_gradient_partition.py",
+    ),
+)

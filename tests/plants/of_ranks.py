@@ -1,0 +1,98 @@
+"""Mistakes between ranks: counts, faults, agreement, collectives."""
+
+from __future__ import annotations
+
+from tests.plants.plant import Plant
+
+COUNTS = "pmoe/comm/counts.py"
+
+RANKS = (
+    Plant(
+        name="fault-flag-forgotten",
+        breaks="a fault is known to the rank that has it, and the others go on",
+        file=COUNTS,
+        old="        told = self._received[:, :HEADER].amax(0)\n",
+        new="        told = self._received[self._ranks.rank, :HEADER]\n",
+        tests="tests/gloo/test_faults.py -k fault",
+    ),
+    Plant(
+        name="counts-taken-before-the-exchange",
+        breaks="a rank takes the rows that it sends for those that it gets",
+        file=COUNTS,
+        old="        recv, received_once_host = self._split(arrived)\n",
+        new="        recv, received_once_host = self._split(own)\n",
+        tests="tests/gloo/test_specification.py",
+    ),
+    Plant(
+        name="slot-rows-rounded-down",
+        breaks="a slot holds a row less than the slack allows",
+        file=COUNTS,
+        old="    return math.ceil(max_tokens * (slack * top_k / n))\n",
+        new="    return int(max_tokens * (slack * top_k / n))\n",
+        tests="tests/unit/test_reuse_schedule.py",
+    ),
+    Plant(
+        name="chunks-cut-at-the-limit",
+        breaks="a chunk that just fits its slot is cut again",
+        file=COUNTS,
+        old="                depth = depth + (most[n] > limit)\n",
+        new="                depth = depth + (most[n] >= limit)\n",
+        tests="tests/gloo/test_reuse.py -k skew",
+    ),
+    Plant(
+        name="too-few-bins",
+        breaks="a batch whose rows all go to one rank cannot be cut fine enough",
+        file=COUNTS,
+        old="    while bins < most * num_ranks and 2 * bins <= MOST_BINS:\n",
+        new="    while bins < most and 2 * bins <= MOST_BINS:\n",
+        tests="tests/unit/test_reuse_schedule.py",
+    ),
+    Plant(
+        name="host-shortage-unheard",
+        breaks="a rank without host memory sends its rows again, and the others do not",
+        file=COUNTS,
+        old="                agreed[HEADER] = recv_FWE.sum() > slots.host_rows\n",
+        new="                agreed[HEADER] = 0\n",
+        tests="tests/gloo/test_reuse.py -k cannot_offload",
+    ),
+    Plant(
+        name="own-rows-relayed",
+        breaks="rows that stay are counted among those that pass through",
+        file=COUNTS,
+        old="            send_FP[:, self._ranks.rank] = recv_FP[:, self._ranks.rank] = 0\n",
+        new="",
+        tests="tests/gloo/test_flexible.py -k hierarchical",
+    ),
+    Plant(
+        name="own-rows-counted-as-sent",
+        breaks="bytes of rows that stay count as traffic",
+        file="pmoe/comm/flat.py",
+        old="        sent = (rows.shape[0] - send_rows[self.ranks.rank]) * ",
+        new="        sent = rows.shape[0] * ",
+        tests="tests/gloo/test_behaviour.py -k exactly_the_rows",
+    ),
+    Plant(
+        name="two-nodes-swapped",
+        breaks="the second step of the 2D all-to-all sends rows by place, not by node",
+        file="pmoe/comm/hierarchical_2d.py",
+        old="[i * nodes + b for b in mates for i in places]",
+        new="[i * nodes + b for i in places for b in mates]",
+        tests="tests/gloo/test_collectives.py -k any_counts",
+    ),
+    Plant(
+        name="largest-of-this-rank",
+        breaks="ranks decide from numbers of their own",
+        file="pmoe/comm/agree.py",
+        old="        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group)\n",
+        new="",
+        tests="tests/gloo/test_agree.py",
+    ),
+    Plant(
+        name="shards-swapped",
+        breaks="of two ranks inside a node each takes the other's rows for its own",
+        file="pmoe/comm/sharing.py",
+        old="            own, received = (second, first) if inside.rank else (first, second)\n",
+        new="            own, received = (first, second) if inside.rank else (second, first)\n",
+        tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
+    ),
+)

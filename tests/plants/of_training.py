@@ -1,0 +1,115 @@
+"""Mistakes beside the layer: reduction of gradients, their norm, loss scales, checkpoints."""
+
+from __future__ import annotations
+
+from tests.plants.plant import Plant
+
+CHECKPOINT = "tests/gloo/test_checkpoint.py"
+STATE = "pmoe/training/checkpoint_state.py"
+
+TRAINING = (
+    Plant(
+        name="reducer-leaves-the-rest",
+        breaks="gradients that no layer carried are never summed",
+        file="pmoe/training/reducer_steps.py",
+        old="        self._send(self._timetable.end)\n",
+        new="",
+        tests="tests/gloo/test_reducer.py",
+    ),
+    Plant(
+        name="reducer-sends-too-early",
+        breaks="gradients travel before they are made, unnoticed",
+        file="pmoe/training/reducer_steps.py",
+        old="        self._check_ready(self._timetable.inside.get(self._num_layers, ()))\n",
+        new="        pass\n",
+        tests="tests/gloo/test_reducer.py",
+    ),
+    Plant(
+        name="reducer-mean-of-one",
+        breaks="gradients are sums over ranks, not means",
+        file="pmoe/training/reducer.py",
+        old="                memory.div_(self.ranks.size)\n",
+        new="                pass\n",
+        tests="tests/gloo/test_reducer.py",
+    ),
+    Plant(
+        name="expert-gradients-scaled",
+        breaks="experts' gradients are divided by their copies, not by the ranks",
+        file="pmoe/training/expert_parallel.py",
+        old="        torch._foreach_div_(list(gradients), self.num_ranks)\n",
+        new="        torch._foreach_div_(list(gradients), self.copies.size)\n",
+        tests="tests/gloo/test_parallelize.py -k gradients_and_their_norm",
+    ),
+    Plant(
+        name="norm-counts-copies",
+        breaks="values that several ranks hold count several times",
+        file="pmoe/training/clipping.py",
+        old="            total = total + norms.pow(norm_type).sum() / copies\n",
+        new="            total = total + norms.pow(norm_type).sum()\n",
+        tests="tests/gloo/test_parallelize.py -k gradients_and_their_norm",
+    ),
+    Plant(
+        name="nan-is-lost-in-the-norm",
+        breaks="the largest gradient of two ranks is a number where one has NaN",
+        file="pmoe/training/clipping.py",
+        old="        total = both[0].where(both[1] == 0, math.nan)\n",
+        new="        total = both[0]\n",
+        tests="tests/gloo/test_parallelize_experts.py -k norm",
+    ),
+    Plant(
+        name="replicated-counted-twice",
+        breaks="gradients that the ranks of a dense layer share are summed over them",
+        file="pmoe/training/parallel.py",
+        old="        torch._foreach_div_(gradients, divide_by * copies)\n",
+        new="        torch._foreach_div_(gradients, divide_by)\n",
+        tests="tests/gloo/test_parallel.py",
+    ),
+    Plant(
+        name="overflow-of-one-rank",
+        breaks="a rank whose gradients overflow skips the step alone",
+        file="pmoe/training/grad_scaler.py",
+        old="            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)\n",
+        new="",
+        tests="tests/gloo/test_grad_scaler.py",
+    ),
+    Plant(
+        name="checkpoint-kept-too-long",
+        breaks="one checkpoint more than asked for stays",
+        file="pmoe/training/checkpoint_files.py",
+        old="    for old in by_age[:-keep]:\n",
+        new="    for old in by_age[: -keep - 1]:\n",
+        tests="tests/unit/test_checkpoint.py",
+    ),
+    Plant(
+        name="other-types-load",
+        breaks="a checkpoint of another type is read without a word",
+        file=STATE,
+        old="        elif known.properties.dtype != tensor.dtype:\n",
+        new="        elif known.properties.dtype != known.properties.dtype:\n",
+        tests="tests/unit/test_checkpoint.py",
+    ),
+    Plant(
+        name="random-state-not-restored",
+        breaks="a run that resumes draws other random numbers",
+        file="pmoe/training/checkpoint_files.py",
+        old='    torch.set_rng_state(generators["torch"])\n',
+        new="",
+        tests="tests/unit/test_checkpoint.py",
+    ),
+    Plant(
+        name="experts-of-rank-0",
+        breaks="every rank saves its modules under the names of rank 0's",
+        file=STATE,
+        old='                return f"{prefix}{int(expert) + first}.{rest}"\n',
+        new='                return f"{prefix}{int(expert)}.{rest}"\n',
+        tests=CHECKPOINT,
+    ),
+    Plant(
+        name="halves-side-by-side",
+        breaks="the second half of a gated expert is saved where another rank's first one is",
+        file=STATE,
+        old="first[dim] + number * half,",
+        new="first[dim] + number * parts[0].shape[dim],",
+        tests=CHECKPOINT,
+    ),
+)

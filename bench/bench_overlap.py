@@ -37,7 +37,7 @@ import pmoe
 from bench.links import INFINITE, launch, measure_rate
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import Span, recording
-from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import Bar, bars, chrome_trace, draw
 from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
@@ -210,7 +210,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
     compute: dict[str, dict[str, LineCost]] = {direction: {} for direction in DIRECTIONS}
     for (direction, kind), points in samples.items():
         if kind not in (Kind.DISPATCH, Kind.COMBINE, Kind.WEIGHTS):
-            compute[direction][kind.value] = fit_line(points)
+            compute[direction][kind.value] = fit(points).line
     return Costs(
         compute=compute,
         message=LineCost(max(alpha, 0.0), 1 / bytes_per_second),

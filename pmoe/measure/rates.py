@@ -35,7 +35,7 @@ from pmoe.measure.rounds import (
     seconds_of,
 )
 from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.profile import WIDTH, Identity, Profile, identity
 
 MOST_ROWS = {"cpu": 8192, "cuda": 16384}
@@ -204,11 +204,11 @@ def _line(bench: Bench, kind: _Kind, units: int, effort: _Effort) -> LineCost:
         (part * kind.size, seconds_of(bench, kind.lane, kind.make(part), effort.repeats))
         for part in (units // 16, units // 4, units)
     ]
-    line = fit_line(samples)
-    if line.alpha_seconds < 0 or line.beta_seconds <= 0:
-        size, seconds = samples[-1]
-        return LineCost(0.0, seconds / size)
-    return line
+    line = fit(samples).line
+    if line.alpha_seconds and line.beta_seconds:
+        return line
+    size, seconds = samples[-1]
+    return LineCost(0.0, seconds / size)
 
 
 FACTORS = {

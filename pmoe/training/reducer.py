@@ -27,7 +27,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import timeout_of
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
-from pmoe.planner.costs import LineCost, least_squares
+from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.degree import DEGREES, fixed_degree
 from pmoe.planner.degree_search import Way, simulated_degrees
 from pmoe.planner.gradient_partition import GeneralizedLayer, Partition, partition
@@ -466,4 +466,4 @@ def measure_all_reduce(ranks: Ranks, like: Tensor) -> LineCost:
         seconds.append(sorted(taken[1:])[REPEATS // 2])
     slowest = torch.tensor(seconds, dtype=torch.float64, device=like.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=ranks.group)
-    return least_squares(MESSAGE_BYTES, slowest.tolist())[0]
+    return fit(zip(MESSAGE_BYTES, slowest.tolist(), strict=True)).line

@@ -37,39 +37,31 @@ from pmoe.comm.topology import gathered
 from pmoe.engine.arena import pool
 from pmoe.kernels import status
 from pmoe.layer import MoELayer
+from pmoe.layer.byte_sizes import parse_bytes
 from pmoe.measure.allocations import StepMemory, step_memory
-from pmoe.measure.division import (
-    forget,
-    fused_refusal,
-    kernel_shapes,
-    layer_sizes,
-    measure_kernels,
-    time_layers,
-)
-from pmoe.measure.division_file import as_fields, load_table, save_table
-from pmoe.measure.profile import (
-    LINE_SECONDS,
-    WIDTH,
-    Operations,
-    Profile,
-    identity,
-    load,
-    measure,
-    measure_operations,
-    profile_path,
-    save,
-)
-from pmoe.measure.stored import NoProfileError, find_profile, profile_folder
+from pmoe.measure.division import forget, fused_layer_sizes
+from pmoe.measure.division_file import as_fields, load_divisions, save_divisions
+from pmoe.measure.fused_kernels import measure_kernels, now, time_layers, timing_refusal
+from pmoe.measure.identity import WIDTH, identity
+from pmoe.measure.operations import LINE_SECONDS, measure_operations
+from pmoe.measure.profile_file import NoProfileError, find_profile, load_profile, profile_path, save_profile
+from pmoe.measure.rates import measure
 from pmoe.papers import comet_figures
-from pmoe.papers.fsmoe_table5 import ASSUMPTIONS, CONTENTION, PAPER_DIFFERING, table2, table5
+from pmoe.papers.fsmoe_assumptions import ASSUMPTIONS
+from pmoe.papers.fsmoe_table2 import table2
+from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table5
 from pmoe.planner.advise import Advice, advise, step_bars
-from pmoe.planner.choose import Candidate, bound, parse_bytes
+from pmoe.planner.candidates import PricedChoice, bound
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.degree import check_backward
-from pmoe.planner.division import LayerTimes, Sizes, Table, now, rule, sizes_of
-from pmoe.planner.footprint import STACKED, Shape, shape_of_sizes
+from pmoe.planner.division import FusedLayerSizes, all_kernel_sizes, rule, sizes_of
+from pmoe.planner.division_table import DivisionTable, LayerTimes
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.profile import Operations, Profile
+from pmoe.planner.sizes_from_options import STACKED, sizes_from_options
 from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.store import cache_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16} | {
     "float64": torch.float64
@@ -291,8 +283,8 @@ def _add_report(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
 
 
-def _shape(args: argparse.Namespace, device_type: str) -> Shape:
-    return shape_of_sizes(
+def _shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
+    return sizes_from_options(
         args.d_model,
         args.d_hidden,
         args.num_experts,
@@ -465,7 +457,7 @@ def _profile_for(args: argparse.Namespace) -> tuple[Path, Profile]:
     if args.profile is None:
         return find_profile(args.folder, num_ranks=args.ranks, dtype=args.dtype)
     try:
-        profile = load(args.profile)
+        profile = load_profile(args.profile)
     except OSError as error:
         raise _BadInputError(f"--profile ({args.profile}) must be a file to read: {error.strerror}") from None
     except ValueError as error:
@@ -486,7 +478,7 @@ def _conclusions(advice: Advice) -> list[str]:
     return lines
 
 
-def _told_candidate(candidate: Candidate) -> str:
+def _told_candidate(candidate: PricedChoice) -> str:
     memory = f"at most {_mib(candidate.memory.promised)} MiB on the device"
     if candidate.memory.host:
         memory += f" and {_mib(candidate.memory.host)} on the host"
@@ -516,7 +508,7 @@ def _candidate_table(advice: Advice, budget: int | None) -> tuple[list[str], lis
 
 
 def _plan_as_json(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> dict[str, Any]:
-    def told(each: Candidate) -> dict[str, Any]:
+    def told(each: PricedChoice) -> dict[str, Any]:
         return {
             "n": each.forward,
             "restore": str(each.restore),
@@ -540,7 +532,7 @@ def _plan_as_json(args: argparse.Namespace, path: Path, profile: Profile, advice
     }
 
 
-def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice: Advice) -> None:
+def _write_page(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> None:
     from pmoe.planner.drawing import Picture, Point, Table, page, scatter
     from pmoe.planner.timeline import draw
 
@@ -615,7 +607,7 @@ def run_profile(args: argparse.Namespace) -> int:
         if ranks.rank:
             return 0
         try:
-            save(profile, path)
+            save_profile(profile, path)
         except OSError as error:
             raise _BadInputError(
                 f"{'--out' if args.out else '--folder'} ({path}) must be a file to write: {error.strerror}"
@@ -655,7 +647,7 @@ def run_profile_kernels(args: argparse.Namespace) -> int:
     if text == "cuda":
         text = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     device = _device(text, must_exist=False)
-    reason = fused_refusal(device)
+    reason = timing_refusal(device)
     if reason is not None:
         raise _BadInputError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
     torch.cuda.set_device(device)
@@ -667,7 +659,7 @@ def run_profile_kernels(args: argparse.Namespace) -> int:
         given = {name: getattr(args, name) or default for name, default in LAYER.items()}
         gated = given.pop("expert") == "swiglu"
         layers = [
-            layer_sizes(
+            fused_layer_sizes(
                 device,
                 **given | {"tokens": tokens},
                 num_ranks=virtual or ranks.size,
@@ -684,7 +676,7 @@ def run_profile_kernels(args: argparse.Namespace) -> int:
         if virtual is None and ranks.size > 1:  # with the division points that were just stored
             kind = "swiglu" if gated else "ffn"
             times = _time_layers(layers, given, kind, ranks, device, DTYPES[args.dtype or "bfloat16"])
-            found = Table(found.entries, times)
+            found = DivisionTable(found.entries, times)
             path = _save_divisions(found, ranks, args.folder)
         if ranks.rank:
             return 0
@@ -698,14 +690,14 @@ def run_profile_kernels(args: argparse.Namespace) -> int:
     return 0
 
 
-def _save_divisions(found: Table, ranks: Ranks, folder: Path | None) -> Path | None:
+def _save_divisions(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
     """Where rank 0 has stored it; collective."""
     path, told = None, ""
     if ranks.rank == 0:
         try:
-            (path,) = save_table(found, folder)
+            (path,) = save_divisions(found, folder)
         except OSError as error:
-            told = f"--folder ({profile_folder(folder)}) must be a folder to write: {error.strerror}"
+            told = f"--folder ({cache_folder(folder)}) must be a folder to write: {error.strerror}"
     if ranks.size > 1:
         told = next(filter(None, gathered(told, ranks)), "")
     if told:
@@ -715,13 +707,13 @@ def _save_divisions(found: Table, ranks: Ranks, folder: Path | None) -> Path | N
 
 
 def _time_layers(
-    layers: Sequence[Sizes],
+    layers: Sequence[FusedLayerSizes],
     given: Mapping[str, Any],
     expert: str,
     ranks: Ranks,
     device: torch.device,
     dtype: torch.dtype,
-) -> dict[Sizes, LayerTimes]:
+) -> dict[FusedLayerSizes, LayerTimes]:
     """The fused layer beside the one in chunks, for each number of tokens; none where the fused one falls
     back."""
     names = ("d_model", "d_hidden", "num_experts", "top_k")
@@ -744,7 +736,7 @@ def _time_layers(
 
 
 def _show_divisions(args: argparse.Namespace) -> int:
-    found, folder = load_table(args.folder), profile_folder(args.folder)
+    found, folder = load_divisions(args.folder), cache_folder(args.folder)
     if args.json:
         print(json.dumps({"folder": str(folder), **as_fields(found)}))
         return 0
@@ -765,13 +757,13 @@ def _show_divisions(args: argparse.Namespace) -> int:
     return 0
 
 
-def _divisions_table(found: Table) -> str:
+def _divisions_table(found: DivisionTable) -> str:
     """Beside the fastest, what the rule takes that holds where nothing is measured, if it was tried."""
     lines = ["thread blocks that communicate (n_c), columns of a chunk (T_N), and ms of the kernel"]
     layers = sorted({sizes_of(shape) for shape in found.entries}, key=str)
     for sizes in layers:
         rows = []
-        for shape in kernel_shapes(sizes):
+        for shape in all_kernel_sizes(sizes):
             entry = found.entries.get(shape)
             if entry is None:
                 continue

@@ -28,7 +28,7 @@ from pmoe.layer import MoELayer
 from pmoe.layer.memory import check_predictable
 from pmoe.layer.ran import Ran
 from pmoe.planner.exposed import Overlap, overlap
-from pmoe.planner.footprint import Memory
+from pmoe.planner.memory import PredictedMemory
 
 DIRECTIONS = ("forward", "backward")
 
@@ -70,7 +70,7 @@ class LayerStats:
     n_backward: int | None
     restore: str | None
     tensors: dict[str, int]
-    predicted: Memory | None
+    predicted: PredictedMemory | None
     unpredicted: str
     forward: Overlap | None
     backward: Overlap | None
@@ -236,7 +236,7 @@ def _tensors(layer: MoELayer, ran: Ran) -> dict[str, int]:
     return {**found, "T_DO": rows, "T_O": tokens}
 
 
-def _predicted(layer: MoELayer, ran: Ran) -> tuple[Memory | None, str]:
+def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
     if ran.path != "pipeline":
         return None, f"memory of the path {ran.path!r} is not predicted"
     if ran.backward is None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pmoe.arguments import check_count
 from pmoe.comm.grid import Grid
 from pmoe.engine.arena import pool
 from pmoe.experts import Experts, ModuleExperts, make_stacked
 from pmoe.experts.initial import initialise, seeded
 from pmoe.experts.modules import build_modules
 from pmoe.gates import GATES, SoftGate
-from pmoe.gates.arguments import check_count
 from pmoe.gates.make import make_gate
 from pmoe.layer.route import decides_capacity
 from pmoe.schedule.restore import Restore

@@ -13,10 +13,11 @@ from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
 from pmoe.experts import ModuleExperts
 from pmoe.layer.plans import PlanFor
-from pmoe.measure.profile import Profile, profile_of
-from pmoe.planner.choose import Choice
+from pmoe.measure.profile import profile_of
+from pmoe.planner.chooser import Choice
 from pmoe.planner.degree import DEGREES, LEAST_ROWS, SOLVE, adaptive_degree, fixed_degree
-from pmoe.planner.granularity import Degrees as PassDegrees
+from pmoe.planner.granularity import PassDegrees
+from pmoe.planner.profile import Profile
 from pmoe.runners.searched import search
 from pmoe.runners.solved import Solver
 from pmoe.schedule.restore import Restore

@@ -12,9 +12,11 @@ from pmoe.gates import GivenGate, SwitchGate, TopKGate
 from pmoe.layer.fused import is_fusible
 from pmoe.layer.rows import experts_parameter
 from pmoe.ordering.sorted import SortedOrder
-from pmoe.planner.choose import bound
+from pmoe.planner.candidates import bound
 from pmoe.planner.degree import fixed_degree
-from pmoe.planner.footprint import Memory, Shape, counted_rows, predict
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.memory import PredictedMemory, predict
+from pmoe.planner.pass_rows import counted_rows
 from pmoe.schedule.restore import KEEP, Restore, parse_restore
 from pmoe.schedule.slots import HiddenColumns
 
@@ -30,7 +32,7 @@ def predict_memory(
     pipeline: int | None,
     pipeline_backward: int | None,
     memory_reuse: str | Restore | None,
-) -> Memory:
+) -> PredictedMemory:
     """As `pmoe.MoELayer.predict_memory`."""
     check_predictable(layer, "row_counts", row_counts)
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
@@ -87,7 +89,7 @@ def check_predictable(layer: MoELayer, name: str, value: object) -> None:
         raise ValueError(f"{refused} where {why}: its memory is not predicted")
 
 
-def memory_shape(layer: MoELayer, rows_TM: Tensor | None = None) -> Shape:
+def memory_shape(layer: MoELayer, rows_TM: Tensor | None = None) -> LayerSizes:
     """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
     of their parameters."""
     parameter = experts_parameter(layer)
@@ -98,7 +100,7 @@ def memory_shape(layer: MoELayer, rows_TM: Tensor | None = None) -> Shape:
     columns = layer.experts.columns(device_type)
     if not columns.hidden:  # modules do not say; only the cost model asks, to compare pairs
         columns = HiddenColumns(hidden=layer.d_hidden, scratch=layer.d_hidden)
-    return Shape(
+    return LayerSizes(
         d_model=layer.d_model,
         num_experts=layer.num_experts,
         top_k=layer.top_k,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pmoe.arguments import check_count, check_number
 from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
 from pmoe.comm.counts import Shared, num_bins
 from pmoe.comm.flat import FlatCombine, FlatDispatch
@@ -26,7 +27,6 @@ from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Shard
 from pmoe.experts.initial import initialise, initialise_modules, reset_modules
 from pmoe.gates import Gate, GivenGate, SoftGate
-from pmoe.gates.arguments import check_count, check_number
 from pmoe.layer.build import (
     check_fit,
     check_host_memory,
@@ -34,17 +34,20 @@ from pmoe.layer.build import (
     make_layer_gate,
     make_shared,
 )
+from pmoe.layer.byte_sizes import parse_bytes
 from pmoe.layer.forward import forward
 from pmoe.layer.last_call import Counted, CountedAlone, CountedPadded
 from pmoe.layer.memory import check_predictable, memory_shape, predict_memory
 from pmoe.layer.padded import unfit_to_pad
 from pmoe.layer.ran import Ran
 from pmoe.layer.rows import experts_parameter
+from pmoe.measure.degrees_file import save_degrees
 from pmoe.ordering import Order, make_order
-from pmoe.planner.choose import Chooser, parse_bytes
+from pmoe.planner.chooser import Chooser
 from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
-from pmoe.planner.footprint import Memory, Shape
-from pmoe.planner.granularity import GranularitySearch
+from pmoe.planner.granularity import GranularityTable
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.memory import PredictedMemory
 from pmoe.runners.searched import load_table
 from pmoe.runners.searched import table as search_table
 from pmoe.runners.solved import Solver
@@ -268,7 +271,7 @@ class MoELayer(nn.Module):
                 f"pipeline_backward ({pipeline_backward}) must be pipeline ({pipeline}) or None where {name}"
             )
         self._chooser: tuple[object, Chooser] | None = None
-        self._table: tuple[object, GranularitySearch] | None = None
+        self._table: tuple[object, GranularityTable] | None = None
         self._solver: tuple[object, Solver] | None = None
         self.t_gar = 0.0  # seconds of other layers' gradients in backward, for the solver
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -491,7 +494,7 @@ class MoELayer(nn.Module):
         return Chooser(pairs=pairs, budget=self.memory_budget, slack=self.slack, bins=self.num_bins)
 
     @property
-    def granularity(self) -> GranularitySearch:
+    def granularity(self) -> GranularityTable:
         """What pipeline=True has learnt, shared by all layers like this one on this group."""
         like = experts_parameter(self)
         settings = (
@@ -506,7 +509,7 @@ class MoELayer(nn.Module):
 
     def save_degrees(self, path: str | Path) -> None:
         """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
-        self.granularity.save(path, self._granularity_key)
+        save_degrees(self.granularity, path, self._granularity_key)
 
     def load_degrees(self, path: str | Path) -> None:
         """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
@@ -534,8 +537,8 @@ class MoELayer(nn.Module):
         pipeline: int | None = None,
         pipeline_backward: int | None = None,
         memory_reuse: str | Restore | None = None,
-    ) -> Memory:
-        """The bytes that one forward and backward take on this rank (`pmoe.planner.footprint.Memory`).
+    ) -> PredictedMemory:
+        """The bytes that one forward and backward take on this rank (`pmoe.planner.memory.PredictedMemory`).
 
         num_tokens: of this rank; without row_counts the largest of any rank. row_counts: of a batch, as
         ``layer.row_counts`` holds those of the last one; without them the bytes are upper bounds for any
@@ -554,7 +557,7 @@ class MoELayer(nn.Module):
             memory_reuse=memory_reuse,
         )
 
-    def memory_shape(self, rows_TM: Tensor | None = None) -> Shape:
+    def memory_shape(self, rows_TM: Tensor | None = None) -> LayerSizes:
         """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
         of their parameters."""
         return memory_shape(self, rows_TM)

@@ -11,7 +11,6 @@ Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_m
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,8 +22,9 @@ from pmoe.comm.ranks import Ranks as Group
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Mischief
 from pmoe.kernels.route import Routes
+from pmoe.measure.rounds import event_seconds, median_seconds
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
-from pmoe.planner.division import Division, Shape
+from pmoe.planner.division import Division, FusedKernelSizes
 
 WARM_UP, ROUNDS = 2, 7
 
@@ -205,7 +205,7 @@ def even_choices(num_tokens: int, top_k: int, num_experts: int, device: torch.de
 
 
 def time_division(
-    shape: Shape, division: Division, *, top_k: int, device: torch.device, group: Group
+    kernel: FusedKernelSizes, division: Division, *, top_k: int, device: torch.device, group: Group
 ) -> float:
     """Seconds of one fused kernel with so many communicating blocks: the median of some rounds on random rows
     whose routing is even. Collective over ``group``, whose ranks share nothing but the heap, or of one
@@ -213,29 +213,29 @@ def time_division(
 
     Raises as `pmoe.comm.heap.process_heap` and `virtual_heaps` do, and HeapError where a rank waits in vain.
     """
-    dtype: torch.dtype = getattr(torch, shape.dtype)
-    ranks = shape.num_ranks
-    tokens, num_experts = max(shape.rows // top_k, 1), ranks * shape.experts
+    dtype: torch.dtype = getattr(torch, kernel.dtype)
+    ranks = kernel.num_ranks
+    tokens, num_experts = max(kernel.rows // top_k, 1), ranks * kernel.experts
     like = torch.empty(0, dtype=dtype, device=device)
-    sizes = HeapShape(ranks, shape.experts, 2 * shape.rows, shape.rows, shape.d_model, dtype)
-    heaps = virtual_heaps(sizes, device) if shape.virtual else [process_heap(group, sizes, device)]
+    sizes = HeapShape(ranks, kernel.experts, 2 * kernel.rows, kernel.rows, kernel.d_model, dtype)
+    heaps = virtual_heaps(sizes, device) if kernel.virtual else [process_heap(group, sizes, device)]
     try:
         launcher = comet.Ranks(heaps, lambda kernel, direction: division)
         routes = routes_of(even_choices(ranks * tokens, top_k, num_experts, device), None, ranks, num_experts)
         journeys = journeys_of(routes, sizes, [heap.rank for heap in heaps])
-        kind = "swiglu" if shape.gated else "gelu"
+        kind = "swiglu" if kernel.gated else "gelu"
         given = Parameters.random(
-            len(heaps), shape.experts, shape.d_model, shape.d_hidden, kind, bias=False, like=like
+            len(heaps), kernel.experts, kernel.d_model, kernel.d_hidden, kind, bias=False, like=like
         )
-        x_TM = torch.randn(ranks * tokens, shape.d_model, dtype=torch.float32, device=device).to(dtype)
-        return _median_seconds(_pieces(shape, launcher, journeys, given, x_TM, routes.weight_TK), device)
+        x_TM = torch.randn(ranks * tokens, kernel.d_model, dtype=torch.float32, device=device).to(dtype)
+        return _median_seconds(_pieces(kernel, launcher, journeys, given, x_TM, routes.weight_TK))
     finally:
         for heap in heaps:
             heap.close()
 
 
 def _pieces(
-    shape: Shape,
+    kernel: FusedKernelSizes,
     launcher: comet.Ranks,
     journeys: Sequence[Journey],
     given: Parameters,
@@ -257,23 +257,24 @@ def _pieces(
             launcher, journeys, x_TM, weight_TK, given.w2, given.b2, kept, activation=given.activation
         )
 
-    if shape.kernel == "dispatch":
-        return (lambda: None), (hidden if shape.direction == "forward" else gradient)
-    if shape.direction == "forward":
+    if kernel.kernel == "dispatch":
+        return (lambda: None), (hidden if kernel.direction == "forward" else gradient)
+    if kernel.direction == "forward":
         return hidden, lambda: comet.product_combine(launcher, journeys, active, given.w2, given.b2)
     of_hidden, _, dots = gradient()
     return gradient, lambda: comet.gradient_combine(launcher, journeys, of_hidden, given.w1, dots)
 
 
-def _median_seconds(pieces: tuple[Callable[[], object], Callable[[], object]], device: torch.device) -> float:
+def _median_seconds(pieces: tuple[Callable[[], object], Callable[[], object]]) -> float:
     before, timed = pieces
-    events = []
-    for _ in range(WARM_UP + ROUNDS):
+
+    def run() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
         before()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         timed()
         end.record()
-        events.append((start, end))
-    torch.cuda.synchronize(device)
-    return statistics.median(float(start.elapsed_time(end)) / 1e3 for start, end in events[WARM_UP:])
+        return [(start, end)]
+
+    ((seconds,),) = median_seconds([run], ROUNDS, warm_up=WARM_UP, seconds=event_seconds)
+    return seconds

@@ -42,10 +42,10 @@ from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.kernels.registry import bucket, digest
 from pmoe.kernels.route import Routes
-from pmoe.measure.division import agreed, agreed_layer, layer_sizes
+from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
 from pmoe.measure.products import agree_among
 from pmoe.ordering.sorted import LocalExperts, SortedRows, sort_rows
-from pmoe.planner.division import Division, Sizes, kernel_shape
+from pmoe.planner.division import Division, FusedLayerSizes, kernel_sizes
 from pmoe.schedule.restore import Restore
 
 # ---- who computes a call, and why not
@@ -174,7 +174,7 @@ def heap_shape(request: Request) -> HeapShape:
 
 
 def _division(request: Request, kernel: kernels.Kind, direction: kernels.Direction) -> Division:
-    return agreed(request.ranks, kernel_shape(layer_sizes_of(request), kernel, direction), request.device)
+    return agreed(request.ranks, kernel_sizes(layer_sizes_of(request), kernel, direction), request.device)
 
 
 def worth(request: Request) -> bool:
@@ -187,9 +187,9 @@ def worth(request: Request) -> bool:
     return seconds is not None and seconds.fused_is_faster(training=request.needs_grad)
 
 
-def layer_sizes_of(request: Request) -> Sizes:
+def layer_sizes_of(request: Request) -> FusedLayerSizes:
     """As the tables of measured divisions and layers are asked."""
-    return layer_sizes(
+    return fused_layer_sizes(
         request.device,
         d_model=request.d_model,
         d_hidden=request.d_hidden,

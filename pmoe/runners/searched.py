@@ -21,26 +21,27 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.autograd import run_both
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
-from pmoe.planner.granularity import Degrees, GranularitySearch
+from pmoe.measure.degrees_file import load_degrees
+from pmoe.planner.granularity import GranularityTable, PassDegrees
 
 log = logging.getLogger("pmoe")
 
 REPEATS = 3
 
-_tables: dict[tuple[str, str], GranularitySearch] = {}
+_tables: dict[tuple[str, str], GranularityTable] = {}
 
 
-def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularitySearch:
+def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularityTable:
     """What is known of layers like this one on this group. key: sizes, types and strategy."""
-    return _tables.setdefault(_name(ranks, key), GranularitySearch())
+    return _tables.setdefault(_name(ranks, key), GranularityTable())
 
 
 def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> None:
-    """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `GranularitySearch.load`."""
-    found: list[GranularitySearch | Exception | None] = [None]
+    """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `load_degrees`."""
+    found: list[GranularityTable | Exception | None] = [None]
     if ranks.rank == 0:
         try:
-            loaded = GranularitySearch.load(path, key)
+            loaded = load_degrees(path, key)
             unknown = [
                 degrees
                 for degrees in loaded.ranges.points.values()
@@ -65,13 +66,13 @@ def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def search(
-    known: GranularitySearch,
+    known: GranularityTable,
     max_tokens: int,
     candidates: Sequence[int],
-    plan_for: Callable[[Degrees], Plan | None],
+    plan_for: Callable[[PassDegrees], Plan | None],
     inputs: Inputs,
     ranks: Ranks,
-) -> Degrees:
+) -> PassDegrees:
     """Finds by trials the degrees for ``max_tokens`` tokens, the largest number of a rank, and records them.
 
     plan_for: the plan of given degrees, None where a layer does not allow them. inputs: rows, routing
@@ -80,11 +81,11 @@ def search(
     medians.
     """
     forward, backward, seconds = {}, {}, {}
-    same = [Degrees(n, n) for n in candidates]
+    same = [PassDegrees(n, n) for n in candidates]
     for degrees, (ahead, back) in zip(same, _trials(same, plan_for, inputs, ranks), strict=True):
         forward[degrees.forward], backward[degrees.backward] = ahead, back
         seconds[degrees] = ahead + back
-    apart = Degrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
+    apart = PassDegrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
     if apart not in seconds and plan_for(apart) is not None:
         ((ahead, back),) = _trials([apart], plan_for, inputs, ranks)
         seconds[apart] = ahead + back
@@ -100,8 +101,8 @@ def search(
 
 
 def _trials(
-    candidates: Sequence[Degrees],
-    plan_for: Callable[[Degrees], Plan | None],
+    candidates: Sequence[PassDegrees],
+    plan_for: Callable[[PassDegrees], Plan | None],
     inputs: Inputs,
     ranks: Ranks,
 ) -> list[tuple[float, float]]:

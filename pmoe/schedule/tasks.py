@@ -27,7 +27,9 @@ import enum
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+PassDirection = Literal["forward", "backward"]
 
 class Lane(str, enum.Enum):
     """Who runs a task. Tasks of one lane run one after another, in list order."""

@@ -29,9 +29,10 @@ from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.degree import DEGREES, fixed_degree
-from pmoe.planner.degree_search import Way, simulated_degrees
-from pmoe.planner.gradient_partition import GeneralizedLayer, Partition, partition
-from pmoe.planner.pipeline_degree import DegreeSeconds
+from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
+from pmoe.planner.generalized_layer import GeneralizedLayer
+from pmoe.planner.gradient_partition import Partition, partition
+from pmoe.planner.stage_costs import DegreeSeconds
 from pmoe.runners.solved import layer_costs, operations_of
 from pmoe.schedule.restore import Restore
 
@@ -443,7 +444,7 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     operations = operations_of(layer.grid, rows.device, rows.dtype)
     costs = layer_costs(layer.memory_shape(), operations, layer.max_tokens).backward()
     restore = layer.restore if isinstance(layer.restore, Restore) and layer.rotates else None
-    way = Way(direction="backward", one_lane=layer.one_lane, restore=restore)
+    way = ScheduleOptions(direction="backward", one_lane=layer.one_lane, restore=restore)
     fixed = layer.pipeline_backward or fixed_degree(layer.pipeline)
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
 

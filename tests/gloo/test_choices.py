@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pmoe
 from pmoe.engine import passes
-from pmoe.planner import choose as decide
+from pmoe.measure import profile as stored
 from pmoe.planner.degree import DEGREES
 from pmoe.schedule.restore import STRATEGIES
 from tests.gloo.test_behaviour import build, counted_collectives, error_of, mlp
@@ -151,7 +151,7 @@ def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dic
     import os
 
     os.environ["PMOE_CACHE"] = folder
-    decide._profiles.clear()
+    stored._profiles.clear()
     told = listen()
     used: list[str] = []
     original = passes.plan_schedule

@@ -20,8 +20,8 @@ import pmoe
 import pmoe.gates
 import pmoe.layer.plans
 from pmoe.engine.plan import make_plan
-from pmoe.measure.profile import Operations
 from pmoe.planner.costs import Fit, LineCost
+from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
 from tests.pool import ranks
 from tests.reference import Definition, relative_error

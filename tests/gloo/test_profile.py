@@ -14,7 +14,11 @@ import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
-from pmoe.measure.profile import Profile, identity, load, load_or_measure, measure, profile_path, save
+from pmoe.measure.identity import identity
+from pmoe.measure.profile import load_or_measure
+from pmoe.measure.profile_file import load_profile, profile_path, save_profile
+from pmoe.measure.rates import measure
+from pmoe.planner.profile import Identity, Profile
 from tests.pool import ranks
 from tests.unit.test_profile import Counted, assert_sound
 
@@ -51,7 +55,7 @@ def saved(rank: int, world: int, folders: list[str], seconds: list[float]) -> st
     """Each rank saves a profile of what is here that took so many seconds."""
     made = Counted()(Ranks(), "cpu", torch.float32, quick=True)
     path = profile_path(made, folders[rank])
-    save(replace(made, seconds=seconds[rank]), path)
+    save_profile(replace(made, seconds=seconds[rank]), path)
     return str(path)
 
 
@@ -73,7 +77,7 @@ def test_what_was_measured_is_found_again_by_both_ranks(tmp_path: Path) -> None:
     first, second = ranks(2).run(really_loaded_or_measured, str(tmp_path))
     assert first == second
     [path] = tmp_path.iterdir()
-    assert load(path, expected=first.identity) == first
+    assert load_profile(path, expected=first.identity) == first
     again = ranks(2).run(loaded_or_measured, [str(tmp_path)] * 2)
     assert again == [(first, 0, [])] * 2, "measured though there was a file"
 
@@ -120,7 +124,7 @@ def test_where_files_differ_all_ranks_take_the_profile_of_rank_0(tmp_path: Path)
     assert [(profile.seconds, calls) for profile, calls, _ in reports] == [(7.0, 0), (7.0, 0)]
 
 
-def identity_of_rank(rank: int, world: int) -> module.Identity:
+def identity_of_rank(rank: int, world: int) -> Identity:
     return identity(Ranks(), "cpu")
 
 

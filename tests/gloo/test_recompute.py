@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.layer import run as layer_run
-from pmoe.planner.choose import Choice
+from pmoe.planner.chooser import Choice
 from pmoe.runners import fused as comet
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo.test_behaviour import counted_collectives, error_of, mlp

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.engine import run as engine
-from pmoe.measure.profile import Operations
 from pmoe.planner.costs import Fit, LineCost
-from pmoe.planner.gradient_partition import Partition, Share
+from pmoe.planner.generalized_layer import Share
+from pmoe.planner.gradient_partition import Partition
+from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
 from pmoe.training import reducer

@@ -22,29 +22,33 @@ from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, extension, status
 from pmoe.measure import division as among_ranks
-from pmoe.measure.division import agreed, agreed_layer, kernel_shapes, time_layers
-from pmoe.measure.division_file import as_fields, load_table, read_table, save_table, table_path
-from pmoe.measure.stored import stored_profiles
+from pmoe.measure import fused_kernels
+from pmoe.measure.division import agreed, agreed_layer
+from pmoe.measure.division_file import (
+    as_fields,
+    division_path,
+    load_divisions,
+    read_divisions,
+    save_divisions,
+)
+from pmoe.measure.fused_kernels import sweep, time_layers
+from pmoe.measure.profile_file import stored_profiles
 from pmoe.planner.division import (
     Division,
-    Entry,
-    LayerSeconds,
-    LayerTimes,
-    Shape,
-    Sizes,
-    Table,
+    FusedKernelSizes,
+    FusedLayerSizes,
     all_columns,
+    all_kernel_sizes,
     candidates,
-    distance,
-    fill,
     rule,
     sizes_of,
 )
+from pmoe.planner.division_table import DivisionTable, Entry, LayerSeconds, LayerTimes, distance
 from tests.unit.test_cli import printed, refused, run
 
 CPU = torch.device("cpu")
 WHEN = "2026-01-31T12:00:00+00:00"
-SIZES = Sizes(
+SIZES = FusedLayerSizes(
     device_name="NVIDIA H200",
     num_blocks=132,
     num_ranks=8,
@@ -55,17 +59,17 @@ SIZES = Sizes(
     gated=True,
     dtype="bfloat16",
 )
-SHAPE = Shape(**asdict(SIZES), kernel="combine", direction="forward")
+SHAPE = FusedKernelSizes(**asdict(SIZES), kernel="combine", direction="forward")
 SECONDS = LayerSeconds(fused_forward=1e-3, fused_step=4e-3, chunked_forward=2e-3, chunked_step=3e-3)
 
 
-def entry(shape: Shape, n_c: int, chunk_columns: int = 512) -> Entry:
+def entry(shape: FusedKernelSizes, n_c: int, chunk_columns: int = 512) -> Entry:
     division = Division(n_c, chunk_columns)
-    return Entry(shape=shape, division=division, seconds={division: 1e-3, Division(1): 2e-3}, when=WHEN)
+    return Entry(sizes=shape, division=division, seconds={division: 1e-3, Division(1): 2e-3}, when=WHEN)
 
 
-def table(*entries: Entry) -> Table:
-    return Table({each.shape: each for each in entries})
+def table(*entries: Entry) -> DivisionTable:
+    return DivisionTable({each.sizes: each for each in entries})
 
 
 def alone(values: Sequence[float]) -> list[float]:
@@ -110,13 +114,13 @@ def test_divisions_that_no_kernel_takes_are_refused(n_c: Any, columns: Any, told
 
 def test_an_entry_takes_one_of_the_divisions_that_were_timed() -> None:
     with pytest.raises(ValueError, match="must be among those measured"):
-        Entry(shape=SHAPE, division=Division(2), seconds={Division(1): 1.0}, when=WHEN)
+        Entry(sizes=SHAPE, division=Division(2), seconds={Division(1): 1.0}, when=WHEN)
     with pytest.raises(ValueError, match=r"seconds of Division.* \(inf\) must be a finite float"):
-        Entry(shape=SHAPE, division=Division(1), seconds={Division(1): math.inf}, when=WHEN)
+        Entry(sizes=SHAPE, division=Division(1), seconds={Division(1): math.inf}, when=WHEN)
 
 
 def test_the_kernels_of_a_layer_have_its_sizes() -> None:
-    shapes = kernel_shapes(SIZES)
+    shapes = all_kernel_sizes(SIZES)
     assert [(each.kernel, each.direction) for each in shapes] == [
         ("dispatch", "forward"), ("dispatch", "backward"), ("combine", "forward"), ("combine", "backward"),
     ]  # fmt: skip
@@ -241,7 +245,7 @@ def test_what_is_found_is_clamped_to_what_the_kernel_takes() -> None:
 def test_where_nothing_is_measured_a_twelfth_of_the_blocks_communicates() -> None:
     for blocks, n_c in ((132, 11), (148, 12), (24, 2), (11, 1), (2, 1)):
         assert rule(replace(SHAPE, num_blocks=blocks)) == Division(n_c, 512)
-    assert Table().find(SHAPE) == (
+    assert DivisionTable().find(SHAPE) == (
         Division(11, 512), "rule: nothing measured of combine forward in bfloat16",
     )  # fmt: skip
     assert rule(replace(SHAPE, d_model=256)).chunk_columns == 256
@@ -254,8 +258,8 @@ def layer(rows: int = 4096, **changes: Any) -> LayerTimes:
     return LayerTimes(sizes=replace(SIZES, rows=rows, **changes), seconds=SECONDS, when=WHEN)
 
 
-def times(*layers: LayerTimes) -> Table:
-    return Table(layers={each.sizes: each for each in layers})
+def times(*layers: LayerTimes) -> DivisionTable:
+    return DivisionTable(layers={each.sizes: each for each in layers})
 
 
 def test_layer_times_are_those_of_equal_sizes_and_rows_within_a_power_of_two() -> None:
@@ -292,36 +296,36 @@ def test_time_layers_times_both_passes_of_both_layers() -> None:
 def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     here = entry(SHAPE, 26, 1024)
     other = entry(replace(SHAPE, device_name="NVIDIA B200", virtual=True), 20)
-    found = Table({each.shape: each for each in (here, other)}, {SIZES: layer()})
-    paths = save_table(found, tmp_path / "new")
+    found = DivisionTable({each.sizes: each for each in (here, other)}, {SIZES: layer()})
+    paths = save_divisions(found, tmp_path / "new")
     assert [path.name for path in paths] == ["division_nvidia-h200_v1.json", "division_nvidia-b200_v1.json"]
     assert sorted((tmp_path / "new").iterdir()) == sorted(paths)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_table(tmp_path / "new") == found
-    assert read_table(paths[0]) == Table({here.shape: here}, {SIZES: layer()})
+        assert load_divisions(tmp_path / "new") == found
+    assert read_divisions(paths[0]) == DivisionTable({here.sizes: here}, {SIZES: layer()})
     assert json.loads(paths[1].read_text()) == {"format": 1, **as_fields(table(other))}
     assert as_fields(table(other))["entries"][0]["seconds"] == [[1, 512, 2e-3], [20, 512, 1e-3]]
 
 
 def test_it_lies_beside_the_profiles_and_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
-    (path,) = save_table(table(entry(SHAPE, 26)))
-    assert path == table_path("NVIDIA H200") == tmp_path / "division_nvidia-h200_v1.json"
+    (path,) = save_divisions(table(entry(SHAPE, 26)))
+    assert path == division_path("NVIDIA H200") == tmp_path / "division_nvidia-h200_v1.json"
     assert stored_profiles() == {}
-    assert load_table().find(SHAPE)[0].n_c == 26
+    assert load_divisions().find(SHAPE)[0].n_c == 26
 
 
 def test_saving_merges_with_what_is_there(tmp_path: Path) -> None:
     old, kept = entry(SHAPE, 26), entry(replace(SHAPE, rows=1), 4)
-    save_table(table(old, kept), tmp_path)
-    save_table(times(layer()), tmp_path)
+    save_divisions(table(old, kept), tmp_path)
+    save_divisions(times(layer()), tmp_path)
     # Names that differ in a hyphen share a file.
     alike = entry(replace(SHAPE, device_name="NVIDIA-H200"), 3)
-    save_table(table(entry(SHAPE, 40), alike), tmp_path)
-    found = load_table(tmp_path)
+    save_divisions(table(entry(SHAPE, 40), alike), tmp_path)
+    found = load_divisions(tmp_path)
     assert {shape: each.division.n_c for shape, each in found.entries.items()} == {
-        SHAPE: 40, kept.shape: 4, alike.shape: 3,
+        SHAPE: 40, kept.sizes: 4, alike.sizes: 3,
     }  # fmt: skip
     assert found.layers == {SIZES: layer()}
     assert len(list(tmp_path.iterdir())) == 1
@@ -330,15 +334,15 @@ def test_saving_merges_with_what_is_there(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_file_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (path,) = save_table(table(entry(SHAPE, 26)), tmp_path)
+    (path,) = save_divisions(table(entry(SHAPE, 26)), tmp_path)
     before = path.read_bytes()
 
     def refuse(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("pmoe.kernels.registry.os.replace", refuse)
+    monkeypatch.setattr("pmoe.store.os.fsync", refuse)
     with pytest.raises(OSError, match="disk full"):
-        save_table(table(entry(SHAPE, 40)), tmp_path)
+        save_divisions(table(entry(SHAPE, 40)), tmp_path)
     monkeypatch.undo()
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -381,18 +385,18 @@ def test_a_file_that_cannot_be_used_is_told_of_and_the_others_are_used(
     tmp_path: Path, content: Any, told: str
 ) -> None:
     other = entry(replace(SHAPE, device_name="NVIDIA B200"), 20)
-    (path,) = save_table(table(entry(SHAPE, 26)), tmp_path)
-    save_table(table(other), tmp_path)
+    (path,) = save_divisions(table(entry(SHAPE, 26)), tmp_path)
+    save_divisions(table(other), tmp_path)
     if callable(content):
         content = json.dumps(content(json.loads(path.read_text())))
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(UserWarning, match=f"are not used: .*{path.name}: {told}") as caught:
-        assert load_table(tmp_path) == table(other)
+        assert load_divisions(tmp_path) == table(other)
     assert len(caught) == 1
     assert str(caught[0].message).endswith("; measure again with: pmoe profile --kernels")
     with pytest.warns(UserWarning, match=told):
-        save_table(table(entry(SHAPE, 40)), tmp_path)
-    assert read_table(path) == table(entry(SHAPE, 40))
+        save_divisions(table(entry(SHAPE, 40)), tmp_path)
+    assert read_divisions(path) == table(entry(SHAPE, 40))
 
 
 def test_the_file_of_an_older_version_is_told_of_and_left_alone(tmp_path: Path) -> None:
@@ -400,16 +404,16 @@ def test_the_file_of_an_older_version_is_told_of_and_left_alone(tmp_path: Path) 
     old.write_text('{"format": 0}')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save_table(table(entry(SHAPE, 26)), tmp_path)
+        save_divisions(table(entry(SHAPE, 26)), tmp_path)
     assert old.read_text() == '{"format": 0}'
     with pytest.warns(UserWarning, match=r"_v0.json: format \(0\) must be 1"):
-        assert load_table(tmp_path).find(SHAPE)[0].n_c == 26
+        assert load_divisions(tmp_path).find(SHAPE)[0].n_c == 26
 
 
 def test_where_there_is_no_folder_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load_table(tmp_path / "none") == Table()
+    assert load_divisions(tmp_path / "none") == DivisionTable()
     monkeypatch.delenv("PMOE_CACHE", raising=False)
 
     def homeless() -> Path:
@@ -417,7 +421,7 @@ def test_where_there_is_no_folder_nothing_is_measured(
 
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.warns(UserWarning, match="not used: no home"):
-        assert load_table() == Table()
+        assert load_divisions() == DivisionTable()
 
 
 # ---- measuring
@@ -436,16 +440,16 @@ def test_a_sweep_tries_ever_fewer_of_more_blocks() -> None:
 
 
 def test_fill_takes_the_fastest_division_of_each_shape() -> None:
-    asked: list[tuple[Shape, Division]] = []
+    asked: list[tuple[FusedKernelSizes, Division]] = []
 
-    def time(shape: Shape, division: Division) -> float:
+    def time(shape: FusedKernelSizes, division: Division) -> float:
         asked.append((shape, division))
         return 1e-3 * (1 + abs(division.n_c - 26)) + abs(division.chunk_columns - 1024) * 1e-9
 
     dispatch = replace(SHAPE, kernel="dispatch")
-    first, second = fill([dispatch, SHAPE], time, alone)
-    assert (first.shape, first.division) == (dispatch, Division(26, 512))
-    assert (second.shape, second.division) == (SHAPE, Division(26, 1024))
+    first, second = sweep([dispatch, SHAPE], time, alone)
+    assert (first.sizes, first.division) == (dispatch, Division(26, 512))
+    assert (second.sizes, second.division) == (SHAPE, Division(26, 1024))
     assert first.seconds[Division(20)] == pytest.approx(7e-3 + 512e-9)
     # Those of the sweep and of the rule: what is stored tells what measuring gained.
     assert set(first.seconds) == {*candidates(132), rule(dispatch)}
@@ -463,27 +467,27 @@ def test_fill_counts_the_slowest_rank_with_one_reduction_a_shape() -> None:
         return list(values) if len(values) == 2 else [max(values[0], 9.0), *values[1:]]
 
     shape = replace(SHAPE, kernel="dispatch", num_blocks=10)
-    (found,) = fill([shape], lambda shape, division: division.n_c, slower_elsewhere)
+    (found,) = sweep([shape], lambda shape, division: division.n_c, slower_elsewhere)
     assert found.division == Division(2)
     assert found.seconds == {Division(1): 9.0, Division(2): 2.0, Division(4): 4.0}
     assert calls == [2, 3]  # whether the shapes are alike, and the seconds of the one shape
 
 
 def test_of_equally_fast_divisions_the_one_with_fewer_blocks_is_taken() -> None:
-    (found,) = fill([SHAPE], lambda shape, division: 1.0, alone)
+    (found,) = sweep([SHAPE], lambda shape, division: 1.0, alone)
     assert found.division == Division(1, 256)
 
 
 def test_a_division_that_fails_on_one_rank_counts_on_none_and_is_told_once() -> None:
-    def time(shape: Shape, division: Division) -> float:
+    def time(shape: FusedKernelSizes, division: Division) -> float:
         if shape.rows == 1 or division.n_c == 26:
             raise RuntimeError("no such launch")
         return math.nan if division.n_c == 20 else abs(division.n_c - 26.0)
 
     dispatch = replace(SHAPE, kernel="dispatch")
     with pytest.warns(UserWarning) as caught:
-        found = fill([dispatch, replace(dispatch, rows=1)], time, alone)
-    assert [(each.shape, each.division) for each in found] == [(dispatch, Division(32))]
+        found = sweep([dispatch, replace(dispatch, rows=1)], time, alone)
+    assert [(each.sizes, each.division) for each in found] == [(dispatch, Division(32))]
     assert not {Division(20), Division(26)} & set(found[0].seconds)
     told = [str(each.message) for each in caught]
     assert len(told) == 2
@@ -496,7 +500,7 @@ def test_fill_refuses_unlike_shapes_before_anything_is_measured() -> None:
         return [value + 1 for value in values]
 
     with pytest.raises(ValueError, match="shapes to measure must be the same on every rank"):
-        fill([SHAPE], lambda shape, division: pytest.fail("measured"), unlike)
+        sweep([SHAPE], lambda shape, division: pytest.fail("measured"), unlike)
 
 
 # ---- one rank's agreement
@@ -513,7 +517,7 @@ def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path) -> None:
     ranks = Ranks.alone()
     assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
     assert agreed_layer(ranks, SHAPE, CPU, folder=tmp_path) is None
-    save_table(Table({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path)
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path)
     assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
     assert agreed_layer(ranks, SIZES, CPU, folder=tmp_path) is None
     among_ranks.forget()
@@ -550,7 +554,7 @@ def test_without_a_device_that_runs_them_one_message_says_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fine: dict[str, Any] = {"no_devices": None, "reason": None, "devices": (device(),)}
-    monkeypatch.setattr(among_ranks, "status", lambda: replace(status(), **fine | found))
+    monkeypatch.setattr(fused_kernels, "status", lambda: replace(status(), **fine | found))
     monkeypatch.setattr(comet, "path", lambda device: (None, "no code for this device"))
     assert refused(capsys, *KERNELS, *options).endswith(f"{NEEDS}{told}\n")
 
@@ -587,17 +591,17 @@ def test_virtual_ranks_are_of_one_process(
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shape, Division, dict[str, Any]]]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FusedKernelSizes, Division, dict[str, Any]]]:
     """As if there were an H200 whose fused kernels are fastest with 16 communicating blocks."""
-    asked: list[tuple[Shape, Division, dict[str, Any]]] = []
+    asked: list[tuple[FusedKernelSizes, Division, dict[str, Any]]] = []
 
-    def time_division(shape: Shape, division: Division, **options: Any) -> float:
+    def time_division(shape: FusedKernelSizes, division: Division, **options: Any) -> float:
         asked.append((shape, division, options))
         return 1e-3 + abs(division.n_c - 16) * 1e-5 + division.chunk_columns * 1e-9
 
-    monkeypatch.setattr(among_ranks, "time_division", time_division)
+    monkeypatch.setattr(fused_kernels, "time_division", time_division)
     monkeypatch.setattr(comet, "path", lambda device: ("sm_90a", None))
-    monkeypatch.setattr(among_ranks, "status", lambda: replace(
+    monkeypatch.setattr(fused_kernels, "status", lambda: replace(
         status(), no_devices=None, reason=None, devices=(device(),)
     ))  # fmt: skip
     monkeypatch.setattr(among_ranks, "device_name", lambda device: "NVIDIA H200")
@@ -612,11 +616,11 @@ def test_profile_kernels_fills_the_table(
 ) -> None:
     options = ["--folder", str(tmp_path), "--tokens", "1000", "1024", "--virtual-ranks", "8"]
     found = printed(capsys, *KERNELS, *options)
-    assert found["path"] == str(table_path("NVIDIA H200", tmp_path))
+    assert found["path"] == str(division_path("NVIDIA H200", tmp_path))
     sizes = replace(SIZES, experts=1, rows=2048, d_hidden=14336, virtual=True)  # Mixtral 8x7B's, K = 2
-    assert list(dict.fromkeys(shape for shape, _, _ in timed)) == kernel_shapes(sizes)
+    assert list(dict.fromkeys(shape for shape, _, _ in timed)) == all_kernel_sizes(sizes)
     assert timed[0][2] | {"group": None} == {"top_k": 2, "device": torch.device("cuda:0"), "group": None}
-    stored = load_table(tmp_path)
+    stored = load_divisions(tmp_path)
     assert {each.division for each in stored.entries.values()} == {Division(16, 512), Division(16, 256)}
     assert as_fields(stored) == {"entries": found["entries"], "layers": []}
     layer_options = ["--d-model", "64", "--d-hidden", "96", "--num-experts", "2", "--top-k", "1"]
@@ -627,7 +631,7 @@ def test_profile_kernels_fills_the_table(
     assert re.search(r"^dispatch forward +16 +- +1\.000 +1\.050 ", out, re.MULTILINE)
     assert re.search(r"^combine backward +16 +256 +1\.000 +1\.050 ", out, re.MULTILINE)
     assert out.endswith(f"\nwrote {found['path']}\n")
-    assert len(load_table(tmp_path).entries) == 8
+    assert len(load_divisions(tmp_path).entries) == 8
 
 
 def test_show_prints_what_is_stored_and_measures_nothing(
@@ -636,8 +640,8 @@ def test_show_prints_what_is_stored_and_measures_nothing(
     show = [*KERNELS, "--show", "--folder", str(tmp_path)]
     run(*show)
     assert capsys.readouterr().out == f"nothing measured of the fused kernels in {tmp_path}\n"
-    stored = Table({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()})
-    save_table(stored, tmp_path)
+    stored = DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()})
+    save_divisions(stored, tmp_path)
     assert printed(capsys, *show) == {"folder": str(tmp_path), **as_fields(stored)}
     run(*show)
     out = capsys.readouterr().out
@@ -660,7 +664,7 @@ def test_bad_sizes_and_kernels_that_cannot_be_timed_end_with_one_message(
     def fail(*args: Any, **options: Any) -> float:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(among_ranks, "time_division", fail)
+    monkeypatch.setattr(fused_kernels, "time_division", fail)
     with pytest.warns(UserWarning, match="could not be measured: no memory"):
         message = refused(capsys, *KERNELS, "--tokens", "4", "--folder", str(tmp_path))
     assert "no fused kernel could be measured" in message

@@ -5,35 +5,43 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree_search import BACKWARD, simulated_degrees
-from pmoe.planner.gradient_partition import (
-    GeneralizedLayer,
-    Partition,
-    all_reduce_seconds,
-    bytes_within,
-    generalized_layer,
-    partition,
-)
-from pmoe.planner.pipeline_degree import DegreeSeconds, LayerCosts, Work, find_degree, overlappable_seconds
+from pmoe.planner.generalized_layer import GeneralizedLayer, all_reduce_seconds, bytes_within
+from pmoe.planner.gradient_partition import Partition, partition
+from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
+from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts, StageWork
+from tests.unit.test_pipeline_degree import PAPERS, t_olp_moe
 
 LINE = LineCost(1e-4, 6e-10)
 
 
 def random_costs(rng: random.Random) -> LayerCosts:
-    def work() -> Work:
-        return Work(line=LineCost(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-4, -1)), size=1.0)
+    def work() -> StageWork:
+        return StageWork(line=LineCost(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-4, -1)), size=1.0)
 
     a2a, ag, exp = work(), work(), work()
     return LayerCosts(a2a=a2a, ag=ag, rs=ag, exp=exp)
 
 
+def on_the_papers_schedule(
+    backward: LayerCosts, dense_seconds: float, gradient_bytes: int, degrees: Sequence[int] = (1, 2, 4, 8, 16)
+) -> GeneralizedLayer:
+    """A layer whose MoE part runs the paper's schedule with these costs of its backward pass."""
+    return GeneralizedLayer(
+        degrees=simulated_degrees(backward, PAPERS, degrees),
+        dense_seconds=dense_seconds,
+        gradient_bytes=gradient_bytes,
+    )
+
+
 def random_layers(rng: random.Random, count: int) -> list[GeneralizedLayer]:
     return [
-        generalized_layer(
+        on_the_papers_schedule(
             random_costs(rng).backward(),
             rng.choice([0.0, 10 ** rng.uniform(-4, -1)]),
             rng.choice([0, int(10 ** rng.uniform(5, 8))]),
@@ -161,7 +169,7 @@ def test_without_room_all_stays_for_the_end() -> None:
 def test_a_huge_alpha_leaves_all_for_the_end() -> None:
     rng = random.Random(3)
     line = LineCost(1e3, 1e-9)
-    layers = [generalized_layer(random_costs(rng).backward(), 0.01, 10**7) for _ in range(4)]
+    layers = [on_the_papers_schedule(random_costs(rng).backward(), 0.01, 10**7) for _ in range(4)]
     found = partition(layers, line, ready_bytes=10**6)
     assert found.end_bytes == 4 * 10**7 + 10**6
     assert found.exposed_seconds == found.plain_seconds
@@ -240,10 +248,10 @@ def test_what_hides_beside_experts_is_the_papers_case() -> None:
     rng = random.Random(7)
     for _ in range(100):
         costs = random_costs(rng)
-        layer = generalized_layer(costs, 0.0, 0)
+        layer = on_the_papers_schedule(costs, 0.0, 0, range(1, MAX_DEGREE + 1))
         found = find_degree(costs)
         assert layer.best(0.0).degree == found.degree
-        assert layer.hidden_seconds == pytest.approx(overlappable_seconds(costs, found.degree), rel=1e-9)
+        assert layer.hidden_seconds == pytest.approx(t_olp_moe(costs, found.degree), rel=1e-9)
 
 
 def test_the_inverse_of_an_all_reduce_is_never_negative_and_never_longer() -> None:

@@ -58,10 +58,10 @@ from pmoe.integrations.run_folder import (
 )
 from pmoe.integrations.statistics import LayerStats, imbalance
 from pmoe.planner.exposed import Overlap
-from pmoe.planner.footprint import Memory
+from pmoe.planner.memory import PredictedMemory
 from tests.browser import browser
 
-MEMORY = Memory(
+MEMORY = PredictedMemory(
     saved=2 << 20,
     temporary=5 << 20,
     gradients=1,

@@ -132,7 +132,7 @@ class Fused:
             dtype=torch.bfloat16,
             device=DEVICE,
         )
-        self.ranks, self.journeys = self.virtual.ranks, self.virtual.journeys(routes)
+        self.launcher, self.journeys = self.virtual.launcher, self.virtual.journeys(routes)
         nothing: list[Tensor | None] = [None] * num_ranks
         self.given = Parameters(
             w1=scenario.w1.chunk(num_ranks),
@@ -146,21 +146,21 @@ class Fused:
     @property
     def n_c(self) -> list[int]:
         """Of a sweep: as many blocks compute at least."""
-        return [count for count in N_C if 2 * count <= self.ranks.blocks]
+        return [count for count in N_C if 2 * count <= self.launcher.blocks]
 
     def divide(self, dispatch: Division, combine: Division) -> None:
         taken = {"dispatch": dispatch, "combine": combine}
-        self.ranks.divide = lambda kernel, direction: taken[kernel]
+        self.launcher.divide = lambda kernel, direction: taken[kernel]
 
     def dispatch(self) -> None:
         given, scenario = self.given, self.scenario
         _, self.active = comet.dispatch_hidden(
-            self.ranks, self.journeys, scenario.x_TM, scenario.weight_TK, given.w1, given.b1,
+            self.launcher, self.journeys, scenario.x_TM, scenario.weight_TK, given.w1, given.b1,
             activation="swiglu", keep=True,
         )  # fmt: skip
 
     def combine(self) -> Tensor:
-        return comet.product_combine(self.ranks, self.journeys, self.active, self.given.w2, self.given.b2)
+        return comet.product_combine(self.launcher, self.journeys, self.active, self.given.w2, self.given.b2)
 
     def pair(self, dispatch: Division, combine: Division) -> Callable[[], list[Callable[[], object]]]:
         def parts() -> list[Callable[[], object]]:
@@ -302,7 +302,7 @@ def measure(
         "difference": apart,
     }
     document = {
-        "blocks_of_a_rank": fused.ranks.blocks,
+        "blocks_of_a_rank": fused.launcher.blocks,
         "dispatch": asdict(dispatch),
         "combine": asdict(combine),
         "sweep": swept.rows(),
@@ -310,7 +310,7 @@ def measure(
             name: [timing(taken, part) for part in range(2)] for name, taken in samples.items()
         },
     }  # fmt: skip
-    print(f"\n{scenario.model.name}, W = {num_ranks}: {fused.ranks.blocks} blocks a rank")
+    print(f"\n{scenario.model.name}, W = {num_ranks}: {fused.launcher.blocks} blocks a rank")
     print(table(swept.rows()), flush=True)
     return row, document
 

@@ -16,7 +16,7 @@ exist; "fill" is the part that these are of what blocks' tiles multiply; "of cop
 the time, beside a large copy's rate (bytes read plus bytes written). "x rival" above 1: pmoe is faster.
 
 On Hopper two blocks may share an operand: "alone" and "pairs" are the milliseconds of either way, "ms" those
-of the one that the rule picks (`grouped_gemm.CLUSTER`).
+of the one that the rule picks (`pmoe.kernels.grouped_gemm.launch.CLUSTER`).
 
 The goals, for plain forward and both gradients: 1.0 x rival. 0.75 of dense for Mixtral and Phi-3.5-MoE; for
 Qwen2-MoE, 0.75 of the lower of dense x fill and FLOP x copy rate / fewest bytes ("of bound").
@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench.bench_gpu import describe_gpu, relative_error
 from bench.timing import Timing, table, write_json
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.grouped_gemm import Slots
+from pmoe.kernels.grouped_gemm import RowSlots, launch
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda", 0)
@@ -94,7 +94,7 @@ class Routed:
         slot_N = expert_S.argsort(stable=True)
         self.expert_N, self.slot_N = expert_S[slot_N], slot_N
         self.token_N = slot_N // model.top_k
-        self.slots = Slots(slot_N=slot_N.int(), top_k=model.top_k)
+        self.slots = RowSlots(slot_N=slot_N.int(), top_k=model.top_k)
 
     def groups(self) -> Iterator[slice]:
         """Each expert's rows."""
@@ -393,11 +393,11 @@ class Ceilings:
 
 
 def in_clusters(blocks: int, run: Callable[[], object]) -> None:
-    before, grouped_gemm.CLUSTER = grouped_gemm.CLUSTER, blocks
+    before, launch.CLUSTER = launch.CLUSTER, blocks
     try:
         run()
     finally:
-        grouped_gemm.CLUSTER = before
+        launch.CLUSTER = before
 
 
 def measure(

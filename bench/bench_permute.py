@@ -87,16 +87,16 @@ class Problem:
     # The kernels, into fixed memory. Of the gradients x stands for d_y, too, and rows for d_rows.
 
     def permute(self, parts: int) -> None:
-        kernels._launch_permute(self.x_TM, self.position_TK, None, self.out_NM, parts=parts)
+        kernels.launch_permute(self.x_TM, self.position_TK, None, self.out_NM, parts=parts)
 
     def permute_weighted(self, parts: int) -> None:
-        kernels._launch_permute(self.x_TM, self.position_TK, self.weight_TK, self.out_NM, parts=parts)
+        kernels.launch_permute(self.x_TM, self.position_TK, self.weight_TK, self.out_NM, parts=parts)
 
     def unpermute(self, parts: int) -> None:
-        kernels._launch_unpermute(self.rows_NM, self.position_TK, self.weight_TK, self.out_TM, parts=parts)
+        kernels.launch_unpermute(self.rows_NM, self.position_TK, self.weight_TK, self.out_TM, parts=parts)
 
     def permute_backward(self, parts: int) -> None:
-        kernels._launch_permute_backward(
+        kernels.launch_permute_backward(
             self.rows_NM,
             self.x_TM,
             self.position_TK,
@@ -107,7 +107,7 @@ class Problem:
         )
 
     def unpermute_backward(self, parts: int) -> None:
-        kernels._launch_unpermute_backward(
+        kernels.launch_unpermute_backward(
             self.x_TM,
             self.rows_NM,
             self.position_TK,

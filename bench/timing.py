@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pmoe import text
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -124,17 +126,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     columns = list(rows[0])
-    cells = [columns] + [[_cell(row.get(column)) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
-    lines = (
-        "  ".join(
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(line, widths, numeric, strict=True)
-        )
-        for line in cells
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    words = {i for i, column in enumerate(columns) if not all(_is_number(row.get(column)) for row in rows)}
+    return text.table([columns, *cells], left=words)
 
 
 def write_json(path: str | Path, **content: Any) -> None:
@@ -169,6 +163,10 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | None)
 
 
 def _cell(value: Any) -> str:

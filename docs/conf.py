@@ -181,7 +181,7 @@ def command_helps() -> Iterator[tuple[str, str]]:
     """(subcommand, its help), as wide as a page is."""
     os.environ["COLUMNS"] = "92"
     (commands,) = (
-        action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)
+        action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction)
     )
     for name, parser in commands.choices.items():
         yield name, parser.format_help()

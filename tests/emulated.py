@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
-import os
-import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,36 +15,25 @@ from types import ModuleType
 import pytest
 import torch
 
-from pmoe.comm import heap
 from pmoe.comm.heap import Heap, HeapShape, process_heap, virtual_heaps
+from pmoe.comm.heap import shape as heap_shape
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet, extension
+from pmoe.kernels import extension
+from pmoe.kernels.comet import availability, launcher
 from pmoe.measure import virtual_ranks as comet_virtual
 from pmoe.planner.division import Division
-from pmoe.runners import fused as passes
+from pmoe.runners import fused_steps as passes
 from tests.cuda.compiled import compile_program
-from tests.cuda.disassembly import once
 from tests.heaps import FileMemory
 
 BLOCKS = 3
 
 
 def compile_kernels() -> Path:
-    """The module, compiled once for all processes of a test run: 15 seconds."""
+    """The module, compiled once for all test runs on the same sources: 15 seconds."""
     pybind11 = pytest.importorskip("pybind11")
-    root = Path(__file__).resolve().parents[1]
-    sources = [*root.glob("cuda/**/*.*h"), *root.glob("tests/cuda/*.h"), root / "tests/cuda/comet_module.cpp"]
-    told = hashlib.sha256(sys.version.encode())
-    for source in sorted(sources):
-        told.update(source.read_bytes())
-    name = f"pmoe-emulated-{os.getuid()}-{told.hexdigest()[:16]}.so"
-    with once(Path(tempfile.gettempdir(), name)) as kept:
-        if not kept.exists():
-            flags = ("-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{pybind11.get_include()}")
-            flags += (f"-I{sysconfig.get_paths()['include']}",)
-            with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-                os.replace(compile_program("comet_module.cpp", Path(folder), *flags), kept)
-    return kept
+    flags = ("-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{pybind11.get_include()}")
+    return compile_program("comet_module.cpp", *flags, f"-I{sysconfig.get_paths()['include']}")
 
 
 @functools.cache
@@ -76,18 +61,18 @@ def emulated(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extension, "load", lambda: module)
-        patch.setattr(comet, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
-        patch.setattr(comet, "_stream_behind", lambda heaps, device: 0)
-        patch.setattr(comet, "_processors", lambda device: BLOCKS * virtual_ranks)
-        patch.setattr(comet, "DEFAULT_SPARE_BLOCKS", 0)
+        patch.setattr(availability, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
+        patch.setattr(availability, "processors", lambda device: BLOCKS * virtual_ranks)
+        patch.setattr(availability, "DEFAULT_SPARE_BLOCKS", 0)
+        patch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
         patch.setattr(passes, "_agreed", {})  # without the emulator the kernels were refused
         patch.setattr(passes, "process_heap", of_processes)
         patch.setattr(passes, "_division", lambda request, kernel, direction: division)
         patch.setattr(comet_virtual, "virtual_heaps", of_virtual_ranks)
-        comet._path_told.cache_clear()
-        heap._places.cache_clear()
+        availability.path_facts.cache_clear()
+        heap_shape._places.cache_clear()
         try:
             yield
         finally:
-            comet._path_told.cache_clear()
-            heap._places.cache_clear()
+            availability.path_facts.cache_clear()
+            heap_shape._places.cache_clear()

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pmoe.comm import heap
-from pmoe.comm.heap_memory import Place
+from pmoe.comm.heap import shape
+from pmoe.comm.heap.device_memory import RankPlace
 from pmoe.kernels import extension
 
 CPU = torch.device("cpu")
@@ -25,7 +25,9 @@ class FileMemory:
     """Each piece is a file that is mapped. refuses: a method that raises. log: what was called."""
 
     refuses: str | None = None
-    where: Place = Place(kernels="binary 90 of PTX 90 on compute capability 9.0", host="a", device="0")
+    where: RankPlace = RankPlace(
+        kernels="binary 90 of PTX 90 on compute capability 9.0", host="a", device="0"
+    )
     collective: bool = False
     log: list[str] = field(default_factory=list)
     mapped: dict[int, tuple[mmap.mmap, str]] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class FileMemory:
         self._called(name)
         self.mapped.pop(peer)[0].close()
 
-    def place(self, device: torch.device) -> Place:
+    def place(self, device: torch.device) -> RankPlace:
         self._called("place")
         return self.where
 
@@ -90,4 +92,4 @@ def simple_places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes
 def use_layout(patch: pytest.MonkeyPatch) -> None:
     """That of the extension where it is built."""
     if extension.load() is None:
-        patch.setattr(heap, "_places", simple_places)
+        patch.setattr(shape, "_places", simple_places)

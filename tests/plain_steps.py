@@ -24,7 +24,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.ordering.once import carriers
-from pmoe.runners.fused import Request
+from pmoe.runners.fused_steps import Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class FaultError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class RankCounts:
     """What a rank knows after the exchange.
 
     send: (F, P, E_local) kept rows that this rank has for each rank's experts; recv: (F, W, E_local), rows
@@ -103,12 +103,12 @@ class Shared:
         """(F, W) rows that come from each rank."""
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
-    def on_host(self) -> Shared:
+    def on_host(self) -> RankCounts:
         """The same without memory of the device."""
         once = self.received_once
         return replace(self, recv_device=self.recv, received_once_device=once)
 
-    def joined(self, n: int) -> Shared:
+    def joined(self, n: int) -> RankCounts:
         """The same rows in n chunks, each of as many neighbouring bins; n divides the number of bins."""
 
         def join(counts: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Shared:
 class Slots:
     """How many rows a chunk may bring, and the numbers of chunks for which to ask.
 
-    slack: rows of a slot over the balanced share. degrees: those n for which `Shared.depth` is wanted.
+    slack: rows of a slot over the balanced share. degrees: those n for which `RankCounts.depth` is wanted.
     own_rank: rows from there stay and are not counted; None counts all. host_rows: received rows for which
     this rank has host memory left.
     """
@@ -215,9 +215,9 @@ class CountsExchange:
         one_row_a_choice: bool = True,
     ) -> None:
         """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there.
-        dtype: of the rows that will travel. once_FP: see `Shared`. exchanges: the dispatch and the combine,
-        where they have counts to relay. bypass_local: rows between a rank and itself do not travel.
-        asks_most_rows: whether `Shared.most_rows` is wanted, on all ranks or on none; one_row_a_choice:
+        dtype: of the rows that will travel. once_FP: see `RankCounts`. exchanges: the dispatch and the
+        combine, where they have counts to relay. bypass_local: rows between a rank and itself do not travel.
+        asks_most_rows: whether `RankCounts.most_rows` is wanted, on all ranks or on none; one_row_a_choice:
         whether this rank's rows are such that it makes sense."""
         counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
         self._counted_once = once_FP is not None
@@ -244,7 +244,7 @@ class CountsExchange:
                     self._received, self._sent, group=ranks.group, async_op=True
                 )
 
-    def finish(self) -> Shared:
+    def finish(self) -> RankCounts:
         """Waits for the counts. Raises FaultError on every rank where any rank reported a fault."""
         with at_stage("the exchange of row counts", self._ranks):
             if self._work is not None:
@@ -279,7 +279,7 @@ class CountsExchange:
             )
         send, sent_once = self._split(own)
         recv, received_once_host = self._split(arrived)
-        return Shared(
+        return RankCounts(
             send=send,
             recv=recv,
             recv_device=recv_device,

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.agree import gathered
 from pmoe.comm.base import Exchange, Traffic
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
@@ -118,18 +119,12 @@ def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
 
 
 def _check_alike(told: str, ranks: Ranks) -> None:
-    everyone = gathered(told, ranks)
+    everyone = gathered(ranks, told, stage="comparing the nodes of ranks")
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ValueError(
                 f"{everyone[0]} must be the same on every rank of the group: rank {rank} has {other}"
             )
-
-
-def gathered(value: object, ranks: Ranks) -> list[Any]:
-    everyone: list[Any] = [None] * ranks.size
-    dist.all_gather_object(everyone, value, group=ranks.group)
-    return everyone
 
 
 def _node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
@@ -208,7 +203,8 @@ def _make_groups(
 
 
 def _check_number_of_groups(ranks: Ranks) -> None:
-    numbers = gathered(len(dist.distributed_c10d._world.pg_names), ranks)
+    known = len(dist.distributed_c10d._world.pg_names)
+    numbers = gathered(ranks, known, stage="comparing the numbers of process groups")
     if len(set(numbers)) > 1:
         raise ValueError(
             f"group ({ranks.size} of {dist.get_world_size()} processes) must be of processes that are in "

@@ -24,7 +24,7 @@ from pmoe.schedule.tasks import Kind
 
 
 @dataclass(kw_only=True)
-class Given:
+class SavedForBackward:
     """What a backward pass starts from, beside the gradient. wanted: of which of ``inputs.all`` gradients
     are. regroup: as forward had it, where it is not the plan's."""
 
@@ -39,38 +39,38 @@ class Given:
 class Backward(Pass):
     direction, received, sent_back, home_name = "backward", "dT_DO", "dT_DI", "dhome"
 
-    def __init__(self, plan: Plan, grad_TM: Tensor, given: Given) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
         if plan.padding is not None:
-            given = replace(given, inputs=given.inputs.padded(plan.padding))
+            saved = replace(saved, inputs=saved.inputs.padded(plan.padding))
             grad_TM = plan.padding.spread(grad_TM)
         super().__init__(plan, plan.backward, grad_TM, keep=True)
-        self.given, self.kept, self.parameters = given, given.kept, given.inputs.parameters
-        if given.regroup is not None:
-            self.regroup = given.regroup
+        self.saved, self.kept, self.parameters = saved, saved.kept, saved.inputs.parameters
+        if saved.regroup is not None:
+            self.regroup = saved.regroup
         additions = sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.schedule.tasks)
-        wanted = given.inputs.like(given.wanted)
+        wanted = saved.inputs.like(saved.wanted)
 
         def sums(parameters: Sequence[Tensor], wants: Sequence[Any], times: int) -> list[GradientSum | None]:
             pairs = zip(parameters, wants, strict=True)
             return [GradientSum(parameter, times) if want else None for parameter, want in pairs]
 
-        self.sums = sums(given.inputs.parameters, wanted.parameters, additions)
-        self.shared_sums = sums(given.inputs.shared_parameters, wanted.shared_parameters, 1)
+        self.sums = sums(saved.inputs.parameters, wanted.parameters, additions)
+        self.shared_sums = sums(saved.inputs.shared_parameters, wanted.shared_parameters, 1)
         self.shared_pending: Any = None
         self.grad_shared_weight: Tensor | None = None
-        self.grad_hooks: list[Tensor | None] = [None] * len(given.inputs.hook_parameters)
+        self.grad_hooks: list[Tensor | None] = [None] * len(saved.inputs.hook_parameters)
         self.compute_stream = lanes.current_stream(grad_TM)
         self.rows: dict[Unit, Tensor] = {}
         self.hidden: dict[Unit, Hidden] = {}
         self.pending: dict[Unit, Any] = {}
-        weight = given.inputs.weight_TK
+        weight = saved.inputs.weight_TK
         self.weight = weight.reshape(-1)
         # Dropped slots have no row; nothing is ever added to their weight's gradient.
         self.grad_weight = weight.new_zeros(plan.num_slots)
         self.grad_weight_rows = weight.new_empty(self.cut.num_received)
         journey = self.cut.weights
         if journey is not None:
-            received = given.weight_received
+            received = saved.weight_received
             assert received is not None
             if plan.weight_map is not None:
                 received = received.index_select(0, plan.weight_map)
@@ -87,7 +87,7 @@ class Backward(Pass):
 
     def run(self) -> list[Tensor | None]:
         """The gradients of ``inputs.all``."""
-        sharded, gradients = self.plan.modules.stages.sharded, self.plan.modules.gradients
+        sharded, hooked, gradients = self.stages.sharded, self.stages.hooked, self.plan.modules.gradients
         if gradients is not None:
             gradients.begins()
         self.run_schedule(
@@ -98,7 +98,10 @@ class Backward(Pass):
                 ),
                 Kind.OPEN_AGAIN: self.open_again,
                 Kind.ALL_GATHER_AGAIN: lambda i: self.gather_inside(
-                    "opened_again" if self.plan.modules.stages.hooked else "arrived_again", "T_DI", "copies_again", i
+                    "opened_again" if hooked else "arrived_again",
+                    "T_DI",
+                    "copies_again",
+                    i,
                 ),
                 Kind.SHARE_WEIGHTS: self.sum_weights,
                 Kind.SHARED: self.shared_gradient,
@@ -122,7 +125,7 @@ class Backward(Pass):
         journey = self.cut.weights
         if journey is not None:
             self.grad_weight[journey.slot] = self.grad_weight_home
-        grad_TM, grad_weight_TK = self.result_TM, self.grad_weight.view_as(self.given.inputs.weight_TK)
+        grad_TM, grad_weight_TK = self.result_TM, self.grad_weight.view_as(self.saved.inputs.weight_TK)
         padding = self.plan.padding
         if padding is not None:
             grad_TM, grad_weight_TK = padding.gather(grad_TM), padding.gather_weights(grad_weight_TK)
@@ -157,7 +160,7 @@ class Backward(Pass):
         if not self.hooks.has(point):
             return grad
         found_grad, *of_parameters = callbacks.backward(
-            self.given.passed[point, i], grad, self.given.inputs.hook_parameters
+            self.saved.passed[point, i], grad, self.saved.inputs.hook_parameters
         )
         for j, found in enumerate(of_parameters):
             if found is not None:
@@ -169,7 +172,7 @@ class Backward(Pass):
     # ---- the shared expert
 
     def shared_gradient(self, _chunk: int) -> None:
-        experts, inputs = self.plan.modules.shared, self.given.inputs
+        experts, inputs = self.plan.modules.shared, self.saved.inputs
         hidden = self.kept[SHARED].hidden
         assert experts is not None and inputs.shared_weight_T is not None and hidden is not None
         _, self.grad_shared_weight, self.shared_pending = experts.input_gradient(
@@ -190,7 +193,7 @@ class Backward(Pass):
     # ---- T_DI and T_M, restored
 
     def gather_again(self, i: int) -> None:
-        x_TM, chunk = self.given.inputs.x_TM, self.cut.chunks[i]
+        x_TM, chunk = self.saved.inputs.x_TM, self.cut.chunks[i]
         hooks = self.hooks
         if not hooks.on_dispatch:
             self.gather_rows(x_TM, self.buffer("send_again", i), i)
@@ -206,7 +209,7 @@ class Backward(Pass):
 
     def opened_again(self, i: int, rows: Tensor) -> Tensor:
         if self.hooks.has("after_dispatch"):
-            x_TM = self.given.inputs.x_TM
+            x_TM = self.saved.inputs.x_TM
             rows, _ = callbacks.forward(self.hooks, "after_dispatch", rows, i, x_TM, keep=False)
         return rows
 
@@ -242,10 +245,10 @@ class Backward(Pass):
         if any(kept.hidden is None for kept, _ in parts):
             return  # it did not fit on the host, and is made again when its turn comes
         experts, num_rows = self.plan.modules.experts, self.groups(unit).num_rows
-        given = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
-        if not given:
+        saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
+        if not saved:
             return
-        hidden = experts.join(given, num_rows, space=self.space(unit))
+        hidden = experts.join(saved, num_rows, space=self.space(unit))
         if experts.columns(self.source_TM.device.type).hidden == 0 and self.plan.restore.hidden == "offload":
             hidden = replace(hidden, tensors=[self._fetched(tensor) for tensor in hidden.tensors])
         self.hidden[unit] = hidden
@@ -265,7 +268,7 @@ class Backward(Pass):
         (i, at), dispatched = unit, self.plan.restore.dispatched
         if dispatched == "communicate":
             if at:
-                self.rows[unit] = self.gather_local(self.given.inputs.x_TM, self.temporary("T_DI_L", i), i)
+                self.rows[unit] = self.gather_local(self.saved.inputs.x_TM, self.temporary("T_DI_L", i), i)
             else:
                 self.rows[unit] = self.in_expert_order("T_DI", i, self.arrived_again(i))
         elif self.plan.rearranged:

@@ -61,10 +61,15 @@ Hook = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Hooks:
-    """The hooks of a layer's callbacks by point, and the parameters of those that are modules."""
+    """The hooks of a layer's callbacks by point, and those callbacks that are modules."""
 
     at: dict[str, tuple[tuple[str, Hook], ...]]
-    parameters: tuple[Tensor, ...]
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Of the modules. Not cached: a module's parameters may be replaced."""
+        return tuple(parameter for module in self.modules for parameter in module.parameters())
 
     @staticmethod
     def of(callbacks: Iterable[Callback]) -> Hooks:
@@ -77,8 +82,7 @@ class Hooks:
             )
             for point in POINTS
         }
-        modules = [each for each in callbacks if isinstance(each, nn.Module)]
-        return Hooks(at, tuple(parameter for module in modules for parameter in module.parameters()))
+        return Hooks(at, tuple(each for each in callbacks if isinstance(each, nn.Module)))
 
     def __bool__(self) -> bool:
         return any(self.at.values())

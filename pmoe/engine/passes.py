@@ -23,7 +23,7 @@ from torch import Tensor
 from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.callbacks import Passed
-from pmoe.engine.padded import Padding
+from pmoe.engine.padding import Padding
 from pmoe.engine.plan import Cut, Plan
 from pmoe.experts.base import Hidden, Space
 from pmoe.experts.products import RowGroups
@@ -157,7 +157,7 @@ class Pass:
 
     def __init__(self, plan: Plan, cut: Cut, source_TM: Tensor, keep: bool) -> None:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
-        self.hooks = plan.modules.hooks
+        self.stages, self.hooks = plan.modules.stages, plan.modules.hooks
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
@@ -238,7 +238,9 @@ class Pass:
         self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
 
     def gather(self, i: int) -> None:
-        self.leave("send", "arrived" if self.plan.modules.stages.sharded else self.received, i, self.source_TM)
+        self.leave(
+            "send", "arrived" if self.plan.modules.stages.sharded else self.received, i, self.source_TM
+        )
 
     def leave(self, name: str, received: str, i: int, source_TM: Tensor) -> None:
         """Rows of chunk i into the buffer that is sent. What hooks make of them has its own columns and type,
@@ -289,7 +291,9 @@ class Pass:
         )
 
     def all_gather(self, i: int) -> None:
-        self.gather_inside("opened" if self.plan.modules.stages.hooked else "arrived", self.received, "copies", i)
+        self.gather_inside(
+            "opened" if self.plan.modules.stages.hooked else "arrived", self.received, "copies", i
+        )
 
     def arrived(self, i: int) -> Tensor:
         """What the experts get: behind the hooks, which have run already where experts are sharded."""
@@ -378,7 +382,9 @@ class Pass:
         name = "closed" if stages.hooked else "leaving" if stages.sharded else self.sent_back
         leaving = self.buffer(name, i)
         home = self.own[f"came.{i}"] if f"came.{i}" in self.own else self.home_rows(i, chunk.sent)
-        return self.plan.modules.combine.exchange(leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1])
+        return self.plan.modules.combine.exchange(
+            leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1]
+        )
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
@@ -432,7 +438,8 @@ class Pass:
                 every | actions,
                 self.source_TM,
                 self.plan.modules.grid.all,
-                in_steps=self.plan.in_steps or (self.direction == "backward" and self.plan.modules.stages.gradients),
+                in_steps=self.plan.in_steps
+                or (self.direction == "backward" and self.plan.modules.stages.gradients),
                 of=self.plan.modules.experts,
             )
         finally:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.base import Combine, Dispatch
-from pmoe.comm.counts import Shared
+from pmoe.comm.counts import RankCounts
 from pmoe.comm.flat import FlatAllToAll
 from pmoe.comm.grid import Grid
 from pmoe.comm.sharing import Sharing
 from pmoe.engine.callbacks import Hooks
-from pmoe.engine.padded import Padding
+from pmoe.engine.padding import Padding
 from pmoe.experts.base import Experts, Runs
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.base import Order
@@ -135,6 +135,10 @@ Joined = tuple[tuple[tuple[int, Runs], ...], ...]
 class Gradients(Protocol):
     """Other layers' gradients, which a layer's backward pass may carry (FSMoE, Section 5)."""
 
+    @property
+    def t_gar(self) -> float:
+        """Seconds that they take inside of the pass, for the solver of degrees."""
+
     def begins(self) -> None:
         """The backward pass begins."""
 
@@ -234,7 +238,7 @@ def make_plan(
     backward_order: Ordered,
     expert_TK: Tensor,
     tokens: Tokens,
-    shared: Shared,
+    shared: RankCounts,
     degrees: Degrees,
     restore: Restore,
     has_drops: bool,
@@ -283,7 +287,7 @@ def _cut(
     order: Ordered,
     expert_TK: Tensor,
     tokens: Tokens,
-    bins: Shared,
+    bins: RankCounts,
     modules: Modules,
     num_pieces: int,
 ) -> Cut:
@@ -372,7 +376,7 @@ def _once(
     order: Ordered,
     expert_TK: Tensor,
     tokens: Tokens,
-    shared: Shared,
+    shared: RankCounts,
     fine: Tensor,
     n: int,
 ) -> Once:

@@ -83,6 +83,8 @@ class Experts(nn.Module, abc.ABC):
     """Which part of every expert's hidden columns these are."""
     is_parallel = True
     """False for experts that every rank has alike, whose parameters are as any dense layer's."""
+    are_modules = False
+    """Whether each expert is a module of its own, whose saved tensors are its to choose."""
     runs_under_autocast = False
     """Whether compute expects the caller's autocast state (user modules), or cast operands and none."""
     is_parallelized = False
@@ -109,6 +111,10 @@ class Experts(nn.Module, abc.ABC):
                     f"{name} (a plain tensor, assigned) must be a DTensor, as in the state dict of a "
                     "parallelized model: see torch.distributed.checkpoint"
                 )
+
+    def as_modules(self) -> list[nn.Module]:
+        """This rank's experts, one module each, where they are modules of a user's own; else none."""
+        return []
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
         """By parameter name, the dimension that is split where experts are, None for one that every part

@@ -62,12 +62,16 @@ class Recipe:
 class ModuleExperts(Experts):
     """Any modules that map (rows, d_model) to (rows, d_model), in any number of rows but 0."""
 
+    are_modules = True
     runs_under_autocast = True
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
         self.local = nn.ModuleList(modules)
         self.num_local_experts = len(self.local)
+
+    def as_modules(self) -> list[nn.Module]:
+        return list(self.local)
 
     def keep(self, experts: slice, shard: Shard) -> None:
         self.local = self.local[experts]

@@ -64,6 +64,15 @@ class Gate(nn.Module, abc.ABC):
     decides_capacity = False
     """Whether the constructor takes ``capacity_factor``: the gate itself says which rows are kept."""
 
+    picks_tokens = False
+    """Whether rows are no tokens' top_k choices: experts pick tokens, or rows are mixtures of them."""
+
+    mixes_tokens = False
+    """Whether rows are mixtures of tokens (`Routing.mix`)."""
+
+    is_given_routing = False
+    """Whether the routing comes from outside of the layer."""
+
     def reset_parameters(self) -> None:
         """Draws parameters and buffers anew, as the constructor does: what a gate from the meta device needs
         after ``to_empty``. Override it where there are any."""

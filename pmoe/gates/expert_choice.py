@@ -47,6 +47,7 @@ class ExpertChoiceGate(Gate):
     """
 
     partition = "none"
+    picks_tokens = True
     decides_capacity = True
 
     def __init__(

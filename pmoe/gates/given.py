@@ -25,6 +25,7 @@ class GivenGate(Gate):
     """
 
     partition = "none"
+    is_given_routing = True
 
     def __init__(self) -> None:
         super().__init__()

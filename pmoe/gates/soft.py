@@ -43,6 +43,7 @@ class SoftGate(Gate):
     """
 
     partition = "none"
+    picks_tokens = mixes_tokens = True
 
     def __init__(
         self,

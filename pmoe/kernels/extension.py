@@ -12,13 +12,10 @@ Its versions (90 is 9.0) tell code that nvcc compiled from what the driver made 
 
 from __future__ import annotations
 
-import collections
 import importlib
 import importlib.util
 import os
-import re
 import sys
-import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,8 +31,20 @@ HOW_TO_BUILD = (
 
 
 def load() -> ModuleType | None:
-    """The extension, or None; ``status().reason`` then says why. Does not start CUDA."""
+    """The extension, or None; `why_missing` then says why. Does not start CUDA."""
     return _load()[0]
+
+
+def why_missing() -> str | None:
+    """Why there is no extension; None where it is loaded."""
+    return _load()[1]
+
+
+def module() -> Any:
+    """The extension, for a caller that knows that it is there."""
+    found = load()
+    assert found is not None, "refusal() comes first"
+    return found
 
 
 @cache
@@ -78,12 +87,17 @@ def hopper_refusal(binary_version: int, ptx_version: int, capability: tuple[int,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """A kernel as loaded on one device. Bytes and registers: shared a block, local and registers a thread."""
+class LoadedKernel:
+    """A kernel as the driver loaded it on one device.
+
+    runs: "sm_90a" or "PTX of compute_80, compiled by the driver"; see `binary_of`.
+    refusal: why it does not run here after all; None where it does.
+    registers, local_bytes: of a thread. shared_bytes, dynamic_shared_bytes: of a block.
+    """
 
     name: str
-    runs: str  # "sm_90a", "PTX of compute_80, compiled by the driver"
-    refusal: str | None  # why it does not run here after all
+    runs: str
+    refusal: str | None
     binary_version: int
     ptx_version: int
     threads: int
@@ -92,105 +106,54 @@ class Kernel:
     dynamic_shared_bytes: int
     local_bytes: int
 
+    @classmethod
+    def of(
+        cls, capability: tuple[int, int], *, hopper: bool, binary_version: int, ptx_version: int, **found: Any
+    ) -> LoadedKernel:
+        """hopper: whether its body is sm_90a code. found: the other fields, as the extension lists them."""
+        return cls(
+            runs=binary_of(binary_version, ptx_version),
+            refusal=hopper_refusal(binary_version, ptx_version, capability) if hopper else None,
+            binary_version=binary_version,
+            ptx_version=ptx_version,
+            **found,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A CUDA device that torch sees, and the kernels there."""
+    """A CUDA device that torch sees, and the kernels there. reason: why there are none."""
 
     index: int
     name: str
     capability: tuple[int, int]
-    kernels: tuple[Kernel, ...]
-    reason: str | None  # why there are none
+    kernels: tuple[LoadedKernel, ...]
+    reason: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """What there is of the CUDA kernels; ``str()`` of it is a page to read."""
-
-    built: bool
-    reason: str | None  # why it is not built, or cannot be imported
-    archs: str | None  # compiled for, as in "sm_80, sm_90a, ptx80"
-    nvcc: str | None
-    kernels: tuple[str, ...]
-    devices: tuple[Device, ...]
-    no_devices: str | None  # why there are none
-    nvshmem: str | None = None  # of which version, and its library; None where it is not built in
-
-    def __str__(self) -> str:
-        if self.built:
-            lines = [f"CUDA kernels: {len(self.kernels)}, built for {self.archs} by nvcc {self.nvcc}"]
-            names = ", ".join(_by_operation(self.kernels))
-            lines += textwrap.wrap(names, 110, initial_indent="  ", subsequent_indent="  ")
-            lines.append(f"NVSHMEM: {self.nvshmem or 'not built in, its headers were not found'}")
-        else:
-            lines = [f"CUDA kernels: none, {self.reason}"]
-        if self.no_devices is not None:
-            lines.append(f"devices: none, {self.no_devices}")
-        for device in self.devices:
-            major, minor = device.capability
-            lines += ["", f"device {device.index}: {device.name}, compute capability {major}.{minor}"]
-            if device.reason is not None:
-                lines.append(f"  no kernel runs: {device.reason}")
-            lines += _kernel_lines(device.kernels)
-        return "\n".join(lines)
+@cache
+def on_device(index: int) -> Device:
+    """The kernels as this CUDA device has them; the device is asked once."""
+    return ask_device(index)
 
 
-def _by_operation(kernels: tuple[str, ...]) -> list[str]:
-    """Example: "route.8", "route.16", "permute" -> "permute", "route (2)"."""
-    variant = re.compile(r"\.(sm_\w+|bf16|fp16|fp32|\d+)(\.|$)")
-    count = collections.Counter(variant.split(name, maxsplit=1)[0] for name in kernels)
-    return [name if times == 1 else f"{name} ({times})" for name, times in sorted(count.items())]
-
-
-def _kernel_lines(kernels: tuple[Kernel, ...]) -> list[str]:
-    if not kernels:
-        return []
-    rows = [["kernel", "threads", "registers", "shared bytes", "local bytes", "runs"]]
-    for each in kernels:
-        shared = each.shared_bytes + each.dynamic_shared_bytes
-        numbers = [each.threads, each.registers, shared, each.local_bytes]
-        told = each.runs if each.refusal is None else f"refused: {each.refusal}"
-        rows.append([each.name, *map(str, numbers), told])
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return [
-        "  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]])
-        for row in rows
-    ]
-
-
-def status() -> Status:
-    """Asks the extension, and every device that torch sees; starts CUDA on those. Raises nothing that it can
-    tell instead."""
+def ask_device(index: int) -> Device:
+    """As `on_device`, not cached. A device in trouble is one without kernels, whose reason says why."""
+    capability = torch.cuda.get_device_capability(index)
     module, reason = _load()
-    devices: tuple[Device, ...] = ()
-    no_devices = None
-    if torch.cuda.is_available():
+    kernels: tuple[LoadedKernel, ...] = ()
+    if module is not None:
         try:
-            devices = tuple(_device(index, module, reason) for index in range(torch.cuda.device_count()))
-        except RuntimeError as error:  # from torch, as it starts CUDA
-            no_devices = str(error)
-    else:
-        no_devices = f"torch {torch.__version__} sees no CUDA device"
-    return Status(
-        built=module is not None,
+            kernels = tuple(LoadedKernel.of(capability, **each) for each in module.kernels(index))
+        except RuntimeError as error:
+            reason = str(error)
+    return Device(
+        index=index,
+        name=torch.cuda.get_device_name(index),
+        capability=capability,
+        kernels=kernels,
         reason=reason,
-        archs=None if module is None else module.ARCHS,
-        nvcc=None if module is None else module.NVCC,
-        kernels=() if module is None else tuple(each["name"] for each in module.declared()),
-        devices=devices,
-        no_devices=no_devices,
-        nvshmem=_nvshmem(module),
     )
-
-
-def _nvshmem(module: ModuleType | None) -> str | None:
-    version = getattr(module, "NVSHMEM", None)
-    if version is None:
-        return None
-    library = nvshmem_library()
-    found = "its library is not found" if library is None else f"library {library}"
-    return f"built for {version}, untested; {found}"
 
 
 def nvshmem_library() -> str | None:
@@ -207,39 +170,3 @@ def nvshmem_library() -> str | None:
             for library in sorted(place.joinpath(folder).glob("libnvshmem_host.so*")):
                 return str(library)
     return None
-
-
-@cache
-def on_device(index: int) -> Device:
-    """The kernels as this CUDA device has them, asked for once."""
-    module, reason = _load()
-    return _device(index, module, reason)
-
-
-def _device(index: int, module: ModuleType | None, reason: str | None) -> Device:
-    capability = torch.cuda.get_device_capability(index)
-    kernels: tuple[Kernel, ...] = ()
-    if module is not None:
-        try:
-            kernels = tuple(_kernel(capability, **each) for each in module.kernels(index))
-        except RuntimeError as error:  # one device's trouble is told beside the other devices
-            reason = str(error)
-    return Device(
-        index=index,
-        name=torch.cuda.get_device_name(index),
-        capability=capability,
-        kernels=kernels,
-        reason=reason,
-    )
-
-
-def _kernel(
-    capability: tuple[int, int], *, hopper: bool, binary_version: int, ptx_version: int, **found: Any
-) -> Kernel:
-    return Kernel(
-        runs=binary_of(binary_version, ptx_version),
-        refusal=hopper_refusal(binary_version, ptx_version, capability) if hopper else None,
-        binary_version=binary_version,
-        ptx_version=ptx_version,
-        **found,
-    )

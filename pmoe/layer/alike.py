@@ -6,70 +6,56 @@ each other until the group's timeout, or take each other's bytes for something e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-import torch.distributed as dist
 
-from pmoe.comm.counts import at_stage
+from pmoe.comm.agree import gathered, same
 from pmoe.kernels.registry import digest
-from pmoe.layer.rows import experts_parameter
-from pmoe.measure.products import agree_among
-
-if TYPE_CHECKING:
-    from pmoe.layer.module import MoELayer
+from pmoe.layer.parts import Parts
 
 
-def check_alike(layer: MoELayer) -> None:
+def check_alike(parts: Parts) -> None:
     """Collective over the layer's ranks. Raises ValueError on each of them, naming option, values and ranks,
     where any two differ."""
-    options = _options(layer)
-    like = experts_parameter(layer)
+    options = _options(parts)
+    like = parts.like
     device = torch.device("cpu") if like is None else like.device
     digests = [float(digest([value])) for value in options.values()]
-    most = agree_among(layer.ranks, device, stage="comparing the layer's options")(
-        [*digests, *(-each for each in digests)]
-    )
-    differ = [
-        name
-        for name, high, low in zip(options, most[: len(options)], most[len(options) :], strict=True)
-        if high != -low
-    ]
+    agree = same(parts.ranks, device, digests, stage="comparing the layer's options")
+    differ = [name for name, is_same in zip(options, agree, strict=True) if not is_same]
     if not differ:
         return
-    told: list[str] = [""] * layer.ranks.size
-    with at_stage("telling the layer's options", layer.ranks):
-        dist.all_gather_object(told, options[differ[0]], group=layer.ranks.group)
-    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(told))
+    of_ranks = gathered(parts.ranks, options[differ[0]], stage="showing the layer's options")
+    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
     also = f" (and so do {', '.join(differ[1:])})" if differ[1:] else ""
     raise ValueError(f"{differ[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}")
 
 
-def _options(layer: MoELayer) -> dict[str, str]:
+def _options(parts: Parts) -> dict[str, str]:
     """By the names of MoELayer's arguments; objects by their types, for no address is alike."""
+    spec = parts.spec
     given = {
-        "d_model": layer.d_model,
-        "d_hidden": layer.d_hidden,
-        "num_experts": layer.num_experts,
-        "top_k": layer.top_k,
-        "gate": type(layer.gate).__name__,
-        "expert": type(layer.experts).__name__,
-        "capacity_factor": layer.capacity_factor,
-        "pad_to_capacity": layer.pad_to_capacity,
-        "pipeline": layer.pipeline,
-        "memory_reuse": layer.restore,
-        "pipeline_backward": layer.pipeline_backward,
-        "slack": layer.slack,
-        "memory_budget": layer.memory_budget,
-        "fused": layer.fused,
-        "dispatch": type(layer.dispatch).__name__,
-        "combine": type(layer.combine).__name__,
-        "send_once": layer.send_once,
-        "shared_expert": None if layer.shared_expert is None else type(layer.shared_expert).__name__,
-        "callbacks": "with hooks inside the layer" if layer.hooks else "without hooks inside the layer",
-        "bypass_local": layer.bypass_local,
-        "sequential": layer.sequential,
-        "one_lane": layer.one_lane,
-        "a GradientReducer": layer.gradients is not None,
+        "d_model": spec.d_model,
+        "d_hidden": spec.d_hidden,
+        "num_experts": spec.num_experts,
+        "top_k": spec.top_k,
+        "gate": type(parts.gate).__name__,
+        "expert": type(parts.experts).__name__,
+        "capacity_factor": spec.capacity_factor,
+        "pad_to_capacity": spec.pad_to_capacity,
+        "pipeline": spec.pipeline,
+        "memory_reuse": spec.restore,
+        "pipeline_backward": spec.pipeline_backward,
+        "slack": spec.slack,
+        "memory_budget": spec.budget,
+        "fused": spec.fused,
+        "dispatch": type(parts.dispatch).__name__,
+        "combine": type(parts.combine).__name__,
+        "send_once": spec.send_once,
+        "shared_expert": None if parts.shared_expert is None else type(parts.shared_expert).__name__,
+        "callbacks": "with hooks inside the layer" if parts.hooks else "without hooks inside the layer",
+        "bypass_local": spec.switches.bypass_local,
+        "sequential": spec.switches.sequential,
+        "one_lane": spec.switches.one_lane,
+        "a GradientReducer": parts.gradients is not None,
     }
     return {name: str(value) for name, value in given.items()}

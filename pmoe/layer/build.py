@@ -1,41 +1,118 @@
-"""Parts of a layer made from its arguments, and checks of these."""
+"""Parts of a layer made from its arguments, and checks of these together.
+
+What is special (modules as experts, gates but the default) is imported where it is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.arguments import check_count
+from pmoe.arguments import check_count, check_not_negative
 from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
-from pmoe.experts import Experts, ModuleExperts, make_stacked
-from pmoe.experts.initial import initialise, seeded
-from pmoe.experts.modules import build_modules
-from pmoe.gates import GATES, SoftGate
+from pmoe.engine.callbacks import Callback
+from pmoe.experts import make_stacked
+from pmoe.experts.activations import find_activation
+from pmoe.experts.base import Experts, Shard
+from pmoe.experts.initial import initialise, initialise_modules, reset_modules, seeded
+from pmoe.experts.stacked import StackedExperts
+from pmoe.gates import GATES
+from pmoe.gates.base import Gate
 from pmoe.gates.make import make_gate
-from pmoe.layer.route import decides_capacity
+from pmoe.layer.parts import Parts
+from pmoe.layer.spec import LayerSpec, check_flag
 from pmoe.schedule.restore import Restore
 
-if TYPE_CHECKING:
-    from pmoe.layer.module import MoELayer
+
+@dataclass(frozen=True)
+class Place:
+    """Which experts are this rank's, and which part of their hidden columns."""
+
+    first_expert: int
+    num_experts: int
+    shard: Shard
+
+
+def check_arguments(
+    *,
+    mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | Ranks | None,
+    callbacks: Sequence[Callback],
+    dtype: torch.dtype | None,
+    activation: str,
+    shared_gate: bool,
+    z_loss_weight: float,
+) -> None:
+    """Raises ValueError or TypeError for arguments of `pmoe.MoELayer` that are no options."""
+    check_not_negative(z_loss_weight=z_loss_weight)
+    find_activation(activation)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype ({dtype!r}) must be a torch.dtype")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype ({dtype}) must be a floating-point type")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh ({mesh!r}) must be a torch.distributed.device_mesh.DeviceMesh")
+    check_flag("shared_gate", shared_gate)
+    if not isinstance(callbacks, Sequence):
+        raise TypeError(f"callbacks ({callbacks!r}) must be a list of pmoe.Callback objects")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
+    if mesh is not None and group is not None:
+        raise ValueError("group and mesh must not be given both: a mesh brings its groups")
+
+
+def check_together(parts: Parts, device: torch.device | str | None) -> None:
+    """Raises ValueError where options do not go with each other or with the modules."""
+    spec, pair = parts.spec, parts.spec.restore
+    apart = spec.pipeline_backward not in (None, spec.fixed_degree)
+    if apart and (parts.hooks or spec.send_once):
+        name = "callbacks see chunks" if parts.hooks else "rows travel once (send_once=True)"
+        raise ValueError(
+            f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None where "
+            f"{name}"
+        )
+    if getattr(parts.gate, "mixes_tokens", False) and parts.shared_expert is not None:
+        raise ValueError("shared_expert must be None with SoftMoE, which mixes tokens")
+    if parts.shared_gate is not None and parts.shared_expert is None:
+        raise ValueError("shared_gate (True) must be False without a shared_expert")
+    if isinstance(pair, Restore) and pair.offloads:
+        check_host_memory(pair, parts.like, device)
+    if spec.memory_budget is not None:
+        from pmoe.layer.memory import check_predictable
+
+        check_predictable(parts, "memory_budget", spec.memory_budget)
+    if spec.pad_to_capacity and (why := parts.refusal("padded counts")) is not None:
+        raise ValueError(f"pad_to_capacity (True) must be False where {why}")
+    recomputes = pair is True or (pair and pair.hidden == "recompute")
+    if spec.splits_backward and not recomputes and parts.experts.are_modules:
+        raise ValueError(
+            f"pipeline_backward ({spec.pipeline_backward}) must be at most pipeline ({spec.pipeline}) where "
+            "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
+        )
 
 
 def make_layer_gate(
-    layer: MoELayer,
+    spec: LayerSpec,
     gate: str | nn.Module,
     normalize_gate: bool | None,
     z_loss_weight: float,
     options: dict[str, Any],
 ) -> nn.Module:
-    capacity_factor = layer.capacity_factor
+    capacity_factor = spec.capacity_factor
     if isinstance(gate, str):
         given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
-        sizes = (layer.d_model, layer.num_experts, layer.top_k)
+        sizes = (spec.d_model, spec.num_experts, spec.top_k)
         made = make_gate(GATES, gate, sizes, capacity_factor, given, options)
-        if isinstance(made, SoftGate) and capacity_factor is not None:
+        if made.mixes_tokens and capacity_factor is not None:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
         return made
     if not isinstance(gate, nn.Module):
@@ -45,7 +122,7 @@ def make_layer_gate(
             f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
             "where gate is a module: it normalises and adds losses itself"
         )
-    if capacity_factor is not None and decides_capacity(gate):
+    if capacity_factor is not None and getattr(gate, "decides_capacity", False):
         raise ValueError(
             f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
             "decides itself what is kept"
@@ -54,33 +131,34 @@ def make_layer_gate(
 
 
 def make_experts(
-    layer: MoELayer,
+    spec: LayerSpec,
+    place: Place,
     expert: str | nn.Module | Callable[..., nn.Module],
     activation: str,
     bias: bool,
     options: dict[str, Any],
 ) -> Experts:
-    local = layer.num_local_experts
+    local = place.num_experts
     if isinstance(expert, str):
         stacked = make_stacked(
-            expert, layer.d_model, layer.d_hidden, local, activation, bias, shard=layer.shard, **options
+            expert, spec.d_model, spec.d_hidden, local, activation, bias, shard=place.shard, **options
         )
-        initialise(stacked, first_expert=layer.first_expert)
+        initialise(stacked, first_expert=place.first_expert)
         return stacked
     if isinstance(expert, Experts | nn.ModuleList):
-        given = expert if isinstance(expert, Experts) else ModuleExperts(expert)
+        given = expert if isinstance(expert, Experts) else _module_experts(expert)
         if given.num_local_experts != local:
             raise ValueError(
                 f"expert (a {type(expert).__name__} of {given.num_local_experts}) must hold this rank's "
                 f"{local} experts"
             )
-        if given.shard != layer.shard:
+        if given.shard != place.shard:
             raise ValueError(
                 f"expert (a {type(expert).__name__}, {given.shard}) must hold this rank's part of the "
-                f"hidden columns ({layer.shard}), where experts are sharded over the ranks of a node"
+                f"hidden columns ({place.shard}), where experts are sharded over the ranks of a node"
             )
         return given
-    if layer.grid.is_sharded and callable(expert):
+    if place.shard.count > 1 and callable(expert):
         raise ValueError(
             f"expert ({expert!r}) must be ffn or swiglu, or a pmoe.experts.Experts of this rank's "
             "columns, where experts are sharded over the ranks of a node: a module's hidden is its own"
@@ -90,16 +168,24 @@ def make_experts(
             f"expert ({expert!r}) must be a name, a callable that builds one expert, or a "
             f"torch.nn.ModuleList of this rank's {local} experts"
         )
-    build = build_modules(expert, layer.d_model, layer.d_hidden)
-    modules = seeded(build, first_expert=layer.first_expert, count=local)
+    from pmoe.experts.modules import build_modules
+
+    build = build_modules(expert, spec.d_model, spec.d_hidden)
+    modules = seeded(build, first_expert=place.first_expert, count=local)
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
-    return ModuleExperts(module.to(**options) for module in modules)
+    return _module_experts(module.to(**options) for module in modules)
+
+
+def _module_experts(modules: Iterable[nn.Module]) -> Experts:
+    from pmoe.experts.modules import ModuleExperts
+
+    return ModuleExperts(modules)
 
 
 def make_shared(
-    layer: MoELayer,
+    spec: LayerSpec,
     shared: int | nn.Module | None,
     expert: object,
     activation: str,
@@ -109,17 +195,59 @@ def make_shared(
     if shared is None:
         return None
     if isinstance(shared, nn.Module):
-        made: Experts = ModuleExperts([shared])
+        made = _module_experts([shared])
         made.is_parallel = False
         return made
     if not isinstance(shared, int) or isinstance(shared, bool):
         raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
     check_count(shared_expert=shared)
     kind = expert if isinstance(expert, str) else "ffn"
-    stacked = make_stacked(kind, layer.d_model, shared, 1, activation, bias, **options)
+    stacked = make_stacked(kind, spec.d_model, shared, 1, activation, bias, **options)
     stacked.is_parallel = False
-    initialise(stacked, first_expert=layer.num_experts)  # a seed that no routed expert has
+    initialise(stacked, first_expert=spec.num_experts)  # a seed that no routed expert has
     return stacked
+
+
+def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
+    """As `pmoe.MoELayer.check_spread`."""
+    spec, like = parts.spec, parts.like
+    is_meta = like is not None and like.is_meta
+    if parts.ranks.size > 1 and not is_meta:
+        raise ValueError(
+            f"a layer built over {parts.ranks.size} ranks must not be spread over others: this rank has "
+            f"only {parts.num_local_experts} of {spec.num_experts} experts; build it with mesh={mesh}, or "
+            "on one rank (before init_process_group, or with a group of one rank)"
+        )
+    if parts.gradients is not None:
+        raise ValueError("a layer must be spread before a GradientReducer is made for it")
+    if not parts.experts.are_modules and parts.experts.hidden_dims() is None:
+        raise TypeError(
+            f"experts ({type(parts.experts).__name__}) must be stacked or modules to be spread over ranks"
+        )
+    grid = Grid.of_mesh(mesh)
+    check_fit(spec.num_experts, spec.d_hidden, grid, 'the mesh\'s "ep"')
+    if parts.experts.are_modules and grid.is_sharded:
+        raise ValueError('experts (modules) must not be split over "esp": a module\'s hidden is its own')
+    if parts.experts.are_modules and parts.ranks.size > 1:
+        raise ValueError("experts (modules, even on the meta device) must all be there to be spread")
+    if spec.pad_to_capacity and grid.is_sharded:
+        raise ValueError('pad_to_capacity (True) must be False where experts are split over "esp"')
+
+
+def reset_parameters(parts: Parts) -> None:
+    """As `pmoe.MoELayer.reset_parameters`."""
+    first_expert = parts.grid.across.rank * parts.num_local_experts
+    if isinstance(parts.gate, Gate):
+        parts.gate.reset_parameters()
+    else:
+        reset_modules(parts.gate)
+    for experts, first in ((parts.experts, first_expert), (parts.shared_expert, parts.spec.num_experts)):
+        if isinstance(experts, StackedExperts):
+            initialise(experts, first_expert=first)
+        elif experts is not None and experts.are_modules:
+            initialise_modules(experts.as_modules(), first_expert=first)
+    if parts.shared_gate is not None:
+        parts.shared_gate.reset_parameters()
 
 
 def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
-
 from pmoe.engine import run as engine
-from pmoe.experts import ModuleExperts
-from pmoe.layer.alone import alone_refusal
-from pmoe.layer.padded import padded_call
+from pmoe.layer.call import Call
+from pmoe.layer.one_rank_counts import kernels_refusal
+from pmoe.layer.padded_counts import kind_of
+from pmoe.layer.parts import autocast_dtype
 from pmoe.layer.route import check_input
 
-if TYPE_CHECKING:
-    from pmoe.layer.module import MoELayer
 
+def check_capturable(call: Call) -> None:
+    """Raises RuntimeError, before anything is launched, where a graph cannot hold the call.
 
-def is_capturing(x: object) -> bool:
-    """Whether what is launched for x becomes part of a CUDA graph."""
-    return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def check_capturable(layer: MoELayer, x: Tensor) -> None:
-    """Raises RuntimeError where a call waits for the device, measures, or makes anything that outlasts the
-    graph: before it launches anything."""
-    why = _padded_capture_refusal(layer, x) if layer.pad_to_capacity else alone_refusal(layer, x)
+    That is where the call waits for the device, measures, or makes anything that outlasts the graph.
+    """
+    parts = call.parts
+    check_input(parts, call.x)
+    if parts.spec.pad_to_capacity:
+        why = _padded_refusal(call)
+    else:
+        why = kernels_refusal(parts, call.x.reshape(-1, parts.spec.d_model))
     if why is not None:
         raise RuntimeError(
             f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold calls that were "
@@ -36,18 +31,16 @@ def check_capturable(layer: MoELayer, x: Tensor) -> None:
         )
 
 
-def _padded_capture_refusal(layer: MoELayer, x: Tensor) -> str | None:
-    check_input(layer, x)
-    pairs = layer.chooser.pairs
-    remakes = isinstance(layer.experts, ModuleExperts) and any(pair.hidden == "recompute" for pair in pairs)
-    call = padded_call(layer, x.reshape(-1, layer.d_model))
+def _padded_refusal(call: Call) -> str | None:
+    parts = call.parts
+    x_TM = call.x.reshape(-1, parts.spec.d_model)
+    kind = kind_of(parts, x_TM, autocast_dtype(x_TM) or x_TM.dtype)
+    remakes = parts.experts.are_modules and any(pair.hidden == "recompute" for pair in parts.pairs)
+    reuse = f"memory_reuse ({parts.spec.restore})"
     unfit = {
-        "other layers' gradients are reduced inside": layer.gradients is not None,
         "its tasks are being timed, and what is captured does not run yet": engine.is_recording(),
-        f"memory_reuse ({layer.restore}) may offload, to memory that a replay would find in other hands": any(
-            pair.offloads for pair in pairs
-        ),
-        f"memory_reuse ({layer.restore}) may recompute modules, whose random state is on the host": remakes,
-        f"no call like it ({call}) was made before": call not in layer._agreed,
+        f"{reuse} may recompute modules, whose random state is on the host": remakes,
+        f"no call of its kind ({kind}) was made before": kind not in parts.known.padded_kinds,
     }
-    return next((why for why, holds in unfit.items() if holds), None)
+    why = parts.refusal("graph capture")
+    return why or next((why for why, holds in unfit.items() if holds), None)

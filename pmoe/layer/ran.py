@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from pmoe.engine.autograd import Path
 from pmoe.schedule.restore import Restore
-
-Path = Literal["pipeline", "alone", "fused", "fused forward"]
-"""By the pipeline engine; one rank's kernels; the fused kernels, in both passes or in the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.counts import at_stage
+from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
@@ -38,28 +37,7 @@ class Group:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest that a rank has. Every rank gives as many. Also a barrier."""
-        if self.ranks.size == 1:
-            return list(values)
-        with at_stage("agreeing on a profile", self.ranks):
-            agreed = torch.tensor(values, dtype=torch.float64, device=self.device)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.ranks.group)
-            return [float(value) for value in agreed.tolist()]
-
-    def from_rank_0(self, text: str) -> str:
-        """What rank 0 has."""
-        if self.ranks.size == 1:
-            return text
-        encoded = text.encode()
-        [length] = self.largest([float(len(encoded)) if self.ranks.rank == 0 else 0.0])
-        content = torch.zeros(int(length), dtype=torch.uint8)
-        if self.ranks.rank == 0:
-            content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        content = content.to(self.device)
-        group = self.ranks.group
-        source = 0 if group is None else dist.get_global_rank(group, 0)
-        with at_stage("sharing a profile", self.ranks):
-            dist.broadcast(content, source, group=group)
-            return bytes(content.tolist()).decode()
+        return largest(self.ranks, self.device, values, stage="agreeing on a profile")
 
 
 class Bench(abc.ABC):

@@ -12,15 +12,18 @@ from dataclasses import fields
 
 import torch
 
+from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.registry import bucket, device_name, digest
 from pmoe.measure.division_file import load_divisions
-from pmoe.measure.products import agree_among
 from pmoe.planner.division import Division, FusedKernelSizes, FusedLayerSizes, sizes_of
 from pmoe.planner.division_table import LayerSeconds
 from pmoe.store import PathLike
 
 log = logging.getLogger("pmoe")
+
+AGREEING = "agreeing on divisions of the fused kernels"
+"""The stage that an error names."""
 
 SECONDS = tuple(each.name for each in fields(LayerSeconds))
 UNKNOWN = -1.0
@@ -124,7 +127,7 @@ def _of_rank_0(
     """A maximum in which the others have least: so one reduction also shows whether sizes are the same."""
     here = float(digest([str(sizes)]))
     own = found() if ranks.rank == 0 else [-math.inf] * count
-    most, least, *values = agree_among(ranks, device)([here, -here, *own])
-    if most != -least:
+    most, minus_least, *values = largest(ranks, device, [here, -here, *own], stage=AGREEING)
+    if most != -minus_least:
         raise ValueError(f"shape ({sizes}) must be the same on every rank, and another rank has another")
     return values

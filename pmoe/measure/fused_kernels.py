@@ -11,10 +11,11 @@ from datetime import datetime, timezone
 import torch
 from torch import Tensor, nn
 
+from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, status
 from pmoe.kernels.registry import Agree, digest
-from pmoe.measure.products import agree_among
+from pmoe.measure.division import AGREEING
 from pmoe.measure.rounds import begin_together, clock_of, median_seconds
 from pmoe.measure.virtual_ranks import time_division
 from pmoe.planner.division import (
@@ -35,6 +36,10 @@ WARM_UP, ROUNDS = 2, 7
 def now() -> str:
     """ISO 8601, UTC, in seconds."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
+    return functools.partial(largest, ranks, device, stage=AGREEING)
 
 
 def timing_refusal(device: torch.device) -> str | None:
@@ -67,7 +72,7 @@ def measure_kernels(
         return time_division(kernel, division, top_k=top_k, device=device, group=ranks)
 
     kernels = [kernel for each in dict.fromkeys(layers) for kernel in all_kernel_sizes(each)]
-    entries = sweep(kernels, seconds, agree_among(ranks, device))
+    entries = sweep(kernels, seconds, _agree_among(ranks, device))
     return DivisionTable({each.sizes: each for each in entries})
 
 
@@ -149,7 +154,7 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
         functools.partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)
     ]
     medians = median_seconds(
-        runs, ROUNDS, warm_up=WARM_UP, begin=begin_together(ranks), agree=agree_among(ranks, x_TM.device)
+        runs, ROUNDS, warm_up=WARM_UP, begin=begin_together(ranks), agree=_agree_among(ranks, x_TM.device)
     )
     for layer in (fused, chunked):
         layer.zero_grad(set_to_none=True)

@@ -8,18 +8,17 @@ Letters: E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from pmoe.comm.counts import at_stage
+from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
 from pmoe.experts.products import PRODUCTS, make_request
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.registry import Agree, Form, Request, bucket
+from pmoe.kernels.registry import Form, Request, bucket
 
 FINEST, LARGEST = 32, 2
 """Products are measured from a 32nd of a rank's even share of rows (chunks, and rows that stay) to twice as
@@ -57,7 +56,7 @@ def settle_products(
     key = (ranks.name, device, dtype, *sizes, bucket(max_rows), needs_grad)
     if key not in _settled:
         requests = product_requests(experts, dtype, device, max_rows, needs_grad=needs_grad)
-        PRODUCTS.settle(requests, agree_among(ranks, device))
+        PRODUCTS.settle(requests, partial(largest, ranks, device, stage="agreeing on kernels"))
         _settled.add(key)
 
 
@@ -91,8 +90,8 @@ def product_requests(
     if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.num_hidden) is not None:
         return []
     forms: list[Form] = ["forward", "input", "weight"] if needs_grad else ["forward"]
-    largest = LARGEST * bucket(max_rows)
-    buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := largest >> i)]
+    most = LARGEST * bucket(max_rows)
+    buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := most >> i)]
     found = []
     for name, (num_experts, num_out, num_in) in experts.shapes().items():
         # b2 is added by the first shard alone.
@@ -103,17 +102,3 @@ def product_requests(
             for rows in buckets:
                 found.append(make_request(form, device, dtype, num_experts, rows, num_in, num_out))
     return found
-
-
-def agree_among(ranks: Ranks, device: torch.device, *, stage: str = "agreeing on kernels") -> Agree:
-    """By reductions on ``device``. RuntimeError naming stage and rank where a peer is missing."""
-
-    def agree(values: Sequence[float]) -> list[float]:
-        if ranks.size == 1:
-            return list(values)
-        with at_stage(stage, ranks):
-            agreed = torch.tensor(values, dtype=torch.float64, device=device)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group)
-            return [float(value) for value in agreed.tolist()]
-
-    return agree

@@ -7,12 +7,12 @@ other is measured side by side. All ranks hold the same profile: the numbers of 
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import replace
 
 import torch
 
+from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import Group
 from pmoe.measure.identity import identity
@@ -83,7 +83,7 @@ def _found_by_all(group: Group, here: Identity, folder: PathLike | None) -> Prof
         warnings.warn(f"{fault}; measured again", stacklevel=3)
     if found is None or missing:
         return None
-    return Profile.from_fields(json.loads(group.from_rank_0(json.dumps(found.to_fields()))))
+    return from_first(ranks, found, stage="sharing a profile")
 
 
 _profiles: dict[tuple[str, torch.device, torch.dtype], Profile] = {}

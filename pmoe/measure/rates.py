@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 import math
 import statistics
 import time
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.agree import from_first
 from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import (
@@ -103,7 +103,7 @@ def measure(
         seconds=time.perf_counter() - begin,
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    return Profile.from_fields(json.loads(group.from_rank_0(json.dumps(profile.to_fields()))))
+    return from_first(ranks, profile, stage="sharing a profile")
 
 
 @dataclass(frozen=True, kw_only=True)

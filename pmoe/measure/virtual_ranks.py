@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
-from pmoe.comm.ranks import Ranks as Group
+from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
-from pmoe.kernels.comet import Journey, Mischief
+from pmoe.kernels.comet import Divide, HeapView, Journey, Launcher
 from pmoe.kernels.route import Routes
 from pmoe.measure.rounds import event_seconds, median_seconds
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
@@ -89,13 +89,13 @@ class VirtualRanks:
         dtype: torch.dtype,
         device: torch.device,
         division: Division | None = None,
-        mischief: Mischief | None = None,
+        make_launcher: Callable[[Sequence[HeapView], Divide], Launcher] = Launcher,
     ) -> None:
         shape = HeapShape(num_ranks, experts, rows, home_rows, d_model, dtype)
         self.shape, self.division = shape, Division(1) if division is None else division
         self.heaps = virtual_heaps(shape, device)
         try:
-            self.ranks = comet.Ranks(self.heaps, lambda kernel, direction: self.division, mischief)
+            self.launcher = make_launcher(self.heaps, lambda kernel, direction: self.division)
         except ValueError:
             self.close()
             raise
@@ -124,9 +124,16 @@ class VirtualRanks:
     ) -> tuple[Tensor, list[Tensor] | None]:
         """T_O (T, M), and T_M by rank where it is kept: two launches."""
         hidden, active = comet.dispatch_hidden(
-            self.ranks, journeys, x_TM, weight_TK, given.w1, given.b1, activation=given.activation, keep=keep
+            self.launcher,
+            journeys,
+            x_TM,
+            weight_TK,
+            given.w1,
+            given.b1,
+            activation=given.activation,
+            keep=keep,
         )
-        return comet.product_combine(self.ranks, journeys, active, given.w2, given.b2), hidden
+        return comet.product_combine(self.launcher, journeys, active, given.w2, given.b2), hidden
 
     def backward(
         self,
@@ -139,9 +146,16 @@ class VirtualRanks:
         """dT_I (T, M), the gradients of the weights (T, K); dT_M and the weighted activated hidden by rank:
         two launches, without the products that only the parameters wait for."""
         of_hidden, active, dots = comet.dispatch_hidden_gradient(
-            self.ranks, journeys, grad_TM, weight_TK, given.w2, given.b2, hidden, activation=given.activation
+            self.launcher,
+            journeys,
+            grad_TM,
+            weight_TK,
+            given.w2,
+            given.b2,
+            hidden,
+            activation=given.activation,
         )
-        of_x, of_weight = comet.gradient_combine(self.ranks, journeys, of_hidden, given.w1, dots)
+        of_x, of_weight = comet.gradient_combine(self.launcher, journeys, of_hidden, given.w1, dots)
         return of_x, of_weight, of_hidden, active
 
 
@@ -205,7 +219,7 @@ def even_choices(num_tokens: int, top_k: int, num_experts: int, device: torch.de
 
 
 def time_division(
-    kernel: FusedKernelSizes, division: Division, *, top_k: int, device: torch.device, group: Group
+    kernel: FusedKernelSizes, division: Division, *, top_k: int, device: torch.device, group: Ranks
 ) -> float:
     """Seconds of one fused kernel with so many communicating blocks: the median of some rounds on random rows
     whose routing is even. Collective over ``group``, whose ranks share nothing but the heap, or of one
@@ -220,7 +234,7 @@ def time_division(
     sizes = HeapShape(ranks, kernel.experts, 2 * kernel.rows, kernel.rows, kernel.d_model, dtype)
     heaps = virtual_heaps(sizes, device) if kernel.virtual else [process_heap(group, sizes, device)]
     try:
-        launcher = comet.Ranks(heaps, lambda kernel, direction: division)
+        launcher = Launcher(heaps, lambda kernel, direction: division)
         routes = routes_of(even_choices(ranks * tokens, top_k, num_experts, device), None, ranks, num_experts)
         journeys = journeys_of(routes, sizes, [heap.rank for heap in heaps])
         kind = "swiglu" if kernel.gated else "gelu"
@@ -236,7 +250,7 @@ def time_division(
 
 def _pieces(
     kernel: FusedKernelSizes,
-    launcher: comet.Ranks,
+    launcher: Launcher,
     journeys: Sequence[Journey],
     given: Parameters,
     x_TM: Tensor,

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from pmoe.planner.candidates import evaluate, within_budget
+from pmoe.planner.degree import Choice
 from pmoe.planner.equation10 import cheapest_pair
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import Restore
 
 log = logging.getLogger("pmoe")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """How a layer runs a batch: n of both passes, and the restore pair."""
-
-    forward: int
-    backward: int
-    restore: Restore
 
 
 class Chooser:

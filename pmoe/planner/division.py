@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
+from pmoe.kernels.comet import FusedKernel
 from pmoe.kernels.registry import bucket
 from pmoe.schedule.tasks import PassDirection
 
-FusedKernel = Literal["dispatch", "combine"]
 KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 

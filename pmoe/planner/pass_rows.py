@@ -13,7 +13,7 @@ from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.schedule.slots import ChunkRows
 
 if TYPE_CHECKING:
-    from pmoe.comm.counts import Shared
+    from pmoe.comm.counts import RankCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class PassRows:
         return max((*self.extent.received, *self.extent.local), default=0)
 
 
-def counted_rows(sizes: LayerSizes, counts: Shared, rank: int, n: int, inside_rank: int = 0) -> PassRows:
+def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, inside_rank: int = 0) -> PassRows:
     """The rows of rank ``rank`` in n chunks, from the counts that ranks exchanged.
 
     inside_rank: its place among the ranks that share its experts. n divides the bins of ``counts``.

@@ -10,30 +10,25 @@ Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
+from pmoe.engine.autograd import Path, Saved
+from pmoe.engine.passes import Inputs
 from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts
 from pmoe.gates import SwitchGate, TopKGate
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import grouped_gemm, permute, route
-from pmoe.kernels.grouped_gemm import Slots
+from pmoe.kernels.grouped_gemm import RowSlots
+from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.route import Routes
 from pmoe.measure.products import settle_products, slower_kernels
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """y_TM: the tokens' results. l_aux: scalar. counts_E: rows by expert, int32, where the rows are."""
-
-    y_TM: Tensor
-    l_aux: Tensor
-    counts_E: Tensor
 
 
 def activation_of(experts: StackedExperts) -> str:
@@ -79,22 +74,6 @@ def kernel_refusal(
     return why
 
 
-def run(
-    decide: Callable[[], Routes],
-    experts: StackedExperts,
-    x_TM: Tensor,
-    parameters: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> Result:
-    """Routes the tokens and computes them. decide: `route_tokens`, or what that gave before. parameters: the
-    experts', of ``dtype`` as the rows will be."""
-    with torch.autocast(x_TM.device.type, enabled=False):
-        routes = decide()
-        rows_TM = aligned(x_TM.to(dtype))
-        y_TM = compute(rows_TM, routes, parameters, activation_of(experts))
-    return Result(y_TM=y_TM, l_aux=routes.l_aux, counts_E=routes.counts_nE[0])
-
-
 def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:
     """The gate's product and the routing, a launch each; autocast must be off."""
     logits_TE = router_logits(x_TM, gate.weight)
@@ -105,26 +84,9 @@ def aligned(rows_TM: Tensor) -> Tensor:
     """The same rows, as the kernels can read them."""
     if not rows_TM.numel():
         return rows_TM
-    if permute.strides_fit(rows_TM) and rows_TM.data_ptr() % permute.VECTOR_BYTES == 0:
+    if strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0:
         return rows_TM
     return rows_TM.clone(memory_format=torch.contiguous_format)
-
-
-def compute(rows_TM: Tensor, routes: Routes, parameters: Sequence[Tensor], activation: str) -> Tensor:
-    """T_O (T, M) of tokens whose routing is decided."""
-    w1, w2, *biases = parameters
-    b1, b2 = biases or (None, None)
-    places = (routes.expert_TK, routes.position_TK, routes.slot_N, routes.ends_nE.view(-1))
-    if not torch.is_grad_enabled():
-        return _forward(rows_TM, routes.weight_TK, w1, w2, b1, b2, places, activation, keep=False)[0]
-    y_TM: Tensor = _Alone.apply(  # type: ignore[no-untyped-call]
-        rows_TM, routes.weight_TK, w1, w2, b1, b2, places, activation
-    )
-    return y_TM
-
-
-Places = tuple[Tensor, Tensor, Tensor, Tensor]
-"""expert_TK, position_TK, slot_N, ends_E of `Routes`."""
 
 
 def _forward(
@@ -134,79 +96,82 @@ def _forward(
     w2: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
-    places: Places,
+    routes: Routes,
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """T_O, and T_M where it is kept."""
-    _, position_TK, slot_N, ends_E = places
-    slots = Slots(slot_N=slot_N, top_k=weight_TK.shape[1])
+    ends_E = routes.ends_nE.view(-1)
+    slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
     hidden_NG, active_NH = grouped_gemm.hidden(
         x_TM, w1, ends_E, activation=activation, bias_EG=b1, slots=slots, gathered=True, keep=keep
     )
     out_NM = grouped_gemm.product(active_NH, w2, ends_E, bias_EO=b2, scale=weight_TK.view(-1), slots=slots)
     del active_NH
-    return permute.unpermute(out_NM, position_TK), hidden_NG
+    return permute.unpermute(out_NM, routes.position_TK), hidden_NG
 
 
-class _Alone(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TM: Tensor,
-        weight_TK: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        b1: Tensor | None,
-        b2: Tensor | None,
-        places: Places,
-        activation: str,
-    ) -> Tensor:
-        needs = any(ctx.needs_input_grad)
-        y_TM, hidden_NG = _forward(x_TM, weight_TK, w1, w2, b1, b2, places, activation, keep=needs)
-        expert_TK = places[0] if b2 is not None else None
-        _, position_TK, _, ends_E = places
-        ctx.save_for_backward(x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E)
-        ctx.activation = activation
-        return y_TM
+@dataclass(frozen=True)
+class OneRankRunner:
+    """Both passes of a call whose routing kernel has sorted its rows.
 
-    @staticmethod
-    def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
-        x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E = ctx.saved_tensors
-        needs_x, needs_weight, needs_w1, needs_w2, needs_b1, needs_b2, *_ = ctx.needs_input_grad
-        top_k, grad_TM = weight_TK.shape[1], aligned(grad_TM)
-        slots = Slots(slot_N=_inverse(position_TK), top_k=top_k)
-        scale = weight_TK.view(-1)
-        # Products that only the parameters wait for come as soon as their operands can then be let go of:
-        # there is no communication that they could fill the time of.
-        grad_hidden_NG, active_NH, dot_N = grouped_gemm.hidden_gradient(
-            grad_TM, w2, hidden_NG, scale, ends_E, activation=ctx.activation, slots=slots, gathered=True,
-            weighs_active=True,
-        )  # fmt: skip
-        del hidden_NG
-        of_x = of_weight = of_w1 = of_w2 = of_b1 = of_b2 = None
-        if needs_w2:
-            of_w2 = grouped_gemm.weight_gradient(grad_TM, active_NH, ends_E, slots=slots, gathers_grad=True)
-        del active_NH
-        if needs_b2:
-            of_b2 = _weighted_sum(grad_TM, scale, ends_E, slots)
-        if needs_weight:
-            of_weight = dot_N.index_select(0, position_TK.view(-1)).view_as(weight_TK)
-            if b2 is not None:
-                of_bias_TE = grad_TM.to(dot_N.dtype) @ b2.to(dot_N.dtype).t()
-                of_weight = of_weight + of_bias_TE.gather(1, expert_TK.long())
-            of_weight = of_weight.to(weight_TK.dtype)
-        if needs_b1:
-            of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
-        if needs_w1:
-            of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, x_TM, ends_E, slots=slots, gathers_rows=True)
-        if needs_x:
-            of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, ends_E)
-            del grad_hidden_NG
-            of_x = permute.unpermute(of_rows_NM, position_TK)
-        return of_x, of_weight, of_w1, of_w2, of_b1, of_b2, None, None
+    activation: as `pmoe.kernels.grouped_gemm` names it."""
+
+    routes: Routes
+    activation: str
+    name: ClassVar[Path] = "one rank"
+
+    def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
+        x_TM, weight_TK, routes = aligned(inputs.x_TM), inputs.weight_TK, self.routes
+        w1, w2, *biases = inputs.parameters
+        b1, b2 = biases or (None, None)
+        y_TM, hidden_NG = _forward(x_TM, weight_TK, w1, w2, b1, b2, routes, self.activation, keep)
+        if not keep:
+            return y_TM, None
+        expert_TK = routes.expert_TK if b2 is not None else None
+        places = (expert_TK, routes.position_TK, routes.ends_nE.view(-1))
+        tensors = [x_TM, weight_TK, w1, w2, b2, hidden_NG, *places]
+        # Not this runner: slot_N is not kept.
+        return y_TM, Saved(tensors, functools.partial(_backward, self.activation))
+
+
+def _backward(
+    activation: str, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
+) -> list[Tensor | None]:
+    x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E = tensors
+    tensors.clear()
+    needs_x, needs_weight, _, needs_w1, needs_w2, needs_b1, needs_b2 = (*wanted, False, False)[:7]
+    top_k, grad_TM = weight_TK.shape[1], aligned(grad_TM)
+    slots = RowSlots(slot_N=_inverse(position_TK), top_k=top_k)
+    scale = weight_TK.view(-1)
+    # Products that only the parameters wait for come as soon as their operands can then be let go of:
+    # there is no communication that they could fill the time of.
+    grad_hidden_NG, active_NH, dot_N = grouped_gemm.hidden_gradient(
+        grad_TM, w2, hidden_NG, scale, ends_E, activation=activation, slots=slots, gathered=True,
+        weighs_active=True,
+    )  # fmt: skip
+    del hidden_NG
+    of_x = of_weight = of_w1 = of_w2 = of_b1 = of_b2 = None
+    if needs_w2:
+        of_w2 = grouped_gemm.weight_gradient(grad_TM, active_NH, ends_E, slots=slots, gathers_grad=True)
+    del active_NH
+    if needs_b2:
+        of_b2 = _weighted_sum(grad_TM, scale, ends_E, slots)
+    if needs_weight:
+        of_weight = dot_N.index_select(0, position_TK.view(-1)).view_as(weight_TK)
+        if b2 is not None:
+            of_bias_TE = grad_TM.to(dot_N.dtype) @ b2.to(dot_N.dtype).t()
+            of_weight = of_weight + of_bias_TE.gather(1, expert_TK.long())
+        of_weight = of_weight.to(weight_TK.dtype)
+    if needs_b1:
+        of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
+    if needs_w1:
+        of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, x_TM, ends_E, slots=slots, gathers_rows=True)
+    if needs_x:
+        of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, ends_E)
+        del grad_hidden_NG
+        of_x = permute.unpermute(of_rows_NM, position_TK)
+    return [of_x, of_weight, None, of_w1, of_w2, of_b1, of_b2][: len(wanted)]
 
 
 def _inverse(position_TK: Tensor) -> Tensor:
@@ -216,7 +181,7 @@ def _inverse(position_TK: Tensor) -> Tensor:
     return torch.empty_like(slot_N).index_copy_(0, position_N.long(), slot_N)
 
 
-def _weighted_sum(tokens_TM: Tensor, scale: Tensor, ends_E: Tensor, slots: Slots) -> Tensor:
+def _weighted_sum(tokens_TM: Tensor, scale: Tensor, ends_E: Tensor, slots: RowSlots) -> Tensor:
     """(E, M): for each expert the sum of its tokens times their weights; see `grouped_gemm.sum_by_expert`."""
     column = tokens_TM.new_zeros(slots.slot_N.numel(), 8)  # 16 bytes a row
     column[:, 0] = scale.index_select(0, slots.slot_N.long())

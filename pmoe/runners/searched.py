@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pmoe.comm.agree import from_first, largest
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.autograd import run_both
+from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
-from pmoe.engine.plan import Plan
 from pmoe.measure.degrees_file import load_degrees
 from pmoe.planner.granularity import GranularityTable, PassDegrees
 
@@ -38,7 +38,7 @@ def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularityTable:
 
 def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> None:
     """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `load_degrees`."""
-    found: list[GranularityTable | Exception | None] = [None]
+    found: GranularityTable | Exception | None = None
     if ranks.rank == 0:
         try:
             loaded = load_degrees(path, key)
@@ -49,16 +49,14 @@ def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidate
             ]
             if unknown:
                 raise ValueError(f"{path}: found {unknown[0]}, expected degrees among {tuple(candidates)}")
-            found = [loaded]
+            found = loaded
         except (OSError, ValueError) as error:
-            found = [error]
-    if ranks.size > 1:
-        dist.broadcast_object_list(found, group_src=0, group=ranks.group)
-    (told,) = found
-    if isinstance(told, Exception):
-        raise told
-    assert told is not None
-    table(ranks, key).take(told)  # layers hold the table itself
+            found = error
+    found = from_first(ranks, found, stage="sharing a table of degrees")
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    table(ranks, key).take(found)  # layers hold the table itself
 
 
 def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:
@@ -69,25 +67,25 @@ def search(
     known: GranularityTable,
     max_tokens: int,
     candidates: Sequence[int],
-    plan_for: Callable[[PassDegrees], Plan | None],
+    runner_of: Callable[[PassDegrees], Runner | None],
     inputs: Inputs,
     ranks: Ranks,
 ) -> PassDegrees:
     """Finds by trials the degrees for ``max_tokens`` tokens, the largest number of a rank, and records them.
 
-    plan_for: the plan of given degrees, None where a layer does not allow them. inputs: rows, routing
-    weights and parameters as both passes take them. First every n for both passes; then, if forward and
-    backward have different best n, that pair. All ranks run the same trials and agree on the slowest rank's
-    medians.
+    runner_of: what runs a call with these degrees, None where a layer does not allow them. inputs: rows,
+    routing weights and parameters as both passes take them. First every n for both passes; then, if forward
+    and backward have different best n, that pair. All ranks run the same trials and agree on the slowest
+    rank's medians.
     """
     forward, backward, seconds = {}, {}, {}
     same = [PassDegrees(n, n) for n in candidates]
-    for degrees, (ahead, back) in zip(same, _trials(same, plan_for, inputs, ranks), strict=True):
+    for degrees, (ahead, back) in zip(same, _trials(same, runner_of, inputs, ranks), strict=True):
         forward[degrees.forward], backward[degrees.backward] = ahead, back
         seconds[degrees] = ahead + back
     apart = PassDegrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
-    if apart not in seconds and plan_for(apart) is not None:
-        ((ahead, back),) = _trials([apart], plan_for, inputs, ranks)
+    if apart not in seconds and runner_of(apart) is not None:
+        ((ahead, back),) = _trials([apart], runner_of, inputs, ranks)
         seconds[apart] = ahead + back
     before = known.ranges.contradictions
     best = known.record(max_tokens, seconds)
@@ -102,14 +100,14 @@ def search(
 
 def _trials(
     candidates: Sequence[PassDegrees],
-    plan_for: Callable[[PassDegrees], Plan | None],
+    runner_of: Callable[[PassDegrees], Runner | None],
     inputs: Inputs,
     ranks: Ranks,
 ) -> list[tuple[float, float]]:
     """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns."""
     device = inputs.x_TM.device
     times: list[list[tuple[float, float]]] = [[] for _ in candidates]
-    plans = [plan_for(degrees) for degrees in candidates]
+    runners = [runner_of(degrees) for degrees in candidates]
 
     def now() -> float:
         if device.type == "cuda":
@@ -117,18 +115,25 @@ def _trials(
         return time.perf_counter()
 
     for turn in range(-1, REPEATS):
-        for plan, taken in zip(plans, times, strict=True):
-            assert plan is not None
+        for runner, taken in zip(runners, times, strict=True):
+            assert runner is not None
             if ranks.size > 1:
                 dist.barrier(group=ranks.group)
-            marks = run_both(plan, inputs, now)
+            marks = _run_both(runner, inputs, now)
             if turn >= 0:
                 taken.append((marks[1] - marks[0], marks[2] - marks[1]))
-    medians = torch.tensor(
-        [[statistics.median(each[i] for each in taken) for i in (0, 1)] for taken in times],
-        dtype=torch.float64,
-        device=device,
-    )
-    if ranks.size > 1:
-        dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=ranks.group)
-    return [(ahead, back) for ahead, back in medians.tolist()]
+    medians = [statistics.median(each[i] for each in taken) for taken in times for i in (0, 1)]
+    slowest = largest(ranks, device, medians, stage="agreeing on a number of chunks")
+    return list(zip(slowest[::2], slowest[1::2], strict=True))
+
+
+@torch.no_grad()
+def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float, float]:
+    """Runs both passes, T_O as its own gradient, drops all results: the times before, between and after."""
+    start = now()
+    y_TM, saved = runner.forward(inputs, keep=True)
+    middle = now()
+    assert saved is not None
+    wanted = [tensor is not None and tensor.requires_grad for tensor in inputs.all]
+    saved.backward(saved.tensors, wanted, y_TM)
+    return start, middle, now()

@@ -12,9 +12,9 @@ import functools
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from pmoe.comm.agree import largest
 from pmoe.comm.grid import Grid
 from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
@@ -121,15 +121,10 @@ def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost,
     columns = rows_TM.shape[1]
     make = functools.partial(_random_rows, like=rows_TM, columns=columns)
     lines = [fit.line for fit in profile_module(module, BLACK_BOX_ROWS, make)]
-    numbers = torch.tensor(
-        [[line.alpha_seconds, line.beta_seconds] for line in lines],
-        dtype=torch.float64,
-        device=rows_TM.device,
-    )
-    if grid.all.size > 1:
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=grid.all.group)
-    ahead, back = (LineCost(alpha, beta) for alpha, beta in numbers.tolist())
-    return ahead, back
+    numbers = [number for line in lines for number in (line.alpha_seconds, line.beta_seconds)]
+    stage = "agreeing on the seconds of an expert"
+    alpha, beta, alpha_back, beta_back = largest(grid.all, rows_TM.device, numbers, stage=stage)
+    return LineCost(alpha, beta), LineCost(alpha_back, beta_back)
 
 
 def _random_rows(count: int, *, like: Tensor, columns: int) -> Tensor:

@@ -29,7 +29,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pmoe.text import table
+
 PassDirection = Literal["forward", "backward"]
+
 
 class Lane(str, enum.Enum):
     """Who runs a task. Tasks of one lane run one after another, in list order."""
@@ -113,11 +116,7 @@ class Schedule:
             (t.name, t.lane.value, " ".join(t.waits), " ".join(t.reads), " ".join(t.writes))
             for t in self.tasks
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return table(rows, left=range(5))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pmoe import MoELayer, Routing
-from pmoe.layer import forward as layer_forward
+from pmoe.layer import alike
 from pmoe.layer.alike import check_alike
+from pmoe.layer.parts import Parts
 from tests.pool import Pool, ranks
 from tests.reference import Definition, relative_error
 
@@ -95,15 +96,15 @@ def counted_collectives() -> Iterator[list[str]]:
 
         return call
 
-    def compared(layer: MoELayer) -> None:
+    def compared(parts: Parts) -> None:
         before = len(calls)
-        check_alike(layer)
+        check_alike(parts)
         del calls[before:]
 
     for name in originals:
         setattr(dist, name, counted(name))
     try:
-        with mock.patch.object(layer_forward, "check_alike", compared):
+        with mock.patch.object(alike, "check_alike", compared):
             yield calls
     finally:
         for name, original in originals.items():

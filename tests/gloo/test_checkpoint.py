@@ -23,7 +23,7 @@ from torch.optim import AdamW
 
 import pmoe
 from pmoe.experts.base import local_part
-from pmoe.training import checkpoint
+from pmoe.training import checkpoint_files
 from pmoe.training.checkpoint import CheckpointError
 from tests.gloo.test_parallelize import SLOW_IMPORT, batch, build, loss_of, shared, whole
 from tests.own_experts import mlp
@@ -224,7 +224,7 @@ WRITE = "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data"
 MOMENTS: dict[str, tuple[int, Any]] = {
     "while tensors are written": (1, mock.patch(WRITE, die_in_the_middle)),
     "while tensors are written, the first rank": (0, mock.patch(WRITE, die_in_the_middle)),
-    "before its random state is written": (1, mock.patch.object(checkpoint, "_write_beside", die)),
+    "before its random state is written": (1, mock.patch.object(checkpoint_files, "write_beside", die)),
     "before the folder is renamed": (0, mock.patch("os.replace", before(os.replace, "step_"))),
     "before the pointer is replaced": (0, mock.patch("os.replace", before(os.replace, "latest"))),
 }
@@ -339,7 +339,8 @@ def full_disk(rank: int, world: int, folder: Path) -> tuple[str, list[str], int]
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(checkpoint, "_write_beside", fails if rank == 1 else checkpoint._write_beside):
+    write = fails if rank == 1 else checkpoint_files.write_beside
+    with mock.patch.object(checkpoint_files, "write_beside", write):
         message = refused(rank, world, save_step_2, folder, model, optimizer)
     dist.barrier()
     return message, sorted(each.name for each in folder.iterdir()), pmoe.load_checkpoint(folder, model).step

@@ -16,8 +16,8 @@ import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import Journey
-from pmoe.runners import fused as comet
-from pmoe.runners.fused import Request
+from pmoe.runners import fused_steps as comet
+from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps
 from tests.pool import ranks
 from tests.reference import Definition, relative_error

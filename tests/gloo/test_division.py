@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.division import agreed, agreed_layer, forget
 from pmoe.measure.division_file import save_divisions
 from pmoe.measure.fused_kernels import sweep
-from pmoe.measure.products import agree_among
 from pmoe.planner.division import Division, FusedKernelSizes
 from pmoe.planner.division_table import DivisionTable
 from tests.gloo.test_settle import counted_reductions
@@ -77,7 +78,8 @@ def filled(rank: int, world: int) -> tuple[Division, dict[Division, float]]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (found,) = sweep([replace(SHAPE, kernel="dispatch", num_blocks=18)], time, agree_among(Ranks(), CPU))
+        agree = partial(largest, Ranks(), CPU, stage="a test")
+        (found,) = sweep([replace(SHAPE, kernel="dispatch", num_blocks=18)], time, agree)
     dist.barrier()
     return found.division, dict(found.seconds)
 

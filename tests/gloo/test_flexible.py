@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import pmoe
 import pmoe.gates
-import pmoe.layer.plans
+import pmoe.layer.orders
 from pmoe.engine.plan import make_plan
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.profile import Operations
@@ -551,7 +551,7 @@ def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tup
 
     with (
         mock.patch.object(solve, "operations_of", lambda *_: operations),
-        mock.patch.object(pmoe.layer.plans, "make_plan", noted),
+        mock.patch.object(pmoe.layer.orders, "make_plan", noted),
     ):
         return run(rank, world, case), seen
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm import heap as module
-from pmoe.comm import heap_memory, topology
+from pmoe.comm import agree
 from pmoe.comm.heap import (
     FLAG_BYTES,
     WAIT_SECONDS,
@@ -24,16 +23,22 @@ from pmoe.comm.heap import (
     HeapError,
     HeapShape,
     close_heaps,
+    device_memory,
+    exchange,
     heap_for,
+    nvshmem,
     nvshmem_heap,
     probe_flag,
     process_heap,
     wait_seconds,
 )
-from pmoe.comm.heap_memory import NvshmemMemory, tensor_at
+from pmoe.comm.heap.device_memory import tensor_at
+from pmoe.comm.heap.nvshmem import NvshmemMemory
+from pmoe.comm.heap.shape import _places
+from pmoe.comm.heap.shared import heaps_of
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.kernels.comet import SPARE_BLOCKS
+from pmoe.kernels.comet.availability import SPARE_BLOCKS
 from tests.heaps import CPU, FileMemory, use_layout
 from tests.pool import GROUP_TIMEOUT_SECONDS, Pool, ranks
 
@@ -45,11 +50,11 @@ def counted(patch: pytest.MonkeyPatch) -> list[object]:
     """Every exchange about a heap from now on."""
     exchanges: list[object] = []
 
-    def gathered(value: object, ranks: Ranks) -> list[Any]:
+    def gathered(ranks: Ranks, value: object, *, stage: str) -> list[Any]:
         exchanges.append(value)
-        return topology.gathered(value, ranks)
+        return agree.gathered(ranks, value, stage=stage)
 
-    patch.setattr(module, "gathered", gathered)
+    patch.setattr(exchange, "gathered", gathered)
     return exchanges
 
 
@@ -67,7 +72,7 @@ def attempt(rank: int, world: int, given: list[dict[str, Any]]) -> tuple[str, st
             patch.setenv(SPARE_BLOCKS, mine["spare"])
         if mine.get("built", True) is False:
             patch.setattr(extension, "_load", lambda: (None, "pmoe._cuda is not built"))
-            module._places.cache_clear()
+            _places.cache_clear()
         kind, text = "", ""
         try:
             heap = process_heap(
@@ -293,7 +298,7 @@ def grown(rank: int, world: int) -> dict[str, Any]:
         third = wanted(20)
         found["round"] = third.next_epoch()
         close_heaps(group)
-        found["kept"] = dict(module._kept(group))
+        found["kept"] = dict(heaps_of(group))
     return found
 
 
@@ -391,7 +396,7 @@ def probed(rank: int, world: int, silent: int | None) -> list[float | None]:
     with pytest.MonkeyPatch.context() as patch:
         use_layout(patch)
         heap = process_heap(Ranks(), replace(SHAPE, num_ranks=world), CPU, memory=FileMemory())
-        patch.setattr(module, "needed", lambda: FakeFlags(rank == silent))
+        patch.setattr(device_memory, "loaded_extension", lambda: FakeFlags(rank == silent))
         patch.setattr(torch.cuda, "Stream", FakeStream)
         found = [probe_flag(heap, Ranks(), seconds=0.5) for _ in range(2 if silent is None else 1)]
         heap.close()
@@ -454,9 +459,11 @@ def over_nvshmem(rank: int, world: int, given: dict[str, Any]) -> tuple[str, lis
     fake.started = started
     with pytest.MonkeyPatch.context() as patch:
         use_layout(patch)
-        patch.setattr(heap_memory, "needed", lambda: fake)
-        patch.setattr(heap_memory, "_nvshmem_members", given.get("members"))
-        patch.setattr(heap_memory.DeviceMemory, "place", lambda self, device: replace(HOPPER, host=str(rank)))
+        patch.setattr(device_memory, "loaded_extension", lambda: fake)
+        patch.setattr(nvshmem, "_members", given.get("members"))
+        patch.setattr(
+            device_memory.DeviceMemory, "place", lambda self, device: replace(HOPPER, host=str(rank))
+        )
         patch.setattr(extension, "nvshmem_library", lambda: "the library")
         told = ""
         try:

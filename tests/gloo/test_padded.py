@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
-import pmoe.layer.forward as layers
-from pmoe.engine import lanes, padded
+import pmoe.layer.call as layers
+from pmoe.engine import lanes
+from pmoe.layer import padded_counts
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo import test_streams as streams
 from tests.gloo.test_behaviour import counted_collectives
@@ -149,7 +150,7 @@ def traffic_job(rank: int, world: int) -> tuple[list[str], list[int], list[list[
     """The collectives of a second step, the bytes of counts before and after it, and of rows in two steps
     that are routed unlike each other. On the CPU as on CUDA: ranks do not compare every call."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(padded, "agrees_always", lambda _: False)
+        patch.setattr(padded_counts, "compares_always", lambda _: False)
         layer = build(world, pad_to_capacity=True, pipeline=2)
         step(layer, rank)
         counts, rows = [layer.traffic.counts], [layer.traffic.rows]
@@ -287,7 +288,7 @@ def first_call_job(rank: int, world: int) -> list[str]:
     """As on CUDA: the first call of a kind is compared, and tells faults where none was agreed before."""
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(padded, "agrees_always", lambda _: False)
+        patch.setattr(padded_counts, "compares_always", lambda _: False)
         layer = build(world, pad_to_capacity=True)
         for x in (tokens(rank, 4 + rank), tokens(rank, 4)[:, : M - (rank == 1)], tokens(rank, 4)):
             try:
@@ -307,7 +308,7 @@ def test_the_first_call_of_a_kind_is_compared_wherever_others_are_not() -> None:
 
 def late_job(rank: int, world: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(padded, "agrees_always", lambda _: False)
+        patch.setattr(padded_counts, "compares_always", lambda _: False)
         layer = build(world, pad_to_capacity=True)
         layer(tokens(rank))
         dist.barrier()

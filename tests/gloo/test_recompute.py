@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.layer import run as layer_run
-from pmoe.planner.chooser import Choice
-from pmoe.runners import fused as comet
+from pmoe.layer import exact_counts
+from pmoe.planner.degree import Choice
+from pmoe.runners import fused_steps as comet
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo.test_behaviour import counted_collectives, error_of, mlp
 from tests.gloo.test_flexible import mesh_of
@@ -172,7 +172,7 @@ def choices_job(rank: int, world: int) -> None:
         n = (1, 4, 2, 8)[chosen % 4]
         return Choice(forward=n, backward=n, restore=ALL_PAIRS[chosen % 9])
 
-    original, layer_run.choose = layer_run.choose, choose
+    original, exact_counts.choose = exact_counts.choose, choose
     try:
         y, l_aux = checkpoint(block, x, **FROZEN)
         assert chosen == 2
@@ -180,7 +180,7 @@ def choices_job(rank: int, world: int) -> None:
         (y.square().sum() + AUX * l_aux).backward()
         assert chosen == 3
     finally:
-        layer_run.choose = original
+        exact_counts.choose = original
 
 
 def test_nothing_is_chosen_anew() -> None:

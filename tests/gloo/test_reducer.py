@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
+from pmoe.comm.ranks import Ranks
 from pmoe.engine import run as engine
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.generalized_layer import Share
@@ -20,7 +21,9 @@ from pmoe.planner.gradient_partition import Partition
 from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
-from pmoe.training import reducer
+from pmoe.training import gradient_hooks, gradient_partitioning
+from pmoe.training.gradient_buffers import GradientRange
+from pmoe.training.reducer_steps import PartitionedStep
 from tests.pool import ranks
 
 D_MODEL, LAYERS = 8, 3
@@ -99,17 +102,19 @@ def job(
     ours, theirs = build(options), build(options)
     inside: list[int] = []
 
-    class Counted(pmoe.GradientReducer):
-        def _all_reduce(self, begin: int, end: int) -> dist.Work:
-            inside.append(end - begin)
-            return super()._all_reduce(begin, end)
+    real = PartitionedStep._all_reduce
+
+    def counted(self: PartitionedStep, sent: GradientRange) -> dist.Work:
+        inside.append(sent.memory.nbytes)
+        return real(self, sent)
 
     with (
         mock.patch.object(solve, "operations_of", lambda *_: operations()),
-        mock.patch.object(reducer, "operations_of", lambda *_: operations()),
-        mock.patch.object(reducer, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
+        mock.patch.object(gradient_hooks, "operations_of", lambda *_: operations()),
+        mock.patch.object(gradient_partitioning, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
+        mock.patch.object(PartitionedStep, "_all_reduce", counted),
     ):
-        hook = Counted(ours, partition=partition)
+        hook = pmoe.GradientReducer(ours, partition=partition)
         worst = 0.0
         for at in range(3):
             for model in (ours, theirs):
@@ -185,8 +190,8 @@ def lane_job(rank: int, world: int) -> list[list[str]]:
     """The names of the tasks of the lane between nodes, in the order in which they ran."""
     model = build({"pipeline": 2, "bypass_local": False})
     with (
-        mock.patch.object(reducer, "operations_of", lambda *_: operations()),
-        mock.patch.object(reducer, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
+        mock.patch.object(gradient_hooks, "operations_of", lambda *_: operations()),
+        mock.patch.object(gradient_partitioning, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
     ):
         hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
         step(model, rank, 0)
@@ -209,7 +214,7 @@ def test_gradients_travel_behind_the_last_dispatch_and_before_the_first_combine(
 
 def changing_job(rank: int, world: int) -> str:
     model = build({"pipeline": 2})
-    with mock.patch.object(reducer, "operations_of", lambda *_: operations()):
+    with mock.patch.object(gradient_hooks, "operations_of", lambda *_: operations()):
         hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
         step(model, rank, 0)
         hook.finish()
@@ -254,10 +259,10 @@ def test_one_rank_alone_needs_no_group_and_bad_partitions_are_refused() -> None:
         pmoe.GradientReducer(model, partition="x")  # type: ignore[arg-type]
 
 
-def short_job(rank: int, world: int) -> str:
+def refused_job(rank: int, world: int, partition: Partition) -> str:
     model = build({"pipeline": 2})
-    with mock.patch.object(reducer, "operations_of", lambda *_: operations()):
-        hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 0))
+    with mock.patch.object(gradient_hooks, "operations_of", lambda *_: operations()):
+        hook = pmoe.GradientReducer(model, partition=partition)
         step(model, rank, 0)
         try:
             hook.finish()
@@ -267,5 +272,23 @@ def short_job(rank: int, world: int) -> str:
 
 
 def test_a_partition_of_another_model_is_refused() -> None:
-    for message in ranks(2).run(short_job):
+    for message in ranks(2).run(refused_job, pieces(0, 216, 0, 0)):
         assert "partition (of 3 layers) must have 7" in message
+
+
+def test_a_partition_that_sends_gradients_before_any_is_made_is_refused() -> None:
+    for message in ranks(2).run(refused_job, pieces(80, 216, 0, 1000, 0, 1000, 0, 0)):
+        assert message == (
+            "partition (80 bytes in the first dense part) must leave it empty: no gradient is there before it"
+        )
+
+
+def measured_job(rank: int, world: int) -> LineCost:
+    return gradient_partitioning.measure_all_reduce(Ranks(), torch.zeros(3, dtype=torch.float64))
+
+
+def test_all_ranks_measure_one_line_of_an_all_reduce() -> None:
+    first, second = ranks(2).run(measured_job)
+    assert first == second
+    assert first.alpha_seconds >= 0 and first.beta_seconds >= 0
+    assert gradient_partitioning.measure_all_reduce(Ranks.alone(), torch.zeros(3)) == LineCost(0.0, 0.0)

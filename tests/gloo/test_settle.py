@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import FFNExperts, ModuleExperts, StackedExperts, SwiGLUExperts, products
 from pmoe.experts.base import Shard
 from pmoe.experts.products import GROUPED_MM, PRODUCTS
 from pmoe.kernels.registry import Architecture
 from pmoe.measure import products as settle
-from pmoe.measure.products import agree_among, product_requests, settle_products
+from pmoe.measure.products import product_requests, settle_products
 from tests.pool import ranks
 from tests.unit.test_kernels_registry import (
     CUDA,
@@ -80,7 +82,7 @@ def settled(rank: int, world: int, folders: list[str], given: list[dict[str, Any
     with warnings.catch_warnings(record=True) as caught, counted_reductions() as reductions:
         warnings.simplefilter("always")
         try:
-            registry.settle(requests, agree_among(Ranks(), CPU))
+            registry.settle(requests, partial(largest, Ranks(), CPU, stage="a test"))
         except ValueError as failure:
             error = str(failure)
         choices = [registry.choose(each) for each in (FORWARD, INPUT)]
@@ -267,7 +269,9 @@ def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str,
     with patched.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
         patch.setattr(products, "device_name", lambda device: "NVIDIA H200")
-        patch.setattr(settle, "agree_among", lambda ranks, device: agree_among(ranks, CPU))
+        patch.setattr(
+            settle, "largest", lambda ranks, device, values, **how: largest(ranks, CPU, values, **how)
+        )
         patch.setattr(settle, "_settled", set())
         patch.setattr(PRODUCTS, "machine", machine)
         patch.setattr(PRODUCTS, "_settled", {})

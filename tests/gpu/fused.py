@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.heap import Heap
-from pmoe.comm.heap_memory import tensor_at
+from pmoe.comm.heap.device_memory import tensor_at
 from pmoe.kernels import comet
 from pmoe.kernels import route as routing
-from pmoe.kernels.comet import Journey, Mischief
+from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes
 from pmoe.measure.virtual_ranks import Parameters, VirtualRanks
 from pmoe.planner.division import Division
+from tests.faults import InjectedFaults
 from tests.gpu import support
 from tests.gpu.test_grouped_gemm import (
     ACTIVATE,
@@ -372,13 +373,12 @@ class Player:
         heaps: Sequence[Heap],
         *,
         division: Division | None = None,
-        mischief: Mischief | None = None,
+        make: Callable[..., Launcher] = Launcher,
         journeys: Sequence[Journey] | None = None,
-        make: Callable[..., comet.Ranks] = comet.Ranks,
     ) -> None:
         taken = division or world.case.division
         self.world, self.heaps = world, heaps
-        self.ranks = make(heaps, lambda kernel, direction: taken, mischief)
+        self.launcher = make(heaps, lambda kernel, direction: taken)
         here = [heap.rank for heap in heaps]
         self.journeys = [(journeys or world.journeys())[rank] for rank in here]
         every = world.parameters()
@@ -404,30 +404,30 @@ class Player:
     def forward(self) -> Forward:
         self.poison()
         hidden, active = comet.dispatch_hidden(
-            self.ranks, self.journeys, self.x_TM, self.weight_TK, self.given.w1, self.given.b1,
+            self.launcher, self.journeys, self.x_TM, self.weight_TK, self.given.w1, self.given.b1,
             activation=self.given.activation, keep=True,
         )  # fmt: skip
         assert hidden is not None
         rows, weights = self.arrived()
-        y = comet.product_combine(self.ranks, self.journeys, active, self.given.w2, self.given.b2)
+        y = comet.product_combine(self.launcher, self.journeys, active, self.given.w2, self.given.b2)
         return Forward(rows=rows, weights=weights, hidden=hidden, active=active, y=y)
 
     def backward(self, hidden: Sequence[Tensor], *, again: bool = True) -> Backward:
         """again: tokens' rows are dispatched once more in between, as where T_DI is not kept."""
         self.poison()
         of_hidden, weighted, dots = comet.dispatch_hidden_gradient(
-            self.ranks, self.journeys, self.grad_TM, self.weight_TK, self.given.w2, self.given.b2, hidden,
+            self.launcher, self.journeys, self.grad_TM, self.weight_TK, self.given.w2, self.given.b2, hidden,
             activation=self.given.activation,
         )  # fmt: skip
         rows, weights = self.arrived()
         if again:
             self.poison()
-            comet.dispatch(self.ranks, self.journeys, self.x_TM, self.weight_TK)
+            comet.dispatch(self.launcher, self.journeys, self.x_TM, self.weight_TK)
             for heap, found, own in zip(self.heaps, *self.arrived(), strict=True):
                 assert torch.equal(found, self.world.of_rows(heap.rank, self.world.x_TM)), "sent again"
                 wanted = self.world.weight_TK.reshape(-1)[self.world.received[heap.rank]]
                 assert torch.equal(own, wanted), "sent again"
-        of_x, of_weight = comet.gradient_combine(self.ranks, self.journeys, of_hidden, self.given.w1, dots)
+        of_x, of_weight = comet.gradient_combine(self.launcher, self.journeys, of_hidden, self.given.w1, dots)
         return Backward(
             rows=rows, weights=weights, of_hidden=of_hidden, weighted=weighted, of_x=of_x, of_weight=of_weight
         )
@@ -500,7 +500,7 @@ class Integers:
         d_model: int = 520,
         d_hidden: int = 136,
         division: Division = THREE_BLOCKS,
-        mischief: Mischief | None = None,
+        faults: InjectedFaults | None = None,
         seed: int = 1,
     ) -> None:
         """tokens: of all ranks."""
@@ -511,7 +511,8 @@ class Integers:
         # written beyond the heap.
         self.virtual = VirtualRanks(
             num_ranks, experts, rows=2 * tokens * top_k, home_rows=tokens * top_k, d_model=d_model,
-            dtype=torch.bfloat16, device=DEVICE, division=division, mischief=mischief,
+            dtype=torch.bfloat16, device=DEVICE, division=division,
+            make_launcher=(faults or InjectedFaults()).launcher,
         )  # fmt: skip
         self.regions = [Regions(heap) for heap in self.virtual.heaps]
         self.powers = torch.tensor([0.5, 1.0, 2.0], device=DEVICE)

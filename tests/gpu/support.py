@@ -258,20 +258,20 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_nothing(patch: pytest.MonkeyPatch) -> None:
     """Which of two ways computes a product is for the test to say; no file of measurements is written."""
-    for module in ("pmoe.runners.one_rank", "pmoe.layer.run"):
+    for module in ("pmoe.runners.one_rank", "pmoe.layer.choose"):
         patch.setattr(f"{module}.settle_products", lambda *_, **__: None)
 
 
 def count_alone(patch: pytest.MonkeyPatch) -> list[str]:
     """Gets one entry for each call by that path."""
     calls: list[str] = []
-    run = alone.run
+    forward = alone.OneRankRunner.forward
 
-    def counted(*args: Any) -> alone.Result:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append("alone")
-        return run(*args)
+        return forward(*args, **kwargs)
 
-    patch.setattr(alone, "run", counted)
+    patch.setattr(alone.OneRankRunner, "forward", counted)
     return calls
 
 

@@ -18,9 +18,10 @@ import torch
 
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import comet, route
-from pmoe.kernels.comet import Mischief
+from pmoe.kernels.comet import availability
 from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, routes_of
 from pmoe.planner.division import Division
+from tests.faults import InjectedFaults
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual
 from tests.gpu.support import DEVICE, NEEDS_GPU, poison_memory
 from tests.gpu.test_alone import device_work
@@ -39,7 +40,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     own, wanted = comet.path(DEVICE)[0], str(request.param)
     if wanted == "sm_90a" and own != wanted:
         pytest.skip(f"this device runs {own}")
-    monkeypatch.setattr(comet, "path", lambda _: (wanted, None))
+    monkeypatch.setattr(availability, "path", lambda _: (wanted, None))
     return wanted
 
 
@@ -131,7 +132,7 @@ def test_few_rows_by_every_role(random: torch.Generator, activation: str) -> Non
         bias=activation == "gelu",
     )
     for dtype, seed in ((torch.bfloat16, 0), (torch.float16, 5)):
-        play(replace(case, dtype=dtype), random, mischief=Mischief(nap_seed=seed))
+        play(replace(case, dtype=dtype), random, make=InjectedFaults(nap_seed=seed).launcher)
 
 
 @INSIDE
@@ -201,7 +202,7 @@ def test_dropped_rows_as_routes_of_tells_them(random: torch.Generator, num_ranks
 def results(case: Case, world: World, division: Division, nap_seed: int) -> dict[str, torch.Tensor]:
     """Copies of all that both passes give."""
     poison_memory()
-    with virtual(case, world, division=division, mischief=Mischief(nap_seed=nap_seed)) as player:
+    with virtual(case, world, division=division, make=InjectedFaults(nap_seed=nap_seed).launcher) as player:
         forward = player.forward()
         backward = player.backward(forward.hidden)
         player.check()
@@ -241,7 +242,7 @@ def test_without_t_m_the_activated_hidden_is_the_same(random: torch.Generator) -
         forward = player.forward()
         player.poison()
         hidden, active = comet.dispatch_hidden(
-            player.ranks, player.journeys, player.x_TM, player.weight_TK, player.given.w1, player.given.b1,
+            player.launcher, player.journeys, player.x_TM, player.weight_TK, player.given.w1, player.given.b1,
             activation=case.activation, keep=False,
         )  # fmt: skip
         player.check()
@@ -259,15 +260,15 @@ def test_operands_that_do_not_fit_are_a_value_error_before_any_launch(
     case = Case()
     world = World(case, random)
     with virtual(case, world) as player:
-        monkeypatch.setattr(player.ranks, "launch", lambda *_, **__: pytest.fail("a launch"))
+        monkeypatch.setattr(player.launcher, "launch", lambda *_, **__: pytest.fail("a launch"))
         x, weight, given = player.x_TM, player.weight_TK, player.given
 
         def dispatch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
-            comet.dispatch(player.ranks, player.journeys, x, weight)
+            comet.dispatch(player.launcher, player.journeys, x, weight)
 
         def hidden(w1: list[torch.Tensor]) -> None:
             comet.dispatch_hidden(
-                player.ranks, player.journeys, x, weight, w1, given.b1, activation="gelu", keep=True
+                player.launcher, player.journeys, x, weight, w1, given.b1, activation="gelu", keep=True
             )
 
         for call, told in (
@@ -298,7 +299,7 @@ def test_rows_that_a_heap_cannot_hold_are_a_value_error(random: torch.Generator)
         )  # fmt: skip
         journeys = world.journeys()
         with pytest.raises(ValueError, match=told):
-            comet.dispatch(owner.ranks, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE))
+            comet.dispatch(owner.launcher, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE))
         owner.close()
 
 

@@ -50,13 +50,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The fused launches, by the kernel. A layer that falls back fails, and nothing is measured."""
     need_kernels()
     found: list[str] = []
-    launch = comet.Ranks.launch
+    launch = comet.Launcher.launch
 
-    def counted(self: comet.Ranks, kernel: int, *args: Any, **options: Any) -> None:
+    def counted(self: comet.Launcher, kernel: int, *args: Any, **options: Any) -> None:
         found.append(("dispatch", "combine")[kernel])
         launch(self, kernel, *args, **options)
 
-    monkeypatch.setattr(comet.Ranks, "launch", counted)
+    monkeypatch.setattr(comet.Launcher, "launch", counted)
     measure_nothing(monkeypatch)
     with warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message="pmoe")

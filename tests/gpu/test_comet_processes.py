@@ -24,8 +24,9 @@ from torch import Tensor
 from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, probe_flag, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.products import PMOE, PRODUCTS
-from pmoe.kernels import comet
-from pmoe.kernels.comet import DivisionPoint, Memory, Mischief
+from pmoe.kernels.comet import DivisionPoint, HeapView, Launcher, kernel_steps
+from pmoe.kernels.comet.launcher import DISPATCH
+from tests.faults import FaultyLauncher, InjectedFaults
 from tests.gpu.fused import CPU, DEVICE, Backward, Case, Forward, Player, World, need_kernels
 from tests.gpu.support import NEEDS_GPU, make_batch, make_layer, plain_forward
 from tests.gpu.test_alone import assert_as_near
@@ -85,7 +86,7 @@ def together(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("kernels of two processes do not run together; the test with parted launches stands in")
 
 
-class Parted(comet.Ranks):
+class Parted(FaultyLauncher):
     """Nobody waits for another rank on the device. Each launch stands between barriers of the host's:
 
     dispatch   a first one for its grants alone: its rows may go where those of the round before went, or
@@ -94,8 +95,8 @@ class Parted(comet.Ranks):
     combine    a first one, by which every sum comes home; a second one, which finds them there
     """
 
-    def __init__(self, heaps: Sequence[Memory], divide: Any, mischief: Mischief | None = None) -> None:
-        super().__init__(heaps, divide, Mischief(not_waited=("grant", "arrival", "returned")))
+    def __init__(self, heaps: Sequence[HeapView], divide: Any) -> None:
+        super().__init__(heaps, divide, InjectedFaults(not_waited=("grant", "arrival", "returned")))
 
     def launch(
         self,
@@ -106,7 +107,7 @@ class Parted(comet.Ranks):
         **options: Any,
     ) -> None:
         sending = [{**fields, "computes": 0} for fields in ranks]
-        turns = [sending, sending, ranks] if kernel == comet._DISPATCH else [ranks, ranks]
+        turns = [sending, sending, ranks] if kernel == DISPATCH else [ranks, ranks]
         if turns[-1] == sending:
             turns.pop()
         self.part()
@@ -145,7 +146,7 @@ def played(rank: int, world: int, case: Case, seed: int, parted: bool) -> list[t
     )
     heap = process_heap(Ranks(), shape, DEVICE)
     for each in given:
-        player = Player(each, [heap], make=Parted if parted else comet.Ranks)
+        player = Player(each, [heap], make=Parted if parted else Launcher)
         forward = player.forward()
         backward = player.backward(forward.hidden)
         player.check()
@@ -215,19 +216,19 @@ def stepped(rank: int, world: int, options: dict[str, Any], parted: bool) -> dic
     begin = sum(TOKENS[:rank])
     x, grad = (each[begin : begin + TOKENS[rank]].clone() for each in (xs, grads))
     launches = 0
-    launch = comet.Ranks.launch
+    launch = Launcher.launch
 
-    def counted(self: comet.Ranks, *args: Any, **given: Any) -> None:
+    def counted(self: Launcher, *args: Any, **given: Any) -> None:
         nonlocal launches
         launches += 1
         launch(self, *args, **given)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message=".*falls back.*")
-        patch.setattr("pmoe.layer.run.settle_products", lambda *_, **__: None)  # nothing is measured
-        patch.setattr(comet.Ranks, "launch", counted)
+        patch.setattr("pmoe.layer.choose.settle_products", lambda *_, **__: None)  # nothing is measured
+        patch.setattr(Launcher, "launch", counted)
         if parted:
-            patch.setattr(comet, "Ranks", Parted)
+            patch.setattr(kernel_steps, "Launcher", Parted)
         layer = make_layer(torch.bfloat16, **options)
         x.requires_grad_()
         y = layer(x)

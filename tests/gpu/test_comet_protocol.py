@@ -17,7 +17,8 @@ import torch
 
 from pmoe.comm.heap import WAIT_SECONDS, HeapError
 from pmoe.kernels import comet
-from pmoe.kernels.comet import Mischief
+from pmoe.kernels.comet import availability
+from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, Integers, need_kernels
 from tests.gpu.support import NEEDS_GPU
 
@@ -34,7 +35,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     own, wanted = comet.path(DEVICE)[0], str(request.param)
     if wanted == "sm_90a" and own != wanted:
         pytest.skip(f"this device runs {own}")
-    monkeypatch.setattr(comet, "path", lambda _: (wanted, None))
+    monkeypatch.setattr(availability, "path", lambda _: (wanted, None))
     return wanted
 
 
@@ -62,7 +63,7 @@ def wrong_rounds(world: Integers, rounds: int, at_once: int = ROUNDS_AT_ONCE) ->
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_thousand_rounds_on_one_heap_with_sleeps_in_every_role(num_ranks: int) -> None:
     """Routing, tokens and who sleeps change with every round."""
-    with integers(num_ranks, mischief=Mischief(nap_seed=num_ranks), seed=num_ranks) as world:
+    with integers(num_ranks, faults=InjectedFaults(nap_seed=num_ranks), seed=num_ranks) as world:
         wrong = wrong_rounds(world, ROUNDS)
     assert not wrong, f"{len(wrong)} of {ROUNDS} rounds, first {wrong[:10]}"
 
@@ -75,7 +76,7 @@ def test_rounds_without_sleeps() -> None:
 
 @pytest.mark.sanitize
 def test_a_few_rounds_with_sleeps() -> None:
-    with integers(2, tokens=40, d_model=264, d_hidden=72, mischief=Mischief(nap_seed=3)) as world:
+    with integers(2, tokens=40, d_model=264, d_hidden=72, faults=InjectedFaults(nap_seed=3)) as world:
         assert not wrong_rounds(world, 2)
 
 
@@ -99,7 +100,7 @@ def test_each_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: 
     """
     monkeypatch.setenv(WAIT_SECONDS, "0.5" if planted else "30")
     noticed = None
-    with integers(2, top_k=1, mischief=Mischief(nap_seed=11, not_waited=planted), seed=5) as world:
+    with integers(2, top_k=1, faults=InjectedFaults(nap_seed=11, not_waited=planted), seed=5) as world:
         for number in range(PLANTED_ROUNDS):
             try:
                 if bool(world.play(world.turn(number))):
@@ -126,10 +127,9 @@ def on_streams(world: Integers, rounds: int) -> list[int]:
     turns = [world.turn(number) for number in range(rounds)]
     ranks, streams = [], []
     for heap in heaps:
-        own = comet.Ranks(
-            [heap], lambda kernel, direction: world.virtual.division, Mischief(nap_seed=31 + heap.rank)
-        )
-        own.blocks = world.virtual.ranks.blocks  # all ranks' are resident together
+        faults = InjectedFaults(nap_seed=31 + heap.rank)
+        own = faults.launcher([heap], lambda kernel, direction: world.virtual.division)
+        own.blocks = world.virtual.launcher.blocks  # all ranks' are resident together
         ranks.append(own)
         streams.append(torch.cuda.Stream(DEVICE))
         with torch.cuda.stream(streams[-1]):  # so that no memory is asked of CUDA while a kernel waits
@@ -184,9 +184,9 @@ def test_ranks_may_be_a_launch_apart(monkeypatch: pytest.MonkeyPatch, num_ranks:
 # ---- ranks that never come
 
 
-def alone(world: Integers) -> comet.Ranks:
+def alone(world: Integers) -> comet.Launcher:
     """Rank 0 by itself."""
-    return comet.Ranks(world.virtual.heaps[:1], lambda kernel, direction: world.virtual.division)
+    return comet.Launcher(world.virtual.heaps[:1], lambda kernel, direction: world.virtual.division)
 
 
 @pytest.mark.parametrize("rounds", [0, 3], ids=lambda rounds: f"after {rounds} rounds")
@@ -222,7 +222,7 @@ def test_a_rank_that_never_returns_its_sums_is_named(monkeypatch: pytest.MonkeyP
     with integers(2) as world:
         turn, given = world.turn(1), world.given
         _, active = comet.dispatch_hidden(
-            world.virtual.ranks, turn.journeys, turn.x_TM, turn.weight_TK, given.w1, given.b1,
+            world.virtual.launcher, turn.journeys, turn.x_TM, turn.weight_TK, given.w1, given.b1,
             activation="relu", keep=False,
         )  # fmt: skip
         world.virtual.check()
@@ -241,7 +241,9 @@ def test_whoever_waits_for_a_rank_that_has_failed_fails_too(monkeypatch: pytest.
     with integers(2) as world:
         turn, given = world.turn(1), world.given
         for rank in range(2):
-            own = comet.Ranks([world.virtual.heaps[rank]], lambda kernel, direction: world.virtual.division)
+            own = comet.Launcher(
+                [world.virtual.heaps[rank]], lambda kernel, direction: world.virtual.division
+            )
             comet.dispatch_hidden(
                 own, turn.journeys[rank : rank + 1], turn.x_TM, turn.weight_TK, given.w1[rank : rank + 1],
                 [None], activation="relu", keep=False,

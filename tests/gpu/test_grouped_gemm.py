@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.kernels import extension, grouped_gemm
-from pmoe.kernels.grouped_gemm import Slots, grouped_hidden, grouped_product
+from pmoe.kernels import grouped_gemm, status
+from pmoe.kernels.grouped_gemm import RowSlots, grouped_hidden, grouped_product, launch, products
 from tests.gpu.support import DEVICE, LONG, NEEDS_GPU, poison_memory, relative_norm
 
 pytestmark = NEEDS_GPU
@@ -71,8 +71,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     wanted, *pairs = request.param.split(", ")
     if wanted == "sm_90a" and own != "sm_90a":
         pytest.skip(f"this device runs {own}")
-    monkeypatch.setattr(grouped_gemm, "path", lambda _: (wanted, None))
-    monkeypatch.setattr(grouped_gemm, "CLUSTER", 2 if pairs else 1)
+    monkeypatch.setattr(launch, "path", lambda _: (wanted, None))
+    monkeypatch.setattr(launch, "CLUSTER", 2 if pairs else 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: grouped products are computed without")
         yield
@@ -145,7 +145,7 @@ class Case:
             spare_slot = torch.full((spare,), self.num_tokens * top_k)
             own = torch.randperm(self.num_tokens * top_k, generator=random)[: self.used]
             self.slot = torch.cat([own, spare_slot])
-            self.slots = Slots(slot_N=self.slot.int().to(DEVICE), top_k=top_k)
+            self.slots = RowSlots(slot_N=self.slot.int().to(DEVICE), top_k=top_k)
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(*shape, generator=self.random).to(dtype or self.dtype)
@@ -725,7 +725,7 @@ def test_operators_and_their_gradients(random: torch.Generator, top_k: int) -> N
         leaves = [each.to(device, dtype).requires_grad_() for each in given]
         leaves.append(scale.to(device, dtype).requires_grad_())
         x, w1, b1, w2, b2, weight = leaves
-        slots = None if case.slots is None else Slots(slot_N=case.slot.int().to(device), top_k=top_k)
+        slots = None if case.slots is None else RowSlots(slot_N=case.slot.int().to(device), top_k=top_k)
         ends = case.ends.to(device)
         _, active = grouped_hidden(x, w1, ends, activation="swiglu", bias_EG=b1, slots=slots)
         y = grouped_product(active, w2, ends, bias_EO=b2, scale=weight, slots=slots)
@@ -743,7 +743,7 @@ def test_operators_are_well_formed(random: torch.Generator) -> None:
 
 
 def test_the_kernels_of_both_paths_are_loaded() -> None:
-    (device, *_) = extension.status().devices
+    (device, *_) = status().devices
     found = {each.name: each for each in device.kernels if each.name.startswith("grouped_gemm.")}
     hopper = {name for name in found if name.startswith("grouped_gemm.sm_90a.")}
     alone = {name for name in hopper if not name.endswith(".pairs")}
@@ -759,7 +759,7 @@ def test_the_rule_for_pairs_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rand
     """Whatever it picks: a tile is the same sum in the same order."""
     run = everything(Case(random, (130, 0, 700, 3), top_k=2), 264, 128)
     expected = run()
-    monkeypatch.setattr(grouped_gemm, "CLUSTER", 0)
+    monkeypatch.setattr(launch, "CLUSTER", 0)
     for found, other in zip(run(), expected, strict=True):
         assert torch.equal(found, other)
 
@@ -776,7 +776,7 @@ class Fine:
         self.w = torch.ones(2, 128, 64, dtype=torch.bfloat16).to(DEVICE)
         self.long = torch.ones(4096, dtype=torch.bfloat16).to(DEVICE)
         self.ends = torch.tensor([4, 10], dtype=torch.int32).to(DEVICE)
-        self.slots = Slots(slot_N=torch.arange(10, dtype=torch.int32).to(DEVICE), top_k=2)
+        self.slots = RowSlots(slot_N=torch.arange(10, dtype=torch.int32).to(DEVICE), top_k=2)
         self.scale = torch.ones(10).to(DEVICE)
         self.many = torch.ones(2, 128, 64, dtype=torch.float32).to(DEVICE)
 
@@ -804,12 +804,21 @@ BAD: dict[str, tuple[Callable[[Fine], object], str]] = {
     ),
     "rows' stride": (
         lambda f: f.product(rows=f.long[:680].view(10, 68)[:, :64]),
-        "rows 136 bytes apart must be a multiple of 16",
+        r"rows of shape \(10, 64\) and strides \(68, 1\) of 2 bytes must have",
     ),
-    "rows' columns": (lambda f: f.product(rows=f.long[:640].view(64, 10).t()), "neighbouring columns"),
-    "rows' width": (lambda f: f.product(rows=f.grad), "rows of 128 columns must have 64"),
-    "rows' dtype": (lambda f: f.product(rows=f.x.to("cpu", torch.float16).to(DEVICE)), "float16 must be of"),
-    "rows' device": (lambda f: f.product(rows=f.x.cpu()), "rows on cpu must be where the weights are"),
+    "rows' columns": (
+        lambda f: f.product(rows=f.long[:640].view(64, 10).t()),
+        r"strides \(1, 10\) of 2 bytes must have a column stride of 1",
+    ),
+    "rows' width": (
+        lambda f: f.product(rows=f.grad),
+        r"rows of shape \(10, 128\) must have the shape \(rows, 64\)",
+    ),
+    "rows' dtype": (
+        lambda f: f.product(rows=f.x.to("cpu", torch.float16).to(DEVICE)),
+        "float16 must be torch.bfloat16",
+    ),
+    "rows' device": (lambda f: f.product(rows=f.x.cpu()), "rows on cpu must be on cuda"),
     "dtype": (
         lambda f: f.product(rows=f.many[0], weight_EOI=f.many),
         r"dtype torch.float32: the kernels take bfloat16",
@@ -820,20 +829,20 @@ BAD: dict[str, tuple[Callable[[Fine], object], str]] = {
     ),
     "weight's strides": (
         lambda f: f.product(rows=f.grad, weight_EOI=f.w.transpose(1, 2)),
-        r"weight of strides \(8192, 1, 64\) must be contiguous",
+        r"weight of shape .* and strides \(8192, 1, 64\) must be contiguous",
     ),
     "out-features": (
         lambda f: f.product(rows=f.x[:1], weight_EOI=f.long[: 2 * 12 * 64].view(2, 12, 64)),
         r"out_features \(12\) must be a multiple of 8",
     ),
-    "out's shape": (lambda f: f.product(out=f.x), r"out of shape \(10, 64\) must be \(10, 128\)"),
+    "out's shape": (lambda f: f.product(out=f.x), r"out of shape \(10, 64\) must have the shape \(10, 128\)"),
     "out's dtype": (
         lambda f: f.product(out=f.many[0, :20].view(10, 128)),
         "out of dtype torch.float32 must be",
     ),
     "out's stride": (
         lambda f: f.product(out=f.long[:1320].view(10, 132)[:, :128]),
-        "out: rows 264 bytes apart must be a multiple of 16",
+        r"out of shape \(10, 128\) and strides \(132, 1\) of 2 bytes must have",
     ),
     "out's address": (
         lambda f: f.product(out=f.long[4:1284].view(10, 128)),
@@ -841,26 +850,32 @@ BAD: dict[str, tuple[Callable[[Fine], object], str]] = {
     ),
     "active's shape": (
         lambda f: f.way_back(active=f.grad),
-        r"active of shape \(10, 128\) must be \(10, 64\)",
+        r"active of shape \(10, 128\) must have the shape \(10, 64\)",
     ),
-    "ends' device": (lambda f: f.product(ends_E=f.ends.cpu()), "ends on cpu must be where the rows are"),
+    "ends' device": (lambda f: f.product(ends_E=f.ends.cpu()), "ends on cpu must be on cuda"),
     "ends' dtype": (lambda f: f.product(ends_E=f.ends.cpu().long().to(DEVICE)), "ends of dtype torch.int64"),
-    "ends' number": (lambda f: f.product(ends_E=f.ends[:1]), "ends of 1 numbers must have 2"),
+    "ends' number": (
+        lambda f: f.product(ends_E=f.ends[:1]),
+        r"ends of shape \(1,\) must have the shape \(2,\)",
+    ),
     "slots' device": (
-        lambda f: f.product(slots=Slots(slot_N=f.slots.slot_N.cpu(), top_k=2)),
-        "slot on cpu must be where the rows are",
+        lambda f: f.product(slots=RowSlots(slot_N=f.slots.slot_N.cpu(), top_k=2)),
+        "slot on cpu must be on cuda",
     ),
     "slots' number": (
-        lambda f: f.product(slots=Slots(slot_N=f.slots.slot_N[:9], top_k=2)),
-        "slot of 9 numbers must have 10",
+        lambda f: f.product(slots=RowSlots(slot_N=f.slots.slot_N[:9], top_k=2)),
+        r"slot of shape \(9,\) must have the shape \(10,\)",
     ),
     "scale's dtype": (
         lambda f: f.product(scale=torch.ones(10, dtype=torch.float64).to(DEVICE)),
-        "scale of dtype torch.float64 must be contiguous float32",
+        "scale of dtype torch.float64 must be torch.float32",
     ),
-    "scale's number": (lambda f: f.product(scale=f.scale[:9]), r"shape \(9,\) must be \(10,\)"),
-    "scale's device": (lambda f: f.product(scale=f.scale.cpu()), "scale on cpu must be where the rows are"),
-    "bias": (lambda f: f.product(bias_EO=f.w[:, 0]), r"bias of shape \(2, 64\) must be \(2, 128\)"),
+    "scale's number": (lambda f: f.product(scale=f.scale[:9]), r"shape \(9,\) must have the shape \(10,\)"),
+    "scale's device": (lambda f: f.product(scale=f.scale.cpu()), "scale on cpu must be on cuda"),
+    "bias": (
+        lambda f: f.product(bias_EO=f.w[:, 0]),
+        r"bias of shape \(2, 64\) must have the shape \(2, 128\)",
+    ),
     "gradient's rows": (
         lambda f: f.back(grad=f.grad[:9]),
         r"grad of 9 rows must have as many as rows \(10\)",
@@ -871,9 +886,12 @@ BAD: dict[str, tuple[Callable[[Fine], object], str]] = {
     ),
     "gradient's place": (
         lambda f: f.back(out=f.w[:1]),
-        r"out of shape \(1, 128, 64\) must be \(2, 128, 64\)",
+        r"out of shape \(1, 128, 64\) must have the shape \(2, 128, 64\)",
     ),
-    "hidden": (lambda f: f.way_back(hidden_NG=f.grad), r"hidden of shape \(10, 128\) must be \(10, 64\)"),
+    "hidden": (
+        lambda f: f.way_back(hidden_NG=f.grad),
+        r"hidden of shape \(10, 128\) must have the shape \(10, 64\)",
+    ),
     "hidden's address": (
         lambda f: f.way_back(hidden_NG=f.long[1:641].view(10, 64)),
         r"hidden at address 0x[0-9a-f]+ must be aligned to 16",
@@ -886,6 +904,6 @@ def test_bad_operands_are_a_value_error_before_any_launch(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[Fine], object], message: str
 ) -> None:
     fine = Fine()
-    monkeypatch.setattr(grouped_gemm, "_launch", lambda *_, **__: pytest.fail("a launch"))
+    monkeypatch.setattr(products, "launch", lambda *_, **__: pytest.fail("a launch"))
     with pytest.raises(ValueError, match=message):
         call(fine)

@@ -29,7 +29,7 @@ from pmoe.comm.heap import (
     raise_flag,
     virtual_heaps,
 )
-from pmoe.comm.heap_memory import DeviceMemory, tensor_at
+from pmoe.comm.heap.device_memory import DeviceMemory, tensor_at
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from tests.gpu.support import DEVICE, NEEDS_GPU
@@ -44,7 +44,7 @@ PROBE_SECONDS = 10.0
 @pytest.fixture(autouse=True)
 def is_built() -> None:
     if extension.load() is None:
-        reason = extension.status().reason
+        reason = extension.why_missing()
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {reason}")
         pytest.fail(f"{reason}")

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pmoe.kernels import extension
 from pmoe.kernels import permute as module
-from pmoe.kernels.permute import permute, refusal, unpermute
+from pmoe.kernels.permute import launch, permute, refusal, unpermute
+from pmoe.warn import GIVEN
 from tests.gpu.support import DEVICE, LONG, NEEDS_GPU, poison_memory
 
 pytestmark = NEEDS_GPU
@@ -50,7 +52,7 @@ def kernels_run() -> Iterator[None]:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {reason}")
         pytest.fail(reason)
-    module._say_plain.cache_clear()
+    GIVEN.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: .* runs as PyTorch operations")
         yield
@@ -150,8 +152,8 @@ def test_forward_launches(shape: tuple[int, int, int, float], dtype: torch.dtype
     for weighted in (False, True):
         weight = p.weight if weighted else None
         rows, y = p.poisoned(p.num_rows), p.poisoned(p.num_tokens)
-        module._launch_permute(p.x, p.position, weight, rows)
-        module._launch_unpermute(p.rows, p.position, weight, y)
+        module.launch_permute(p.x, p.position, weight, rows)
+        module.launch_unpermute(p.rows, p.position, weight, y)
         assert_near(rows, p.permuted(p.x, weighted))
         expected, magnitude = p.unpermuted(p.rows, weighted)
         assert_near(y, expected, magnitude * (p.top_k + 2) * 2.0**-24)
@@ -166,8 +168,8 @@ def test_backward_launches(shape: tuple[int, int, int, float], dtype: torch.dtyp
     p = Problem(shape, dtype, gap)
     d_x, d_rows = p.poisoned(p.num_tokens), p.poisoned(p.num_rows)
     d_weights = torch.full((2, p.num_tokens, p.top_k), NAN, device=DEVICE)
-    module._launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0])
-    module._launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1])
+    module.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0])
+    module.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1])
     expected, magnitude = p.unpermuted(p.rows, True)
     assert_near(d_x, expected, magnitude * (p.top_k + 2) * 2.0**-24)
     assert_near(d_rows, p.permuted(p.x, True))
@@ -186,10 +188,10 @@ def test_any_number_of_parts_gives_the_same(parts: int) -> None:
     rows, y = p.poisoned(p.num_rows), p.poisoned(p.num_tokens)
     d_x, d_rows = p.poisoned(p.num_tokens), p.poisoned(p.num_rows)
     d_weights = torch.full((2, p.num_tokens, p.top_k), NAN, device=DEVICE)
-    module._launch_permute(p.x, p.position, p.weight, rows, parts=parts)
-    module._launch_unpermute(p.rows, p.position, p.weight, y, parts=parts)
-    module._launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0], parts=parts)
-    module._launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1], parts=parts)
+    module.launch_permute(p.x, p.position, p.weight, rows, parts=parts)
+    module.launch_unpermute(p.rows, p.position, p.weight, y, parts=parts)
+    module.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0], parts=parts)
+    module.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1], parts=parts)
     assert torch.equal(rows, permute(p.x, p.position, p.num_rows, p.weight)) and torch.equal(rows, d_rows)
     assert torch.equal(y, unpermute(p.rows, p.position, p.weight)) and torch.equal(y, d_x)
     expected, magnitude = p.dots(p.x, p.rows)
@@ -243,7 +245,7 @@ def test_what_is_not_finite_in_a_dropped_slot_touches_nothing() -> None:
     alone = ~p.kept.any(1)
     p.x[alone] = float("inf")
     d_rows, d_weight = p.poisoned(p.num_rows), torch.full_like(p.weight, NAN)
-    module._launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weight)
+    module.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weight)
     assert alone.any() and not d_weight[alone].any() and d_rows.isfinite().all()
 
 
@@ -284,11 +286,11 @@ def test_three_runs_give_the_same_bits(dtype: torch.dtype) -> None:
 def test_a_token_gets_the_same_bits_in_any_batch() -> None:
     p = Problem((512, 2, 4096, 0.0), torch.bfloat16)
     y, d_weight = unpermute(p.rows, p.position, p.weight), torch.empty_like(p.weight)
-    module._launch_permute_backward(p.rows, p.x, p.position, p.weight, torch.empty_like(p.x), d_weight)
+    module.launch_permute_backward(p.rows, p.x, p.position, p.weight, torch.empty_like(p.x), d_weight)
     for few in (slice(0, 1), slice(100, 103), slice(17, 400)):
         position, weight = p.position[few], p.weight[few]
         d_x, part = p.poisoned(position.shape[0]), torch.full_like(weight, NAN)
-        module._launch_permute_backward(p.rows, p.x[few], position, weight, d_x, part)
+        module.launch_permute_backward(p.rows, p.x[few], position, weight, d_x, part)
         assert torch.equal(unpermute(p.rows, position, weight), y[few])
         assert torch.equal(d_x, y[few]) and torch.equal(part, d_weight[few])
 
@@ -317,22 +319,22 @@ def test_row_strides_past_2_to_the_31(dtype: torch.dtype) -> None:
     out = far_rows(2, columns, dtype)
     expected = (values.float() * weight).to(dtype)
     d_weight = torch.full_like(weight, NAN)
-    for launch in (
-        lambda: module._launch_permute(far, position, weight, out),
-        lambda: module._launch_unpermute_backward(far, values, position, weight, out, d_weight),
-        lambda: module._launch_unpermute_backward(values, far, position, weight, out, d_weight),
+    for move in (
+        lambda: module.launch_permute(far, position, weight, out),
+        lambda: module.launch_unpermute_backward(far, values, position, weight, out, d_weight),
+        lambda: module.launch_unpermute_backward(values, far, position, weight, out, d_weight),
     ):
         out.fill_(NAN)
-        launch()
+        move()
         assert torch.equal(out, expected.flip(0))
     expected = (values.flip(0).float() * weight).to(dtype)
-    for launch in (
-        lambda: module._launch_unpermute(far, position, weight, out),
-        lambda: module._launch_permute_backward(far, values, position, weight, out, d_weight),
-        lambda: module._launch_permute_backward(values, far, position, weight, out, d_weight),
+    for move in (
+        lambda: module.launch_unpermute(far, position, weight, out),
+        lambda: module.launch_permute_backward(far, values, position, weight, out, d_weight),
+        lambda: module.launch_permute_backward(values, far, position, weight, out, d_weight),
     ):
         out.fill_(NAN)
-        launch()
+        move()
         assert torch.equal(out, expected)
     dots = (values.double() * values.flip(0).double()).sum(1, keepdim=True)
     magnitude = (values.double() * values.flip(0).double()).abs().sum(1, keepdim=True)
@@ -378,8 +380,8 @@ def test_a_cuda_graph_holds_the_launches() -> None:
     d_weight = torch.full_like(p.weight, NAN)
 
     def run() -> None:
-        module._launch_permute(p.x, p.position, p.weight, rows)
-        module._launch_permute_backward(rows, p.x, p.position, p.weight, y, d_weight)
+        module.launch_permute(p.x, p.position, p.weight, rows)
+        module.launch_permute_backward(rows, p.x, p.position, p.weight, y, d_weight)
 
     run()
     torch.cuda.synchronize()
@@ -421,7 +423,7 @@ def test_no_call_waits_for_the_device() -> None:
 def test_pytorch_operations_give_the_same_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     p = Problem((200, 3, 256, 0.2), torch.bfloat16)
     by_kernels = everything(p)
-    monkeypatch.setattr(module, "refusal", lambda *_: "the test wants it so")
+    monkeypatch.setattr(launch, "refusal", lambda *_: "the test wants it so")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         plain = everything(p)
@@ -430,7 +432,7 @@ def test_pytorch_operations_give_the_same_and_say_so_once(monkeypatch: pytest.Mo
     assert len(texts) == 4 and len(set(texts)) == 4  # each operator once
     for got, expected in zip(by_kernels, plain, strict=True):
         assert (got.double() - expected.double()).norm() <= 1e-2 * expected.double().norm()
-    module._say_plain.cache_clear()
+    GIVEN.clear()
 
 
 def test_float64_runs_as_pytorch_operations() -> None:
@@ -445,8 +447,14 @@ FINE = (33, 2, 64, 0.0)
 
 BAD: dict[str, tuple[Callable[[Problem], object], str]] = {
     "row bytes": (lambda p: permute(p.x[:, :12].contiguous(), p.position, p.num_rows), r"12 x 2 = 24"),
-    "row stride": (lambda p: permute(p.x.view(-1)[: 33 * 20].view(33, 20)[:, :16], p.position, 66), "20 x 2"),
-    "column stride": (lambda p: unpermute(p.rows.t().contiguous().t(), p.position), r"\(66\) must be 1"),
+    "row stride": (
+        lambda p: permute(p.x.view(-1)[: 33 * 20].view(33, 20)[:, :16], p.position, 66),
+        r"strides \(20, 1\) of 2 bytes",
+    ),
+    "column stride": (
+        lambda p: unpermute(p.rows.t().contiguous().t(), p.position),
+        r"strides \(1, 66\) .* a column stride of 1",
+    ),
     "address": (lambda p: permute(p.x.view(-1)[8 * 33 + 1 :][: 33 * 8].view(33, 8), p.position, 66), "0x"),
     "position's dtype": (lambda p: permute(p.x, p.position.long(), p.num_rows), "torch.int64"),
     "position's strides": (
@@ -455,7 +463,10 @@ BAD: dict[str, tuple[Callable[[Problem], object], str]] = {
     ),
     "weight's dtype": (lambda p: unpermute(p.rows, p.position, p.weight.double()), "float64"),
     "position's device": (lambda p: permute(p.x, p.position.cpu(), p.num_rows), "cuda:0 .* cpu"),
-    "tokens": (lambda p: permute(p.x[:7], p.position, p.num_rows), "7 rows.* 33"),
+    "tokens": (
+        lambda p: permute(p.x[:7], p.position, p.num_rows),
+        r"x of shape \(7, 64\) must have the shape \(33, M\)",
+    ),
 }
 
 
@@ -464,7 +475,7 @@ def test_bad_input_is_a_value_error_before_any_launch(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[Problem], object], message: str
 ) -> None:
     p = Problem(FINE, torch.bfloat16)
-    monkeypatch.setattr(module, "_module", lambda: pytest.fail("a launch"))
+    monkeypatch.setattr(extension, "module", lambda: pytest.fail("a launch"))
     with pytest.raises(ValueError, match=message):
         call(p)
     torch.cuda.synchronize()

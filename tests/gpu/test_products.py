@@ -4,12 +4,14 @@ of the ways is taken is measured on the device, and remembered."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts, products
 from pmoe.experts.products import (
@@ -24,7 +26,7 @@ from pmoe.experts.products import (
     request_of,
 )
 from pmoe.kernels.registry import Machine, Registry
-from pmoe.measure.products import agree_among, product_requests
+from pmoe.measure.products import product_requests
 from tests.gpu.support import DEVICE, NEEDS_GPU, ROUNDED, poison_memory, relative_norm
 
 pytestmark = NEEDS_GPU
@@ -262,7 +264,7 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_p
     requests = product_requests(experts, torch.bfloat16, DEVICE, 500)
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
     found = registry_in(tmp_path)
-    found.settle(requests, agree_among(Ranks.alone(), DEVICE))
+    found.settle(requests, partial(largest, Ranks.alone(), DEVICE, stage="a test"))
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers have moved"
     for request in requests:
@@ -273,7 +275,7 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_p
         assert (settled.choice == PMOE) == (seconds[PMOE] < 0.99 * seconds[GROUPED_MM])
     again = registry_in(tmp_path)
     again.machine.seconds = None  # nothing is measured
-    again.settle(requests, agree_among(Ranks.alone(), DEVICE))
+    again.settle(requests, partial(largest, Ranks.alone(), DEVICE, stage="a test"))
     assert [again.choose(each) for each in requests] == [found.choose(each) for each in requests]
     print("\n".join(found.explain(each) for each in requests))
 

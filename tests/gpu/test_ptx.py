@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.kernels import extension, permute, route
+from pmoe.kernels import extension, permute, route, status
 from tests.gpu.support import DEVICE, NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -47,7 +47,7 @@ def test_the_kernels_run_from_ptx() -> None:
     if extension.load() is None:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip("PMOE_CUDA=0, and pmoe._cuda is not built")
-        pytest.fail(str(extension.status().reason))
+        pytest.fail(str(extension.why_missing()))
     copies = 'import torch; assert torch.ones(8).to("cuda").cpu().sum() == 8'
     probe = subprocess.run(
         [sys.executable, "-c", copies],
@@ -88,7 +88,7 @@ def test_status_says_so_from_ptx() -> None:
     module = extension.load()
     assert module is not None
     hopper = {each["name"] for each in module.declared() if each["hopper"]}
-    (device, *_) = extension.status().devices
+    (device, *_) = status().devices
     assert device.kernels and hopper, device.reason
     for kernel in device.kernels:
         assert kernel.ptx_version == 80, f"{kernel.name}: {kernel.runs}"
@@ -127,10 +127,10 @@ def test_permute_and_back_from_ptx(tokens: int, top_k: int, columns: int, dtype:
 
     permuted, d_rows, y, d_x = (poisoned(each) for each in (rows, rows, x, x))
     d_weights = [poisoned(weight), poisoned(weight)]
-    permute._launch_permute(given, places, weights, permuted)
-    permute._launch_unpermute(routed, places, weights, y)
-    permute._launch_permute_backward(routed, given, places, weights, d_x, d_weights[0])
-    permute._launch_unpermute_backward(given, routed, places, weights, d_rows, d_weights[1])
+    permute.launch_permute(given, places, weights, permuted)
+    permute.launch_unpermute(routed, places, weights, y)
+    permute.launch_permute_backward(routed, given, places, weights, d_x, d_weights[0])
+    permute.launch_unpermute_backward(given, routed, places, weights, d_rows, d_weights[1])
 
     kept = position < num_rows
     at = position.long().clamp(max=num_rows - 1)
@@ -157,13 +157,9 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
     options = {"normalize": True, "z_loss_weight": 0.1}
     on_device = logits.to(DEVICE)
     assert route.refusal(on_device, top_k, chunks) is None
-    # Zeroed on the CPU: zeroing is a kernel of PyTorch.
-    stream = torch.cuda.current_stream(DEVICE).cuda_stream
-    size = route._workspace_bytes(0, experts)
-    route._workspaces[0, stream] = torch.zeros(size, dtype=torch.uint8).to(DEVICE)
     found = route.empty_routes(on_device, top_k, chunks)
     route.launch_route(on_device, found, **options)
-    expected = route.reference_route(logits, top_k, num_chunks=chunks, **options)
+    expected = route.reference.route(logits, top_k, num_chunks=chunks, **options)
     for name in ("expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE"):
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
     torch.testing.assert_close(found.weight_TK.cpu(), expected.weight_TK, rtol=2e-6, atol=1e-37)
@@ -180,7 +176,7 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
         grad_l_aux=grad_aux.to(DEVICE),
         **options,
     )
-    wanted = route.reference_route_backward(
+    wanted = route.reference.route_backward(
         logits.double(),
         expected.expert_TK,
         expected.weight_TK.double(),

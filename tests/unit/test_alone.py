@@ -24,14 +24,14 @@ M, H, E = 16, 24, 6
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels are taken to run here; every call by their path is counted."""
     calls: list[str] = []
-    run = alone.run
+    forward = alone.OneRankRunner.forward
 
-    def counted(*args: Any) -> alone.Result:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append("alone")
-        return run(*args)
+        return forward(*args, **kwargs)
 
     monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    monkeypatch.setattr(alone, "run", counted)
+    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
     return calls
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.kernels import extension, status
+from pmoe.kernels import extension, report, status
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKED = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md")
@@ -280,6 +280,7 @@ def test_a_wheel_made_without_nvcc_is_pure_and_works(
     assert made.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(made) as file:
         assert not [name for name in file.namelist() if "_cuda" in name or name.startswith("cuda/")]
+        assert {"pmoe/py.typed", "pmoe/planner/page.html"} <= set(file.namelist())
         file.extractall(tmp_path / "installed")
     program = (
         "import pmoe, pmoe.kernels as kernels; print(pmoe.__file__); found = kernels.status(); "
@@ -553,7 +554,7 @@ def test_status_lists_every_kernel_of_every_device(monkeypatch: pytest.MonkeyPat
 def test_the_page_names_operations_and_counts_their_variants() -> None:
     names = ("permute.bf16", "permute.fp32", "permute.weighted.fp16", "route.8", "gemm.sm_90a.bf16", "await")
     page = str(
-        extension.Status(
+        report.Status(
             built=True, reason=None, archs="sm_80", nvcc="13", kernels=names, devices=(), no_devices="why"
         )
     )

@@ -117,6 +117,27 @@ def test_state_of_parameters_that_had_none_is_dropped(tmp_path: Path) -> None:
     assert not before.state
 
 
+def test_a_load_between_backward_and_step_keeps_gradients_and_options(tmp_path: Path) -> None:
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    pmoe.save_checkpoint(tmp_path, model, optimizer, step=2)
+    other, fresh = make(fused=True)
+    other(torch.ones(5, 4)).sum().backward()
+    gradients = [each.grad for each in other.parameters()]
+    pmoe.load_checkpoint(tmp_path, other, fresh)
+    assert all(each.grad is grad for each, grad in zip(other.parameters(), gradients, strict=True))
+    assert_same(contents(other, fresh), contents(model, optimizer))
+
+    class Failing(AdamW):
+        def step(self, closure: object = None) -> None:
+            raise RuntimeError("out of order")
+
+    failing = Failing(other.parameters(), lr=0.5)
+    message = refused(tmp_path, other, failing)
+    assert message.endswith("RuntimeError: out of order")
+    assert all(each.grad is grad for each, grad in zip(other.parameters(), gradients, strict=True))
+
+
 def test_wrappers_leave_no_trace_and_tied_parameters_stay_tied(tmp_path: Path) -> None:
     def tied() -> tuple[nn.Module, AdamW]:
         model, _ = make()

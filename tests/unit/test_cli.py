@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from pmoe import MoELayer, Restore, cli
+from pmoe.integrations.run_folder import SCALARS, append
+from pmoe.integrations.run_rows import ScalarRow
 from pmoe.kernels import extension, status
 from pmoe.measure.profile_file import load_profile, profile_path, save_profile
 from pmoe.planner.candidates import bound
@@ -198,15 +200,11 @@ def test_the_page_is_one_file_with_pictures_and_every_candidate(
     run("plan", *LAYER, "--ranks", "4", "--folder", str(folder), "--budget", "1GiB", "--html", str(page))
     assert f"wrote {page}" in capsys.readouterr().out
     text = page.read_text()
-    sources = re.findall(r'(?:src|href)="([^"]*)"', text)
-    assert len(sources) == 2
-    for source in sources:
-        prefix = "data:image/png;base64,"
-        assert source.startswith(prefix)
-        assert base64.b64decode(source.removeprefix(prefix)).startswith(b"\x89PNG")
+    assert text.count("<svg ") == 2 and "numbers: n; ringed: the decision</text>" in text
+    assert all(each.startswith("#") for each in re.findall(r'(?:src|href)="([^"]*)"', text))
     assert not re.search(r"https?:|<script|@import|<link", text)
     assert text.count("<tr") == 1 + 5 * 9
-    assert text.count("<tr class=marked>") == 1
+    assert text.count('<tr class="marked">') == 1
 
 
 # ---- profile --------------------------------------------------------------------------------------
@@ -221,7 +219,7 @@ def test_profile_stores_what_it_measured(
         asked.append((ranks.size, device.type, dtype, quick))
         return replace(MADE, num_ranks=ranks.size, backend="none", dtype="bfloat16")
 
-    monkeypatch.setattr(cli, "measure", measured)
+    monkeypatch.setattr(cli.profile, "measure", measured)
     file = tmp_path / "new" / "profile.json"
     options = ["--quick", "--dtype", "bfloat16", "--device", "cpu"]
     found = printed(capsys, "profile", *options, "--out", str(file))
@@ -359,6 +357,48 @@ def test_python_m_pmoe_is_the_command_and_needs_no_optional_package() -> None:
         [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert json.loads(found.stdout)["saved"] == 10
+
+
+CLOSED_PIPE = """
+import json, os, runpy, sys, pmoe.cli
+for argv in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, 1)
+        sys.argv = ["pmoe", *argv]
+        runpy.run_module("pmoe", run_name="__main__")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs each command in a process whose stdout is a pipe that nobody reads; prints the exit codes."""
+
+
+@pytest.mark.timeout(400)  # a dozen processes, which take ten seconds of a processor that is free
+def test_a_reader_that_closes_the_pipe_ends_every_command_quietly(folder: Path, tmp_path: Path) -> None:
+    append(tmp_path / SCALARS, ScalarRow, [ScalarRow(step=1, name="loss", value=2.0)])
+    commands = {
+        "memory": LAYER,
+        "plan": [*LAYER, "--ranks", "4", "--folder", str(folder)],
+        "profile": ["--kernels", "--show", "--folder", str(folder)],
+        "simulate": ["comet", "--assumptions"],
+        "kernels": [],
+        "report": [str(tmp_path)],
+    }
+    assert list(commands) == list(cli.COMMANDS)
+    lines = [[name, *options] for name, options in commands.items()]
+    lines += [["memory", *LAYER, "--json"], ["--help"], ["--version"]]
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CLOSED_PIPE, json.dumps(lines)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},  # some of what is printed is then written at the very end
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stderr == ""
+    assert found.stdout.split() == ["0"] * len(lines)
+    assert (tmp_path / "report.html").exists()
 
 
 def test_setup_installs_the_command() -> None:

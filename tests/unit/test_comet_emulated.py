@@ -13,11 +13,11 @@ from torch import Tensor
 import pmoe
 from pmoe.comm.heap import HeapError, close_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet
-from pmoe.kernels.comet import Mischief
+from pmoe.kernels.comet import launches
 from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, routes_of
 from pmoe.planner.division import Division
 from tests.emulated import compile_kernels, emulated
+from tests.faults import InjectedFaults
 from tests.reference import relative_error
 
 BF16 = torch.bfloat16
@@ -110,7 +110,7 @@ def test_a_round_that_is_left_in_the_middle_leaves_a_heap_that_says_so(
 
     with emulated(kernels):
         with monkeypatch.context() as patch:
-            patch.setattr(comet, where, fail)
+            patch.setattr(launches, where, fail)
             with pytest.raises(torch.OutOfMemoryError):
                 layer(torch.ones(3, 72, dtype=BF16)).float().sum().backward()
         with pytest.raises(
@@ -138,7 +138,8 @@ def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num
     with emulated(kernels, virtual_ranks=num_ranks, division=Division(1, 256)):
         world = VirtualRanks(
             num_ranks, experts, rows=tokens * top_k, home_rows=tokens * top_k, d_model=d_model, dtype=BF16,
-            device=torch.device("cpu"), division=Division(1, 256), mischief=Mischief(nap_seed=5),
+            device=torch.device("cpu"), division=Division(1, 256),
+            make_launcher=InjectedFaults(nap_seed=5).launcher,
         )  # fmt: skip
         for turn in range(2):
             given = Parameters.random(

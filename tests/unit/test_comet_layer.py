@@ -21,9 +21,10 @@ from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import Steps
 from pmoe.planner.division_table import LayerSeconds
-from pmoe.runners import fused as comet
+from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
-from pmoe.runners.fused import Request, unit_index
+from pmoe.runners.fused_forward import unit_index
+from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps
 from tests.reference import Definition, relative_error
 
@@ -354,14 +355,14 @@ def test_on_one_rank_it_wins_over_the_kernels_of_one_rank_unless_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone_calls: list[str] = []
-    run = alone.run
+    forward = alone.OneRankRunner.forward
 
-    def counted(*args: Any) -> alone.Result:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         alone_calls.append("alone")
-        return run(*args)
+        return forward(*args, **kwargs)
 
     monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    monkeypatch.setattr(alone, "run", counted)
+    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
     layer = make()
     with fused() as calls:
         layer(tokens(T))
@@ -376,7 +377,7 @@ def test_worth_is_what_was_measured_of_such_a_layer(monkeypatch: pytest.MonkeyPa
         activation="swiglu", experts=4, top_k=2, max_tokens=100, most_rows=400, needs_grad=True,
     )  # fmt: skip
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(comet, "fused_layer_sizes", lambda device, **sizes: asked.append(sizes))
+    monkeypatch.setattr(comet, "layer_sizes", lambda device, **sizes: asked.append(sizes))
     times = LayerSeconds(fused_forward=2.0, fused_step=3.0, chunked_forward=1.0, chunked_step=4.0)
     for found, in_training, in_inference in ((None, False, False), (times, True, False)):
         monkeypatch.setattr(comet, "agreed_layer", lambda *_, found=found: found)

@@ -26,7 +26,7 @@ from pmoe import cli
 from pmoe.measure.profile_file import save_profile
 from pmoe.papers import comet_figures
 from pmoe.schedule.restore import STRATEGIES
-from tests.browser import browser
+from tests.browser import Page
 from tests.snippets import PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
 
 DOCS = ROOT / "docs"
@@ -58,17 +58,19 @@ def test_a_snippet_runs_as_it_stands(block: Block, tmp_path: Path, monkeypatch: 
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    (found,) = (each for each in cli.build_parser()._actions if isinstance(each, argparse._SubParsersAction))
     choices: dict[str, argparse.ArgumentParser] = found.choices
     return choices
 
 
 def check_pmoe(words: tuple[str, ...], whole: bool) -> None:
     if whole:
-        cli._parser().parse_args(words)
+        cli.build_parser().parse_args(words)
         return
     name, *rest = words
-    known = subcommands()[name].format_help() if not name.startswith("-") else cli._parser().format_help()
+    known = (
+        subcommands()[name].format_help() if not name.startswith("-") else cli.build_parser().format_help()
+    )
     for flag in (word for word in rest if word.startswith("--")):
         assert re.search(rf"{flag}\b", known), flag
 
@@ -372,7 +374,7 @@ class Found(HTMLParser):
 
 
 @pytest.mark.timeout(400)  # Sphinx and its imports take ten seconds of a processor that is free
-def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser: Page) -> None:
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees")]
     built = subprocess.run(
@@ -401,20 +403,19 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     assert any(link == "plan.html" for link in pages[site / "how_it_works.html"].links)
     for name in pictures.NAMES:
         assert (site / "_images" / name).stat().st_size > 10_000, name
-    check_looks(site.glob("*.html"))
+    check_looks(browser, site.glob("*.html"))
 
 
-def check_looks(names: Iterator[Path]) -> None:
+def check_looks(browser: Page, names: Iterator[Path]) -> None:
     """On a phone and on a desktop no page is wider than its window, and everything loads."""
-    pages = sorted(names)
-    for width, is_phone in ((390, True), (1280, False)):
-        with browser(width, 900, is_phone=is_phone) as window:
-            for path in pages:
-                window.open(path)
-                found = window.run(LOOKS)
-                assert found["width"] <= width, f"{path.name} is {found['width']} wide in {width}"
-                assert found["missing"] == [], path.name
-                assert window.messages() == [], path.name
+    for path in sorted(names):
+        browser.open(path)
+        for width, is_phone in ((390, True), (1280, False)):
+            browser.resize(width, 900, is_phone=is_phone)
+            found = browser.run(LOOKS)
+            assert found["width"] <= width, f"{path.name} is {found['width']} wide in {width}"
+            assert found["missing"] == [], path.name
+            assert browser.messages() == [], path.name
 
 
 LOOKS = """

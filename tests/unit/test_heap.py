@@ -16,23 +16,26 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.comm import heap as module
 from pmoe.comm.heap import (
     FLAG_BYTES,
-    MOST_EPOCHS,
     WAIT_SECONDS,
+    WAITS,
     Awaited,
     Heap,
     HeapError,
     HeapShape,
     close_heaps,
+    device_memory,
     heap_for,
     nvshmem_heap,
     process_heap,
     virtual_heaps,
     wait_seconds,
 )
-from pmoe.comm.heap_memory import tensor_at
+from pmoe.comm.heap.device_memory import tensor_at
+from pmoe.comm.heap.rank_heap import MOST_EPOCHS, open_heaps
+from pmoe.comm.heap.shape import _places
+from pmoe.comm.heap.shared import _without_group
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from tests.heaps import CPU, FileMemory, use_layout
@@ -55,7 +58,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(WAIT_SECONDS, raising=False)
     use_layout(monkeypatch)
     yield
-    module._alone.clear()
+    _without_group.clear()
 
 
 def report(heap: Heap, wait: int, peer: int, expert: int, part: int, epoch: int) -> None:
@@ -118,7 +121,7 @@ def test_more_than_the_kernels_know_is_refused_with_the_limit() -> None:
 def test_without_the_extension_the_sentence_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(extension, "_load", lambda: (None, "pmoe._cuda is not built; do this"))
-    module._places.cache_clear()
+    _places.cache_clear()
     told = r"a symmetric heap needs pmoe\._cuda: pmoe\._cuda is not built; do this"
     with pytest.raises(RuntimeError, match=told):
         _ = SHAPE.places
@@ -240,7 +243,7 @@ def test_reports_are_read_as_the_kernels_write_them() -> None:
     fields = re.search(r"struct Report \{(.*?)\n\};", text, re.DOTALL)
     assert waits is not None and fields is not None
     assert re.findall(r"\w+", waits[1]) == ["kNone", "kGrant", "kArrival", "kDone", "kReturn"]
-    assert module.WAITS == ("nothing", "grant", "arrival", "tiles", "returned")
+    assert WAITS == ("nothing", "grant", "arrival", "tiles", "returned")
     code = re.sub(r"//.*", "", fields[1])
     declared = [name for line in re.findall(r"u?int32_t ([^;]*);", code) for name in line.split(", ")]
     assert declared == ["wait", "peer", "expert", "part", "epoch", "rank"]
@@ -309,7 +312,7 @@ def test_a_lost_device_means_that_the_process_must_end(monkeypatch: pytest.Monke
     def lost(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(module, "_synchronize", lost)
+    monkeypatch.setattr(device_memory, "synchronize", lost)
     with pytest.raises(HeapError, match=r"cpu failed in round 0 .* it must end \(CUDA error: an illegal"):
         heap.check()
     with pytest.raises(HeapError, match=r"is on a device that is lost; this process must end"):
@@ -335,10 +338,10 @@ def test_rounds_begin_again_after_the_last_number() -> None:
 def test_a_closed_heap_is_closed_once_and_refuses_use() -> None:
     memory = FileMemory()
     (heap,) = virtual_heaps(ALONE, CPU, memory=memory)
-    assert heap in module._open  # its report may be written, even if nobody holds it
+    assert heap in open_heaps  # its report may be written, even if nobody holds it
     heap.close()
     heap.close()
-    assert heap not in module._open
+    assert heap not in open_heaps
     assert memory.log == ["allocate", "free"]
     for use in (heap.next_epoch, heap.check, lambda: heap.rows(1)):
         with pytest.raises(HeapError, match="this heap of rank 0 is closed; a new heap must be made"):
@@ -355,7 +358,8 @@ def test_what_fails_while_closing_is_a_warning() -> None:
 def test_a_process_may_end_with_open_heaps() -> None:
     program = (
         "import pytest, torch\n"
-        "from pmoe.comm.heap import HeapShape, Ranks, heap_for, process_heap, virtual_heaps\n"
+        "from pmoe.comm.heap import HeapShape, heap_for, process_heap, virtual_heaps\n"
+        "from pmoe.comm.ranks import Ranks\n"
         "from tests.heaps import CPU, FileMemory, use_layout\n"
         "use_layout(pytest.MonkeyPatch())\n"
         "memory = FileMemory()\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,9 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels import permute as module
-from pmoe.kernels.permute import permute, refusal, unpermute
+from pmoe.kernels.permute import launch, operators, permute, refusal, unpermute
+from pmoe.kernels.permute.checks import check_rows_memory
+from pmoe.warn import GIVEN
 from tests.cuda import disassembly
 from tests.cuda.compiled import compile_and_run
 from tests.unit.test_imports import newly_imported
@@ -303,25 +304,40 @@ X, WEIGHT, POSITION = (
 )
 
 BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "tokens": (lambda: permute(X[:2], POSITION, 6), "x has 2 rows, and there must be 3"),
-    "x of 1 dimension": (lambda: permute(X[0], POSITION, 6), r"x must be .*\(8,\)"),
-    "integer rows": (lambda: permute(X.int(), POSITION, 6), "x must be .*int32"),
+    "tokens": (lambda: permute(X[:2], POSITION, 6), r"x of shape \(2, 8\) must have the shape \(3, M\)"),
+    "x of 1 dimension": (lambda: permute(X[0], POSITION, 6), r"x of shape \(8,\) must .* \(3, M\)"),
+    "integer rows": (
+        lambda: permute(X.int(), POSITION, 6),
+        "x of dtype torch.int32 must be of a floating-point type",
+    ),
     "num_rows": (lambda: permute(X, POSITION, -4), r"num_rows \(-4\)"),
-    "position's shape": (lambda: permute(X, POSITION[0], 6), r"\(T, K\), not \(2,\)"),
-    "position's dtype": (lambda: permute(X, POSITION.float(), 6), "int32, not torch.float32"),
-    "weight's shape": (lambda: permute(X, POSITION, 6, WEIGHT[:, :1]), r"weight \(3, 1\) .*\(3, 2\)"),
-    "weight's dtype": (lambda: permute(X, POSITION, 6, WEIGHT.half()), "float32, not torch.float16"),
-    "wider weight": (lambda: permute(X, POSITION, 6, WEIGHT.double()), "float32, not torch.float64"),
-    "rows of 1 dimension": (lambda: unpermute(X[0], POSITION), r"rows must be .*\(8,\)"),
-    "device of x": (lambda: permute(X.to("meta"), POSITION, 6), "x is on meta and position on cpu"),
-    "device of weight": (lambda: unpermute(X, POSITION, WEIGHT.to("meta")), "weight is on meta and .* cpu"),
+    "position's shape": (
+        lambda: permute(X, POSITION[0], 6),
+        r"position of shape \(2,\) must have the shape \(T, K\)",
+    ),
+    "position's dtype": (
+        lambda: permute(X, POSITION.float(), 6),
+        "position of dtype torch.float32 must be torch.int32",
+    ),
+    "weight's shape": (
+        lambda: permute(X, POSITION, 6, WEIGHT[:, :1]),
+        r"weight of shape \(3, 1\) .*\(3, 2\)",
+    ),
+    "weight's dtype": (lambda: permute(X, POSITION, 6, WEIGHT.half()), "torch.float16 must be torch.float32"),
+    "wider weight": (lambda: permute(X, POSITION, 6, WEIGHT.double()), "torch.float64 must be torch.float32"),
+    "rows of 1 dimension": (
+        lambda: unpermute(X[0], POSITION),
+        r"rows of shape \(8,\) must have the shape \(rows, M\)",
+    ),
+    "device of x": (lambda: permute(X.to("meta"), POSITION, 6), "x on meta must be on cpu"),
+    "device of weight": (lambda: unpermute(X, POSITION, WEIGHT.to("meta")), "weight on meta must be on cpu"),
     "columns": (
         lambda: torch.ops.pmoe.permute_backward(X[:, :7], X, POSITION, WEIGHT),
-        "8 columns.* 7 columns",
+        r"x of shape \(3, 8\) must have the shape \(3, 7\)",
     ),
     "dtypes": (
         lambda: torch.ops.pmoe.unpermute_backward(X.half(), X, POSITION, WEIGHT),
-        r"float16, .*\(torch.float32",
+        "d_y of dtype torch.float16 must be torch.float32",
     ),
 }
 
@@ -337,13 +353,13 @@ WIDE = draw(4, 32, dtype=torch.float32)
 BAD_MEMORY: dict[str, tuple[Tensor, str]] = {
     "row bytes": (WIDE[:, :6].contiguous(), r"a row's bytes \(6 x 4 = 24\)"),
     "row bytes of halves": (WIDE[:, :12].half(), r"\(12 x 2 = 24\)"),
-    "column stride": (WIDE.t()[:8], r"column stride \(32\)"),
-    "row stride": (WIDE.view(-1).as_strided((4, 8), (18, 1)), r"row stride \(18 x 4 bytes\)"),
+    "column stride": (WIDE.t()[:8], r"strides \(1, 32\) .* a column stride of 1"),
+    "row stride": (WIDE.view(-1).as_strided((4, 8), (18, 1)), r"strides \(18, 1\) of 4 bytes"),
     "rows that overlap": (
         WIDE.view(-1).as_strided((4, 8), (4, 1)),
-        r"row stride \(4 x 4 bytes\).* 8 columns",
+        r"shape \(4, 8\) and strides \(4, 1\) of 4 bytes .* apart by at least their columns",
     ),
-    "one row for all": (WIDE[:1, :8].expand(4, 8), r"row stride \(0 x 4 bytes\)"),
+    "one row for all": (WIDE[:1, :8].expand(4, 8), r"strides \(0, 1\) of 4 bytes"),
     "address": (WIDE.view(-1)[1:113].view(-1, 16)[:, :8], "address"),
 }
 
@@ -354,16 +370,24 @@ def test_rows_that_the_kernels_cannot_read_are_refused_with_the_numbers(rows: Te
     position, _ = draw_positions(rows.shape[0], 2)
     fine = torch.empty(2 * rows.shape[0], rows.shape[1], dtype=rows.dtype)
     with pytest.raises(ValueError, match=message):
-        module._launch_permute(rows, position, None, fine)
+        module.launch_permute(rows, position, None, fine)
     with pytest.raises(ValueError, match=message):
-        module._launch_unpermute(fine, position, None, rows)
+        module.launch_unpermute(fine, position, None, rows)
 
 
 BAD_SLOTS: dict[str, tuple[Tensor, Tensor, str]] = {
-    "int64": (POSITION.long(), WEIGHT, "position must be int32 on CUDA, not torch.int64"),
-    "position's strides": (POSITION.t().contiguous().t(), WEIGHT, r"position .*contiguous.* \(1, 3\)"),
-    "weight's strides": (POSITION, WEIGHT.t().contiguous().t(), r"weight .*contiguous.* \(1, 3\)"),
-    "weight's dtype": (POSITION, WEIGHT.double(), "weight must be float32 on CUDA, not torch.float64"),
+    "int64": (POSITION.long(), WEIGHT, "position of dtype torch.int64 must be torch.int32"),
+    "position's strides": (
+        POSITION.t().contiguous().t(),
+        WEIGHT,
+        r"position of .* strides \(1, 3\) must be contiguous",
+    ),
+    "weight's strides": (
+        POSITION,
+        WEIGHT.t().contiguous().t(),
+        r"weight of .* strides \(1, 3\) must be contiguous",
+    ),
+    "weight's dtype": (POSITION, WEIGHT.double(), "weight of dtype torch.float64 must be torch.float32"),
 }
 
 
@@ -372,27 +396,27 @@ def test_slots_that_the_kernels_cannot_read_are_refused(
     position: Tensor, weight: Tensor, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        module._launch_permute(X, position, weight, torch.empty(6, 8))
+        module.launch_permute(X, position, weight, torch.empty(6, 8))
 
 
 def test_memory_of_another_shape_is_never_written() -> None:
     rows, d_weight = torch.empty(6, 8), torch.empty(3, 2)
     for out, message in (
-        (torch.empty(2, 8), r"y \(2, 8\) must have the shape \(3, 8\)"),
-        (torch.empty(3, 4), r"y \(3, 4\) must have the shape \(3, 8\)"),
+        (torch.empty(2, 8), r"y of shape \(2, 8\) must have the shape \(3, 8\)"),
+        (torch.empty(3, 4), r"y of shape \(3, 4\) must have the shape \(3, 8\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            module._launch_unpermute(rows, POSITION, None, out)
-    with pytest.raises(ValueError, match=r"d_rows \(5, 8\) must have the shape \(6, 8\)"):
-        module._launch_unpermute_backward(X, rows, POSITION, WEIGHT, rows[:5], d_weight)
-    with pytest.raises(ValueError, match=r"\(2, 2\) must be shaped as position, \(3, 2\)"):
-        module._launch_unpermute_backward(X, rows, POSITION, WEIGHT, rows, d_weight[:2])
+            module.launch_unpermute(rows, POSITION, None, out)
+    with pytest.raises(ValueError, match=r"d_rows of shape \(5, 8\) must have the shape \(6, 8\)"):
+        module.launch_unpermute_backward(X, rows, POSITION, WEIGHT, rows[:5], d_weight)
+    with pytest.raises(ValueError, match=r"d_weight of shape \(2, 2\) must have the shape \(3, 2\)"):
+        module.launch_unpermute_backward(X, rows, POSITION, WEIGHT, rows, d_weight[:2])
 
 
 def test_the_stride_of_a_lone_row_and_of_a_lone_column_says_nothing() -> None:
-    module._check_rows_memory("x", WIDE.view(-1).as_strided((1, 8), (3, 1)))
+    check_rows_memory(x=WIDE.view(-1).as_strided((1, 8), (3, 1)))
     with pytest.raises(ValueError, match=r"\(1 x 4 = 4\)"):
-        module._check_rows_memory("x", WIDE[:, :1])
+        check_rows_memory(x=WIDE[:, :1])
 
 
 def test_why_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +425,7 @@ def test_why_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch.float64" in str(refusal(cuda, torch.float64, 2))
     assert "top_k (257)" in str(refusal(cuda, torch.float32, 257))
     monkeypatch.setattr(extension, "load", lambda: object())
-    loaded = extension.Kernel(
+    loaded = extension.LoadedKernel(
         name="permute",
         runs="sm_80",
         refusal=None,
@@ -416,25 +440,25 @@ def test_why_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels, why in (((loaded,), None), ((), "no kernel image is available")):
         device = extension.Device(index=0, name="a GPU", capability=(8, 0), kernels=kernels, reason=why)
         monkeypatch.setattr(extension, "on_device", lambda index, found=device: found)
-        module._missing.cache_clear()
+        launch._why_missing.cache_clear()
         reason = refusal(cuda, torch.bfloat16, 8)
         assert reason == (None if why is None else f"device 0: {why}")
     monkeypatch.setattr(extension, "load", lambda: None)
-    module._missing.cache_clear()
-    assert refusal(cuda, torch.bfloat16, 8) == extension.status().reason
-    module._missing.cache_clear()
+    launch._why_missing.cache_clear()
+    assert refusal(cuda, torch.bfloat16, 8) == extension.why_missing()
+    launch._why_missing.cache_clear()
 
 
 def test_a_refusal_is_told_once_and_bad_memory_is_refused_all_the_same() -> None:
-    module._say_plain.cache_clear()
+    GIVEN.clear()
     with pytest.warns(UserWarning, match="permute runs as PyTorch operations: device cpu"):
-        assert not module._runs_kernel("permute", POSITION, None, x=X)
+        assert not operators._runs_kernel("permute", POSITION, None, x=X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not module._runs_kernel("permute", POSITION, None, x=X)
+        assert not operators._runs_kernel("permute", POSITION, None, x=X)
         with pytest.raises(ValueError, match="24"):
-            module._runs_kernel("permute", POSITION, None, x=X[:, :6].contiguous())
-    module._say_plain.cache_clear()
+            operators._runs_kernel("permute", POSITION, None, x=X[:, :6].contiguous())
+    GIVEN.clear()
 
 
 def test_an_expanded_gradient_becomes_readable() -> None:
@@ -449,17 +473,17 @@ def test_an_expanded_gradient_becomes_readable() -> None:
         (WIDE.t(), False),
         (WIDE[:, 1:9], False),
     ):
-        readable = module._readable(grad.as_subclass(OnCuda))
+        readable = operators._readable(grad.as_subclass(OnCuda))
         assert (readable.data_ptr() == grad.data_ptr()) is fine
         assert torch.equal(readable.as_subclass(Tensor), grad)
-        module._check_rows_memory("grad", readable)
+        check_rows_memory(grad=readable)
 
 
 # ---- the CUDA source
 
 
-def test_the_kernels_source_on_the_cpu(tmp_path: Path) -> None:
-    print(compile_and_run("permute_test.cpp", tmp_path))
+def test_the_kernels_source_on_the_cpu() -> None:
+    print(compile_and_run("permute_test.cpp"))
 
 
 def kernels() -> list[str]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-import pmoe.layer.forward as layers
+import pmoe.layer.call as layers
 from pmoe.engine.callbacks import Callback
-from pmoe.engine.padded import Splits, make_padding
+from pmoe.engine.padding import Splits, make_padding
 from pmoe.engine.run import recording
 from pmoe.ordering.capacity import within_capacity
 from pmoe.runners import one_rank as alone
@@ -271,7 +271,7 @@ def test_copies_have_agreed_on_nothing() -> None:
     layer = padded()
     layer(tokens())
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert layer._agreed and not other._agreed
+        assert layer.known.padded_kinds and not other.known.padded_kinds
         assert torch.equal(other(tokens()), layer(tokens()))
     assert "pad_to_capacity=True" in repr(layer) and "pad_to_capacity" not in repr(make())
 
@@ -283,15 +283,18 @@ def test_copies_have_agreed_on_nothing() -> None:
     "options, match",
     [
         ({"capacity_factor": None}, "capacity_factor is None, which sets no capacity"),
-        ({"gate": "expert_choice", "capacity_factor": 1.0}, r"the gate \(ExpertChoiceGate\) decides itself"),
+        (
+            {"gate": "expert_choice", "capacity_factor": 1.0},
+            "ExpertChoiceGate.* mixes tokens or picks them",
+        ),
         ({"gate": "batch_prioritised"}, r"the gate \(BatchPrioritisedGate\) decides itself"),
-        ({"gate": "soft", "capacity_factor": None}, r"the gate \(SoftGate\) decides itself"),
+        ({"gate": "soft", "capacity_factor": None}, "capacity_factor is None, which sets no capacity"),
         ({"gate": nn.Linear(M, E)}, r"gate \(Linear\) is a module of one's own"),
         ({"check_finite": True}, r"check_finite=True"),
         ({"send_once": True}, r"send_once=True"),
         ({"dispatch": "hierarchical_1d", "nodes": 1}, "do not travel by flat all-to-alls"),
         ({"callbacks": [Callback()]}, "there are callbacks"),
-        ({"shared_expert": 8}, "there is a shared_expert"),
+        ({"shared_expert": 8}, "there is a shared expert"),
         ({"fused": True}, r"kernels are fused \(fused=True\)"),
         ({"fused": "auto"}, r"kernels are fused \(fused='auto'\)"),
     ],
@@ -330,7 +333,7 @@ def test_rows_stand_by_bin_and_expert() -> None:
     assert splits.rows_a_bin == 3 and splits.num_rows == 12
     found = splits.expert_of_rows(torch.device("cpu"))
     assert found.flatten().tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
-    assert splits.shared(2, torch.device("cpu"), max_tokens=6, needs_grad=False).recv.tolist() == [
+    assert splits.counts(2, torch.device("cpu"), max_tokens=6, needs_grad=False).recv.tolist() == [
         [[3], [3]],
         [[3], [3]],
     ]
@@ -392,10 +395,10 @@ def alone_on_cpu(patch: pytest.MonkeyPatch) -> None:
     [
         ({}, "13 tokens on cpu"),
         ({"pipeline": 2}, r"pipeline \(2\)"),
-        ({"memory_reuse": "S4"}, r"memory_reuse \(.*communicate.*\)"),
+        ({"memory_reuse": "S4"}, r"ring slots \(memory_reuse=communicate/recompute\)"),
         ({"capacity_factor": 1.0}, "rows are dropped over a capacity"),
         ({"gate": "sigmoid"}, "the gate is a SigmoidGate"),
-        ({"bypass_local": False}, "rows are sent to this rank itself"),
+        ({"bypass_local": False}, "rows are sent to their own rank"),
     ],
     ids=named,
 )
@@ -426,7 +429,7 @@ def test_counts_on_the_device_are_read_anew_each_time(monkeypatch: pytest.Monkey
     for each in (unpadded, layer):
         each(tokens())
         before = each.tokens_per_expert
-        counts = each._counted.kept_E if each is layer else each._counted.counts_E
+        counts = each.last.counts.kept_device_E if each is layer else each.last.counts.device_E
         counts += 1
         assert torch.equal(each.tokens_per_expert, before + 1)
 
@@ -438,7 +441,7 @@ def test_padded_calls_can_be_captured_if_one_like_them_came_before(capturing: An
         assert torch.equal(layer(tokens()), expected)
     with capturing(layer.gate):
         for refused in (lambda: layer(tokens(12)), lambda: torch.no_grad()(layer)(tokens())):
-            with pytest.raises(RuntimeError, match=r"no call like it \(Call\(num_tokens=1.*made before"):
+            with pytest.raises(RuntimeError, match=r"no call of its kind \(.*num_tokens=1.*made before"):
                 refused()
         with pytest.raises(ValueError, match="must end in d_model"):
             layer(torch.zeros(3, M + 1))

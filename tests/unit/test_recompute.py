@@ -26,8 +26,8 @@ import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.engine import recompute
 from pmoe.gates import GATES
-from pmoe.layer import run as layer_run
-from pmoe.runners import fused as comet
+from pmoe.layer import choose as layer_choose
+from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
@@ -237,13 +237,18 @@ def test_callbacks_see_both_passes() -> None:
 
 def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    run, route = alone.run, alone.route_tokens
-    monkeypatch.setattr(alone, "run", lambda *args: (calls.append("run"), run(*args))[1])
+    run, route = alone.OneRankRunner.forward, alone.route_tokens
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append("run")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(alone.OneRankRunner, "forward", counted)
     monkeypatch.setattr(alone, "route_tokens", lambda *args: (calls.append("route"), route(*args))[1])
     monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
     block = Block(build())
     expected = step(block, block)
-    assert calls == ["run", "route"] * 2
+    assert calls == ["route", "run"] * 2
     torch.manual_seed(5)
     x = tokens().requires_grad_()
     y, l_aux = frozen(block)(x)
@@ -695,7 +700,7 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
         if len(measured) < 3:
             measured.append(torch.ones(3, 2) @ torch.ones(2, 4))
 
-    monkeypatch.setattr(layer_run, "settle_products", measure)
+    monkeypatch.setattr(layer_choose, "settle_products", measure)
     if name == "alone":
         monkeypatch.setattr(alone, "kernel_refusal", measure)
     block = Block(build(**OPTIONS.get(name, {})))

@@ -1,0 +1,356 @@
+"""What does a call cost the host, whatever its tensors? On a GPU this is the time to launch it.
+
+    python bench/bench_overhead.py [--against /path/to/another/clone] [--rounds 12] [--calls 40]
+
+One rank of gloo, one thread, 64 tokens, d_model 16, d_hidden 32, one expert, top-1; every row is sent to the
+rank itself. Three clocks: CPU seconds of the calling thread, CPU seconds of the process (gloo's threads among
+them), and seconds that passed. Times are medians over the rounds of a round's median call.
+
+With ``--against`` two versions run in alternating rounds, each in a process of its own. A ratio is the median
+over the rounds of this version over the other.
+
+Operations are those that torch dispatches; views are those of them that only return a part of their argument.
+An operation belongs to the innermost file of pmoe on the stack, or to autograd where there is none. A file's
+milliseconds are its share of a call under ``sys.setprofile``, times the thread's CPU time of a call without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HERE = Path(__file__).resolve().parent.parent
+TOKENS, D_MODEL, D_HIDDEN = 64, 16, 32
+CASES: dict[str, dict[str, Any]] = {
+    "n=4, S4": {"pipeline": 4, "memory_reuse": "S4"},
+    "n=1": {"pipeline": 1},
+}
+PASSES = ("forward", "backward")
+COUNTS = ("tasks", "operations", "views")
+WARMUP = 20
+ANSWER = "answer: "
+MOST_FILES = 14
+
+CLOCKS: dict[str, Callable[[], float]] = {
+    "thread": time.thread_time,
+    "process": time.process_time,
+    "wall": time.perf_counter,
+}
+
+
+# ---- in the process of one version
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations by file, and the views among them."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__()
+        self.package = package
+        self.by_file: collections.Counter[str] = collections.Counter()
+        self.views = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.by_file[owner_of(sys._getframe(1), self.package) or "autograd"] += 1
+        returned = [each.alias_info for each in func._schema.returns]
+        self.views += any(alias is not None and not alias.is_write for alias in returned)
+        return func(*args, **(kwargs or {}))
+
+
+def owner_of(frame: FrameType | None, package: str) -> str | None:
+    """The innermost file of the package on the stack, its path inside of it."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(package):
+            return name[len(package) :]
+        frame = frame.f_back
+    return None
+
+
+class Clocked:
+    """Seconds by the innermost file of the package that runs, while it is ``sys.setprofile``'s function."""
+
+    def __init__(self, package: str) -> None:
+        self.package, self.seconds = package, collections.Counter[str]()
+        self._owners, self._since = ["autograd"], time.thread_time()
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event not in ("call", "return"):
+            return
+        now = time.thread_time()
+        self.seconds[self._owners[-1]] += now - self._since
+        if event == "call":
+            name = frame.f_code.co_filename
+            ours = name.startswith(self.package)
+            self._owners.append(name[len(self.package) :] if ours else self._owners[-1])
+        elif len(self._owners) > 1:
+            self._owners.pop()
+        self._since = time.thread_time()
+
+
+class Subject:
+    """The layers of one version of pmoe."""
+
+    def __init__(self, root: str) -> None:
+        sys.path.insert(0, root)
+        import pmoe
+
+        self.pmoe, self.package = pmoe, str(Path(pmoe.__file__).parent) + "/"
+        torch.set_num_threads(1)
+        store = Path(tempfile.mkdtemp(prefix="pmoe-overhead-")) / "store"
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        torch.manual_seed(0)
+        self.layers = {name: all_travel(pmoe, options) for name, options in CASES.items()}
+        self.x = torch.randn(TOKENS, D_MODEL).requires_grad_()
+        self.dy = torch.randn(TOKENS, D_MODEL)
+
+    def facts(self) -> dict[str, Any]:
+        """Of each case: tasks, operations, views and operations by file, in each pass."""
+        return {name: self._facts(name) for name in CASES}
+
+    def _facts(self, case: str) -> dict[str, Any]:
+        self._step(case)
+        with self.pmoe.recording() as journal:
+            self._step(case)
+        if not any(span.name == "S0" for span in journal.spans):
+            sys.exit(f"bench_overhead: {case} sends no rows, see all_travel in {__file__}")
+        tasks = collections.Counter(span.direction for span in journal.spans)
+        found: dict[str, Any] = {}
+
+        @contextmanager
+        def counted(name: str) -> Iterator[None]:
+            with Counting(self.package) as counting:
+                yield
+            found[name] = {
+                "tasks": tasks[name],
+                "operations": sum(counting.by_file.values()),
+                "views": counting.views,
+                "operations by file": dict(counting.by_file.most_common()),
+            }
+
+        self._step(case, counted)
+        return found
+
+    def times(self, calls: int) -> dict[str, Any]:
+        """Of each case and pass, by clock, the median seconds of so many calls."""
+        samples: dict[str, Any] = {
+            case: {name: {clock: [] for clock in CLOCKS} for name in PASSES} for case in CASES
+        }
+        for _ in range(calls):
+            for case in CASES:
+                self._step(case, lambda name, of=samples[case]: timed(of[name]))
+        return {
+            case: {
+                name: {clock: median(each) for clock, each in clocks.items()} for name, clocks in of.items()
+            }
+            for case, of in samples.items()
+        }
+
+    def shares(self, calls: int) -> dict[str, Any]:
+        """Of each case and pass, by file, its share of the time."""
+        found: dict[str, Any] = {}
+        for case in CASES:
+            clocked = {name: Clocked(self.package) for name in PASSES}
+
+            @contextmanager
+            def profiled(name: str, of: dict[str, Clocked] = clocked) -> Iterator[None]:
+                of[name]._since = time.thread_time()
+                sys.setprofile(of[name])
+                yield
+                sys.setprofile(None)
+
+            for _ in range(calls):
+                self._step(case, profiled)
+            found[case] = {name: each.seconds for name, each in clocked.items()}
+            for seconds in found[case].values():
+                total = sum(seconds.values())
+                for file in seconds:
+                    seconds[file] /= total
+        return found
+
+    def _step(self, case: str, around: Callable[[str], Any] | None = None) -> None:
+        layer = self.layers[case]
+        layer.zero_grad(set_to_none=True)
+        self.x.grad = None
+        y = _in(around, "forward", lambda: layer(self.x))
+        _in(around, "backward", lambda: y.backward(self.dy))
+
+
+def _in(around: Callable[[str], Any] | None, name: str, function: Callable[[], Tensor]) -> Tensor:
+    if around is None:
+        return function()
+    with around(name):
+        return function()
+
+
+@contextmanager
+def timed(samples: dict[str, list[float]]) -> Iterator[None]:
+    begin = {clock: now() for clock, now in CLOCKS.items()}
+    yield
+    for clock, now in CLOCKS.items():
+        samples[clock].append(now() - begin[clock])
+
+
+def all_travel(pmoe: Any, options: dict[str, Any]) -> Any:
+    """A layer whose rows all travel, by the constructor of older versions or the switch of newer ones."""
+    sizes = (D_MODEL, D_HIDDEN, 1, 1)
+    try:
+        return pmoe.MoELayer(*sizes, bypass_local=False, **options)
+    except TypeError:
+        layer = pmoe.MoELayer(*sizes, **options)
+        layer.bypass_local = False
+        return layer
+
+
+def serve(root: str) -> None:
+    """Answers each line of the input, [what, arguments], by one line."""
+    subject = Subject(root)
+    subject.times(WARMUP)
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        print(ANSWER + json.dumps(getattr(subject, what)(*arguments)), flush=True)
+
+
+# ---- in the process that compares
+
+
+class Version:
+    """A version of pmoe in a process of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([what, arguments]) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        sys.exit(f"bench_overhead: the process of a version ended with {self.process.wait()}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
+    """Of each version: facts, shares, and times by round; versions take turns in who begins."""
+    versions = {name: Version(root) for name, root in roots.items()}
+    found: dict[str, Any] = {name: {"facts": each.ask("facts")} for name, each in versions.items()}
+    samples: dict[str, list[Any]] = {name: [] for name in versions}
+    names = list(versions)
+    for round_ in range(rounds):
+        for turn in range(len(names)):
+            name = names[(turn + round_) % len(names)]
+            samples[name].append(versions[name].ask("times", calls))
+    for name, each in versions.items():
+        found[name] |= {"times": samples[name], "shares": each.ask("shares", 2 * calls)}
+        each.close()
+    return found
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The table: of each case and pass a row for each version, and the ratios where there are two."""
+    rows = []
+    for case in CASES:
+        for name in PASSES:
+            place = {"layer": case, "pass": name}
+            rows += [{**place, "version": version, **_row(of, case, name)} for version, of in found.items()]
+            if len(found) == 2:
+                this, other = found.values()
+                rows.append({**place, "version": "this / other", **_ratios(this, other, case, name)})
+    return rows
+
+
+def _row(of: dict[str, Any], case: str, name: str) -> dict[str, Any]:
+    facts = of["facts"][case][name]
+    times = {f"{clock} ms": 1e3 * median(series(of, case, name, clock)) for clock in CLOCKS}
+    return {key: facts[key] for key in COUNTS} | times
+
+
+def _ratios(this: dict[str, Any], other: dict[str, Any], case: str, name: str) -> dict[str, Any]:
+    here, there = (each["facts"][case][name] for each in (this, other))
+    row = {key: here[key] / there[key] for key in COUNTS}
+    for clock in CLOCKS:
+        rounds = zip(series(this, case, name, clock), series(other, case, name, clock), strict=True)
+        row[f"{clock} ms"] = median(a / b for a, b in rounds)
+    return row
+
+
+def series(of: dict[str, Any], case: str, name: str, clock: str) -> list[float]:
+    """Seconds of each round."""
+    return [each[case][name][clock] for each in of["times"]]
+
+
+def by_file(of: dict[str, Any], case: str) -> list[dict[str, Any]]:
+    """Operations and milliseconds of each file, the slowest first."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name in PASSES:
+        shares, counts = of["shares"][case][name], of["facts"][case][name]["operations by file"]
+        whole = 1e3 * median(series(of, case, name, "thread"))
+        for file in {*shares, *counts}:
+            row = rows.setdefault(
+                file, {"file": file} | {f"{c} {p}": 0 for p in PASSES for c in ("ops", "ms")}
+            )
+            row |= {f"ops {name}": counts.get(file, 0), f"ms {name}": whole * shares.get(file, 0.0)}
+    return sorted(rows.values(), key=lambda row: -sum(row[f"ms {name}"] for name in PASSES))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", type=Path, help="another clone of pmoe, run in turn with this one")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--calls", type=int, default=40, help="of each layer in a round")
+    parser.add_argument("--out", type=Path, help="folder of the results; none by default")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    sys.path.insert(0, str(HERE))  # run from a clone without installing
+    from bench.timing import machine, table, write_json
+
+    roots = {"this": HERE} | ({"other": arguments.against.resolve()} if arguments.against else {})
+    found = measure(roots, arguments.rounds, arguments.calls)
+    rows = rows_of(found)
+    print(f"{machine()}\nmedians of {arguments.rounds} rounds of {arguments.calls} calls")
+    for name, root in roots.items():
+        print(f"{name}: {root}")
+    print(table(rows))
+    for name, of in found.items():
+        for case in CASES:
+            print(f"\n{case}, {name}: operations and thread time by file")
+            print(table(by_file(of, case)[:MOST_FILES]))
+    if arguments.out:
+        path = arguments.out / "overhead.json"
+        write_json(path, roots={name: str(root) for name, root in roots.items()}, rows=rows, found=found)
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The command ``pmoe``: what a layer's memory is, how it should run, and what a machine can do.
+
+    pmoe memory --theory --d-model 2048 --d-hidden 8192 --num-experts 64 --tokens 16384 --n 8
+    pmoe plan --d-model 1024 --d-hidden 4096 --num-experts 64 --tokens 8192 --ranks 8 --budget 2GiB
+    torchrun --nproc-per-node 8 -m pmoe profile
+    pmoe profile --kernels --d-model 4096 --d-hidden 14336 --num-experts 8 --top-k 2 --virtual-ranks 8
+    pmoe simulate fsmoe-table5 --contention 1.25
+    pmoe simulate comet --draw comet.png
+    pmoe kernels
+    pmoe report runs/lm
+
+Each subcommand parses, calls the library, and prints; with --json one object and nothing else. Bad arguments
+end with exit code 2 and one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from pmoe import __version__
+from pmoe.cli import kernels, memory, plan, profile, report, simulate
+from pmoe.cli.arguments import BadInputError
+from pmoe.cli.output import Output
+from pmoe.measure.profile_file import NoProfileError
+
+
+class Command(Protocol):
+    """What the module of a subcommand holds. run: what is printed, None on ranks that print nothing."""
+
+    ABOUT: str
+
+    def add_arguments(self, command: argparse.ArgumentParser) -> None: ...
+    def run(self, args: argparse.Namespace) -> Output | None: ...
+
+
+COMMANDS: Mapping[str, Command] = {
+    "memory": memory,
+    "plan": plan,
+    "profile": profile,
+    "simulate": simulate,
+    "kernels": kernels,
+    "report": report,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Raises SystemExit(2), after a message, for bad arguments."""
+    with _quiet_on_closed_pipe():
+        args = build_parser().parse_args(argv)
+        try:
+            output = args.run(args)
+            if output is not None:
+                print(json.dumps(dict(output.fields)) if args.json else "\n".join(output.lines))
+        except (BadInputError, NoProfileError, ValueError) as error:
+            args.parser.error(str(error))
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command, with one parser below it for each of COMMANDS."""
+    parser = argparse.ArgumentParser(
+        prog="pmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"pmoe {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar=" | ".join(COMMANDS))
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.ABOUT, description=module.ABOUT)
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.set_defaults(run=module.run, parser=command)
+    return parser
+
+
+@contextlib.contextmanager
+def _quiet_on_closed_pipe() -> Iterator[None]:
+    """Ends the command without a message where the reader of stdout closed the pipe (`pmoe ... | head`)."""
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:  # takes what Python flushes when it ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())

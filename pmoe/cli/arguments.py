@@ -1,0 +1,97 @@
+"""What the values of arguments must be, and how wrong ones are refused."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from pmoe.arguments import parse_bytes
+from pmoe.measure.identity import WIDTH
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+
+Number = TypeVar("Number", int, float)
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
+}
+
+
+class BadInputError(Exception):
+    """The command ends with this message, as argparse ends it for arguments that it refuses itself."""
+
+
+# ---- types, for argparse
+
+
+def at_least_1(kind: type[Number], name: str) -> Callable[[str], Number]:
+    """A type of finite numbers from 1 on; ``name`` stands in its message."""
+
+    def parsed(text: str) -> Number:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = kind()
+        if not 1 <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {name} of at least 1")
+        return number
+
+    return parsed
+
+
+whole_number = at_least_1(int, "whole number")
+slack = at_least_1(float, "number")
+
+
+def byte_count(text: str) -> int:
+    """Bytes, as in "2GiB" or "500 MB"."""
+    try:
+        return parse_bytes("value", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def restore_pair(text: str) -> Restore:
+    """A pair by the paper's name, "S1" to "S4", or by its own, such as "keep/recompute"."""
+    pairs = STRATEGIES | {str(pair): pair for pair in ALL_PAIRS}
+    if text not in pairs:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be one of {', '.join(STRATEGIES)}, or a pair: {', '.join(map(str, ALL_PAIRS))}"
+        )
+    return pairs[text]
+
+
+# ---- checks of what was parsed
+
+
+def parse_device(text: str, *, must_exist: bool) -> torch.device:
+    """Raises BadInputError unless it is a CPU or a CUDA device, with ``must_exist`` one that torch sees."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in WIDTH:
+        raise BadInputError(f"--device ({text!r}) must be {' or '.join(WIDTH)}")
+    if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadInputError(f"--device ({text!r}) must be here: torch sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def refuse_options(args: argparse.Namespace, names: Sequence[str], rule: str) -> None:
+    """Raises BadInputError for the first of these options that was passed."""
+    for name in names:
+        if getattr(args, name) not in (None, False):
+            raise BadInputError(f"--{name.replace('_', '-')} {rule}")
+
+
+@contextmanager
+def refused_as(rule: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raises BadInputError with the rule, and with the reason behind it, where the block raises an error."""
+    try:
+        yield
+    except errors as error:
+        raise BadInputError(f"{rule}: {getattr(error, 'strerror', None) or error}") from None

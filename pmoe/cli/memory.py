@@ -1,0 +1,153 @@
+"""`pmoe memory`: the bytes of a layer by the paper's equations, as predicted, and as measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from pmoe.cli.arguments import BadInputError, parse_device, restore_pair, whole_number
+from pmoe.cli.layer_sizes import add_layer_sizes, describe_layer, layer_arguments, layer_fields, layer_shape
+from pmoe.cli.output import Output, mib, pair_name
+from pmoe.engine.arena import pool
+from pmoe.layer import MoELayer
+from pmoe.measure.allocations import StepMemory, step_memory
+from pmoe.planner.candidates import bound
+from pmoe.planner.degree import check_backward
+from pmoe.planner.theory import theory
+from pmoe.schedule.restore import ALL_PAIRS, Restore
+from pmoe.text import table
+
+ABOUT = "bytes of a layer: by the paper's equations, predicted, measured"
+TOTALS = ("saved", "temporary", "gradients", "host", "peak", "promised")
+EQUATIONS = {
+    "model_states": ("Eq. 1", "4 (E M + 2 H M)"),
+    "activations": ("Eq. 2", "4 B M + B H"),
+    "buffers": ("Eq. 3", "B M + B H"),
+    "activations_pipelined": ("Eq. 4", "4 B M + B H"),
+    "buffers_pipelined": ("Eq. 4", "4 B M + B H"),
+    "saved": ("Eq. 5", "2 B (2 M (n - 2) / n + H (n - 1) / n)"),
+    "saving_ratio": ("Eq. 6", "saved / (model states + activations + buffers, pipelined)"),
+}
+"""Of MPipeMoE, by the names that `theory` gives them."""
+
+Numbers = Mapping[str, Any]
+"""The numbers of one pair, by their names in JSON."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_layer_sizes(command)
+    add, pairs = command.add_argument, "S1 to S4 or such as keep/recompute; default: all"
+    add("--n", type=whole_number, default=4, help="micro-batches (default 4)")
+    add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
+    add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
+    add("--theory", action="store_true", help="MPipeMoE's Eq. 1-6, in elements")
+    add("--measure", action="store_true", help="also run a forward and backward here, on one rank")
+    add("--device", default="cpu", help="cpu or cuda: whose buffers (default cpu)")
+
+
+def run(args: argparse.Namespace) -> Output:
+    if args.theory:
+        return _theory(args)
+    _check(args)
+    device = parse_device(args.device, must_exist=args.measure)
+    shape, backward = layer_shape(args, device.type), args.n_backward or args.n
+    rows = {}
+    for pair in ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,):
+        memory = bound(shape, args.tokens, args.n, backward, pair, args.slack)
+        measured = _measured(args, pair, device) if args.measure else {}
+        rows[pair] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory), **measured}
+    sizes = {**layer_fields(args), "n": args.n, "n_backward": backward, "device": device.type}
+    fields = {**sizes, "slack": args.slack, "pairs": list(rows.values())}
+    return Output(fields, _lines(args, rows, device))
+
+
+def _check(args: argparse.Namespace) -> None:
+    try:
+        check_backward(args.n, args.n_backward)
+    except ValueError:
+        raise BadInputError(
+            f"--n-backward ({args.n_backward}) must divide --n ({args.n}) or be a multiple of it"
+        ) from None
+    if args.measure and args.ranks > 1:
+        raise BadInputError(f"--ranks ({args.ranks}) must be 1 with --measure")
+
+
+# ---- measuring
+
+
+def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
+    """One step of a real layer, after one with few tokens; its inputs are there before and do not count."""
+    layer = MoELayer(
+        **layer_arguments(args),
+        pipeline=args.n,
+        pipeline_backward=None if args.n_backward == args.n else args.n_backward,
+        memory_reuse=pair,
+        slack=args.slack,
+        device=device,
+    )
+    host, dtype = pool(device).host, layer_arguments(args)["dtype"]
+    _step(layer, min(args.tokens, 64), device, dtype)
+    host.peak_bytes = before = host.bytes_in_use
+    found = _step(layer, args.tokens, device, dtype)
+    predicted = layer.predict_memory(args.tokens, layer.row_counts)
+    return {
+        "measured": {"peak": found.peak, "host": host.peak_bytes - before, "seconds": found.seconds},
+        "predicted": {"peak": predicted.peak, "host": predicted.host},
+    }
+
+
+def _step(layer: MoELayer, num_tokens: int, device: torch.device, dtype: torch.dtype) -> StepMemory:
+    x_TM = torch.randn(num_tokens, layer.d_model, device=device, dtype=dtype, requires_grad=True)
+    dy_TM = torch.randn_like(x_TM)
+    return step_memory(layer, lambda: (x_TM, dy_TM))
+
+
+# ---- text
+
+
+def _lines(args: argparse.Namespace, rows: Mapping[Restore, Numbers], device: torch.device) -> Iterator[str]:
+    differs = args.n_backward not in (None, args.n)
+    yield f"{describe_layer(args)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
+    yield "\npredicted MiB for any routing, beyond x, dy and the parameters"
+    yield _by_pair(rows, TOTALS, lambda row: [mib(row[name]) for name in TOTALS])
+    yield "\nMiB by tensor"
+    names = list(dict.fromkeys(name for row in rows.values() for name in row["tensors"]))
+    yield _by_pair(rows, names, lambda row: [mib(row["tensors"][name]) for name in names])
+    if args.measure:
+        yield f"\nMiB measured on {device}, beside what is predicted for the rows that came"
+        header = ("measured peak", "predicted", "predicted / measured", "host", "predicted")
+        yield _by_pair(rows, header, lambda row: _measured_cells(row["measured"], row["predicted"]))
+
+
+def _by_pair(
+    rows: Mapping[Restore, Numbers], header: Sequence[str], cells: Callable[[Numbers], Sequence[str]]
+) -> str:
+    return table([["pair", *header], *([pair_name(pair), *cells(row)] for pair, row in rows.items())])
+
+
+def _measured_cells(measured: Numbers, predicted: Numbers) -> list[str]:
+    ratio = f"{predicted['peak'] / measured['peak']:.4f}"
+    hosts = mib(measured["host"]), mib(predicted["host"])
+    return [mib(measured["peak"]), mib(predicted["peak"]), ratio, *hosts]
+
+
+# ---- the paper's equations
+
+
+def _theory(args: argparse.Namespace) -> Output:
+    numbers = theory(B=args.tokens, M=args.d_model, H=args.d_hidden, E=args.num_experts, n=args.n)
+    sizes = (
+        f"B = {args.tokens}, M = {args.d_model}, H = {args.d_hidden}, E = {args.num_experts}, n = {args.n}"
+    )
+    rows = [("", "", "formula", "elements")]
+    for name, number in numbers.items():
+        equation, formula = EQUATIONS[name]
+        rows.append((equation, name, formula, f"{number:{'.4f' if name == 'saving_ratio' else ','}}"))
+    return Output(
+        numbers,
+        [f"MPipeMoE's memory of a rank, in elements: {sizes}", table(rows, left=range(3))],
+    )

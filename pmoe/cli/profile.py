@@ -1,0 +1,134 @@
+"""`pmoe profile`: measures what this machine, or this group of ranks, can do, and stores it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from pmoe.cli import profile_kernels
+from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
+from pmoe.cli.launch import all_ranks, own_device, split_by_node
+from pmoe.cli.output import Output, describe_profile
+from pmoe.comm.ranks import Ranks
+from pmoe.measure.identity import identity
+from pmoe.measure.operations import LINE_SECONDS, measure_operations
+from pmoe.measure.profile_file import profile_path, save_profile
+from pmoe.measure.rates import measure
+from pmoe.planner.cost_model import Interference
+from pmoe.planner.costs import LineCost
+from pmoe.planner.profile import Operations, Profile
+from pmoe.text import table
+
+ABOUT = "measure what this machine, or this group of ranks, can do"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    effort = command.add_mutually_exclusive_group().add_argument
+    effort("--quick", action="store_true", help="a few seconds in place of ten or twenty")
+    full = "all sizes of FSMoE's lines, Section 6.2: minutes on a slow link"
+    effort("--full", action="store_true", help=full)
+    add = command.add_argument
+    inside = "ranks of a node, which are to share each expert (default: torchrun's ranks a node)"
+    add("--inside", type=whole_number, metavar="L", help=inside)
+    add("--dtype", choices=list(DTYPES), help="default float32, and bfloat16 with --kernels")
+    add("--device", help="cpu or cuda (default: cuda where there is one)")
+    add("--folder", type=Path, help="where to store it (default $PMOE_CACHE, ~/.cache/pmoe)")
+    add("--out", type=Path, metavar="FILE", help="store it in this file instead")
+    profile_kernels.add_arguments(command)
+
+
+def run(args: argparse.Namespace) -> Output | None:
+    """Under torchrun every rank takes part, and rank 0 stores and prints."""
+    if args.kernels:
+        return profile_kernels.run(args)
+    refuse_options(args, profile_kernels.OPTIONS, "needs --kernels")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    device = own_device(args.device or default, must_exist=True)
+    with all_ranks(device) as ranks:
+        dtype = DTYPES[args.dtype or "float32"]
+        path = args.out or profile_path(identity(ranks, device, dtype), args.folder)
+        profile, operations = _measured(args, ranks, device, dtype)
+        profile = replace(profile, operations=operations)
+        if ranks.rank:
+            return None
+        with refused_as(f"{'--out' if args.out else '--folder'} ({path}) must be a file to write", OSError):
+            save_profile(profile, path)
+    return Output({"path": str(path), **asdict(profile)}, _lines(profile, operations, path))
+
+
+def _measured(
+    args: argparse.Namespace, ranks: Ranks, device: torch.device, dtype: torch.dtype
+) -> tuple[Profile, Operations]:
+    across, inside = split_by_node(ranks, args.inside)
+    profile = measure(ranks, device, dtype, quick=args.quick)
+    seconds = math.inf if args.full else LINE_SECONDS / 5 if args.quick else LINE_SECONDS
+    return profile, measure_operations(
+        ranks, device, dtype, across=across, inside=inside, line_seconds=seconds
+    )
+
+
+# ---- text
+
+
+def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str]:
+    yield describe_profile(profile)
+    yield f"measured in {profile.seconds + operations.seconds:.1f} s\n"
+    yield table(_rate_rows(profile), left=range(2))
+    yield (
+        "\nFSMoE's lines, seconds = alpha + beta * size by least squares: all-to-all and all-reduce among "
+        f"{operations.num_across},\nall-gather and reduce-scatter among {operations.num_inside} ranks"
+    )
+    yield table(_operation_rows(operations), left=range(2))
+    yield "\nspeed beside other lanes, relative to running alone (MPipeMoE, Fig. 3)"
+    yield table(_interference_rows(profile.interference, profile.num_ranks > 1))
+    yield f"\nwrote {path}"
+
+
+def _rate_rows(profile: Profile) -> Iterator[Sequence[str]]:
+    yield "work", "unit", "rate", "and a task, us"
+    yield "compute", "G multiply-adds / s", *_cells(profile.compute, 1e9)
+    if profile.num_ranks > 1:
+        yield "communicate", "GB sent to others / s", *_cells(profile.message, 1e9)
+    else:
+        yield "communicate", "nothing travels on one rank"
+    yield "copy out", "GB / s", *_cells(profile.copy_out, 1e9)
+    yield "copy in", "GB / s", *_cells(profile.copy_in, 1e9)
+
+
+def _operation_rows(found: Operations) -> Iterator[Sequence[str]]:
+    yield "operation", "unit", "1 / beta", "alpha, us", "r^2", "sizes"
+    for name, fit, unit, scale in (
+        ("GEMM", found.gemm, "TFLOP / s", 0.5e12),  # two floating-point operations a multiply-add
+        ("all-to-all", found.all_to_all, "GB sent to others / s", 1e9),
+        ("all-gather", found.all_gather, "GB sent to others / s", 1e9),
+        ("reduce-scatter", found.reduce_scatter, "GB sent to others / s", 1e9),
+        ("all-reduce", found.all_reduce, "GB of the tensor / s", 1e9),
+    ):
+        if fit.num_sizes:
+            yield name, unit, *_cells(fit.line, scale), f"{fit.r_squared:.6f}", str(fit.num_sizes)
+        else:
+            yield name, "nothing travels"
+
+
+def _cells(line: LineCost, scale: float) -> tuple[str, str]:
+    """The rate in units of ``scale`` a second, and the microseconds that each task takes besides."""
+    rate = f"{1 / line.beta_seconds / scale:.4g}" if line.beta_seconds else "-"
+    return rate, f"{line.alpha_seconds * 1e6:.3g}"
+
+
+def _interference_rows(found: Interference, travels: bool) -> Iterator[Sequence[str]]:
+    """A row is the work whose speed it is, a column the work beside it."""
+    yield "speed of", "beside compute", "beside communicate", "beside copies", "beside all"
+    yield "compute", "", _speed(found.sigma_comm, travels), _speed(found.sigma_mem), _speed(found.sigma_all)
+    if travels:
+        yield "communicate", _speed(found.mu_comp), "", _speed(found.mu_mem), _speed(found.mu_all)
+    yield "copy", _speed(found.eta_comp), _speed(found.eta_comm, travels), "", _speed(found.eta_all)
+
+
+def _speed(relative: float, known: bool = True) -> str:
+    return f"{relative:.2f}" if known else "-"

@@ -1,0 +1,203 @@
+"""`pmoe profile --kernels`: measures how many thread blocks of the fused kernels should communicate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pmoe.cli.arguments import DTYPES, BadInputError, refuse_options, whole_number
+from pmoe.cli.launch import all_ranks, own_device, world_size
+from pmoe.cli.output import Output, ms
+from pmoe.comm.agree import gathered
+from pmoe.comm.ranks import Ranks
+from pmoe.layer import MoELayer
+from pmoe.measure.division import forget, fused_layer_sizes
+from pmoe.measure.division_file import as_fields, load_divisions, save_divisions
+from pmoe.measure.fused_kernels import measure_kernels, now, time_layers, timing_refusal
+from pmoe.planner.division import FusedLayerSizes, all_kernel_sizes, rule, sizes_of
+from pmoe.planner.division_table import DivisionTable, Entry, LayerTimes
+from pmoe.planner.sizes_from_options import STACKED
+from pmoe.store import cache_folder
+from pmoe.text import table
+
+LAYER: dict[str, Any] = {
+    "d_model": 4096,
+    "d_hidden": 14336,
+    "num_experts": 8,
+    "top_k": 2,
+    "tokens": (1024, 4096, 16384),
+    "expert": "swiglu",
+}
+"""The layer whose kernels are measured by default: Mixtral 8x7B, of COMET's Table 2."""
+
+OPTIONS = ("show", *LAYER, "virtual_ranks")
+"""The options that need --kernels."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument_group(
+        "the fused kernels", "how many of their thread blocks communicate (default layer: Mixtral 8x7B's)"
+    ).add_argument
+    add("--kernels", action="store_true", help="measure them in place of the machine, on a CUDA device")
+    add("--show", action="store_true", help="print what is stored, and measure nothing")
+    experts = f"on all ranks together; default {LAYER['num_experts']}"
+    tokens = f"of one rank; default {' '.join(map(str, LAYER['tokens']))}"
+    add("--d-model", type=whole_number, metavar="M", help=f"default {LAYER['d_model']}")
+    add("--d-hidden", type=whole_number, metavar="H", help=f"default {LAYER['d_hidden']}")
+    add("--num-experts", type=whole_number, metavar="E", help=experts)
+    add("--top-k", type=whole_number, metavar="K", help=f"experts a token; default {LAYER['top_k']}")
+    add("--tokens", type=whole_number, nargs="+", metavar="B", help=tokens)
+    add("--expert", choices=list(STACKED), help=f"default {LAYER['expert']}")
+    add("--virtual-ranks", type=whole_number, metavar="W", help="that share this one device, in one process")
+
+
+def run(args: argparse.Namespace) -> Output | None:
+    """Fills the table of divisions. Under torchrun every rank takes part, and rank 0 stores and prints."""
+    refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
+    if args.show:
+        return _stored(args.folder)
+    device = _fused_device(args)
+    with all_ranks(device) as ranks:
+        found, path = _measured(args, ranks, device)
+    if ranks.rank:
+        return None
+    lines = [_divisions(found), f"\nwrote {path}"]
+    return Output({"path": str(path), **as_fields(found)}, lines)
+
+
+def _fused_device(args: argparse.Namespace) -> torch.device:
+    virtual, world = args.virtual_ranks, world_size()
+    if virtual is not None and world > 1:
+        raise BadInputError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
+    device = own_device(args.device or "cuda", must_exist=False)
+    reason = timing_refusal(device)
+    if reason is not None:
+        raise BadInputError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
+    return device
+
+
+def _measured(
+    args: argparse.Namespace, ranks: Ranks, device: torch.device
+) -> tuple[DivisionTable, Path | None]:
+    """The table, and the file in which rank 0 has stored it. Collective."""
+    layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
+    layer |= {"device": device, "dtype": DTYPES[args.dtype or "bfloat16"]}
+    sizes = {tokens: _sizes(layer, tokens, args.virtual_ranks, ranks) for tokens in layer.pop("tokens")}
+    found = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
+    if not found.entries:
+        raise BadInputError("no fused kernel could be measured")
+    path = _save(found, ranks, args.folder)
+    if args.virtual_ranks is None and ranks.size > 1:  # with the divisions that were just stored
+        found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
+        path = _save(found, ranks, args.folder)
+    return found, path
+
+
+def _sizes(layer: Mapping[str, Any], tokens: int, virtual: int | None, ranks: Ranks) -> FusedLayerSizes:
+    sizes = {name: value for name, value in layer.items() if name != "expert"}
+    return fused_layer_sizes(
+        **sizes,
+        tokens=tokens,
+        num_ranks=virtual or ranks.size,
+        gated=layer["expert"] == "swiglu",
+        virtual=virtual is not None,
+    )
+
+
+def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
+    """The file in which rank 0 stored the table, None on other ranks. Collective."""
+    path, fault = None, ""
+    if ranks.rank == 0:
+        try:
+            (path,) = save_divisions(found, folder)
+        except OSError as error:
+            fault = f"--folder ({cache_folder(folder)}) must be a folder to write: {error.strerror}"
+    fault = next(filter(None, gathered(ranks, fault, stage="storing division points")), "")
+    if fault:
+        raise BadInputError(fault)
+    forget()
+    return path
+
+
+def _time_layers(
+    layer: Mapping[str, Any], sizes: Mapping[int, FusedLayerSizes], ranks: Ranks
+) -> dict[FusedLayerSizes, LayerTimes]:
+    """The times of the fused and of the chunked layer, by sizes; none where the fused one falls back."""
+    found = {}
+    for tokens, each in sizes.items():
+        x_TM = torch.randn(tokens, layer["d_model"], device=layer["device"]).to(layer["dtype"])
+        fused, chunked = (
+            MoELayer(**layer, bias=False, fused=way, pipeline=True, memory_reuse=True)
+            for way in (True, False)
+        )
+        fallback = _fallback(fused, x_TM)
+        if fallback:
+            print(f"pmoe: no layer times: {fallback}", file=sys.stderr)
+        else:
+            found[each] = LayerTimes(sizes=each, seconds=time_layers(fused, chunked, x_TM, ranks), when=now())
+    return found
+
+
+def _fallback(fused: MoELayer, x_TM: torch.Tensor) -> str:
+    """The first warning of a call in which the fused layer falls back, "" where it does not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fused(x_TM)
+    messages = [str(each.message) for each in caught]
+    return messages[0] if any("falls back" in each for each in messages) else ""
+
+
+# ---- text
+
+
+def _stored(folder: Path | None) -> Output:
+    found, folder = load_divisions(folder), cache_folder(folder)
+    return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))
+
+
+def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
+    if not (found.entries or found.layers):
+        yield f"nothing measured of the fused kernels in {folder}"
+        return
+    if found.entries:
+        yield _divisions(found)
+    if found.layers:
+        yield "\nms of a layer, forward and both passes, with fused kernels and in chunks"
+        yield table(_layer_rows(found.layers.values()))
+    yield f"\nstored in {folder}"
+
+
+def _divisions(found: DivisionTable) -> str:
+    """The fastest division of each kernel, and the time of the one that the rule gives, if it was tried."""
+    lines = ["thread blocks that communicate (n_c), columns of a chunk (T_N), and ms of the kernel"]
+    header = ("kernel", "n_c", "T_N", "ms", "ms by rule", "measured")
+    for sizes in sorted({sizes_of(shape) for shape in found.entries}, key=str):
+        entries = [found.entries[shape] for shape in all_kernel_sizes(sizes) if shape in found.entries]
+        lines += ["", str(sizes), table([header, *map(_division_cells, entries)])]
+    return "\n".join(lines)
+
+
+def _division_cells(entry: Entry) -> Sequence[str]:
+    shape, division, by_rule = entry.sizes, entry.division, entry.seconds.get(rule(entry.sizes))
+    return (
+        f"{shape.kernel} {shape.direction}",
+        str(division.n_c),
+        str(division.chunk_columns) if shape.kernel == "combine" else "-",
+        ms(entry.seconds[division]),
+        "-" if by_rule is None else ms(by_rule),
+        entry.when,
+    )
+
+
+def _layer_rows(layers: Iterable[LayerTimes]) -> Iterator[Sequence[str]]:
+    yield "", "fused", "chunked", "fused, both", "chunked, both", "measured"
+    for times in sorted(layers, key=lambda times: str(times.sizes)):
+        each = times.seconds
+        seconds = (each.fused_forward, each.chunked_forward, each.fused_step, each.chunked_step)
+        yield str(times.sizes), *map(ms, seconds), times.when

@@ -1,0 +1,34 @@
+"""`pmoe report`: one page about a training run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pmoe.cli.arguments import BadInputError, refused_as
+from pmoe.cli.output import Output, plural
+
+ABOUT = "one page about a training run, from what StatsWriter left"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that StatsWriter wrote to")
+    command.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
+
+
+def run(args: argparse.Namespace) -> Output:
+    from pmoe.integrations.report import run_page, summary
+    from pmoe.integrations.run_folder import read_run
+
+    with refused_as(f"RUN_DIR ({args.run_dir}) must be a run's folder", OSError, ValueError):
+        found = read_run(args.run_dir)
+    out = args.run_dir / "report.html" if args.out is None else args.out
+    try:
+        page = run_page(found)
+    except ImportError as error:
+        raise BadInputError(str(error)) from None
+    with refused_as(f"--out ({out}) must be a file to write", OSError):
+        out.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files
+    numbers = summary(found)
+    layers = plural(numbers["layers"], "MoE layer")
+    return Output({"path": str(out), **numbers}, [f"{numbers['steps']:,} steps, {layers}\nwrote {out}"])

@@ -1,0 +1,178 @@
+"""`pmoe simulate`: an experiment of a paper, from the costs of tasks that the paper states."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from pmoe.cli.arguments import BadInputError, refused_as, slack
+from pmoe.cli.output import Output, ms
+from pmoe.papers import comet_figures, fsmoe_assumptions
+from pmoe.papers.comet_figures import Beside, Case, Size
+from pmoe.papers.fsmoe_table2 import Table2Row, table2
+from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Table5, table5
+from pmoe.planner.timeline import draw
+from pmoe.text import table
+
+ABOUT = "a paper's experiment from its own task costs"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "experiment",
+        choices=["fsmoe-table5", "comet"],
+        help="FSMoE's Table 5: five systems, 1,458 layers, Testbed B; or COMET's Table 3, the moves of n_c "
+        "in its Fig. 8, and a fused layer beside a chunked one",
+    )
+    add(
+        "--contention",
+        type=slack,
+        metavar="C",
+        help="fsmoe-table5: seconds of collectives of both lanes together, over those alone "
+        f"(default {CONTENTION})",
+    )
+    drawn = "comet: the fused layer beside the chunked one, as a PNG"
+    add("--draw", type=Path, metavar="FILE", help=drawn)
+    add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
+
+
+def run(args: argparse.Namespace) -> Output:
+    comet = args.experiment == "comet"
+    if comet and args.contention is not None:
+        raise BadInputError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")
+    if args.draw is not None and (not comet or args.assumptions):
+        raise BadInputError(f"--draw ({args.draw}) is for comet, without --assumptions")
+    if args.assumptions:
+        assumptions = (comet_figures if comet else fsmoe_assumptions).ASSUMPTIONS
+        return Output(assumptions, _wrapped(assumptions))
+    return _comet(args.draw) if comet else _table5(args.contention)
+
+
+def _wrapped(texts: Mapping[str, str]) -> Iterator[str]:
+    """Each name with its text beside it, which continues below itself."""
+    width = max(map(len, texts)) + 2
+    for name, text in texts.items():
+        yield textwrap.fill(text, 110, initial_indent=name.ljust(width), subsequent_indent=" " * width)
+
+
+# ---- COMET's Table 3 and Fig. 8, and a fused layer beside a chunked one
+
+
+def _comet(picture: Path | None) -> Output:
+    sizes, cases, beside = comet_figures.table3(), comet_figures.figure8(), comet_figures.beside()
+    moves = comet_figures.moves(cases)
+    if picture is not None:
+        _draw(picture, beside)
+    fields = {
+        "table3": [asdict(each) for each in sizes],
+        "figure8": [asdict(each) for each in cases],
+        "moves": moves,
+        "beside": {**asdict(beside), "fused": beside.fused},
+        "machine": asdict(comet_figures.H800),
+        "assumptions": dict(comet_figures.ASSUMPTIONS),
+    }
+    return Output(fields, _comet_lines(sizes, cases, moves, beside))
+
+
+def _draw(path: Path, beside: Beside) -> None:
+    title = f"Mixtral 8x7B, EP = 8, M = {beside.tokens}: a rank of 8 H800, simulated"
+    with (
+        refused_as(f"--draw ({path}) must be left out without matplotlib", ImportError),
+        refused_as(f"--draw ({path}) must be a file to write", OSError, ValueError),
+    ):
+        draw(path, comet_figures.panels(beside), title)
+
+
+def _comet_lines(
+    sizes: Sequence[Size], cases: Sequence[Case], moves: Sequence[str], beside: Beside
+) -> Iterator[str]:
+    yield "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n"
+    yield table(_size_rows(sizes))
+    yield (
+        "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest; also the model's where "
+        "communicating\nblocks are half as fast, and where M is of a TP group; us with the model's n_c and "
+        "the paper's\n"
+    )
+    yield table(_case_rows(cases))
+    yield "\n" + "\n".join(moves)
+    yield textwrap.fill(comet_figures.WHY, 110)
+    yield _beside_line(beside)
+    yield "\nassumed: pmoe simulate comet --assumptions"
+
+
+def _size_rows(sizes: Sequence[Size]) -> Iterator[Sequence[str]]:
+    yield "model", "M", "paper", "computed"
+    for each in sizes:
+        yield each.model, f"{each.tokens}", f"{each.paper_mb}", f"{each.num_bytes / 2**20:g}"
+
+
+def _case_rows(cases: Sequence[Case]) -> Iterator[Sequence[str]]:
+    yield "TP", "M", "paper", "model", "half rate", "M W / TP", "us", "us, paper's"
+    for case in cases:
+        paper = "-" if case.paper is None else f"{case.paper}"
+        slower = "-" if case.paper_seconds is None else f"{case.paper_seconds * 1e6:.0f}"
+        numbers = map(str, (case.model, case.half_rate, case.per_group))
+        yield f"{case.tp}", f"{case.tokens}", paper, *numbers, f"{case.seconds * 1e6:.0f}", slower
+
+
+def _beside_line(beside: Beside) -> str:
+    dispatch, combine = beside.dispatch, beside.combine
+    chunked = ", ".join(f"{ms(seconds)} with n = {n}" for n, seconds in beside.chunked.items())
+    return (
+        f"\nMixtral 8x7B, EP = 8, M = {beside.tokens}: fused {ms(beside.fused)} ms (layer 0 "
+        f"{ms(dispatch.seconds)} with n_c = {dispatch.division.n_c}, layer 1 "
+        f"{ms(combine.seconds)} with n_c = {combine.division.n_c}\nand T_N = "
+        f"{combine.division.chunk_columns}), chunked {chunked}"
+    )
+
+
+# ---- FSMoE's Table 5, and its Table 2 beside the model
+
+
+def _table5(contention: float | None) -> Output:
+    ideal, operations = table5(1.0), table2()
+    contended = table5(CONTENTION if contention is None else contention)
+    fields = {
+        "ideal": asdict(ideal),
+        "contended": asdict(contended),
+        "paper_differing": PAPER_DIFFERING,
+        "table2": [asdict(each) for each in operations],
+        "assumptions": dict(fsmoe_assumptions.ASSUMPTIONS),
+    }
+    return Output(fields, _table5_lines(ideal, contended, operations))
+
+
+def _table5_lines(ideal: Table5, contended: Table5, operations: Sequence[Table2Row]) -> Iterator[str]:
+    yield (
+        f"speed-up over Tutel, mean of {ideal.num_layers} layers; C: how many times as long communication "
+        "between nodes\nand inside the node take beside each other\n"
+    )
+    yield table(_system_rows(ideal, contended))
+    yield (
+        f"\nlayers whose best degrees of both passes differ: {ideal.differing} ({ideal.differing_alone} "
+        f"where backward carries no gradients), paper {PAPER_DIFFERING}\n"
+    )
+    yield "FSMoE's Table 2, Testbed B: ms of an operation in one pass, all of them beside nothing"
+    yield table(_operation_rows(operations), left=range(2))
+    yield "\nassumed: pmoe simulate fsmoe-table5 --assumptions"
+
+
+def _system_rows(ideal: Table5, contended: Table5) -> Iterator[Sequence[str]]:
+    yield "system", "C = 1", "of one layer", f"C = {contended.contention:g}", "of one layer", "paper"
+    for name, alone in ideal.systems.items():
+        beside = contended.systems[name]
+        spans = [f"{each.least:.2f} - {each.greatest:.2f}" for each in (alone, beside)]
+        paper = "-" if alone.paper is None else f"{alone.paper:.2f}"
+        yield name, f"{alone.mean:.3f}", spans[0], f"{beside.mean:.3f}", spans[1], paper
+
+
+def _operation_rows(operations: Sequence[Table2Row]) -> Iterator[Sequence[str]]:
+    yield "pass", "operation", "measured", "modelled", "modelled / measured"
+    for each in operations:
+        ratio = f"{each.modelled / each.measured:.2f}" if each.measured else "-"
+        seconds = (each.measured, each.modelled)
+        yield f"{each.model} {each.direction}", each.name, *(f"{s * 1e3:.1f}" for s in seconds), ratio

@@ -1,0 +1,62 @@
+"""Agreement among ranks: the largest numbers, whether numbers are the same, all values, the first's.
+
+Each function is a collective of all ranks, in which each takes part once with as many values as the others.
+One rank alone sends nothing. Where a peer is missing, RuntimeError names the stage and this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pmoe.comm.counts import at_stage
+from pmoe.comm.ranks import Ranks
+
+T = TypeVar("T")
+
+
+def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[float]:
+    """Of each value the largest that any rank has. Also a barrier: no rank returns before all have come.
+
+    One all-reduce of ``len(values)`` float64 on ``device``, read by the host.
+
+    Example: ranks with (1, 5) and (3, 4) -> [3, 5].
+    """
+    if ranks.size == 1:
+        return list(values)
+    with at_stage(stage, ranks):
+        agreed = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group)
+        return [float(value) for value in agreed.tolist()]
+
+
+def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[bool]:
+    """Of each value whether every rank has the same one. One `largest` of twice as many numbers.
+
+    Example: ranks with (1, 5) and (3, 5) -> [False, True].
+    """
+    found = largest(ranks, device, [*values, *(-value for value in values)], stage=stage)
+    most, minus_least = found[: len(values)], found[len(values) :]
+    return [high == -low for high, low in zip(most, minus_least, strict=True)]
+
+
+def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
+    """Every rank's value, by rank. Any value that can be pickled; it may be of another size on each rank."""
+    if ranks.size == 1:
+        return [value]
+    found = [value] * ranks.size
+    with at_stage(stage, ranks):
+        dist.all_gather_object(found, value, group=ranks.group)
+    return found
+
+
+def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
+    """The first rank's value. Any value that can be pickled; those of other ranks are not looked at."""
+    found = [value]
+    if ranks.size > 1:
+        with at_stage(stage, ranks):
+            dist.broadcast_object_list(found, group_src=0, group=ranks.group)
+    return found[0]

@@ -1,0 +1,173 @@
+"""Who makes heaps: for virtual ranks of one process, for processes of a node, and over NVSHMEM."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pmoe.comm.heap import device_memory
+from pmoe.comm.heap.device_memory import DeviceMemory, HeapMemory, with_index
+from pmoe.comm.heap.exchange import CollectiveSteps, agree_on_shape
+from pmoe.comm.heap.nvshmem import NvshmemMemory
+from pmoe.comm.heap.rank_heap import Heap, open_heaps
+from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape
+from pmoe.comm.heap.waits import wait_seconds
+from pmoe.comm.ranks import Ranks
+
+
+def virtual_heaps(
+    shape: HeapShape, device: torch.device | str | int, *, memory: HeapMemory | None = None
+) -> list[Heap]:
+    """The heaps of all W ranks, in this process and on one device. Each is closed by itself, and the last use
+    of any of them comes before.
+
+    RuntimeError naming rank and bytes where memory does not suffice; nothing is kept then.
+    """
+    memory, device = DeviceMemory() if memory is None else memory, with_index(device)
+    bound = wait_seconds(Ranks.alone())
+    bases: list[int] = []
+    try:
+        for _ in range(shape.num_ranks):
+            bases.append(_allocate(memory, device, shape))
+        heaps = [
+            Heap(
+                shape=shape,
+                rank=rank,
+                device=device,
+                base=base,
+                peers=bases,
+                bound_seconds=bound,
+                release=_freeing(memory, device, base),
+            )
+            for rank, base in enumerate(bases)
+        ]
+    except RuntimeError as error:
+        for base in bases:
+            _quietly(memory.free, device, base)
+        who = f"rank {len(bases)}: " if len(bases) < shape.num_ranks else ""
+        raise RuntimeError(f"pmoe: no heaps of {shape.num_ranks} virtual ranks: {who}{error}") from error
+    open_heaps.update(heaps)
+    return heaps
+
+
+def process_heap(
+    ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: HeapMemory | None = None
+) -> Heap:
+    """This rank's heap, with those of its group opened by CUDA IPC. Collective, with the same collectives on
+    every rank whatever fails on one.
+
+    Raises on every rank alike: ValueError with the numbers, rank by rank, where shapes, types, loaded
+    kernels, bytes or nodes differ; RuntimeError naming rank and bytes where memory does not suffice, or a
+    peer's cannot be opened. Nothing is kept then.
+    """
+    memory = DeviceMemory() if memory is None else memory
+    steps = CollectiveSteps(ranks, with_index(device))
+    bound_seconds = agree_on_shape(steps, shape, memory, one_node=True)
+    return _build(steps, shape, memory, bound_seconds)
+
+
+def nvshmem_heap(
+    ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: NvshmemMemory | None = None
+) -> Heap:
+    """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them: on one node, or
+    over NVLink between nodes. Collective, and for one group of ranks a process. Never run by its authors.
+
+    Raises on every rank alike, as `process_heap` does; also RuntimeError where NVSHMEM is not built in, where
+    it serves another group already, or where a rank is beyond another's loads and stores.
+    """
+    memory = NvshmemMemory(ranks) if memory is None else memory
+    steps = CollectiveSteps(ranks, with_index(device))
+    bound_seconds = agree_on_shape(steps, shape, memory, one_node=False)
+    ids, troubles = steps.attempt(memory.give_id)
+    if not troubles:
+        _, troubles = steps.attempt(lambda: memory.start(steps.device, ids[0]))
+    if troubles:
+        raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
+    return _build(steps, shape, memory, bound_seconds)
+
+
+def _allocate(memory: HeapMemory, device: torch.device, shape: HeapShape) -> int:
+    num_bytes = shape.bytes + FLAG_BYTES
+    try:
+        return memory.allocate(device, num_bytes)
+    except RuntimeError as error:
+        raise RuntimeError(f"could not allocate {num_bytes} bytes on {device}: {error}") from error
+
+
+class _HeapBuilder:
+    """A heap of several processes while it is made, and what must be given back if that fails."""
+
+    def __init__(
+        self, steps: CollectiveSteps, shape: HeapShape, memory: HeapMemory, bound_seconds: float
+    ) -> None:
+        self.steps, self.shape, self.memory, self.bound_seconds = steps, shape, memory, bound_seconds
+        self.ranks, self.device = steps.ranks, steps.device
+        self.base: int | None = None
+        self.opened: dict[int, int] = {}
+        self.heap: Heap | None = None
+
+    def allocate(self) -> bytes:
+        self.base = _allocate(self.memory, self.device, self.shape)
+        return self.memory.handle(self.device, self.base) if self.ranks.size > 1 else b""
+
+    def open_peers(self, handles: Sequence[bytes]) -> None:
+        assert self.base is not None
+        addresses = []
+        for rank, handle in enumerate(handles):
+            if rank == self.ranks.rank:
+                addresses.append(self.base)
+                continue
+            try:
+                self.opened[rank] = self.memory.open(self.device, handle)
+            except RuntimeError as error:
+                raise RuntimeError(f"could not open the heap of rank {rank}: {error}") from error
+            addresses.append(self.opened[rank])
+        self.heap = Heap(
+            shape=self.shape,
+            rank=self.ranks.rank,
+            device=self.device,
+            base=self.base,
+            peers=addresses,
+            bound_seconds=self.bound_seconds,
+            release=self.release,
+        )
+
+    def release(self) -> None:
+        """Collective: memory goes when nobody has it open any more."""
+        _quietly(device_memory.synchronize, self.device)
+        for peer in self.opened.values():
+            _quietly(self.memory.close, self.device, peer)
+        having = self.steps.gather(self.base is not None)
+        if self.base is not None and (all(having) or not self.memory.collective):
+            _quietly(self.memory.free, self.device, self.base)
+
+
+def _build(steps: CollectiveSteps, shape: HeapShape, memory: HeapMemory, bound_seconds: float) -> Heap:
+    builder = _HeapBuilder(steps, shape, memory, bound_seconds)
+    handles, troubles = steps.attempt(builder.allocate)
+    if not troubles:
+        _, troubles = steps.attempt(lambda: builder.open_peers(handles))
+    if troubles:
+        builder.release()
+        raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
+    assert builder.heap is not None
+    open_heaps.add(builder.heap)
+    return builder.heap
+
+
+def _freeing(memory: HeapMemory, device: torch.device, base: int) -> Callable[[], None]:
+    def free() -> None:
+        _quietly(device_memory.synchronize, device)
+        _quietly(memory.free, device, base)
+
+    return free
+
+
+def _quietly(work: Callable[..., object], *args: object) -> None:
+    """For memory on its way out: a failure warns, and hinders nothing else."""
+    try:
+        work(*args)
+    except Exception as error:
+        warnings.warn(f"pmoe: closing a heap: {error}", stacklevel=2)

@@ -1,0 +1,51 @@
+"""COMET's two fused kernels: dispatch + grouped product, and grouped product + top-k reduction + combine.
+
+Rows are written straight into the heap of the rank that computes them (`pmoe.comm.heap`), and tiles of the
+product start as their rows arrive; on the way back the columns of the result leave as they are computed. The
+kernels are in cuda/comet. (COMET, sections 3.1 and 3.2; arXiv 2502.19811.)
+
+Rows that have arrived are sorted by expert, inside an expert by source rank, this rank's own first and then
+upwards around the ranks, inside a source in the order in which it sends: by token.
+
+Several ranks may be one process's (virtual ranks on one device, for tests and measurements): then they are
+launched together.
+"""
+
+from pmoe.kernels.comet.availability import path, ranks_refusal, refusal, spare_blocks
+from pmoe.kernels.comet.journey import Journey
+from pmoe.kernels.comet.kernel_steps import KernelSteps
+from pmoe.kernels.comet.launcher import (
+    Divide,
+    DivisionPoint,
+    FusedKernel,
+    HeapView,
+    Launcher,
+)
+from pmoe.kernels.comet.launches import (
+    dispatch,
+    dispatch_hidden,
+    dispatch_hidden_gradient,
+    gradient_combine,
+    product_combine,
+)
+from pmoe.kernels.comet.steps import Steps
+
+__all__ = [
+    "Divide",
+    "DivisionPoint",
+    "FusedKernel",
+    "HeapView",
+    "Journey",
+    "KernelSteps",
+    "Launcher",
+    "Steps",
+    "dispatch",
+    "dispatch_hidden",
+    "dispatch_hidden_gradient",
+    "gradient_combine",
+    "path",
+    "product_combine",
+    "ranks_refusal",
+    "refusal",
+    "spare_blocks",
+]

@@ -1,0 +1,92 @@
+"""`Steps` by the fused kernels, for a layer whose rank is this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels.comet import launches
+from pmoe.kernels.comet.journey import Journey
+from pmoe.kernels.comet.launcher import Divide, HeapView, Launcher
+
+
+class KernelSteps:
+    """`Steps` of one rank of this process, by the kernels.
+
+    find_heap: the heap that serves this call now. Between forward and backward a larger one may have taken
+    its place, for larger batches; the rounds of the two need no memory in common.
+    """
+
+    def __init__(self, find_heap: Callable[[], HeapView], divide: Divide) -> None:
+        self._find_heap, self._divide = find_heap, divide
+        self._made = Launcher([find_heap()], divide)
+
+    @property
+    def _heap(self) -> HeapView:
+        return self._launcher.heaps[0]
+
+    @property
+    def _launcher(self) -> Launcher:
+        heap = self._find_heap()
+        if heap is not self._made.heaps[0]:
+            self._made = Launcher([heap], self._divide)
+        return self._made
+
+    def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
+        launches.dispatch(self._launcher, [journey], x_TM, _weights(weight_TK))
+
+    def give_up(self, why: str) -> None:
+        self._made.heaps[0].give_up(why)
+
+    def rows(self, journey: Journey) -> Tensor:
+        return self._heap.rows(journey.num_received)
+
+    def row_weight(self, journey: Journey) -> Tensor:
+        return self._heap.row_weight(journey.num_received)
+
+    def dispatch_hidden(
+        self,
+        journey: Journey,
+        x_TM: Tensor,
+        weight_TK: Tensor,
+        w1: Tensor,
+        b1: Tensor | None,
+        *,
+        activation: str,
+        keep: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        hidden, active = launches.dispatch_hidden(
+            self._launcher, [journey], x_TM, _weights(weight_TK), [w1], [b1], activation=activation, keep=keep
+        )
+        return (None if hidden is None else hidden[0]), active[0]
+
+    def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
+        return launches.product_combine(self._launcher, [journey], [active_NH], [w2], [b2])
+
+    def dispatch_hidden_gradient(
+        self,
+        journey: Journey,
+        grad_TM: Tensor,
+        weight_TK: Tensor,
+        w2: Tensor,
+        b2: Tensor | None,
+        hidden_NG: Tensor,
+        *,
+        activation: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        of_hidden, active, dots = launches.dispatch_hidden_gradient(
+            self._launcher, [journey], grad_TM, _weights(weight_TK), [w2], [b2], [hidden_NG],
+            activation=activation,
+        )  # fmt: skip
+        return of_hidden[0], active[0], dots[0]
+
+    def gradient_combine(
+        self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return launches.gradient_combine(self._launcher, [journey], [grad_hidden_NG], [w1], [dots_PN])
+
+
+def _weights(weight_TK: Tensor) -> Tensor:
+    return weight_TK.detach().to(torch.float32).contiguous()

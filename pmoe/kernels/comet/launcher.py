@@ -1,0 +1,160 @@
+"""One launch of a fused kernel for the ranks of this process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels import extension
+from pmoe.kernels.comet import availability
+from pmoe.kernels.comet.availability import SPARE_BLOCKS
+from pmoe.kernels.gemm import ELEMENTS, PLAIN
+from pmoe.schedule.tasks import PassDirection
+
+MOST_VIRTUAL = 4
+"""Ranks of one launch, as in cuda/comet/fused.h."""
+
+DISPATCH, COMBINE = 0, 1
+"""`Kernel` of cuda/comet/launch.h."""
+
+FusedKernel = Literal["dispatch", "combine"]
+
+
+class DivisionPoint(Protocol):
+    """n_c: blocks of each rank that communicate. chunk_columns: T_N, the columns that are sent at a time."""
+
+    @property
+    def n_c(self) -> int: ...
+    @property
+    def chunk_columns(self) -> int: ...
+
+
+Divide = Callable[[FusedKernel, PassDirection], DivisionPoint]
+"""The division point of a launch; the same on every rank."""
+
+
+class HeapView(Protocol):
+    """The part of a rank's symmetric heap that launches need; `pmoe.comm.heap.Heap` has it."""
+
+    rank: int
+    epoch: int
+    device: torch.device
+    base: int
+    peers: Tensor
+    report: Tensor
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def counters(self) -> int: ...
+    @property
+    def bound_nanoseconds(self) -> int: ...
+
+    def next_epoch(self) -> int: ...
+    def give_up(self, why: str) -> None: ...
+    def raise_if_failed(self) -> None: ...
+    def rows(self, count: int) -> Tensor: ...
+    def row_weight(self, count: int) -> Tensor: ...
+
+
+class Launcher:
+    """Launches for the ranks that this process runs, by their heaps, each divided as ``divide`` says."""
+
+    def __init__(self, heaps: Sequence[HeapView], divide: Divide) -> None:
+        """Raises ValueError where there are more ranks than a launch takes, or none."""
+        if not 1 <= len(heaps) <= MOST_VIRTUAL:
+            raise ValueError(f"heaps ({len(heaps)}) must be 1 to {MOST_VIRTUAL}: the ranks of one launch")
+        self.heaps, self.divide, self.device = tuple(heaps), divide, heaps[0].device
+        shape = heaps[0].shape
+        found, why = availability.path(self.device)
+        why = why or availability.ranks_refusal(self.device, shape.num_ranks, shape.experts)
+        if why is not None:
+            raise ValueError(f"the fused kernels cannot run: {why}")
+        self.hopper = found == "sm_90a"
+        # Virtual ranks wait for nobody outside their launch.
+        spare = availability.spare_blocks(shape.num_ranks // len(heaps))
+        self.blocks = (availability.processors(self.device) - spare) // len(heaps)
+        if self.blocks < 2:
+            raise ValueError(
+                f"the fused kernels cannot run: {self.blocks} blocks of {self.device} for each of "
+                f"{len(heaps)} ranks are less than 2, one that communicates and one that computes "
+                f"({SPARE_BLOCKS} is {spare})"
+            )
+        self.tile_columns = availability.path_facts(self.hopper)["tile_columns"]
+
+    def row_dot_parts(self, columns: int) -> int:
+        """In how many parts a kernel leaves a row's inner products over so many columns."""
+        parts: int = extension.module().row_dot_parts(self.hopper, columns)
+        return parts
+
+    def launch(
+        self,
+        kernel: int,
+        form: int,
+        division: DivisionPoint,
+        ranks: Sequence[dict[str, int]],
+        *,
+        epilogue: int = PLAIN,
+        activation: int = 0,
+    ) -> None:
+        """ranks: for each rank the fields of cuda/comet/read.h that are the launch's own; see `fields`."""
+        stream = _stream_behind(self.heaps, self.device)
+        for heap in self.heaps:
+            heap.raise_if_failed()
+            if kernel == DISPATCH:
+                heap.next_epoch()
+        extension.module().comet(
+            device=self.device.index or 0,
+            stream=stream,
+            hopper=self.hopper,
+            kernel=kernel,
+            element=ELEMENTS[self.heaps[0].shape.dtype],
+            form=form,
+            epilogue=epilogue,
+            activation=activation,
+            blocks=self.blocks,
+            ranks=[
+                {**self.rank_fields(heap), "n_c": self._communicating(division, own), **own}
+                for heap, own in zip(self.heaps, ranks, strict=True)
+            ],
+        )
+
+    def _communicating(self, division: DivisionPoint, own: dict[str, int]) -> int:
+        """All blocks of a rank that computes nothing."""
+        return max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
+
+    def rank_fields(self, heap: HeapView) -> dict[str, int]:
+        """The fields of cuda/comet/read.h that every launch gives for a rank."""
+        shape = heap.shape
+        return {
+            "ranks": shape.num_ranks,
+            "experts": shape.experts,
+            "local_experts": shape.experts,
+            "heap_rows": shape.rows,
+            "heap_home_rows": shape.home_rows,
+            "row_bytes": shape.row_bytes,
+            "heaps": heap.peers.data_ptr(),
+            "rank": heap.rank,
+            "failed": heap.counters,
+            "report": heap.report.data_ptr(),
+            "epoch": heap.epoch,
+            "bound_nanoseconds": heap.bound_nanoseconds,
+        }
+
+
+_last_stream: weakref.WeakKeyDictionary[HeapView, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+
+
+def _stream_behind(heaps: Sequence[HeapView], device: torch.device) -> int:
+    """The current stream, behind whatever was launched with these heaps: their rounds follow each other."""
+    stream = torch.cuda.current_stream(device)
+    for heap in heaps:
+        before = _last_stream.get(heap)
+        if before is not None and before != stream:
+            stream.wait_stream(before)
+        _last_stream[heap] = stream
+    return int(stream.cuda_stream)

@@ -1,0 +1,143 @@
+"""Gradients of the grouped products, and the products as functions that have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels.grouped_gemm.checks import RowSlots
+from pmoe.kernels.grouped_gemm.operators import (
+    hidden_op,
+    input_gradient_op,
+    product_op,
+    weight_gradient_op,
+)
+from pmoe.kernels.grouped_gemm.reference import slope
+from pmoe.kernels.permute import unpermute
+
+
+def grouped_product(
+    rows: Tensor,
+    weight_EOI: Tensor,
+    ends_E: Tensor,
+    *,
+    bias_EO: Tensor | None = None,
+    scale: Tensor | None = None,
+    slots: RowSlots | None = None,
+    gathered: bool = False,
+) -> Tensor:
+    """`product` with gradients of rows, weight, bias and scale; ends[E - 1] must be N."""
+    slot_N, top_k = (None, 1) if slots is None else (slots.slot_N, slots.top_k)
+    found: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO, scale, slot_N, top_k, gathered)
+    return found
+
+
+def grouped_hidden(
+    rows: Tensor,
+    weight_EGI: Tensor,
+    ends_E: Tensor,
+    *,
+    activation: str,
+    bias_EG: Tensor | None = None,
+    slots: RowSlots | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`hidden` with gradients of rows (gathered where slots are given), weight and bias."""
+    slot_N, top_k = (None, 1) if slots is None else (slots.slot_N, slots.top_k)
+    found: tuple[Tensor, Tensor] = hidden_op(rows, weight_EGI, ends_E, bias_EG, slot_N, top_k, activation)
+    return found
+
+
+def sum_by_expert(rows_NO: Tensor, ends_E: Tensor) -> Tensor:
+    """(E, O), in a fixed order where atomic adds would have none: a product with a column of ones."""
+    ones = rows_NO.new_zeros(rows_NO.shape[0], 8)
+    ones[:, 0] = 1
+    summed: Tensor = weight_gradient_op(rows_NO, ones, ends_E, None, 1)
+    return summed[:, :, 0]
+
+
+def _to_tokens(grad_NI: Tensor, slot_N: Tensor | None, top_k: int, num_tokens: int) -> Tensor:
+    """Gradients of gathered rows, summed by token in the order of its choices."""
+    if slot_N is None:
+        return grad_NI
+    position = torch.full((num_tokens * top_k,), grad_NI.shape[0], dtype=torch.int32, device=slot_N.device)
+    order = torch.arange(slot_N.shape[0], dtype=torch.int32, device=slot_N.device)
+    position = position.scatter(0, slot_N.long(), order)
+    return unpermute(grad_NI, position.view(num_tokens, top_k))
+
+
+def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weight, ends, bias, scale, slot, top_k, gathered = inputs
+    ctx.save_for_backward(rows, weight, ends, bias, scale, slot)
+    ctx.top_k, ctx.gathered = top_k, gathered
+
+
+def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weight, ends, bias, scale, slot = ctx.saved_tensors
+    grad_NO, needs = grad_NO.contiguous(), ctx.needs_input_grad
+    gather_slot = slot if ctx.gathered else None
+    grad_rows = grad_scale = grad_weight = grad_bias = None
+    scale_N1 = None
+    if scale is not None:
+        scale_N1 = (scale if slot is None else scale.index_select(0, slot.long())).unsqueeze(1)
+    if needs[0] or needs[4]:
+        plain_NI = input_gradient_op(grad_NO, weight, ends)
+        if needs[4]:
+            rows_N = rows if gather_slot is None else rows.index_select(0, slot.long() // ctx.top_k)
+            grad_scale = _scale_gradient(plain_NI, rows_N, grad_NO, bias, ends, scale, slot)
+        if needs[0]:
+            scaled = plain_NI if scale_N1 is None else (plain_NI * scale_N1).to(rows.dtype)
+            grad_rows = _to_tokens(scaled, gather_slot, ctx.top_k, rows.shape[0])
+    if needs[1] or needs[3]:
+        scaled = grad_NO if scale_N1 is None else (grad_NO * scale_N1).to(rows.dtype)
+        if needs[1]:
+            grad_weight = weight_gradient_op(scaled, rows, ends, gather_slot, ctx.top_k)
+        if needs[3]:
+            grad_bias = sum_by_expert(scaled, ends)
+    return grad_rows, grad_weight, None, grad_bias, grad_scale, None, None, None
+
+
+def _scale_gradient(
+    plain_NI: Tensor,
+    rows_N: Tensor,
+    grad_NO: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    scale: Tensor,
+    slot: Tensor | None,
+) -> Tensor:
+    """<plain, row> + <grad, bias of the row's expert> for each row, where its scale stands."""
+    dot_N = (plain_NI.to(scale.dtype) * rows_N.to(scale.dtype)).sum(1)
+    if bias is not None:
+        row_N = torch.arange(dot_N.shape[0], device=ends.device)
+        expert_N = torch.searchsorted(ends, row_N, right=True)
+        dot_N = dot_N + (grad_NO.to(scale.dtype) * bias[expert_N].to(scale.dtype)).sum(1)
+    return dot_N if slot is None else torch.zeros_like(scale).scatter(0, slot.long(), dot_N)
+
+
+product_op.register_autograd(_product_backward, setup_context=_save_product)
+
+
+def _save_hidden(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, weight, ends, bias, slot, top_k, activation = inputs
+    ctx.save_for_backward(rows, weight, ends, slot, output[0])
+    ctx.top_k, ctx.activation, ctx.has_bias = top_k, activation, bias is not None
+
+
+def _hidden_backward(ctx: Any, grad_hidden: Tensor, grad_active: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weight, ends, slot, hidden_NG = ctx.saved_tensors
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = grad_hidden.to(wide) + slope(ctx.activation, hidden_NG.to(wide), grad_active.to(wide))
+    total = total.to(rows.dtype).contiguous()
+    grad_rows = grad_weight = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_rows = _to_tokens(input_gradient_op(total, weight, ends), slot, ctx.top_k, rows.shape[0])
+    if ctx.needs_input_grad[1]:
+        grad_weight = weight_gradient_op(total, rows, ends, slot, ctx.top_k)
+    if ctx.has_bias and ctx.needs_input_grad[3]:
+        grad_bias = sum_by_expert(total, ends)
+    return grad_rows, grad_weight, None, grad_bias, None, None, None
+
+
+hidden_op.register_autograd(_hidden_backward, setup_context=_save_hidden)

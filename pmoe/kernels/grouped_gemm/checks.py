@@ -1,0 +1,109 @@
+"""Which rows a grouped product takes, and what its operands must be. Every check raises ValueError."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels.operands import MOST_ROWS, check, check_floating
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSlots:
+    """Which slot each of N rows is; slot s is of token s // top_k. Weights of rows are then by slot, (T*K,).
+
+    slot_N: (N,) int32, below T*K.
+    """
+
+    slot_N: Tensor
+    top_k: int
+
+    @staticmethod
+    def of(slot_N: Tensor | None, top_k: int) -> RowSlots | None:
+        """As an operator takes them: None without a slot."""
+        return None if slot_N is None else RowSlots(slot_N=slot_N, top_k=top_k)
+
+
+def check_operands(
+    rows: Tensor, weight: Tensor, ends: Tensor, slots: RowSlots | None, gathered: bool, columns: int
+) -> int:
+    """N, the number of rows. columns: which of the weight's dimensions the rows have as columns."""
+    check("weight", weight, shape=("E", "O", "I"))
+    check_floating("weight", weight)
+    num_rows = count_rows(rows, slots, gathered)
+    check_rows("rows", rows, ("rows", weight.shape[columns]), weight)
+    check("ends", ends, shape=(weight.shape[0],), dtypes=[torch.int32], device=rows.device, contiguous=True)
+    check_slots(slots, num_rows, rows.device)
+    return num_rows
+
+
+def count_rows(rows: Tensor, slots: RowSlots | None, gathered: bool) -> int:
+    """N: the slots where rows are gathered by them, else the rows that there are."""
+    check("rows", rows, shape=("rows", "columns"))
+    if gathered and slots is None:
+        raise ValueError("gathered (True) must be False without slots: they say which rows to gather")
+    return slots.slot_N.numel() if gathered and slots is not None else rows.shape[0]
+
+
+def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
+    """Rows of the type and on the device of ``like``, at most 2**31 - 1 of them."""
+    check(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
+    if rows.shape[0] > MOST_ROWS:
+        raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MOST_ROWS}: places are int32")
+
+
+def check_bias(bias: Tensor | None, weight: Tensor) -> None:
+    if bias is not None:
+        check("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
+
+
+def check_slots(slots: RowSlots | None, num_rows: int, device: torch.device) -> None:
+    if slots is None:
+        return
+    check("slot", slots.slot_N, shape=(num_rows,), dtypes=[torch.int32], device=device, contiguous=True)
+    if slots.top_k < 1:
+        raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
+
+
+def check_scale(
+    scale: Tensor | None, rows: Tensor, num_rows: int, slots: RowSlots | None, gathered: bool
+) -> None:
+    """A number a row; by slot where there are slots: one for every slot of the tokens, or for N at least."""
+    if scale is None:
+        return
+    check("scale", scale, shape=("N",), device=rows.device)
+    check_floating("scale", scale)
+    count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
+    fits = scale.numel() >= count if slots is not None and not gathered else scale.numel() == count
+    if not fits:
+        raise ValueError(f"scale of shape {tuple(scale.shape)} must have the shape ({count},)")
+
+
+def hidden_width(num_hidden: int, activation: str) -> int:
+    """H of w1's H or 2H rows."""
+    if activation != "swiglu":
+        return num_hidden
+    if num_hidden % 2:
+        raise ValueError(f"weight of {num_hidden} rows an expert must have an even number for swiglu")
+    return num_hidden // 2
+
+
+def weight_gradient_shape(
+    grad: Tensor,
+    rows: Tensor,
+    ends_E: Tensor,
+    slots: RowSlots | None,
+    gathers_grad: bool,
+    gathers_rows: bool,
+) -> tuple[int, int, int]:
+    """(E, O, I), of checked operands."""
+    num_rows = count_rows(grad, slots, gathers_grad)
+    if num_rows != count_rows(rows, slots, gathers_rows):
+        raise ValueError(f"grad of {num_rows} rows must have as many as rows ({rows.shape[0]})")
+    check_rows("grad", grad, ("rows", "O"), rows)
+    check_rows("rows", rows, ("rows", "I"), grad)
+    check("ends", ends_E, shape=("E",), dtypes=[torch.int32], device=rows.device, contiguous=True)
+    check_slots(slots, num_rows, rows.device)
+    return ends_E.numel(), grad.shape[1], rows.shape[1]

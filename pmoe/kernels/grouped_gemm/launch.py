@@ -1,0 +1,79 @@
+"""One launch of a grouped product by the kernels of cuda/grouped_gemm, and which devices have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels import extension
+from pmoe.kernels.gemm import ELEMENTS, PLAIN, find_path, misfit
+from pmoe.kernels.grouped_gemm.checks import RowSlots
+from pmoe.kernels.operands import row_stride
+from pmoe.warn import warn_once
+
+CLUSTER = 0
+"""How many blocks share an operand on Hopper: 1, 2, or 0 for whichever is better by rule. For benchmarks."""
+
+
+def path(device: torch.device) -> tuple[str | None, str | None]:
+    """("sm_90a" or "sm_80", None): whose kernels a CUDA device runs; or (None, why there are none)."""
+    return find_path(device, "grouped_gemm", "kernels of grouped products")
+
+
+def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
+    """Why the kernels would not compute a product of such operands on this device, or None."""
+    return path(device)[1] or misfit(dtype, **columns)
+
+
+def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
+    """The path that computes these operands; None on the CPU, and where there are no kernels (warns once).
+
+    Raises ValueError for operands that do not fit the kernels that there are.
+    """
+    if device.type != "cuda":
+        return None
+    found, why = path(device)
+    if found is None:
+        warn_once(f"grouped products are computed without pmoe's kernels: {why}", for_each_reason=True)
+        return None
+    why = misfit(dtype, **columns)
+    if why is not None:
+        raise ValueError(f"grouped product: {why}")
+    return found
+
+
+def launch(
+    kernels: str,
+    form: int,
+    like: Tensor,
+    ends: Tensor,
+    slots: RowSlots | None,
+    epilogue: int = PLAIN,
+    **fields: Any,
+) -> None:
+    """On the current stream. kernels: of `path_for`. fields: as cuda/grouped_gemm/bind.cpp names them."""
+    extension.module().grouped_gemm(
+        device=like.device.index,
+        stream=torch.cuda.current_stream(like.device).cuda_stream,
+        hopper=kernels == "sm_90a",
+        element=ELEMENTS[like.dtype],
+        form=form,
+        epilogue=epilogue,
+        ends=ends.data_ptr(),
+        experts=ends.numel(),
+        slot=0 if slots is None else slots.slot_N.data_ptr(),
+        top_k=1 if slots is None else slots.top_k,
+        cluster=CLUSTER if kernels == "sm_90a" else 1,
+        **fields,
+    )
+
+
+def at(**rows: Tensor | None) -> dict[str, int]:
+    """Address and row stride of each, by its name and its name with "_stride": 0 and 0 for None."""
+    found = {}
+    for name, each in rows.items():
+        found[name] = 0 if each is None else each.data_ptr()
+        found[f"{name}_stride"] = 0 if each is None else row_stride(each)
+    return found

@@ -1,0 +1,247 @@
+"""The grouped products, by the kernels or the reference. No gradients: `operators` and `autograd` have them.
+
+Letters: N rows, E experts, I in-features, O out-features, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels import extension
+from pmoe.kernels.gemm import FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT, WEIGHT, activation_code
+from pmoe.kernels.grouped_gemm import reference
+from pmoe.kernels.grouped_gemm.checks import (
+    RowSlots,
+    check_bias,
+    check_operands,
+    check_rows,
+    check_scale,
+    count_rows,
+    hidden_width,
+    weight_gradient_shape,
+)
+from pmoe.kernels.grouped_gemm.launch import at, launch, path_for
+from pmoe.kernels.operands import address, check, check_memory
+
+
+def product(
+    rows: Tensor,
+    weight_EOI: Tensor,
+    ends_E: Tensor,
+    *,
+    bias_EO: Tensor | None = None,
+    scale: Tensor | None = None,
+    slots: RowSlots | None = None,
+    gathered: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """(rows weight[e]^T + bias[e]) * scale for the rows of each expert e, (N, O), rounded once.
+
+    rows: (N, I); if gathered, of tokens: row r of the N is rows[slot[r] // top_k].
+    ends_E: (E,) int32, the running sum of rows by expert. Rows behind ends[E - 1] are left alone.
+    scale: (N,) float32, by slot where slots are given.
+    out: (N, O), whose rows may lie apart.
+
+    Raises ValueError for operands that do not fit. `grouped_product` has a gradient.
+    """
+    num_rows = check_operands(rows, weight_EOI, ends_E, slots, gathered, 2)
+    check_bias(bias_EO, weight_EOI)
+    check_scale(scale, rows, num_rows, slots, gathered)
+    _, num_out, num_in = weight_EOI.shape
+    out = rows.new_empty(num_rows, num_out) if out is None else out
+    check_rows("out", out, (num_rows, num_out), weight_EOI)
+    kernels = path_for(rows.device, rows.dtype, in_features=num_in, out_features=num_out)
+    if kernels is None:
+        return reference.product(rows, weight_EOI, ends_E, bias_EO, scale, slots, gathered, out)
+    check_memory(rows={"rows": rows, "out": out}, dense={"weight": weight_EOI, "bias": bias_EO})
+    _check_scale_memory(scale)
+    if num_rows:
+        launch(
+            kernels, FORWARD, rows, ends_E, slots, **at(a=rows, d=out),
+            a_rows=rows.shape[0], a_gathered=gathered, b=weight_EOI.data_ptr(), rows=num_rows,
+            n=num_out, k=num_in, bias=address(bias_EO), weight=address(scale),
+        )  # fmt: skip
+    return out
+
+
+def hidden(
+    rows: Tensor,
+    weight_EGI: Tensor,
+    ends_E: Tensor,
+    *,
+    activation: str,
+    bias_EG: Tensor | None = None,
+    slots: RowSlots | None = None,
+    gathered: bool = False,
+    out: Tensor | None = None,
+    active: Tensor | None = None,
+    keep: bool = True,
+) -> tuple[Tensor | None, Tensor]:
+    """T_M = rows weight[e]^T + bias[e], (N, G), and the activated hidden, (N, H), of the rounded T_M.
+
+    keep: False computes T_M without storing it, and returns None for it. The rest is as in `product`.
+    """
+    code = activation_code(activation)
+    num_rows = check_operands(rows, weight_EGI, ends_E, slots, gathered, 2)
+    check_bias(bias_EG, weight_EGI)
+    _, num_hidden, num_in = weight_EGI.shape
+    width = hidden_width(num_hidden, activation)
+    active = rows.new_empty(num_rows, width) if active is None else active
+    check_rows("active", active, (num_rows, width), weight_EGI)
+    kernels = path_for(rows.device, rows.dtype, in_features=num_in, hidden=width)
+    if out is None and (keep or kernels is None):
+        out = rows.new_empty(num_rows, num_hidden)
+    if out is not None:
+        check_rows("out", out, (num_rows, num_hidden), weight_EGI)
+    if kernels is None:
+        assert out is not None
+        reference.product(rows, weight_EGI, ends_E, bias_EG, None, slots, gathered, out)
+        active.copy_(reference.activate(activation, out))
+        return (out if keep else None), active
+    check_memory(
+        rows={"rows": rows, "out": out, "active": active}, dense={"weight": weight_EGI, "bias": bias_EG}
+    )
+    if num_rows:
+        launch(
+            kernels, FORWARD, rows, ends_E, slots, HIDDEN, activation=code,
+            **at(a=rows, d=out if keep else None, active=active),
+            a_rows=rows.shape[0], a_gathered=gathered, b=weight_EGI.data_ptr(), rows=num_rows,
+            n=num_hidden, k=num_in, bias=address(bias_EG),
+        )  # fmt: skip
+    return (out if keep else None), active
+
+
+def input_gradient(
+    grad: Tensor,
+    weight_EOI: Tensor,
+    ends_E: Tensor,
+    *,
+    slots: RowSlots | None = None,
+    gathered: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """grad weight[e] for the rows of each expert e, (N, I); grad: (N, O), or gathered."""
+    num_rows = check_operands(grad, weight_EOI, ends_E, slots, gathered, 1)
+    _, num_out, num_in = weight_EOI.shape
+    out = grad.new_empty(num_rows, num_in) if out is None else out
+    check_rows("out", out, (num_rows, num_in), weight_EOI)
+    kernels = path_for(grad.device, grad.dtype, in_features=num_in, out_features=num_out)
+    if kernels is None:
+        weight_EIO = weight_EOI.transpose(1, 2)
+        return reference.product(grad, weight_EIO, ends_E, None, None, slots, gathered, out)
+    check_memory(rows={"grad": grad, "out": out}, dense={"weight": weight_EOI})
+    if num_rows:
+        launch(
+            kernels, INPUT, grad, ends_E, slots, **at(a=grad, d=out),
+            a_rows=grad.shape[0], a_gathered=gathered, b=weight_EOI.data_ptr(), rows=num_rows,
+            n=num_in, k=num_out,
+        )  # fmt: skip
+    return out
+
+
+def hidden_gradient(
+    grad: Tensor,
+    weight_EMH: Tensor,
+    hidden_NG: Tensor,
+    scale: Tensor,
+    ends_E: Tensor,
+    *,
+    activation: str,
+    slots: RowSlots | None = None,
+    gathered: bool = False,
+    weighs_active: bool = False,
+    out: Tensor | None = None,
+    active: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The way back through an expert's second product and its nonlinearity: three tensors.
+
+        dT_M (N, G), times scale
+        the activated hidden (N, H), times scale if ``weighs_active``
+        <activated hidden, grad w2[e]> (N,) float32: the routing weights' gradients but for <grad, b2>
+
+    grad: (N, M), or gathered: dT_O before the routing weight is multiplied in. weight: w2 (E, M, H).
+    hidden: T_M (N, G). scale: float32, the routing weights, (N,) or by slot.
+    out: may be hidden itself, and active the first columns of hidden.
+    """
+    code = activation_code(activation)
+    num_rows = check_operands(grad, weight_EMH, ends_E, slots, gathered, 1)
+    _, num_model, width = weight_EMH.shape
+    columns = 2 * width if activation == "swiglu" else width
+    check_rows("hidden", hidden_NG, (num_rows, columns), weight_EMH)
+    check_scale(scale, grad, num_rows, slots, gathered)
+    out = grad.new_empty(num_rows, columns) if out is None else out
+    active = grad.new_empty(num_rows, width) if active is None else active
+    check_rows("out", out, (num_rows, columns), weight_EMH)
+    check_rows("active", active, (num_rows, width), weight_EMH)
+    if num_rows and out.data_ptr() == hidden_NG.data_ptr() == active.data_ptr():
+        raise ValueError("out and active must not both lie in hidden: one would overwrite the other")
+    kernels = path_for(grad.device, grad.dtype, d_model=num_model, hidden=width)
+    if kernels is None:
+        dot_N = reference.hidden_gradient(
+            grad, weight_EMH, hidden_NG, scale, ends_E, activation=activation, slots=slots,
+            gathered=gathered, weighs_active=weighs_active, out=out, active=active,
+        )  # fmt: skip
+        return out, active, dot_N
+    check_memory(
+        rows={"grad": grad, "hidden": hidden_NG, "out": out, "active": active}, dense={"weight": weight_EMH}
+    )
+    _check_scale_memory(scale)
+    parts = extension.module().row_dot_parts(kernels == "sm_90a", width)
+    dots = torch.empty(parts, num_rows, dtype=torch.float32, device=grad.device)
+    if num_rows:
+        launch(
+            kernels, INPUT, grad, ends_E, slots, HIDDEN_GRADIENT, activation=code,
+            **at(a=grad, d=out, active=active, hidden=hidden_NG),
+            a_rows=grad.shape[0], a_gathered=gathered, b=weight_EMH.data_ptr(), rows=num_rows,
+            n=width, k=num_model, weight=scale.data_ptr(), row_dots=dots.data_ptr(),
+            weighs_active=weighs_active,
+        )  # fmt: skip
+    return out, active, dots[0] if parts == 1 else dots.sum(0)
+
+
+def weight_gradient(
+    grad: Tensor,
+    rows: Tensor,
+    ends_E: Tensor,
+    *,
+    slots: RowSlots | None = None,
+    gathers_grad: bool = False,
+    gathers_rows: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """grad[rows of e]^T rows[rows of e] for each expert e, (E, O, I); zero for an expert without rows.
+
+    grad: (N, O), rows: (N, I), either gathered. out: contiguous, of the rows' type or float32; with
+    ``accumulate`` float32, and the products are added to it.
+    """
+    shape = weight_gradient_shape(grad, rows, ends_E, slots, gathers_grad, gathers_rows)
+    num_rows = count_rows(grad, slots, gathers_grad)
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate (True) must be False without out: there is nothing to add to")
+        out = rows.new_empty(shape)
+    check("out", out, shape=shape, dtypes=[rows.dtype, torch.float32], device=rows.device)
+    if accumulate and out.element_size() < 4:
+        raise ValueError(f"out of dtype {out.dtype} must be float32 to accumulate")
+    kernels = path_for(rows.device, rows.dtype, out_features=shape[1], in_features=shape[2])
+    if kernels is None:
+        return reference.weight_gradient(
+            grad, rows, ends_E, slots=slots, gathers_grad=gathers_grad, gathers_rows=gathers_rows, out=out,
+            accumulate=accumulate,
+        )  # fmt: skip
+    check_memory(rows={"grad": grad, "rows": rows}, dense={"out": out})
+    launch(
+        kernels, WEIGHT, rows, ends_E, slots, **at(a=grad, b=rows),
+        a_rows=grad.shape[0], a_gathered=gathers_grad, b_rows=rows.shape[0], b_gathered=gathers_rows,
+        d=out.data_ptr(), d_stride=shape[2], rows=num_rows, m=shape[1], n=shape[2],
+        wide=out.dtype == torch.float32, accumulates=accumulate,
+    )  # fmt: skip
+    return out
+
+
+def _check_scale_memory(scale: Tensor | None) -> None:
+    """As the kernels read it: float32 without gaps, at any address."""
+    if scale is not None and scale.numel():
+        check("scale", scale, dtypes=[torch.float32], contiguous=True)

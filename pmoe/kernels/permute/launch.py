@@ -1,0 +1,135 @@
+"""Launches of cuda/permute into tensors that are there, on the current stream; without a custom op's cost.
+
+position_TK: (T, K) int32, weight_TK: (T, K) float32, both contiguous. Raises ValueError as `permute` does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels import extension
+from pmoe.kernels.operands import address, check, cuda_index
+from pmoe.kernels.permute.checks import check_rows_memory, check_slots_memory
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What the kernels move, by the numbers of RowType (cuda/permute/launch.h)."""
+
+MOST_CHOICES = 256
+"""Of a token: kMostChoices of cuda/permute/kernel.cuh."""
+
+
+def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
+    """Why the kernels do not move rows of this type, of ``top_k`` choices a token, there; None if they do."""
+    if device.type != "cuda":
+        return f"device {device.type}: the kernels are for CUDA"
+    if dtype not in TYPES:
+        return f"dtype {dtype}: the kernels move {', '.join(map(str, TYPES))}"
+    if top_k > MOST_CHOICES:
+        return f"top_k ({top_k}): the kernels take {MOST_CHOICES} choices a token at most"
+    return _why_missing(device)
+
+
+@cache
+def _why_missing(device: torch.device) -> str | None:
+    if extension.load() is None:
+        return extension.why_missing()
+    found = extension.on_device(cuda_index(device))
+    return None if found.kernels else f"device {found.index}: {found.reason}"
+
+
+def launch_permute(
+    x_TM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, rows_NM: Tensor, *, parts: int = 0
+) -> None:
+    """rows[position] = weight * x. Rows that no slot names stay as they are.
+
+    parts: warps that share a token; 0 leaves it to cuda/permute/layout.h.
+    """
+    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], parts, x=x_TM, rows=rows_NM):
+        extension.module().permute(work[0], *work[1])
+
+
+def launch_unpermute(
+    rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, y_TM: Tensor, *, parts: int = 0
+) -> None:
+    """y = sum over k of weight * rows[position]."""
+    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], parts, rows=rows_NM, y=y_TM):
+        extension.module().unpermute(work[0], *work[1])
+    else:
+        y_TM.zero_()
+
+
+def launch_permute_backward(
+    d_rows_NM: Tensor,
+    x_TM: Tensor,
+    position_TK: Tensor,
+    weight_TK: Tensor,
+    d_x_TM: Tensor,
+    d_weight_TK: Tensor,
+    *,
+    parts: int = 0,
+) -> None:
+    """d_x = sum over k of weight * d_rows[position], d_weight = <x, d_rows[position]>; 0 of dropped slots."""
+    check_slots_memory(position_TK, d_weight=d_weight_TK)
+    rows = {"x": x_TM, "d_rows": d_rows_NM, "d_x": d_x_TM}
+    if work := _moving(position_TK, weight_TK, d_rows_NM.shape[0], parts, **rows):
+        extension.module().permute_backward(work[0], *work[1], d_weight_TK.data_ptr())
+    else:
+        d_x_TM.zero_()
+        d_weight_TK.zero_()
+
+
+def launch_unpermute_backward(
+    d_y_TM: Tensor,
+    rows_NM: Tensor,
+    position_TK: Tensor,
+    weight_TK: Tensor,
+    d_rows_NM: Tensor,
+    d_weight_TK: Tensor,
+    *,
+    parts: int = 0,
+) -> None:
+    """d_rows[position] = weight * d_y, d_weight = <d_y, rows[position]>, 0 for dropped slots."""
+    check_slots_memory(position_TK, d_weight=d_weight_TK)
+    rows = {"d_y": d_y_TM, "rows": rows_NM, "d_rows": d_rows_NM}
+    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], parts, **rows):
+        extension.module().unpermute_backward(work[0], *work[1], d_weight_TK.data_ptr())
+    else:
+        d_weight_TK.zero_()
+
+
+def _moving(
+    position_TK: Tensor, weight_TK: Tensor | None, num_rows: int, parts: int, **rows: Tensor
+) -> tuple[Any, list[int]] | None:
+    """What all launches take, and address and row stride of each of ``rows``; None if nothing is to be moved.
+
+    rows: those whose name ends with "rows" are routed, (num_rows, M); the others are by token, (T, M).
+    """
+    first = next(iter(rows.values()))
+    check_slots_memory(position_TK, weight=weight_TK)
+    check_rows_memory(**rows)
+    tokens, top_k = position_TK.shape
+    for name, each in rows.items():
+        shape = (num_rows if name.endswith("rows") else tokens, first.shape[1])
+        check(name, each, shape=shape, dtypes=[first.dtype], device=position_TK.device)
+    check("rows", first, dtypes=TYPES)
+    size = first.element_size()
+    row_bytes = first.shape[1] * size
+    if not tokens or not top_k or not row_bytes:
+        return None
+    common = extension.module().Moving(
+        first.device.index,
+        torch.cuda.current_stream(first.device).cuda_stream,
+        TYPES[first.dtype],
+        tokens,
+        top_k,
+        num_rows,
+        row_bytes,
+        position_TK.data_ptr(),
+        address(weight_TK),
+        parts,
+    )
+    return common, [number for each in rows.values() for number in (each.data_ptr(), each.stride(0) * size)]

@@ -1,0 +1,175 @@
+"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the PyTorch reference.
+
+Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels.route import reference
+from pmoe.kernels.route.checks import check_backward, check_logits_memory, check_route
+from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
+from pmoe.kernels.route.routes import Routes, empty_routes
+from pmoe.warn import warn_once
+
+
+def route(
+    logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
+) -> Routes:
+    """Softmax over all experts, the top_k largest logits as `largest` picks them; see `Routes`.
+
+    normalize: a token's weights are divided by their sum.
+    For backward logits, expert, weight and counts are saved, nothing else.
+
+    Raises ValueError for logits that are not a contiguous (T, E) of float32 or float64 on a CPU or CUDA
+    device, top_k outside 1..E, num_chunks below 1, a negative z_loss_weight, more than 2**31 - 1 slots.
+    Example: logits [[0, 2, 1], [3, 0, 0]], top_k=2 -> expert [[1, 2], [0, 1]], position [[1, 3], [0, 2]],
+    slot [2, 0, 3, 1], counts [[1, 2, 1]], ends [[1, 3, 4]].
+    """
+    if logits_TE.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"logits are on {logits_TE.device}, and must be on a CPU or CUDA device")
+    return Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, num_chunks, z_loss_weight))
+
+
+def route_backward(
+    logits_TE: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    counts_nE: Tensor,
+    *,
+    normalize: bool,
+    z_loss_weight: float = 0.0,
+    grad_weight_TK: Tensor | None = None,
+    grad_l_aux: Tensor | None = None,
+    partial_PN: Tensor | None = None,
+    position_TK: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the logits (T, E), from the tensors of `route` and the gradients of its results.
+
+    None stands for zeros.
+
+    partial_PN: the weights' gradient in P parts by row, instead of grad_weight_TK: that of slot (t, k) is
+    sum_p partial[p, position[t, k]], added from p = 0 upwards.
+
+    Raises ValueError for tensors of other shapes, types or devices than `Routes` has, and that are not
+    contiguous; where both gradients of the weights are given, or partial without position.
+    """
+    grad_logits_TE: Tensor = torch.ops.pmoe.route_backward(
+        logits_TE,
+        expert_TK,
+        weight_TK,
+        counts_nE,
+        normalize,
+        z_loss_weight,
+        grad_weight_TK,
+        grad_l_aux,
+        partial_PN,
+        position_TK,
+    )
+    return grad_logits_TE
+
+
+def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
+    """Whether the kernels take this; warns once why not, where they might have."""
+    reason = refusal(logits_TE, top_k, num_chunks)
+    if reason is not None and logits_TE.is_cuda and logits_TE.dtype == torch.float32:
+        message = f"routes are computed by PyTorch instead of the kernel: {reason}"
+        warn_once(message, RuntimeWarning, for_each_reason=True)
+    return reason is None
+
+
+@torch.library.custom_op(
+    "pmoe::route",
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema="(Tensor logits_TE, int top_k, bool normalize, int num_chunks, float z_loss_weight)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _route(
+    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float
+) -> tuple[Tensor, ...]:
+    check_route(logits_TE, top_k, num_chunks, z_loss_weight)
+    check_logits_memory(logits_TE, top_k)
+    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}
+    if _runs_kernel(logits_TE, top_k, num_chunks):
+        routes = empty_routes(logits_TE, top_k, num_chunks)
+        launch_route(logits_TE, routes, **options)
+        return routes
+    return reference.route(logits_TE, top_k, num_chunks=num_chunks, **options)
+
+
+@torch.library.custom_op(
+    "pmoe::route_backward",
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema="(Tensor logits_TE, Tensor expert_TK, Tensor weight_TK, Tensor counts_nE, bool normalize,"
+    " float z_loss_weight, Tensor? grad_weight_TK=None, Tensor? grad_l_aux=None, Tensor? partial_PN=None,"
+    " Tensor? position_TK=None) -> Tensor",
+)
+def _route_backward(
+    logits_TE: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    counts_nE: Tensor,
+    normalize: bool,
+    z_loss_weight: float,
+    grad_weight_TK: Tensor | None = None,
+    grad_l_aux: Tensor | None = None,
+    partial_PN: Tensor | None = None,
+    position_TK: Tensor | None = None,
+) -> Tensor:
+    tensors = (logits_TE, expert_TK, weight_TK, counts_nE)
+    gradients: dict[str, Any] = {
+        "grad_weight_TK": grad_weight_TK,
+        "grad_l_aux": grad_l_aux,
+        "partial_PN": partial_PN,
+        "position_TK": position_TK,
+    }
+    check_backward(*tensors, **gradients)
+    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight, **gradients}
+    if _runs_kernel(logits_TE, expert_TK.shape[1], counts_nE.shape[0]):
+        grad_logits_TE = torch.empty_like(logits_TE)
+        launch_route_backward(*tensors, grad_logits_TE, **options)
+        return grad_logits_TE
+    return reference.route_backward(*tensors, **options)
+
+
+@_route.register_fake
+def _(
+    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float
+) -> tuple[Tensor, ...]:
+    check_route(logits_TE, top_k, num_chunks, z_loss_weight)
+    return empty_routes(logits_TE, top_k, num_chunks)
+
+
+@_route_backward.register_fake
+def _(logits_TE: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(logits_TE)
+
+
+def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits_TE, _, ctx.normalize, _, ctx.z_loss_weight = inputs
+    routes = Routes(*output)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits_TE, routes.expert_TK, routes.weight_TK, routes.counts_nE)
+
+
+def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+    grad_weight_TK, *_, grad_l_aux = gradients
+    grad_logits_TE = None
+    if grad_weight_TK is not None or grad_l_aux is not None:
+        grad_logits_TE = route_backward(
+            *ctx.saved_tensors,
+            normalize=ctx.normalize,
+            z_loss_weight=ctx.z_loss_weight,
+            grad_weight_TK=None if grad_weight_TK is None else grad_weight_TK.contiguous(),
+            grad_l_aux=grad_l_aux,
+        )
+    return grad_logits_TE, None, None, None, None
+
+
+_route.register_autograd(_differentiate_route, setup_context=_save_route)

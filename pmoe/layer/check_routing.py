@@ -1,0 +1,79 @@
+"""What a gate of one's own returned, checked: its shapes and types here, its values with the row counts.
+
+Letters: T tokens of this rank, K choices, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.counts import Fault
+from pmoe.gates.base import Routing
+from pmoe.layer.parts import Parts
+
+
+def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
+    """A routing that nothing breaks on, and the `Fault` of the one that was given, on the device."""
+    expert, weight, token, num_tokens = routing.expert, routing.weight, routing.token, x_TM.shape[0]
+    found = {
+        Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
+        Fault.WEIGHT: ~weight.isfinite().all(),
+    }
+    if token is not None:
+        found[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
+        token = token.clamp(0, max(num_tokens - 1, 0))
+    fault = torch.stack([holds.long() * int(kind) for kind, holds in found.items()]).amax()
+    # Routing weights of all ranks travel together: in one type.
+    weight = weight.to(torch.float64 if x_TM.dtype == torch.float64 else torch.float32)
+    return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
+
+
+def check_routing(parts: Parts, routing: object, num_tokens: int) -> None:
+    """Raises TypeError or ValueError where a gate returned no `Routing` of ``num_tokens`` tokens."""
+    name = type(parts.gate).__name__
+    if not isinstance(routing, Routing):
+        raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")
+    for field in ("expert", "weight", "l_aux"):
+        value = getattr(routing, field)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"gate ({name}) returned {field} ({value!r}); it must be a tensor")
+    shape = tuple(routing.expert.shape)
+    rows = num_tokens if routing.token is None and routing.mix is None else shape[:1] and shape[0]
+    if len(shape) != 2 or shape[0] != rows or tuple(routing.weight.shape) != shape:
+        raise ValueError(
+            f"gate ({name}) returned expert of shape {shape} and weight of shape "
+            f"{tuple(routing.weight.shape)}; both must be (T, K) with T = {num_tokens}"
+        )
+    if not routing.weight.is_floating_point():
+        raise TypeError(f"gate ({name}) returned weight of dtype {routing.weight.dtype}; it must be floating")
+    wanted = {"keep": (shape, torch.bool), "token": (shape[:1], torch.int64)}
+    for field, (of_shape, dtype) in wanted.items():
+        value = getattr(routing, field)
+        if value is not None and (tuple(value.shape) != of_shape or value.dtype != dtype):
+            raise ValueError(
+                f"gate ({name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; it "
+                f"must be {of_shape} of {dtype}"
+            )
+    if routing.token is not None and (shape[1] != 1 or routing.keep is not None):
+        raise ValueError(
+            f"gate ({name}) returned token with {shape[1]} choices a row; there must be 1, and no keep: it "
+            "names only rows that it keeps"
+        )
+    if routing.mix is not None:
+        mixed = tuple(tuple(each.shape) for each in (routing.mix.dispatch, routing.mix.combine))
+        if mixed != ((num_tokens, shape[0]),) * 2:
+            raise ValueError(
+                f"gate ({name}) returned mix of shapes {mixed}; both must be (T, S), that is "
+                f"({num_tokens}, {shape[0]})"
+            )
+        if parts.shared_expert is not None:
+            raise ValueError(
+                f"shared_expert ({parts.shared_expert}) must be None where the gate ({name}) mixes tokens"
+            )
+    if routing.expert.dtype != torch.int64:
+        raise TypeError(
+            f"gate ({name}) returned expert of dtype {routing.expert.dtype}; it must be torch.int64"
+        )

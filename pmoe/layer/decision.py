@@ -1,0 +1,84 @@
+"""What is decided of a call before any row moves: its routing, its row counts, and who computes it how.
+
+Deciding may communicate and read the host; running (`run`) does neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pmoe.comm.counts import RankCounts
+from pmoe.engine.autograd import Runner, run_experts
+from pmoe.engine.passes import Inputs
+from pmoe.engine.plan import Plan
+from pmoe.layer.call import Call
+from pmoe.layer.counts import CallCounts
+from pmoe.layer.route import Routed
+from pmoe.planner.degree import Choice
+from pmoe.schedule.restore import Restore
+
+if TYPE_CHECKING:
+    from pmoe.kernels.comet import Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """The numbers of a decision: all that a checkpoint's second pass takes over beside the routing.
+
+    counts: None where the host needs none.
+    choice: n of both passes and the restore pair; None where nothing is cut.
+    steps: the fused kernels' steps; None where they take no part.
+    """
+
+    counts: RankCounts | None = None
+    choice: Choice | None = None
+    steps: Steps | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A call as it will be run.
+
+    runner: computes T_O of ``inputs``. plan: the chunks, None where nothing is cut.
+    restore: the pair of a call whose buffers rotate or whose kernels are fused.
+    needs_grad: whether backward may follow, on any rank.
+    """
+
+    call: Call
+    routed: Routed
+    inputs: Inputs
+    runner: Runner
+    counts: CallCounts
+    needs_grad: bool
+    plan: Plan | None = None
+    restore: Restore | None = None
+
+
+def decide(call: Call) -> Decision:
+    """By the source of row counts that fits: one rank's kernels, padded rows, or an exchange of counts."""
+    parts = call.parts
+    if parts.may_run_on_one_rank:
+        from pmoe.layer import one_rank_counts
+
+        decision = one_rank_counts.decide(call)
+        if decision is not None:
+            return decision
+    if parts.spec.pad_to_capacity:
+        from pmoe.layer import padded_counts
+
+        return padded_counts.decide(call)
+    from pmoe.layer import exact_counts
+
+    return exact_counts.decide(call)
+
+
+def run(decision: Decision) -> Tensor:
+    """The tokens' results, (T, M)."""
+    routed = decision.routed
+    with routed.autocast_for(decision.call.parts):
+        y_TM = run_experts(decision.runner, decision.inputs, needs_grad=decision.needs_grad)
+    mix = routed.routing.mix
+    return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM

@@ -1,0 +1,124 @@
+"""A call of one rank whose routing kernel sorts the rows: no counts reach the host.
+
+The kernels are those of `pmoe.runners.one_rank`, or COMET's fused ones.
+
+Letters: T tokens, M = d_model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pmoe.engine.autograd import Runner
+from pmoe.engine.passes import Inputs
+from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
+from pmoe.gates.base import Routing
+from pmoe.gates.topk import TopKGate
+from pmoe.kernels.route import Routes
+from pmoe.layer.call import Call
+from pmoe.layer.counts import OneRankCounts
+from pmoe.layer.decision import Agreed, Decision
+from pmoe.layer.fused import fused_call, fused_pair, make_request, may_fuse, stacked
+from pmoe.layer.inputs import cast_parameters, parameters_of
+from pmoe.layer.parts import Parts, any_requires_grad, autocast_dtype
+from pmoe.layer.route import Gated, Routed, started
+from pmoe.runners import fused, fused_steps, one_rank
+from pmoe.runners.fused import FusedRunner
+from pmoe.runners.one_rank import OneRankRunner
+
+
+def decide(call: Call) -> Decision | None:
+    """As `pmoe.layer.decision.decide`; None where row counts are needed on the host."""
+    parts, replay = call.parts, call.replay
+    x = started(call)
+    x_TM = x.reshape(-1, parts.spec.d_model)
+    if replay.is_replay:
+        agreed: Agreed | None = replay.recorded
+        if agreed is None or agreed.counts is not None or agreed.choice is not None:
+            return None
+    else:
+        with hidden_from_selective_checkpoint():
+            agreed = _kernels(call, x_TM)
+    if agreed is None:
+        return None
+    replay.once(lambda: agreed)
+    with torch.autocast(x.device.type, enabled=False):
+        routes = replay.route(x_TM, lambda: _routes(call, x_TM))
+    routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
+    autocast = autocast_dtype(x)
+    routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast)
+    needs_grad = _needs_grad(parts, x)
+    return Decision(
+        call=call,
+        routed=routed,
+        inputs=_inputs(parts, routed),
+        runner=_runner(parts, agreed, routes),
+        counts=OneRankCounts(routes.counts_nE[0], x_TM.shape[0], needs_grad),
+        needs_grad=needs_grad,
+        restore=None if agreed.steps is None else fused_pair(parts),
+    )
+
+
+def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
+    """The fused kernels' steps, or none for one rank's own kernels; None where neither takes the call."""
+    parts, dtype = call.parts, autocast_dtype(x_TM) or x_TM.dtype
+    if not may_fuse(parts, x_TM.device, dtype):
+        return Agreed() if kernels_refusal(parts, x_TM) is None else None
+    needs_grad = _needs_grad(parts, x_TM)
+    if parts.refusal("one rank's counts") is not None or fused_pair(parts) is None:
+        return None
+    if parts.spec.fused == "forward" and needs_grad:
+        return None  # the pipeline engine's backward pass wants the counts on the host
+    count = x_TM.shape[0]
+    request = make_request(parts, x_TM.device, dtype, count, count * parts.spec.top_k, needs_grad)
+    steps = fused_steps.steps_for(request)
+    return None if isinstance(steps, str) else Agreed(steps=steps)
+
+
+def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
+    """Why a call is not computed by one rank's kernels; None where it is."""
+    if parts.ranks.size > 1:
+        return f"{parts.ranks.size} ranks: rows travel"
+    why = parts.refusal("one rank")
+    if why is not None:
+        return why
+    return one_rank.kernel_refusal(
+        _gate(parts),
+        stacked(parts),
+        x_TM,
+        autocast_dtype(x_TM) or x_TM.dtype,
+        ranks=parts.ranks,
+        needs_grad=_needs_grad(parts, x_TM),
+    )
+
+
+def _gate(parts: Parts) -> TopKGate:
+    assert isinstance(parts.gate, TopKGate)
+    return parts.gate
+
+
+def _needs_grad(parts: Parts, x: Tensor) -> bool:
+    return any_requires_grad(x, *parts.gate.parameters(), *parts.experts.parameters())
+
+
+def _routes(call: Call, x_TM: Tensor) -> Routes:
+    """The gate's product and the routing, a launch each. Autocast must be off."""
+    routes = one_rank.route_tokens(_gate(call.parts), x_TM)
+    if may_run_again(call.layer):
+        from pmoe.engine import rerouting
+
+        rerouting.refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
+    return routes
+
+
+def _inputs(parts: Parts, routed: Routed) -> Inputs:
+    parameters = cast_parameters(parts.experts, parameters_of(parts), routed.dtype)
+    rows_TM = routed.x_TM.to(routed.dtype)
+    return Inputs(x_TM=rows_TM, weight_TK=routed.routing.weight, parameters=parameters)
+
+
+def _runner(parts: Parts, agreed: Agreed, routes: Routes) -> Runner:
+    if agreed.steps is None:
+        return OneRankRunner(routes, one_rank.activation_of(stacked(parts)))
+    return FusedRunner(fused_call(parts, agreed.steps, fused.one_rank_journey(routes)))

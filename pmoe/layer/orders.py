@@ -1,0 +1,98 @@
+"""The rows of a call, sorted by chunk and expert for each number of chunks, and plans made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from pmoe.comm.counts import RankCounts
+from pmoe.engine.padding import Padding
+from pmoe.engine.plan import Degrees, Ordered, Plan, make_plan
+from pmoe.layer.parts import Parts
+from pmoe.ordering.once import carriers
+from pmoe.ordering.sorted import LocalExperts, Tokens, count_rows, sort_rows
+from pmoe.schedule.restore import Restore
+
+PlanFor = Callable[[int, int, Restore], Plan]
+"""From n of the forward and of the backward pass, and the restore pair."""
+
+
+class Orders:
+    """The slots of a call sorted by chunk and expert, once for each number of chunks.
+
+    expert_TK: (T, K) int64. keep_TK: (T, K) bool, None where all slots are kept.
+    """
+
+    def __init__(self, parts: Parts, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
+        self.expert_TK, self.keep_TK, self.tokens = expert_TK, keep_TK, tokens
+        self._parts, self._num_ranks = parts, parts.grid.across.size
+        self._rank_TK: Tensor | None = None
+        self._carrier_TK: Tensor | None = None
+        self._carries_TK: Tensor | None = None
+        if parts.spec.send_once:
+            self._rank_TK = expert_TK // parts.num_local_experts
+            self._carrier_TK, self._carries_TK = carriers(self._rank_TK, keep_TK)
+        self._sorted: dict[int, Ordered] = {}
+
+    def of(self, n: int) -> Ordered:
+        """For n chunks."""
+        if n not in self._sorted:
+            self._sorted[n] = self._sort(n)
+        return self._sorted[n]
+
+    def count(self, bins: int) -> Tensor:
+        """(bins, E) rows"""
+        return count_rows(self.expert_TK, self.keep_TK, bins, self._parts.spec.num_experts, self.tokens)
+
+    def count_once(self, bins: int) -> Tensor | None:
+        """(bins, ranks) rows, where a token goes once to a rank; else None."""
+        if self._rank_TK is None:
+            return None
+        return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
+
+    def _sort(self, n: int) -> Ordered:
+        parts, tokens = self._parts, self.tokens
+        pieces, num_experts = parts.num_pieces(n), parts.spec.num_experts
+        slots = sort_rows(self.expert_TK, self.keep_TK, n, num_experts, parts.staying, pieces, tokens)
+        if self._rank_TK is None:
+            return Ordered(slots=slots, sent=slots)
+        nowhere = LocalExperts(0, 0)
+        return Ordered(
+            slots=slots,
+            sent=sort_rows(self._rank_TK, self._carries_TK, n, self._num_ranks, nowhere, 0, tokens),
+            carrier_TK=self._carrier_TK,
+            sent_nP=self.count_once(n),
+        )
+
+    def plans(self, counts: RankCounts, padding: Padding | None = None) -> PlanFor:
+        """What cuts these rows into chunks, for any degrees and pair."""
+
+        def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
+            degrees = _degrees(self._parts, forward, backward, restore, counts.depth)
+            plan = make_plan(
+                self._parts.modules,
+                order=self.of(degrees.forward),
+                backward_order=self.of(degrees.backward),
+                expert_TK=self.expert_TK,
+                tokens=self.tokens,
+                shared=counts,
+                degrees=degrees,
+                restore=restore,
+                has_drops=self.keep_TK is not None,
+            )
+            return plan if padding is None else replace(plan, padding=padding)
+
+        return plan_for
+
+
+def _degrees(parts: Parts, forward: int, backward: int, restore: Restore, depth: dict[int, int]) -> Degrees:
+    """Numbers of chunks, as deep as every rank's slots need them."""
+    if depth:
+        forward, backward = forward << depth[forward], backward << depth[backward]
+    if forward % backward and parts.experts.are_modules and restore.hidden != "recompute":
+        backward = forward  # a saved graph cannot be split
+    if parts.hooks or parts.spec.send_once:
+        backward = forward
+    return Degrees(forward=forward, backward=backward, pieces=parts.num_pieces(forward))

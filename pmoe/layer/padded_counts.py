@@ -1,0 +1,155 @@
+"""Row counts of a call whose rows are padded to capacity: the number of tokens says where rows go.
+
+No counts are exchanged and the host waits for nothing. Ranks compare the number of tokens, and tell each
+other of faults, at every call on the CPU, and on CUDA at the first call of a kind or where a checkpoint
+routes again.
+
+Letters: N padded rows, T tokens of this rank, K choices, E experts of the group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.base import Traffic
+from pmoe.comm.counts import CountsExchange, Fault, FaultError
+from pmoe.comm.grid import Grid
+from pmoe.engine.padding import Splits, make_padding
+from pmoe.layer.call import Call
+from pmoe.layer.choose import Batch, choose
+from pmoe.layer.counts import PaddedCounts
+from pmoe.layer.decision import Agreed, Decision
+from pmoe.layer.inputs import make_inputs, parameters_of
+from pmoe.layer.orders import Orders
+from pmoe.layer.parts import Parts, any_requires_grad
+from pmoe.layer.route import Routed, route
+from pmoe.ordering.capacity import expert_capacity
+from pmoe.ordering.sorted import Tokens
+from pmoe.runners.pipeline import PipelineRunner
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedKind:
+    """What padded calls of one kind share. needs_grad: whether backward may follow. dtype: of the rows."""
+
+    num_tokens: int
+    needs_grad: bool
+    dtype: torch.dtype
+
+
+def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
+    """dtype: of the rows as the experts get them."""
+    tensors = (x_TM, *parts.gate.parameters(), *parameters_of(parts))
+    return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=any_requires_grad(*tensors), dtype=dtype)
+
+
+def decide(call: Call) -> Decision:
+    """As `pmoe.layer.decision.decide`."""
+    parts, spec = call.parts, call.parts.spec
+    routed = route(call)
+    expert_TK, device = routed.routing.expert, routed.x_TM.device
+    kind = kind_of(parts, routed.x_TM, routed.dtype)
+    splits = _splits(parts, kind, top_k=expert_TK.shape[1])
+    padding, kept_E = make_padding(expert_TK, splits)
+    max_tokens = -(-splits.num_rows // expert_TK.shape[1])
+    counts = splits.counts(parts.ranks.size, device, max_tokens=max_tokens, needs_grad=kind.needs_grad)
+    orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
+    inputs = make_inputs(parts, routed, parameters_of(parts))
+    plan_for = orders.plans(counts, padding)
+
+    def agree() -> Agreed:
+        _compare(call, routed, kind)
+        batch = Batch(parts=parts, routed=routed, counts=counts, inputs=inputs, plan_for=plan_for)
+        return Agreed(choice=choose(batch))
+
+    choice = call.replay.once(agree).choice
+    assert choice is not None
+    plan = plan_for(choice.forward, choice.backward, choice.restore)
+    return Decision(
+        call=call,
+        routed=routed,
+        inputs=inputs,
+        runner=PipelineRunner(plan),
+        counts=PaddedCounts(counts.on_host(), kept_E, kind.num_tokens),
+        needs_grad=kind.needs_grad,
+        plan=plan,
+        restore=plan.restore if spec.rotates else None,
+    )
+
+
+def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
+    parts, known = call.parts, call.parts.known.padded_kinds
+    always, is_again = compares_always(routed.x_TM.device), routed.gated.is_again
+    if routed.failure is not None and known and not always:
+        raise routed.failure  # the others may not ask
+    if kind in known and not (always or is_again):
+        return
+    if parts.ranks.size > 1 or is_again:
+        try:
+            compare_ranks(
+                parts.grid,
+                kind,
+                num_experts=parts.spec.num_experts,
+                device=routed.x_TM.device,
+                fault=routed.gated.fault,
+                traffic=parts.traffic,
+            )
+        except FaultError as error:
+            raise (routed.failure or error) from None
+    known.add(kind)
+
+
+def compares_always(device: torch.device) -> bool:
+    """Whether ranks compare every call, and not only the first of a kind: where no device is waited for."""
+    return device.type != "cuda"
+
+
+def _splits(parts: Parts, kind: PaddedKind, top_k: int) -> Splits:
+    spec = parts.spec
+    assert spec.capacity_factor is not None
+    capacity = expert_capacity(spec.capacity_factor, kind.num_tokens, top_k, spec.num_experts)
+    return Splits(
+        num_experts=spec.num_experts,
+        capacity=min(capacity, kind.num_tokens),  # a token's experts are distinct
+        bins=math.lcm(*spec.degrees),
+    )
+
+
+def compare_ranks(
+    grid: Grid,
+    kind: PaddedKind,
+    *,
+    num_experts: int,
+    device: torch.device,
+    fault: Tensor | Fault,
+    traffic: Traffic,
+) -> None:
+    """Raises ValueError, on every rank, where ranks do not make the same call, and FaultError where any
+    reports a fault. Collective, with one host synchronisation."""
+    facts_FE = torch.empty(2, num_experts, dtype=torch.int64, device=device)
+    facts_FE[0], facts_FE[1] = kind.num_tokens, kind.needs_grad
+    exchange = CountsExchange(
+        grid,
+        facts_FE,
+        num_tokens=kind.num_tokens,
+        fault=fault,
+        needs_grad=kind.needs_grad,
+        dtype=kind.dtype,
+        traffic=traffic,
+    )
+    tokens, needs_grad = exchange.finish().recv[:, :, 0].tolist()
+    if len(set(tokens)) > 1:
+        told = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(tokens))
+        raise ValueError(
+            f"x must have the same number of tokens on every rank with pad_to_capacity (True): {told}"
+        )
+    if len(set(needs_grad)) > 1:
+        told = ", ".join(str(rank) for rank, needs in enumerate(needs_grad) if not needs)
+        raise ValueError(
+            "gradients must be asked for on every rank or on none with pad_to_capacity (True): they are not "
+            f"on rank {told}"
+        )

@@ -1,0 +1,241 @@
+"""A layer's modules and its place among the ranks, with what follows from them and from its options.
+
+Letters: E experts of the group, W ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.comm import Combine, Dispatch, Traffic
+from pmoe.comm.counts import num_bins
+from pmoe.comm.flat import FlatCombine, FlatDispatch
+from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.sharing import Sharing
+from pmoe.engine.callbacks import Callback, Hooks
+from pmoe.engine.plan import Gradients, Modules
+from pmoe.experts.base import Experts, local_part
+from pmoe.gates.switch import SwitchGate
+from pmoe.gates.topk import TopKGate
+from pmoe.layer.spec import LayerSpec
+from pmoe.ordering.base import Order
+from pmoe.ordering.sorted import LocalExperts, SortedOrder
+from pmoe.runners.features import Feature, refused
+from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import Stages, local_pieces
+
+if TYPE_CHECKING:
+    from pmoe.layer.padded_counts import PaddedKind
+
+
+PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
+"""Modules of the experts that the kernels compute; subclasses elsewhere may compute otherwise."""
+
+
+@dataclass
+class Known:
+    """What a layer has agreed on and learnt in its calls; it outlives changes of options.
+
+    is_compared: whether ranks have compared their options.
+    padded_kinds: the kinds of padded calls that ranks have compared.
+    choosers: what chooses n and the pair, by what it depends on.
+    """
+
+    is_compared: bool = False
+    padded_kinds: set[PaddedKind] = field(default_factory=set)
+    choosers: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A layer's modules, where it stands among the ranks, and its options.
+
+    trusts_gate: whether the layer made the gate, whose routing is then not checked.
+    gradients: other layers' gradients that backward carries, where a `pmoe.GradientReducer` says so.
+    """
+
+    spec: LayerSpec
+    grid: Grid
+    gate: nn.Module
+    trusts_gate: bool
+    experts: Experts
+    shared_expert: Experts | None
+    shared_gate: nn.Linear | None
+    order: Order
+    dispatch: Dispatch
+    combine: Combine
+    scalars: FlatDispatch
+    sharing: Sharing
+    callbacks: tuple[Callback, ...]
+    gradients: Gradients | None
+    traffic: Traffic
+    known: Known
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.grid.all
+
+    @property
+    def like(self) -> Tensor | None:
+        """A parameter that says of what type and device rows are; None where there is none.
+
+        The gate's come second: a router is often left in float32.
+        """
+        parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
+        found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+        return None if found is None else local_part(found)
+
+    @property
+    def is_given_routing(self) -> bool:
+        """Whether the routing comes from outside."""
+        return bool(getattr(self.gate, "is_given_routing", False))
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.spec.num_experts // self.grid.across.size
+
+    @functools.cached_property
+    def staying(self) -> LocalExperts:
+        """The experts whose rows of this rank do not travel."""
+        first = self.grid.across.rank * self.num_local_experts
+        return LocalExperts(first, first + self.num_local_experts * self.stages.local)
+
+    @functools.cached_property
+    def hooks(self) -> Hooks:
+        """The callbacks' hooks inside the layer."""
+        return Hooks.of(self.callbacks)
+
+    @functools.cached_property
+    def stages(self) -> Stages:
+        """The stages that every call has: the same on every rank, whatever rows it has."""
+        spec, sharded = self.spec, self.grid.is_sharded
+        local = spec.switches.bypass_local and not (sharded or self.hooks or spec.send_once)
+        return Stages(
+            local=local,
+            remote=self.ranks.size > 1 or not local,
+            sharded=sharded,
+            hooked=sharded and bool(self.hooks),
+            shared=self.shared_expert is not None,
+            gradients=self.gradients is not None,
+            one_lane=spec.switches.one_lane,
+        )
+
+    @functools.cached_property
+    def num_bins(self) -> int:
+        """F, the bins in which row counts travel."""
+        degrees = self.spec.degrees
+        return num_bins(degrees, self.ranks.size) if self.spec.rotates else math.lcm(*degrees)
+
+    def num_pieces(self, n: int) -> int:
+        """Into how many pieces the rows that stay are cut, for n chunks."""
+        if self.spec.rotates:
+            return n * self.stages.local
+        return local_pieces(n, local=self.stages.local, remote=self.stages.remote)
+
+    @functools.cached_property
+    def pairs(self) -> tuple[Restore, ...]:
+        """The restore pairs to choose from: modules cannot split a saved graph."""
+        pairs = self.spec.pairs
+        if len(pairs) > 1 and self.spec.splits_backward and self.experts.are_modules:
+            pairs = tuple(pair for pair in pairs if pair.hidden == "recompute")
+        return pairs
+
+    @functools.cached_property
+    def modules(self) -> Modules:
+        """What the engine needs of the layer."""
+        return Modules(
+            experts=self.experts,
+            grid=self.grid,
+            stages=self.stages,
+            order=self.order,
+            dispatch=self.dispatch,
+            combine=self.combine,
+            scalars=self.scalars,
+            sharing=self.sharing,
+            hooks=self.hooks,
+            shared=self.shared_expert,
+            gradients=self.gradients,
+            sequential=self.spec.switches.sequential,
+            rotates=self.spec.rotates,
+        )
+
+    @functools.cached_property
+    def may_run_on_one_rank(self) -> bool:
+        """Whether one rank's kernels may take a call, as far as the layer says."""
+        if self.ranks.size > 1:
+            return False
+        takers = ("one rank",) if not self.spec.fused else ("one rank", "one rank's counts")
+        return any(self.refusal(taker) is None for taker in takers)
+
+    def refusal(self, taker: str) -> str | None:
+        """Why a runner, a source of counts or a prediction does not take this layer; None where it does."""
+        feature = refused(taker, self.features)
+        return None if feature is None else feature.value.format(**self._values())
+
+    def _values(self) -> dict[str, object]:
+        """What stands in refusals for the names in braces."""
+        kinds = {name: type(getattr(self, name)).__name__ for name in ("gate", "experts", "order")}
+        spec = {name: repr(value) for name, value in vars(self.spec).items()}
+        return {**spec, **kinds, "memory_reuse": self.spec.restore}
+
+    @functools.cached_property
+    def features(self) -> frozenset[Feature]:
+        """The features of this layer, for `refusal`."""
+        return frozenset(feature for feature, is_asked in self._asked().items() if is_asked)
+
+    def _asked(self) -> dict[Feature, bool]:
+        spec, gate, switches = self.spec, self.gate, self.spec.switches
+        is_given = self.is_given_routing
+        picks = bool(getattr(gate, "picks_tokens", False))
+        in_steps = self.dispatch.in_steps or self.combine.in_steps
+        is_flat = type(self.dispatch) is FlatDispatch and type(self.combine) is FlatCombine
+        return {
+            Feature.RANKS: self.ranks.size > 1,
+            Feature.SHARDED: self.grid.is_sharded,
+            Feature.HIERARCHICAL: in_steps,
+            Feature.OWN_EXCHANGE: not (is_flat or in_steps),
+            Feature.SEND_ONCE: spec.send_once,
+            Feature.TO_OWN_RANK: not switches.bypass_local,
+            Feature.CALLBACKS: bool(self.callbacks),
+            Feature.SHARED_EXPERT: self.shared_expert is not None,
+            Feature.GRADIENTS: self.gradients is not None,
+            Feature.ROTATES: spec.rotates,
+            Feature.OFFLOADS: any(pair.offloads for pair in self.pairs),
+            Feature.CHUNKS: spec.fixed_degree not in (None, 1),
+            Feature.BUDGET: spec.memory_budget is not None,
+            Feature.CAPACITY: spec.capacity_factor is not None,
+            Feature.NO_CAPACITY: spec.capacity_factor is None,
+            Feature.PADDED: spec.pad_to_capacity,
+            Feature.CHECK_FINITE: spec.check_finite,
+            Feature.FUSED: bool(spec.fused),
+            Feature.SEQUENTIAL: switches.sequential,
+            Feature.ONE_LANE: switches.one_lane,
+            Feature.OWN_ORDER: type(self.order) is not SortedOrder,
+            Feature.PICKS_TOKENS: picks,
+            Feature.KEEPS_ITSELF: bool(getattr(gate, "decides_capacity", False)),
+            Feature.OTHER_GATE: type(gate) not in (TopKGate, SwitchGate) and not is_given,
+            Feature.OWN_GATE: not (is_given or type(gate).__module__.startswith("pmoe.gates.")),
+            Feature.GATE_MODULE: not (self.trusts_gate or is_given),
+            Feature.GIVEN_ROUTING: is_given,
+            Feature.MODULE_EXPERTS: self.experts.are_modules,
+            Feature.OTHER_EXPERTS: type(self.experts).__module__ not in PLAIN_EXPERTS,
+        }
+
+
+def any_requires_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type that autocast gives rows; None where it leaves them as they are, as it does float64."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(x.device.type)

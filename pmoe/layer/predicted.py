@@ -1,0 +1,47 @@
+"""Choices by prediction: the cheapest restore pair by Eq. 10, and n and the pair within a memory budget."""
+
+from __future__ import annotations
+
+import functools
+
+from pmoe.layer.choose import Batch
+from pmoe.layer.memory import memory_shape
+from pmoe.layer.parts import Parts
+from pmoe.measure.profile import profile_of
+from pmoe.planner.chooser import Chooser
+from pmoe.planner.degree import DEGREES, Choice
+from pmoe.schedule.restore import Restore
+
+
+def chooser_of(parts: Parts) -> Chooser:
+    """The layer's, which remembers what it has chosen."""
+    key = (parts.pairs, parts.spec.budget, parts.spec.slack, parts.num_bins)
+    choosers = parts.known.choosers
+    if key not in choosers:
+        pairs, budget, slack, bins = key
+        choosers[key] = Chooser(pairs=pairs, budget=budget, slack=slack, bins=bins)
+    found: Chooser = choosers[key]
+    return found
+
+
+def cheapest_pair(batch: Batch) -> Restore:
+    """MPipeMoE's Eq. 10, on measured rates."""
+    parts, rows_TM = batch.parts, batch.inputs.x_TM
+    profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
+    return chooser_of(parts).pair(memory_shape(parts, rows_TM), batch.counts.max_tokens, profile)
+
+
+def within_budget(batch: Batch) -> Choice:
+    """The fastest n and pair whose bytes hold the budget for any routing.
+
+    Raises ValueError, on every rank, that says what the least budget would be.
+    """
+    parts, spec, counts, rows_TM = batch.parts, batch.parts.spec, batch.counts, batch.inputs.x_TM
+    profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
+    chooser, shape, most = chooser_of(parts), memory_shape(parts, rows_TM), counts.max_tokens
+    candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
+    degrees = [(n, spec.pipeline_backward or n) for n in candidates]
+    choice = chooser.fitting(shape, most, degrees, profile)
+    if counts.host_shortage and choice.restore.dispatched == "offload":
+        choice = chooser.fitting(shape, most, degrees, profile, host_is_full=True)
+    return choice

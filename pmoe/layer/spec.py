@@ -1,0 +1,146 @@
+"""A layer's options: each checked once, and what follows from them alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from pmoe.arguments import check_count, check_number, parse_bytes
+from pmoe.layer.switches import Switches
+from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
+
+if TYPE_CHECKING:
+    from pmoe.layer.module import MoELayer
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """The options of a `pmoe.MoELayer` by the names of its arguments, as it was built or as they were set.
+
+    Raises ValueError or TypeError, naming argument, value and rule.
+    """
+
+    d_model: int
+    d_hidden: int
+    num_experts: int
+    top_k: int = 1
+    capacity_factor: float | None = None
+    pad_to_capacity: bool = False
+    pipeline: bool | int | str = False
+    memory_reuse: bool | str | Restore = False
+    pipeline_backward: int | None = None
+    slack: float = 1.25
+    memory_budget: int | str | None = None
+    fused: bool | str = False
+    send_once: bool = False
+    check_finite: bool = False
+    switches: Switches = field(default_factory=Switches)
+
+    def __post_init__(self) -> None:
+        check_count(d_model=self.d_model, d_hidden=self.d_hidden, num_experts=self.num_experts)
+        check_count(top_k=self.top_k)
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts})")
+        _check_capacity_factor(self.capacity_factor)
+        restore = parse_restore(self.memory_reuse)
+        check_number(slack=self.slack)
+        if not 1 <= self.slack < math.inf:
+            raise ValueError(f"slack ({self.slack}) must be a number of at least 1")
+        if not isinstance(self.fused, bool) and self.fused not in ("forward", "auto"):
+            raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward" or "auto"')
+        check_pipeline(self.pipeline)
+        check_backward(self.pipeline, self.pipeline_backward)
+        for name in ("send_once", "check_finite", "pad_to_capacity"):
+            check_flag(name, getattr(self, name))
+        if not isinstance(self.switches, Switches):
+            raise TypeError(f"switches ({self.switches!r}) must be a pmoe.layer.Switches")
+        self.budget  # noqa: B018 - it raises for what is no number of bytes
+        # Frozen: what is given in words is kept as what it means.
+        object.__setattr__(self, "memory_reuse", restore)
+        object.__setattr__(self, "send_once", self.send_once and self.top_k > 1)
+
+    @property
+    def restore(self) -> Restore | bool:
+        """``memory_reuse``: False where buffers do not rotate for it, True where the pair is chosen."""
+        assert not isinstance(self.memory_reuse, str)
+        return self.memory_reuse
+
+    @functools.cached_property
+    def budget(self) -> int | None:
+        """``memory_budget`` in bytes."""
+        return None if self.memory_budget is None else parse_bytes("memory_budget", self.memory_budget)
+
+    @functools.cached_property
+    def fixed_degree(self) -> int | None:
+        """n of the forward pass where ``pipeline`` alone says it."""
+        return fixed_degree(self.pipeline)
+
+    @functools.cached_property
+    def rotates(self) -> bool:
+        """Whether buffers rotate through ring slots."""
+        apart = self.pipeline_backward not in (None, self.fixed_degree)
+        return self.memory_reuse is not False or apart or self.memory_budget is not None
+
+    @functools.cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """Every n that may be chosen, for either pass."""
+        forward = DEGREES if self.fixed_degree is None else (self.fixed_degree,)
+        backward = () if self.pipeline_backward is None else (self.pipeline_backward,)
+        return tuple(dict.fromkeys((*forward, *backward)))
+
+    @functools.cached_property
+    def splits_backward(self) -> bool:
+        """Whether backward has more chunks than forward."""
+        return (self.pipeline_backward or 1) > (self.fixed_degree or 1)
+
+    @functools.cached_property
+    def pairs(self) -> tuple[Restore, ...]:
+        """The restore pairs to choose from."""
+        if isinstance(self.memory_reuse, Restore):
+            return (self.memory_reuse,)
+        if not self.memory_reuse:
+            return (KEEP,)
+        return tuple(STRATEGIES.values()) if self.memory_budget is None else ALL_PAIRS
+
+
+def _check_capacity_factor(factor: float | None) -> None:
+    if factor is None:
+        return
+    check_number(capacity_factor=factor)
+    if not 0 < factor < math.inf:
+        raise ValueError(f"capacity_factor ({factor}) must be None or a positive number")
+
+
+def check_flag(name: str, flag: object) -> None:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} ({flag!r}) must be True or False")
+
+
+class Option(Generic[V]):
+    """An option as an attribute of the layer: read from its spec; setting it replaces the spec."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, layer: None, owner: type) -> Option[V]: ...
+    @overload
+    def __get__(self, layer: MoELayer, owner: type) -> V: ...
+    def __get__(self, layer: MoELayer | None, owner: type) -> V | Option[V]:
+        if layer is None:
+            return self
+        value: V = getattr(layer.spec, self._name)
+        return value
+
+    def __set__(self, layer: MoELayer, value: V) -> None:
+        changed: dict[str, Any] = {self._name: value}
+        layer.spec = replace(layer.spec, **changed)
+
+
+OPTIONS = tuple(each.name for each in fields(LayerSpec))
+"""The options that a layer has as attributes."""

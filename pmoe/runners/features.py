@@ -1,0 +1,83 @@
+"""One table: which features of a layer each runner takes, each source of counts, and each prediction.
+
+A feature that a taker does not name is refused, so a new feature is refused by all until somebody says
+otherwise. docs/modules.md shows the table; a pairwise test runs each feature with each runner.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+
+class Feature(str, enum.Enum):
+    """What an option asks for beyond a default layer.
+
+    The values are the words of every refusal; names in braces stand for the layer's values.
+    """
+
+    RANKS = "rows travel between ranks"
+    SHARDED = "experts are sharded over the ranks of a node"
+    HIERARCHICAL = "rows do not travel by flat all-to-alls"
+    OWN_EXCHANGE = "dispatch or combine is an exchange of one's own"
+    SEND_ONCE = "rows travel once (send_once=True)"
+    TO_OWN_RANK = "rows are sent to their own rank (bypass_local=False)"
+    CALLBACKS = "there are callbacks"
+    SHARED_EXPERT = "there is a shared expert"
+    GRADIENTS = "other layers' gradients are reduced inside"
+    ROTATES = "buffers rotate through ring slots (memory_reuse={memory_reuse})"
+    OFFLOADS = "memory_reuse ({memory_reuse}) may offload"
+    CHUNKS = "pipeline ({pipeline}) cuts the batch into chunks"
+    BUDGET = "there is a memory_budget ({memory_budget})"
+    CAPACITY = "rows are dropped over a capacity (capacity_factor={capacity_factor})"
+    NO_CAPACITY = "capacity_factor is {capacity_factor}, which sets no capacity"
+    PADDED = "rows are padded to capacity (pad_to_capacity=True)"
+    CHECK_FINITE = "the logits are checked (check_finite=True)"
+    FUSED = "kernels are fused (fused={fused})"
+    SEQUENTIAL = "steps are timed one after the other (sequential=True)"
+    ONE_LANE = "collectives wait for each other (one_lane=True)"
+    OWN_ORDER = "the order is a {order}"
+    PICKS_TOKENS = "the gate ({gate}) mixes tokens or picks them for each expert"
+    KEEPS_ITSELF = "the gate ({gate}) decides itself what is kept"
+    OTHER_GATE = "the gate is a {gate}, neither topk nor switch"
+    OWN_GATE = "gate ({gate}) is a module of one's own"
+    GATE_MODULE = "gate ({gate}) is a module"
+    GIVEN_ROUTING = "the routing comes from outside (GivenGate)"
+    MODULE_EXPERTS = "experts ({experts}) are modules of one's own"
+    OTHER_EXPERTS = "the experts are {experts}, neither ffn nor swiglu"
+
+
+F = Feature
+
+TAKES: dict[str, frozenset[Feature]] = {
+    # ---- runners
+    "pipeline": frozenset(Feature),
+    "fused": frozenset(
+        {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.FUSED}
+        | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.GIVEN_ROUTING}
+    ),
+    "one rank": frozenset({F.NO_CAPACITY, F.FUSED}),
+    # ---- sources of row counts
+    "padded counts": frozenset(
+        {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
+        | {F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
+        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS}
+    ),
+    "one rank's counts": frozenset({F.NO_CAPACITY, F.FUSED, F.ROTATES, F.OFFLOADS, F.CHUNKS}),
+    # ---- predictions, and calls in a CUDA graph
+    "memory": frozenset(
+        {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
+        | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
+        | {F.GIVEN_ROUTING, F.GATE_MODULE, F.OTHER_EXPERTS}
+    ),
+}
+TAKES["memory"] |= {F.FUSED}
+TAKES["memory budget"] = TAKES["memory"] - {F.GATE_MODULE}
+TAKES["graph capture"] = TAKES["padded counts"] - {F.GRADIENTS, F.OFFLOADS}
+"""By taker, what it computes. The pipeline runner computes everything that the kernels do not."""
+
+
+def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
+    """The first feature, in the enum's order, that ``taker`` does not take; None where it takes all."""
+    asked, takes = frozenset(features), TAKES[taker]
+    return next((feature for feature in Feature if feature in asked and feature not in takes), None)

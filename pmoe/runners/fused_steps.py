@@ -1,0 +1,180 @@
+"""Who computes a fused call: COMET's kernels on a heap that layers share, and why they may refuse it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pmoe.comm.agree import largest, same
+from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
+from pmoe.comm.ranks import Ranks
+from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
+from pmoe.kernels import comet as kernels
+from pmoe.kernels.comet import Steps
+from pmoe.kernels.registry import bucket, digest
+from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
+from pmoe.planner.division import Division, FusedLayerSizes, kernel_sizes
+from pmoe.schedule.tasks import PassDirection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a call asks of the fused kernels; all but ``device`` is the same on every rank.
+
+    dtype: of the rows. activation: as `pmoe.kernels.grouped_gemm` names it. experts: of a rank. max_tokens,
+    most_rows: the largest number of any rank's tokens, and of the rows that any rank receives. slack: of the
+    heap's rows over the balanced share.
+    """
+
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    d_model: int
+    d_hidden: int
+    activation: str
+    experts: int
+    top_k: int
+    max_tokens: int
+    most_rows: int
+    needs_grad: bool
+    slack: float = 1.25
+
+
+StepsFactory = Callable[[Request], Steps | str]
+"""The steps of a call, or why there are none: the same on every rank."""
+
+_instead: list[StepsFactory] = []
+_agreed: dict[tuple[object, ...], bool] = {}
+
+
+@contextlib.contextmanager
+def using(make_steps: StepsFactory) -> Iterator[None]:
+    """In the block, steps come from ``make_steps`` and not from the kernels, whose refusals are not asked."""
+    _instead.append(make_steps)
+    try:
+        yield
+    finally:
+        _instead.pop()
+
+
+def takes(experts: Experts) -> bool:
+    """Whether these are experts that the steps compute."""
+    return type(experts) in (FFNExperts, SwiGLUExperts)
+
+
+def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
+    """Why the kernels do not take such rows on this rank, whatever others may say; None where they do."""
+    if _instead:
+        return None
+    return _captures(device) or kernels.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
+
+
+def _captures(device: torch.device) -> str | None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is captured: rounds have numbers, which a replay would use again"
+    return None
+
+
+def steps_for(request: Request) -> Steps | str:
+    """The steps of such a call, or why there are none: steps on every rank, or on none.
+
+    Collective the first time for a type and sizes: a rank's kernels may be missing, or its device another.
+    """
+    if _instead:
+        return _instead[-1](request)
+    device, dtype, experts = request.device, request.dtype, request.experts
+    if why := _captures(device):
+        return why
+    why = refusal(device, dtype, d_model=request.d_model, d_hidden=request.d_hidden)
+    why = why or kernels.ranks_refusal(device, request.ranks.size, experts)
+    key = ("refused", request.ranks.name, device, dtype, request.d_model, request.d_hidden, experts)
+    if _any(key, request, why is not None):
+        return why or "another rank refuses the fused kernels: it says why"
+    return _kernel_steps(request)
+
+
+def _kernel_steps(request: Request) -> Steps | str:
+    """By the kernels, on the heap that all layers of this kind share. Whatever is refused is refused by
+    numbers that all ranks share, or by an error that all raise."""
+    ranks = request.ranks
+    shape = heap_shape(request)
+    if request.most_rows > shape.rows:
+        return f"more rows arrive at a rank than its heap holds: {request.most_rows}, of {shape.rows}"
+    make = nvshmem_heap if _spans_nodes(request) else process_heap
+
+    def find_heap() -> Heap:
+        return heap_for(ranks, request.device, shape, make=make)
+
+    try:
+        return kernels.KernelSteps(find_heap, lambda kernel, direction: _division(request, kernel, direction))
+    except HeapError:
+        raise
+    except RuntimeError as error:
+        return f"there is no heap: {error}"
+
+
+def _spans_nodes(request: Request) -> bool:
+    """Whether the ranks are on several nodes. Asked once for a group."""
+    ranks = request.ranks
+    key = ("nodes", ranks.name)
+    if key not in _agreed:
+        here = float(digest([host_name()]))
+        (on_one_node,) = same(ranks, request.device, [here], stage="comparing the nodes of ranks")
+        _agreed[key] = not on_one_node
+    return _agreed[key]
+
+
+def heap_shape(request: Request) -> HeapShape:
+    """Of the heap that serves such a call: as many rows as the rank with most tokens may send, times the
+    slack for those that arrive. In steps of an eighth of a power of two, so that it is seldom made anew."""
+    step = max(bucket(request.max_tokens) // 8, 16)
+    tokens = math.ceil(request.max_tokens / step) * step
+    return HeapShape(
+        num_ranks=request.ranks.size,
+        experts=request.experts,
+        rows=math.ceil(tokens * request.top_k * request.slack),
+        home_rows=tokens * request.top_k,
+        d_model=request.d_model,
+        dtype=request.dtype,
+    )
+
+
+def _division(request: Request, kernel: kernels.FusedKernel, direction: PassDirection) -> Division:
+    return agreed(request.ranks, kernel_sizes(layer_sizes_of(request), kernel, direction), request.device)
+
+
+def worth(request: Request) -> bool:
+    """Whether a layer of such sizes was measured to be faster fused than in chunks; where nothing was
+    measured it is not fused. The same on every rank; collective the first time that so many rows come."""
+    if request.device.type != "cuda":
+        return False
+    sizes = layer_sizes_of(request)
+    seconds = agreed_layer(request.ranks, sizes, request.device)
+    return seconds is not None and seconds.fused_is_faster(training=request.needs_grad)
+
+
+def layer_sizes_of(request: Request) -> FusedLayerSizes:
+    """As the tables of measured divisions and layers are asked."""
+    return fused_layer_sizes(
+        request.device,
+        d_model=request.d_model,
+        d_hidden=request.d_hidden,
+        num_experts=request.experts * request.ranks.size,
+        tokens=request.max_tokens,
+        top_k=request.top_k,
+        num_ranks=request.ranks.size,
+        gated=request.activation == "swiglu",
+        dtype=request.dtype,
+    )
+
+
+def _any(key: tuple[object, ...], request: Request, here: bool) -> bool:
+    """Whether it holds on any rank. Asked once for a key, which must be as new on all ranks alike."""
+    if key not in _agreed:
+        (most,) = largest(request.ranks, request.device, [float(here)], stage="agreeing on fused kernels")
+        _agreed[key] = bool(most)
+    return _agreed[key]

@@ -1,0 +1,211 @@
+"""The files of a checkpoint beside DCP's, and the order of moves in which a kill leaves a whole one.
+
+    folder/latest.json               {"folder": "step_00000400", "step": 400}; replaced last, in one move
+    folder/step_00000400/
+        .metadata  __0_0.distcp ...  tensors, as torch.distributed.checkpoint (DCP) writes them
+        plain.pt                     by rank 0: step, what the caller adds, options of optimizers
+        random_0.pt  random_1.pt ... by each rank: the state of its random generators
+
+A checkpoint is written as step_N.tmp. When the files of all ranks are on the disk it is renamed, and only
+then named by latest.json. Nothing that has been named is ever written to.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+POINTER, PLAIN = "latest.json", "plain.pt"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be saved, is not there, is damaged, or is of another model: on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """What one rank reads of a checkpoint before its tensors.
+
+    plain: of plain.pt. metadata: DCP's list of tensors. random: the states of this rank's random generators,
+    None where another number of ranks saved it.
+    """
+
+    plain: dict[str, Any]
+    metadata: Metadata
+    random: dict[str, Any] | None
+
+
+# ---- writing
+
+
+def new_folder(folder: Path, step: int) -> Path:
+    """Makes the folder that a checkpoint is written to. Removes what a killed save or removal left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("step_*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    name, number = f"step_{step:08d}", 1
+    while (folder / name).exists():
+        number += 1
+        name = f"step_{step:08d}-{number}"
+    part = folder / f"{name}.tmp"
+    part.mkdir()
+    return part
+
+
+def check_plain(plain: Mapping[str, Any]) -> None:
+    """Raises ValueError where ``plain`` could not be written, or not be read back as plain data."""
+    memory = io.BytesIO()
+    try:
+        torch.save(plain, memory)
+        memory.seek(0)
+        torch.load(memory, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            "extra, extra states of modules and options of optimizers must be plain data and tensors: "
+            f"{reason}"
+        ) from None
+
+
+def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
+    """Writes what DCP does not: this rank's random states and, on rank 0, the plain data."""
+    generators: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        generators["cuda"] = torch.cuda.get_rng_state()
+    _write_to_disk(_random_file(part, rank), lambda file: torch.save(generators, file))
+    if rank == 0:
+        _write_to_disk(part / PLAIN, lambda file: torch.save(plain, file))
+
+
+def publish(part: Path, step: int, keep: int) -> Path:
+    """Makes the finished folder ``part`` the last checkpoint, and removes all but the newest ``keep``."""
+    folder, path = part.parent, part.with_suffix("")
+    _sync_folder(part)
+    os.replace(part, path)
+    _sync_folder(folder)
+    pointer = json.dumps({"folder": path.name, "step": step}).encode()
+    _write_to_disk(folder / f"{POINTER}.tmp", lambda file: file.write(pointer))
+    os.replace(folder / f"{POINTER}.tmp", folder / POINTER)
+    _sync_folder(folder)
+    by_age = sorted(_complete(folder), key=lambda each: (each == path, (each / PLAIN).stat().st_mtime_ns))
+    for old in by_age[:-keep]:
+        doomed = old.with_name(f"{old.name}.tmp")
+        os.replace(old, doomed)  # a removal that is cut short leaves nothing that looks whole
+        shutil.rmtree(doomed, ignore_errors=True)
+    return path
+
+
+# ---- reading
+
+
+def find(folder: Path, step: int | None) -> str:
+    """The name of the checkpoint's folder. step: None is the last.
+
+    Raises CheckpointError where there is none; ValueError for a step that is no number.
+    """
+    if step is None:
+        return _last(folder / POINTER)
+    if not isinstance(step, int):
+        raise ValueError(f"step ({step!r}) must be an int, or None for the last")
+    pattern = re.compile(rf"step_{step:08d}(-(\d+))?")
+    numbered = {
+        int(match[2] or 1): path.name for path in _complete(folder) if (match := pattern.fullmatch(path.name))
+    }
+    if not numbered:
+        known = sorted(path.name for path in _complete(folder))
+        raise CheckpointError(f"step ({step}) must be one of those in {folder} ({known})")
+    return numbered[max(numbered)]
+
+
+def read(path: Path, rank: int, num_ranks: int) -> SavedRun:
+    """Reads all but the tensors. Raises OSError or ValueError for a file missing, damaged or too short."""
+    plain = _read_plain(path / PLAIN)
+    same_ranks = plain["ranks"] == num_ranks
+    generators = _read_plain(_random_file(path, rank)) if same_ranks else None
+    return SavedRun(plain=plain, metadata=_read_metadata(path), random=generators)
+
+
+def set_random(generators: Mapping[str, Any]) -> None:
+    """Sets this process's random generators to saved states."""
+    torch.set_rng_state(generators["torch"])
+    random.setstate(generators["python"])
+    if "cuda" in generators and torch.cuda.is_available():
+        torch.cuda.set_rng_state(generators["cuda"])
+
+
+def _last(pointer: Path) -> str:
+    try:
+        found = json.loads(pointer.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {pointer}") from None
+    except ValueError:  # no JSON, or no text at all
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("folder"), str):
+        raise CheckpointError(f"{pointer} is damaged: it must name a folder")
+    return str(found["folder"])
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / PLAIN).exists()]
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except FileNotFoundError:
+        raise
+    except Exception:  # a damaged pickle may raise anything
+        raise ValueError(f"{path / '.metadata'} is damaged: it cannot be read") from None
+    ends = dict[str, int]()
+    for place in metadata.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        found = (path / name).stat().st_size
+        if found < end:
+            raise ValueError(f"{path / name} ({found} bytes) must have at least {end}")
+    return metadata
+
+
+def _read_plain(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError):
+        raise ValueError(f"{path} is damaged: it cannot be read") from None
+    return found
+
+
+def _random_file(path: Path, rank: int) -> Path:
+    return path / f"random_{rank}.pt"
+
+
+# ---- the disk
+
+
+def _write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Writes a file and returns when the disk has it, not only the system's cache."""
+    with open(path, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Returns when the disk has the names in a folder: new files and renames."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

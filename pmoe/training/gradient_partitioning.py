@@ -1,0 +1,129 @@
+"""FSMoE's adaptive gradient partitioning at work (Section 5): which gradients travel when.
+
+A partition says how many bytes travel beside each dense part and each MoE layer; `timetable_of` makes ranges
+of memory of it. It is found from what a first step showed: the order of gradients, seconds of the dense
+parts, and what an all-reduce costs. `pmoe.planner.gradient_partition` solves, with numbers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.agree import from_first
+from pmoe.comm.ranks import Ranks
+from pmoe.layer import MoELayer
+from pmoe.measure.bench import COMMUNICATE, Group, open_bench, seconds_of
+from pmoe.planner.costs import LineCost, fit
+from pmoe.planner.generalized_layer import GeneralizedLayer
+from pmoe.planner.gradient_partition import Partition, partition
+from pmoe.planner.stage_costs import DegreeSeconds
+from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
+from pmoe.training.gradient_hooks import backward_degrees
+
+MESSAGE_BYTES = (1 << 16, 1 << 18, 1 << 20)
+"""Of the all-reduces that are measured."""
+
+REPEATS = 3
+
+
+class LayerBackward(NamedTuple):
+    """When an MoE layer's backward pass began.
+
+    layer: its index. num_made: how many gradients were there. dense_seconds: of the dense part before it,
+    since the end of the MoE layer's before; 0 for the first.
+    """
+
+    layer: int
+    num_made: int
+    dense_seconds: float
+
+
+@dataclass
+class Observed:
+    """What the first step showed.
+
+    order: indices of parameters as their gradients came; those without any come last. layers: every backward
+    pass of an MoE layer. last_seconds: of the dense part after the last one.
+    """
+
+    order: list[int] = field(default_factory=list)
+    layers: list[LayerBackward] = field(default_factory=list)
+    last_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timetable:
+    """What is sent when in a backward pass. MoE layers' passes have the numbers 0, 1, ... in their order.
+
+    inside: i -> beside the experts of pass i. beside: i -> beside the dense part behind pass i - 1.
+    end: after backward.
+    """
+
+    inside: dict[int, list[GradientRange]]
+    beside: dict[int, list[GradientRange]]
+    end: list[GradientRange]
+
+    @staticmethod
+    def at_the_end(buffers: GradientBuffers) -> Timetable:
+        """Everything after backward."""
+        return Timetable(inside={}, beside={}, end=buffers.ranges(0, buffers.num_bytes))
+
+
+def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
+    """The partition's bytes as ranges of memory, in whole elements. All gradients are of one type."""
+    (memory,) = buffers.memories
+    item = memory.element_size()
+    inside: dict[int, list[GradientRange]] = {}
+    beside: dict[int, list[GradientRange]] = {}
+    begin = 0
+    for at, share in enumerate(found.shares):
+        wanted = begin + share.dense_bytes + share.moe_bytes
+        end = min(wanted // item * item, buffers.num_bytes)
+        if end > begin:
+            (inside if at % 2 else beside)[at // 2] = buffers.ranges(begin, end)
+        begin = end
+    return Timetable(inside=inside, beside=beside, end=buffers.ranges(begin, buffers.num_bytes))
+
+
+def find_partition(
+    seen: Observed, layers: Sequence[MoELayer], buffers: GradientBuffers, ranks: Ranks
+) -> Partition:
+    """Dense parts and MoE layers in turn, as generalized layers of their own (Section 5.2).
+
+    What a dense part makes may travel in the MoE layer that follows. Collective: costs are measured, and all
+    ranks take the first rank's partition.
+    """
+    line = measure_all_reduce(ranks, buffers.memories[0])
+    made = [buffers.bytes_of_first(each.num_made) for each in seen.layers]
+    sizes = [end - begin for begin, end in zip([0, *made], [*made, buffers.num_bytes], strict=True)]
+    parts = []
+    for each, size in zip(seen.layers, sizes, strict=False):
+        degrees = backward_degrees(layers[each.layer])
+        parts.append(_dense_part(each.dense_seconds, size))
+        parts.append(GeneralizedLayer(degrees=degrees, dense_seconds=0.0, gradient_bytes=0))
+    parts.append(_dense_part(seen.last_seconds, sizes[-1]))
+    return from_first(ranks, partition(parts, line), stage="sharing a partition of gradients")
+
+
+def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
+    nothing = (DegreeSeconds(1, 0.0, 0.0),)
+    return GeneralizedLayer(degrees=nothing, dense_seconds=seconds, gradient_bytes=gradient_bytes)
+
+
+def measure_all_reduce(ranks: Ranks, like: Tensor) -> LineCost:
+    """Seconds of an all-reduce by bytes, of the slowest rank. like: any tensor of that type. Collective."""
+    if ranks.size == 1:
+        return LineCost(0.0, 0.0)
+    seconds = []
+    with open_bench(Group(ranks, like.device)) as bench:
+        for num_bytes in MESSAGE_BYTES:
+            message = like.new_zeros(max(num_bytes // like.element_size(), 1))
+            piece = partial(dist.all_reduce, message, group=ranks.group)
+            seconds.append(seconds_of(bench, COMMUNICATE, piece, REPEATS))
+    return fit(zip(MESSAGE_BYTES, seconds, strict=True)).line

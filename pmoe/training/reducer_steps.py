@@ -1,0 +1,117 @@
+"""One step of a `GradientReducer`: the first only watches, later ones follow a timetable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from pmoe.comm.ranks import Ranks
+from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
+from pmoe.training.gradient_partitioning import LayerBackward, Observed, Timetable
+
+ReducerStep: TypeAlias = "FirstStep | PartitionedStep"
+"""Hooks call its methods in the order of backward: of parameters, and of MoE layers' backward passes."""
+
+
+class FirstStep:
+    """Sends nothing inside backward: shows the order of gradients, and how long the dense parts take."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._order: dict[int, None] = {}
+        self._layers: list[LayerBackward] = []
+        self._dense_since: float | None = None
+
+    def gradient_is_ready(self, at: int) -> None:
+        """The gradient of parameter ``at`` has been added up."""
+        self._order.setdefault(at)
+
+    def layer_begins(self, layer: int) -> None:
+        """The backward pass of an MoE layer begins."""
+        self._layers.append(LayerBackward(layer, len(self._order), self._dense_seconds()))
+
+    def inside_layer(self) -> None:
+        """The task of the layer's schedule that carries gradients: nothing yet."""
+
+    def layer_ends(self) -> None:
+        """The backward pass of an MoE layer has ended, and a dense part follows."""
+        self._dense_since = self._now()
+
+    def observed(self, num_parameters: int) -> Observed:
+        """After backward."""
+        last_seconds = self._dense_seconds()
+        order = list(dict.fromkeys([*self._order, *range(num_parameters)]))
+        return Observed(order=order, layers=self._layers, last_seconds=last_seconds)
+
+    def _dense_seconds(self) -> float:
+        return 0.0 if self._dense_since is None else self._now() - self._dense_since
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class PartitionedStep:
+    """Sends gradients inside backward, as a timetable says. names: of the parameters, for errors.
+
+    Raises RuntimeError where a gradient is not there when it should travel.
+    """
+
+    def __init__(
+        self, buffers: GradientBuffers, timetable: Timetable, ranks: Ranks, names: Sequence[str]
+    ) -> None:
+        self._buffers, self._timetable, self._ranks, self._names = buffers, timetable, ranks, names
+        self._works: list[dist.Work] = []
+        self._ready: set[int] = set()
+        self._num_layers = 0
+
+    def gradient_is_ready(self, at: int) -> None:
+        self._buffers.take(at)
+        self._ready.add(at)
+
+    def layer_begins(self, layer: int) -> None:
+        self._check_ready(self._timetable.inside.get(self._num_layers, ()))
+
+    def inside_layer(self) -> dist.Work | None:
+        ranges = self._timetable.inside.get(self._num_layers, ())
+        works = [self._all_reduce(each) for each in ranges]
+        for work in works[:-1]:
+            work.wait()
+        return works[-1] if works else None
+
+    def layer_ends(self) -> None:
+        self._num_layers += 1
+        ranges = self._timetable.beside.get(self._num_layers, ())
+        self._check_ready(ranges)
+        self._send(ranges)
+
+    def finish(self) -> GradientBuffers:
+        """After backward: sends what is left, waits for all, and returns where the sums are."""
+        for at in range(len(self._names)):
+            if at not in self._ready:
+                self._buffers.take(at)
+        self._send(self._timetable.end)
+        for work in self._works:
+            work.wait()
+        return self._buffers
+
+    def _send(self, ranges: Sequence[GradientRange]) -> None:
+        if self._ranks.group is not None:
+            self._works += [self._all_reduce(each) for each in ranges]
+
+    def _all_reduce(self, each: GradientRange) -> dist.Work:
+        work: dist.Work = dist.all_reduce(each.memory, group=self._ranks.group, async_op=True)
+        return work
+
+    def _check_ready(self, ranges: Sequence[GradientRange]) -> None:
+        for at in (at for each in ranges for at in each.parameters):
+            if at not in self._ready:
+                raise RuntimeError(
+                    f"pmoe: the gradient of {self._names[at]} is not there when it should travel: a model "
+                    "whose backward pass changes from step to step needs GradientReducer(partition=False)"
+                )

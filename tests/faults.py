@@ -1,0 +1,40 @@
+"""Faults that tests put into the fused kernels on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pmoe.comm.heap import WAITS
+from pmoe.kernels.comet import Divide, HeapView, Launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class InjectedFaults:
+    """nap_seed: every warp sleeps now and then; 0 lets none sleep. not_waited: waits that are left out, of
+    "grant", "arrival", "tiles", "returned"."""
+
+    nap_seed: int = 0
+    not_waited: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """As cuda/comet/read.h reads them."""
+        return {
+            "nap_seed": self.nap_seed,
+            "not_waited": sum(1 << WAITS.index(name) for name in self.not_waited),
+        }
+
+    def launcher(self, heaps: Sequence[HeapView], divide: Divide) -> FaultyLauncher:
+        return FaultyLauncher(heaps, divide, self)
+
+
+class FaultyLauncher(Launcher):
+    """Every launch has these faults."""
+
+    def __init__(self, heaps: Sequence[HeapView], divide: Divide, faults: InjectedFaults) -> None:
+        super().__init__(heaps, divide)
+        self.faults = faults
+
+    def rank_fields(self, heap: HeapView) -> dict[str, int]:
+        return {**super().rank_fields(heap), **self.faults.fields}

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def main() -> None:
         path,
         device=name,
         torch_cuda=torch.version.cuda,
-        profile=found.to_fields(),
+        profile=asdict(found),
         rows=rows,
         picks=str(pick),
     )

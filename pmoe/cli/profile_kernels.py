@@ -20,10 +20,10 @@ from pmoe.layer import MoELayer
 from pmoe.measure.division import forget, fused_layer_sizes
 from pmoe.measure.division_file import as_fields, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, now, time_layers, timing_refusal
+from pmoe.measure.store import cache_folder
 from pmoe.planner.division import FusedLayerSizes, all_kernel_sizes, rule, sizes_of
 from pmoe.planner.division_table import DivisionTable, Entry, LayerTimes
 from pmoe.planner.sizes_from_options import STACKED
-from pmoe.store import cache_folder
 from pmoe.text import table
 
 LAYER: dict[str, Any] = {

@@ -190,7 +190,9 @@ class MoELayer(nn.Module):
         place = build.Place(self.first_expert, self.num_local_experts, self.shard)
         self.experts = build.make_experts(self.spec, place, expert, activation, bias, options)
         self.experts.mark_parameters()
-        self.shared_expert = build.make_shared(self.spec, shared_expert, expert, activation, bias, options)
+        self.shared_expert = build.make_shared(
+            self.spec, self.gate, shared_expert, expert, activation, bias, options
+        )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pmoe.measure.store import PathLike, load, save
 from pmoe.planner.granularity import GranularityTable
-from pmoe.store import PathLike, load, save
 
 FORMAT = 1
 """Of the file; another one is refused."""

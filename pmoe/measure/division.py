@@ -16,9 +16,9 @@ from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.registry import bucket, device_name, digest
 from pmoe.measure.division_file import load_divisions
+from pmoe.measure.store import PathLike
 from pmoe.planner.division import Division, FusedKernelSizes, FusedLayerSizes, sizes_of
 from pmoe.planner.division_table import LayerSeconds
-from pmoe.store import PathLike
 
 log = logging.getLogger("pmoe")
 

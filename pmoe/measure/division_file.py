@@ -17,9 +17,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pmoe.measure.store import PathLike, cache_folder, cache_path, load, save
 from pmoe.planner.division import Division, FusedKernelSizes, FusedLayerSizes
 from pmoe.planner.division_table import DivisionTable, Entry, LayerSeconds, LayerTimes
-from pmoe.store import PathLike, cache_folder, cache_path, load, save
 
 FORMAT = 1
 """Of the file. Rises with every change of what a field means."""

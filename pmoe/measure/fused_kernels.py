@@ -16,8 +16,8 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, status
 from pmoe.kernels.registry import Agree, digest
 from pmoe.measure.division import AGREEING
+from pmoe.measure.fused_timing import time_division
 from pmoe.measure.rounds import begin_together, clock_of, median_seconds
-from pmoe.measure.virtual_ranks import time_division
 from pmoe.planner.division import (
     Division,
     FusedKernelSizes,

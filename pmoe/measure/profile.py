@@ -19,8 +19,8 @@ from pmoe.measure.identity import identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.profile_file import load_profile, profile_path, save_profile
 from pmoe.measure.rates import measure
+from pmoe.measure.store import PathLike
 from pmoe.planner.profile import Identity, Profile
-from pmoe.store import PathLike
 
 
 def load_or_measure(

@@ -61,10 +61,6 @@ class ScheduleOptions:
         return _schedule(n, self.direction, self.one_lane, self.restore)
 
 
-FORWARD = ScheduleOptions(direction="forward")
-BACKWARD = ScheduleOptions(direction="backward")
-
-
 class BestDegree(NamedTuple):
     """A degree, its simulated seconds, and how many degrees were simulated to find it."""
 

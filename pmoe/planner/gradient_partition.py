@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
 
 from pmoe.planner.costs import LineCost
 from pmoe.planner.generalized_layer import (
@@ -29,52 +28,20 @@ from pmoe.planner.generalized_layer import (
 )
 from pmoe.planner.gradient_evolution import ExposedSeconds, evolve
 
-GradientPlace = Literal["dense", "moe", "end"]
-
-
-class GradientPiece(NamedTuple):
-    """Bytes ``begin`` to ``end`` of the gradients of layer ``source`` travel in layer ``layer``.
-
-    source -1: those that were there before the first layer. layer is the number of layers for the end.
-    """
-
-    source: int
-    begin: int
-    end: int
-    layer: int
-    place: GradientPlace
-
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """Where all bytes go, and the predicted seconds that they add to the backward pass.
 
-    plain_seconds: one all-reduce of everything at the end. filled_seconds: after step 1. exposed_seconds:
-    after step 2, never more than either.
+    shares: of each layer. end_bytes: those left for the end. plain_seconds: one all-reduce of everything at
+    the end. filled_seconds: after step 1. exposed_seconds: after step 2, never more than either.
     """
 
     shares: tuple[Share, ...]
     end_bytes: int
-    sources: tuple[int, ...]
     plain_seconds: float
     filled_seconds: float
     exposed_seconds: float
-
-    def pieces(self) -> Iterator[GradientPiece]:
-        """Which bytes travel where, the oldest first: every byte in one piece, and none before it is made."""
-        rooms: list[tuple[int, GradientPlace, int]] = []
-        for at, share in enumerate(self.shares):
-            rooms += [(at, "dense", share.dense_bytes), (at, "moe", share.moe_bytes)]
-        rooms.append((len(self.shares), "end", self.end_bytes))
-        source, begin = 0, 0
-        for layer, place, room in rooms:
-            while room:
-                taken = min(room, self.sources[source] - begin)
-                if taken:
-                    yield GradientPiece(source - 1, begin, begin + taken, layer, place)
-                room, begin = room - taken, begin + taken
-                if begin == self.sources[source]:
-                    source, begin = source + 1, 0
 
 
 def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int = 0) -> Partition:
@@ -107,7 +74,6 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     return Partition(
         shares=tuple(shares),
         end_bytes=left,
-        sources=sources,
         plain_seconds=all_reduce_seconds(all_reduce, sum(sources)),
         filled_seconds=filled.exposed(nothing),
         exposed_seconds=chosen.exposed(extra),

@@ -1,23 +1,18 @@
 """A profile: the measured costs of a device and a group of ranks, and whose they are.
 
-Nothing is measured and no file is read here: `pmoe.measure` does both. A stored profile serves a laptop
-without a process group (`pmoe plan`).
+Nothing is measured and no file is read here: `pmoe.measure.rates` and `pmoe.measure.profile_file` do.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pmoe.planner.cost_model import Interference, Rates
 from pmoe.planner.costs import Fit, LineCost
-from pmoe.store import CorruptFileError
 
 FORMAT = 2
 """Of the stored fields. Rises with every change of what a field means. 2: `operations`."""
@@ -126,20 +121,6 @@ class Profile:
             copy=_rate(copy * element_size),
         )
 
-    def to_fields(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Profile:
-        """The inverse of `to_fields`. Raises CorruptFileError, or ValueError for another format version."""
-        versions = fields.get("versions")
-        found = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
-        if isinstance(found, int) and found != FORMAT:
-            raise ValueError(f"format version ({found}) must be {FORMAT} (`pmoe profile` writes it)")
-        profile: Profile = _restored(cls, fields, "profile")
-        return profile
-
 
 # ---- helpers
 
@@ -157,34 +138,3 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
-
-
-def _restored(kind: Any, value: Any, name: str) -> Any:
-    """``value``, as JSON has it, as the ``kind`` of a dataclass's field, or CorruptFileError."""
-    if isinstance(kind, types.UnionType):  # something or None
-        if value is None:
-            return None
-        [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
-    if dataclasses.is_dataclass(kind):
-        return _restored_record(kind, value, name)
-    if kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
-            return float(value)
-        raise CorruptFileError(f"{name} ({value!r}) must be a finite number of at least 0")
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise CorruptFileError(f"{name} ({value!r}) is of the wrong type")
-    return value
-
-
-def _restored_record(kind: Any, value: Any, name: str) -> Any:
-    if not isinstance(value, dict):
-        raise CorruptFileError(f"{name} ({value!r}) must be an object")
-    kinds = typing.get_type_hints(kind)
-    missing = [field for field in kinds if field not in value]
-    if missing:
-        raise CorruptFileError(f"{name} has no {', '.join(missing)}")
-    made = {field: _restored(kinds[field], value[field], f"{name}.{field}") for field in kinds}
-    try:
-        return kind(**made)
-    except ValueError as error:
-        raise CorruptFileError(f"{name}: {error}") from None

@@ -165,7 +165,6 @@ def pieces(*sizes: int) -> Partition:
             for at, size in enumerate(shares)
         ),
         end_bytes=end,
-        sources=(sum(sizes),),
         plain_seconds=1.0,
         filled_seconds=1.0,
         exposed_seconds=1.0,

@@ -8,18 +8,16 @@ Letters: T tokens, K choices, W ranks, E experts of a rank, M = d_model.
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
+from bench.virtual_ranks import VirtualRanks
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import comet, route
 from pmoe.kernels.comet import availability
-from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, routes_of
+from pmoe.measure.fused_timing import FusedParameters, routes_of
 from pmoe.planner.division import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual
@@ -42,14 +40,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.skip(f"this device runs {own}")
     monkeypatch.setattr(availability, "path", lambda _: (wanted, None))
     return wanted
-
-
-@pytest.fixture
-def random() -> Iterator[torch.Generator]:
-    """Other numbers each time; PMOE_TEST_SEED draws those of a failure again."""
-    seed = int(os.environ.get("PMOE_TEST_SEED") or secrets.randbits(32))
-    print(f"PMOE_TEST_SEED={seed}")  # pytest shows it where the test fails
-    yield torch.Generator().manual_seed(seed)
 
 
 CASES = {
@@ -315,7 +305,7 @@ def test_a_forward_pass_of_virtual_ranks_is_six_kernels_at_most(path: str) -> No
         num_ranks, experts, rows=num_tokens * top_k, home_rows=num_tokens * top_k, d_model=d_model,
         dtype=torch.bfloat16, device=DEVICE, division=Division(8, 512),
     )  # fmt: skip
-    given = Parameters.random(num_ranks, experts, d_model, 768, "swiglu", bias=False, like=x)
+    given = FusedParameters.random(num_ranks, experts, d_model, 768, "swiglu", bias=False, like=x)
 
     def forward() -> torch.Tensor:
         logits = router_logits(x, gate)

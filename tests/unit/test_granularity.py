@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pmoe import store
+from pmoe.measure import store
 from pmoe.measure.degrees_file import load_degrees, save_degrees
 from pmoe.planner import granularity
 from pmoe.planner.degree import DEGREES

@@ -22,8 +22,6 @@ from pmoe.papers.fsmoe_layers import moe_costs, table4
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import (
-    BACKWARD,
-    FORWARD,
     ScheduleOptions,
     brute_force,
     pass_seconds,
@@ -44,6 +42,8 @@ from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.stage_costs import LayerCosts, StageWork
 
 ROOT = Path(__file__).resolve().parents[2]
+
+FORWARD, BACKWARD = ScheduleOptions(direction="forward"), ScheduleOptions(direction="backward")
 
 PAPERS = ScheduleOptions(direction="backward", wgrad_share=0.0)
 """The paper's backward schedule: experts' backward is one task."""

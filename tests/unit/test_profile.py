@@ -8,26 +8,26 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pmoe import store
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
 from pmoe.measure import rates as measuring
+from pmoe.measure import store
 from pmoe.measure.bench import Action, Group, Marks
 from pmoe.measure.identity import identity
 from pmoe.measure.profile import load_or_measure
-from pmoe.measure.profile_file import load_profile, profile_path, save_profile
+from pmoe.measure.profile_file import load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import FACTORS, measure, speeds
+from pmoe.measure.store import CorruptFileError
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import FREE, Fit, LineCost
 from pmoe.planner.profile import Identity, Operations, Profile, Versions
-from pmoe.store import CorruptFileError
 
 MADE = Profile(
     device="Abacus (R) 3000, 2 threads",
@@ -71,11 +71,11 @@ def assert_sound(profile: Profile) -> None:
 
 
 def to_json(profile: Profile) -> str:
-    return json.dumps(profile.to_fields())
+    return json.dumps(asdict(profile))
 
 
 def from_json(text: str) -> Profile:
-    return Profile.from_fields(json.loads(text))
+    return profile_from(json.loads(text))
 
 
 # ---- the file
@@ -184,7 +184,7 @@ def test_another_format_version_is_refused_but_not_called_corrupt(tmp_path: Path
 def test_a_file_of_the_format_before_is_refused_by_name_and_measured_again_without_a_word(
     tmp_path: Path, counted: Counted
 ) -> None:
-    fields = MADE.to_fields()
+    fields = asdict(MADE)
     del fields["operations"]
     fields["versions"]["file"] = 1
     here = identity(Ranks(), "cpu")
@@ -207,7 +207,7 @@ def test_a_file_of_the_format_before_is_refused_by_name_and_measured_again_witho
 
 def broken(**changes: Any) -> str:
     """MADE as JSON, with fields replaced; None takes one away."""
-    fields = MADE.to_fields() | changes
+    fields = asdict(MADE) | changes
     gone = [name for name, value in changes.items() if value is None]
     return json.dumps({name: value for name, value in fields.items() if name not in gone})
 

@@ -1,9 +1,7 @@
-"""Several virtual ranks of a fused layer in one process and one launch, on one device: for tests of the
-kernels and for measurements of what their protocol costs. No layer uses it.
+"""Seconds of one launch of a fused kernel, on random experts and evenly routed rows.
 
-The kernels see no difference to real ranks but that the heaps' addresses are all on one device. All ranks'
-tokens are rows of one tensor, rank r's from floor(r T / W) on, as `pmoe.kernels.route` cuts chunks; gate and
-routing are launched once for all.
+The ranks are processes, or virtual ranks of one process that share a device: then all ranks' tokens are rows
+of one tensor, rank r's from floor(r T / W) on, as `pmoe.kernels.route` cuts chunks.
 
 Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_model, H = d_hidden, G = H or
 2H rows of w1.
@@ -20,7 +18,7 @@ from torch import Tensor
 from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
-from pmoe.kernels.comet import Divide, HeapView, Journey, Launcher
+from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes
 from pmoe.measure.rounds import event_seconds, median_seconds
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
@@ -30,8 +28,8 @@ WARM_UP, ROUNDS = 2, 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """Of all ranks' experts, by rank: w1 (E, G, M), w2 (E, M, H), b1 (E, G) and b2 (E, M) or None."""
+class FusedParameters:
+    """The experts of all ranks, by rank: w1 (E, G, M), w2 (E, M, H), b1 (E, G) and b2 (E, M) or None."""
 
     w1: Sequence[Tensor]
     w2: Sequence[Tensor]
@@ -50,8 +48,8 @@ class Parameters:
         *,
         bias: bool,
         like: Tensor,
-    ) -> Parameters:
-        """Of such sizes that hidden and output are about as large as their input."""
+    ) -> FusedParameters:
+        """Scaled so that hidden and output are about as large as their input. like: their type and device."""
         width = 2 * d_hidden if activation == "swiglu" else d_hidden
 
         def made(*shape: int) -> list[Tensor]:
@@ -71,97 +69,11 @@ class Parameters:
         )
 
 
-class VirtualRanks:
-    """W ranks with their heaps. rows: that each can receive.
-
-    Raises ValueError where the kernels do not run here, or for more ranks than one launch takes; RuntimeError
-    where memory does not suffice. `close` gives it back.
-    """
-
-    def __init__(
-        self,
-        num_ranks: int,
-        experts: int,
-        *,
-        rows: int,
-        home_rows: int,
-        d_model: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        division: Division | None = None,
-        make_launcher: Callable[[Sequence[HeapView], Divide], Launcher] = Launcher,
-    ) -> None:
-        shape = HeapShape(num_ranks, experts, rows, home_rows, d_model, dtype)
-        self.shape, self.division = shape, Division(1) if division is None else division
-        self.heaps = virtual_heaps(shape, device)
-        try:
-            self.launcher = make_launcher(self.heaps, lambda kernel, direction: self.division)
-        except ValueError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        for heap in self.heaps:
-            heap.close()
-
-    def check(self) -> None:
-        """Waits for the device; HeapError where a rank has waited in vain."""
-        for heap in self.heaps:
-            heap.check()
-
-    def journeys(self, routes: Routes) -> list[Journey]:
-        """Of a routing with a chunk a rank; see `journeys_of`."""
-        return journeys_of(routes, self.shape, range(self.shape.num_ranks))
-
-    def forward(
-        self,
-        x_TM: Tensor,
-        weight_TK: Tensor,
-        journeys: Sequence[Journey],
-        given: Parameters,
-        *,
-        keep: bool = True,
-    ) -> tuple[Tensor, list[Tensor] | None]:
-        """T_O (T, M), and T_M by rank where it is kept: two launches."""
-        hidden, active = comet.dispatch_hidden(
-            self.launcher,
-            journeys,
-            x_TM,
-            weight_TK,
-            given.w1,
-            given.b1,
-            activation=given.activation,
-            keep=keep,
-        )
-        return comet.product_combine(self.launcher, journeys, active, given.w2, given.b2), hidden
-
-    def backward(
-        self,
-        grad_TM: Tensor,
-        weight_TK: Tensor,
-        journeys: Sequence[Journey],
-        given: Parameters,
-        hidden: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        """dT_I (T, M), the gradients of the weights (T, K); dT_M and the weighted activated hidden by rank:
-        two launches, without the products that only the parameters wait for."""
-        of_hidden, active, dots = comet.dispatch_hidden_gradient(
-            self.launcher,
-            journeys,
-            grad_TM,
-            weight_TK,
-            given.w2,
-            given.b2,
-            hidden,
-            activation=given.activation,
-        )
-        of_x, of_weight = comet.gradient_combine(self.launcher, journeys, of_hidden, given.w1, dots)
-        return of_x, of_weight, of_hidden, active
-
-
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
-    """Of these ranks, for a routing of all ranks' tokens with a chunk a rank: nothing is computed.
-    num_received is the heap's rows."""
+    """The journeys of these ranks' rows, for a routing of all ranks' tokens with a chunk a rank.
+
+    num_received is the heap's rows.
+    """
     experts, top_k = shape.experts, routes.expert_TK.shape[1]
     first = chunk_bounds(routes.expert_TK.shape[0], shape.num_ranks)
     return [
@@ -182,8 +94,11 @@ def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[
 
 
 def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:
-    """Such choices as `pmoe.kernels.route` would tell them, with weights of 1; what is not kept has position
-    -1, and rows of a rank begin where they would if all were kept."""
+    """The routes that `pmoe.kernels.route` would make of choices, with weights of 1.
+
+    expert_TK (T, K) int: of all ranks' tokens. keep_TK (T, K) bool: None keeps all. Dropped rows have
+    position -1, and rows of a rank begin where they would if all were kept.
+    """
     num_tokens, top_k = expert_TK.shape
     position_TK = torch.full_like(expert_TK, -1, dtype=torch.int32)
     slot_N = torch.zeros(num_tokens * top_k, dtype=torch.int32, device=expert_TK.device)
@@ -210,7 +125,7 @@ def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_exp
 
 
 def even_choices(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
-    """(T, K): every expert as often as every other, by tokens of every rank."""
+    """(T, K) int32: every expert as often as every other, by tokens of every rank."""
     slot = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
     return (slot % num_experts).view(num_tokens, top_k)
 
@@ -221,9 +136,10 @@ def even_choices(num_tokens: int, top_k: int, num_experts: int, device: torch.de
 def time_division(
     kernel: FusedKernelSizes, division: Division, *, top_k: int, device: torch.device, group: Ranks
 ) -> float:
-    """Seconds of one fused kernel with so many communicating blocks: the median of some rounds on random rows
-    whose routing is even. Collective over ``group``, whose ranks share nothing but the heap, or of one
-    process for a shape of virtual ranks.
+    """Seconds of one fused kernel with a division of its blocks: the median of some rounds.
+
+    Rows are random and their routing is even. Collective over ``group``, whose ranks share nothing but the
+    heap, or of one process for virtual ranks.
 
     Raises as `pmoe.comm.heap.process_heap` and `virtual_heaps` do, and HeapError where a rank waits in vain.
     """
@@ -238,7 +154,7 @@ def time_division(
         routes = routes_of(even_choices(ranks * tokens, top_k, num_experts, device), None, ranks, num_experts)
         journeys = journeys_of(routes, sizes, [heap.rank for heap in heaps])
         kind = "swiglu" if kernel.gated else "gelu"
-        given = Parameters.random(
+        given = FusedParameters.random(
             len(heaps), kernel.experts, kernel.d_model, kernel.d_hidden, kind, bias=False, like=like
         )
         x_TM = torch.randn(ranks * tokens, kernel.d_model, dtype=torch.float32, device=device).to(dtype)
@@ -252,11 +168,11 @@ def _pieces(
     kernel: FusedKernelSizes,
     launcher: Launcher,
     journeys: Sequence[Journey],
-    given: Parameters,
+    given: FusedParameters,
     x_TM: Tensor,
     weight_TK: Tensor,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """What is launched before the kernel that is timed, and that kernel."""
+    """The launch before the kernel that is timed, and that kernel's."""
 
     def hidden() -> tuple[list[Tensor] | None, list[Tensor]]:
         return comet.dispatch_hidden(

@@ -169,7 +169,7 @@ def one_hook_job(rank: int, world: int, point: str) -> str:
 
 @pytest.mark.parametrize("point", [POINTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in POINTS[1:])])
 def test_a_hook_that_fails_on_one_rank_raises_there_and_its_peers_name_a_stage(point: str) -> None:
-    pool = Pool(2, timeout_seconds=6)
+    pool = Pool(2, timeout_seconds=3)
     try:
         first, second = pool.run(one_hook_job, point)
         assert first == "ValueError: this hook fails"
@@ -246,7 +246,7 @@ BUILT = [
     "z_loss_weight (0.1) must be left out with gate='hash'",
     "shared_expert (8) must be None with SoftMoE",
     "capacity_factor (1.0) must be given to the gate (ExpertChoiceGate)",
-    "memory_budget ('1GiB') must be left out where gate is a module",
+    "memory_budget ('1GiB') must be left out where gate (TopKGate) is a module",
     "must hold this rank's part of the hidden columns",
     "mesh (3) must be a torch.distributed.device_mesh.DeviceMesh",
     "must be a list of pmoe.Callback objects",

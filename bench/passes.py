@@ -21,6 +21,7 @@ from bench.timing import Timing
 from pmoe.engine import Journal, Span
 from pmoe.measure.rounds import in_turns
 from pmoe.planner.costs import LineCost
+from pmoe.schedule import Kind
 
 DIRECTIONS = ("forward", "backward")
 PARTS = (*DIRECTIONS, "step")
@@ -159,6 +160,13 @@ def measure_message(link: Any, setting: Setting, rate: float, rounds: int) -> Li
     size = setting.remote_rows * setting.row_bytes
     alpha, bytes_per_second = measure_rate((size // 16, size), rounds=rounds)
     return LineCost(max(alpha, 0.0), 1 / bytes_per_second)
+
+
+def message_costs(message: LineCost, setting: Setting, n: int) -> dict[Kind, float]:
+    """Seconds of the tasks that send, in n chunks."""
+    rows = message(setting.remote_rows * setting.row_bytes / n)
+    kinds = (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE)
+    return {Kind.WEIGHTS: message(4 * setting.remote_rows), **dict.fromkeys(kinds, rows)}
 
 
 def spans_of(journal: Journal, direction: str) -> tuple[list[Span], float]:

@@ -53,9 +53,9 @@ from bench.device import (
 )
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
 from bench.timing import Timing, table, write_json
-from bench.virtual_ranks import VirtualRanks
+from bench.virtual_ranks import FusedParameters, VirtualRanks
 from pmoe.kernels import comet, grouped_gemm
-from pmoe.measure.fused_timing import FusedParameters, even_choices, routes_of
+from pmoe.measure.fused_timing import even_choices, routes_of
 from pmoe.measure.rounds import in_turns
 from pmoe.planner.division import Division
 

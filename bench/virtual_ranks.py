@@ -4,12 +4,14 @@ For tests of the kernels and for measurements of what their protocol costs: the 
 real ranks but that the heaps' addresses are all on one device. All ranks' tokens are rows of one tensor, see
 `pmoe.measure.fused_timing`; gate and routing are launched once for all.
 
-Letters: T tokens of all ranks, K choices, W ranks, M = d_model.
+Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_model, H = d_hidden, G = H or
+2H rows of w1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,8 +20,50 @@ from pmoe.comm.heap import HeapShape, virtual_heaps
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Divide, HeapView, Journey, Launcher
 from pmoe.kernels.route import Routes
-from pmoe.measure.fused_timing import FusedParameters, journeys_of
+from pmoe.measure.fused_timing import journeys_of
 from pmoe.planner.division import Division
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedParameters:
+    """The experts of all ranks, by rank: w1 (E, G, M), w2 (E, M, H), b1 (E, G) and b2 (E, M) or None."""
+
+    w1: Sequence[Tensor]
+    w2: Sequence[Tensor]
+    b1: Sequence[Tensor | None]
+    b2: Sequence[Tensor | None]
+    activation: str
+
+    @classmethod
+    def random(
+        cls,
+        num_ranks: int,
+        experts: int,
+        d_model: int,
+        d_hidden: int,
+        activation: str,
+        *,
+        bias: bool,
+        like: Tensor,
+    ) -> FusedParameters:
+        """Scaled so that hidden and output are about as large as their input. like: their type and device."""
+        width = 2 * d_hidden if activation == "swiglu" else d_hidden
+
+        def made(*shape: int) -> list[Tensor]:
+            scale = shape[-1] ** -0.5
+            return [
+                torch.randn(shape, dtype=torch.float32, device=like.device).mul_(scale).to(like.dtype)
+                for _ in range(num_ranks)
+            ]
+
+        nothing: list[Tensor | None] = [None] * num_ranks
+        return cls(
+            w1=made(experts, width, d_model),
+            w2=made(experts, d_model, d_hidden),
+            b1=made(experts, width) if bias else nothing,
+            b2=made(experts, d_model) if bias else nothing,
+            activation=activation,
+        )
 
 
 class VirtualRanks:

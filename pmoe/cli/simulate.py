@@ -12,7 +12,7 @@ from pmoe.cli.arguments import BadInputError, refused_as, slack
 from pmoe.cli.output import Output, ms
 from pmoe.papers import comet_figures, fsmoe_assumptions
 from pmoe.papers.comet_figures import Beside, Case, Size
-from pmoe.papers.fsmoe_table2 import Table2Row, table2
+from pmoe.papers.fsmoe_layers import Table2Row, table2
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Table5, table5
 from pmoe.planner.timeline import draw
 from pmoe.text import table

@@ -1,7 +1,7 @@
 """Actions, timed alone or side by side on the lanes of a device, the same ones on all ranks.
 
-How often a rank runs an action follows from numbers that all ranks have agreed on (`Group`), never from its
-own clock: actions may be collectives.
+How often a rank runs an action follows from numbers that all ranks have agreed on (`Bench.largest`), never
+from its own clock: actions may be collectives.
 """
 
 from __future__ import annotations
@@ -18,36 +18,33 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.agree import largest
+from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
 
-Action = Callable[[], object]
+AGREEING = "agreeing on a profile"
+"""The stage that an error names."""
+
+TimedCall = Callable[[], object]
 """A piece of work without arguments: a product, a message, a copy."""
 
 Marks = list[float]
 """Seconds on some clock: when a lane began, and when it ended each of its actions."""
 
 
-class Group:
-    """The ranks that measure together, and the device of their reductions."""
+class Bench(abc.ABC):
+    """Runs actions on three lanes, as the engine would."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest that a rank has. Every rank gives as many. Also a barrier."""
-        return largest(self.ranks, self.device, values, stage="agreeing on a profile")
-
-
-class Bench(abc.ABC):
-    """Runs actions on three lanes, as the engine would."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
+        return largest(self.ranks, self.device, values, stage=AGREEING)
 
     @abc.abstractmethod
-    def run(self, work: Mapping[str, tuple[Action, int]]) -> dict[str, Marks]:
+    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
         """Each lane repeats its action so many times, one after another; the lanes side by side."""
 
     @abc.abstractmethod
@@ -58,11 +55,11 @@ class Bench(abc.ABC):
 class _CpuBench(Bench):
     """Computes on the calling thread; messages and copies have a thread each."""
 
-    def __init__(self, group: Group, threads: Mapping[str, ThreadPoolExecutor]) -> None:
-        super().__init__(group)
+    def __init__(self, ranks: Ranks, device: torch.device, threads: Mapping[str, ThreadPoolExecutor]) -> None:
+        super().__init__(ranks, device)
         self._threads = threads
 
-    def run(self, work: Mapping[str, tuple[Action, int]]) -> dict[str, Marks]:
+    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
         started = {
             lane: self._threads[lane].submit(_repeat, *todo) for lane, todo in work.items() if lane != COMPUTE
         }
@@ -76,22 +73,21 @@ class _CpuBench(Bench):
 class _CudaBench(Bench):
     """Computes on the current stream; messages and copies have a stream each. The host runs ahead."""
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        device = group.device
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks, device)
         self._streams = {
             COMPUTE: torch.cuda.current_stream(device),
             COMMUNICATE: torch.cuda.Stream(device),
             COPY: torch.cuda.Stream(device),
         }
 
-    def run(self, work: Mapping[str, tuple[Action, int]]) -> dict[str, Marks]:
+    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
         def mark(lane: str) -> torch.cuda.Event:
             event = torch.cuda.Event(enable_timing=True)
             event.record(self._streams[lane])
             return event
 
-        torch.cuda.synchronize(self.group.device)  # what the caller enqueued, and the buffers' first values
+        torch.cuda.synchronize(self.device)  # what the caller enqueued, and the buffers' first values
         origin = mark(COMPUTE)
         for lane in work:
             self._streams[lane].wait_event(origin)
@@ -102,7 +98,7 @@ class _CudaBench(Bench):
                     with torch.cuda.stream(self._streams[lane]):
                         action()
                     events[lane].append(mark(lane))
-        torch.cuda.synchronize(self.group.device)  # so the actions' buffers are free to go, too
+        torch.cuda.synchronize(self.device)  # so the actions' buffers are free to go, too
         return {lane: [origin.elapsed_time(event) / 1e3 for event in row] for lane, row in events.items()}
 
     def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -110,17 +106,17 @@ class _CudaBench(Bench):
 
 
 @contextmanager
-def open_bench(group: Group) -> Iterator[Bench]:
-    """The bench of the group's device. On a CPU it has two threads of its own until the block ends."""
-    if group.device.type == "cuda":
-        with torch.cuda.device(group.device):
-            yield _CudaBench(group)
+def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
+    """The bench of a device. On a CPU it has two threads of its own until the block ends."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield _CudaBench(ranks, device)
     else:
         with ThreadPoolExecutor(1) as communicate, ThreadPoolExecutor(1) as copy:
-            yield _CpuBench(group, {COMMUNICATE: communicate, COPY: copy})
+            yield _CpuBench(ranks, device, {COMMUNICATE: communicate, COPY: copy})
 
 
-def _repeat(action: Action, count: int) -> Marks:
+def _repeat(action: TimedCall, count: int) -> Marks:
     marks = [time.perf_counter()]
     for _ in range(count):
         action()
@@ -131,7 +127,7 @@ def _repeat(action: Action, count: int) -> Marks:
 def seconds_of(
     bench: Bench,
     lane: str,
-    action: Action,
+    action: TimedCall,
     repeats: int,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> float:
@@ -139,6 +135,19 @@ def seconds_of(
 
     One more runs before them and does not count. Collective.
     """
-    bench.group.largest([0.0])  # begin together
+    bench.largest([0.0])  # begin together
     marks = bench.run({lane: (action, repeats + 1)})[lane][1:]
-    return bench.group.largest([of([end - begin for begin, end in pairwise(marks)])])[0]
+    return bench.largest([of([end - begin for begin, end in pairwise(marks)])])[0]
+
+
+def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
+    """Sends n rows to every other rank and receives as many, in one all-to-all; own rows are not sent.
+
+    sent, received: ((W - 1) * n, ...), by rank. W ranks.
+    """
+    assert ranks.group is not None
+    splits = [n] * ranks.size
+    splits[ranks.rank] = 0
+    work = all_to_all(sent, splits, received, splits, ranks.group)
+    if work is not None:
+        work.wait()

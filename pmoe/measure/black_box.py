@@ -63,7 +63,7 @@ def profile_module(
             arguments = _arguments(make_input(count))
             tensors = (each for each in (*arguments, *module.parameters()) if isinstance(each, Tensor))
             clock = now or clock_of(*(tensor.device for tensor in tensors))
-            (medians,) = median_seconds([functools.partial(_run, module, arguments, clock)], RUNS)
+            (medians,) = median_seconds([functools.partial(_timed_run, module, arguments, clock)], RUNS)
             for direction, seconds in zip(samples, medians, strict=True):
                 direction.append((float(count), seconds))
     return fit(samples[0]), fit(samples[1])
@@ -72,12 +72,14 @@ def profile_module(
 # ---- one run
 
 
-def _run(module: nn.Module, arguments: tuple[Any, ...], now: Callable[[], float]) -> tuple[float, float]:
+def _timed_run(
+    module: nn.Module, arguments: tuple[Any, ...], now: Callable[[], float]
+) -> tuple[float, float]:
     """Seconds of forward and of backward."""
     begin = now()
     output = module(*arguments)
     forward = now() - begin
-    ends = [found for found in _tensors(output) if found.requires_grad]
+    ends = [found for found in _tensors_in(output) if found.requires_grad]
     starts = [found for found in arguments if isinstance(found, Tensor) and found.requires_grad]
     starts += [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not ends or not starts:
@@ -96,19 +98,19 @@ def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
     )
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
+def _tensors_in(found: Any) -> Iterator[Tensor]:
     """All that lie in tuples, lists, mappings and dataclasses."""
     if isinstance(found, Tensor):
         yield found
     elif isinstance(found, Mapping):
         for each in found.values():
-            yield from _tensors(each)
+            yield from _tensors_in(each)
     elif isinstance(found, (tuple, list)):
         for each in found:
-            yield from _tensors(each)
+            yield from _tensors_in(each)
     elif dataclasses.is_dataclass(found) and not isinstance(found, type):
         for field in dataclasses.fields(found):
-            yield from _tensors(getattr(found, field.name))
+            yield from _tensors_in(getattr(found, field.name))
 
 
 def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:

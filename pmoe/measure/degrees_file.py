@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pmoe.measure.store import PathLike, load, save
+from pmoe.measure.store import PathLike, load_json, save_json
 from pmoe.planner.granularity import GranularityTable
 
 FORMAT = 1
@@ -20,7 +20,7 @@ def save_degrees(table: GranularityTable, path: PathLike, key: Mapping[str, Any]
 
     Raises OSError where it cannot be written, TypeError for a key that JSON cannot hold.
     """
-    save(path, {"format": FORMAT, "key": dict(key), **table.to_fields()})
+    save_json(path, {"format": FORMAT, "key": dict(key), **table.to_fields()})
 
 
 def load_degrees(path: PathLike, key: Mapping[str, Any]) -> GranularityTable:
@@ -40,4 +40,4 @@ def load_degrees(path: PathLike, key: Mapping[str, Any]) -> GranularityTable:
                 )
         return GranularityTable.from_fields(fields)
 
-    return load(path, parse)
+    return load_json(path, parse)

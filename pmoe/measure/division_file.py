@@ -17,7 +17,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pmoe.measure.store import PathLike, cache_folder, cache_path, load, save
+from pmoe.measure.store import PathLike, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.division import Division, FusedKernelSizes, FusedLayerSizes
 from pmoe.planner.division_table import DivisionTable, Entry, LayerSeconds, LayerTimes
 
@@ -73,14 +73,14 @@ def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> list
         entries = {k: v for k, v in found.entries.items() if division_path(k.device_name, folder) == path}
         layers = {k: v for k, v in found.layers.items() if division_path(k.device_name, folder) == path}
         merged = DivisionTable({**held.entries, **entries}, {**held.layers, **layers})
-        save(path, {"format": FORMAT, **as_fields(merged)})
+        save_json(path, {"format": FORMAT, **as_fields(merged)})
     return paths
 
 
 def read_divisions(path: PathLike) -> DivisionTable:
     """The table of one file. Raises OSError; ValueError with the file and the field where it is no table, or
     one of another format."""
-    return load(path, _parsed)
+    return load_json(path, _table_from)
 
 
 def _usable(path: Path) -> DivisionTable:
@@ -114,7 +114,7 @@ def _entry_fields(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _parsed(held: Mapping[str, Any]) -> DivisionTable:
+def _table_from(held: Mapping[str, Any]) -> DivisionTable:
     if held.get("format") != FORMAT:
         raise ValueError(f"format ({held.get('format')!r}) must be {FORMAT}")
     entries, layers = held.get("entries"), held.get("layers")

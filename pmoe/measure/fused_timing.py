@@ -10,7 +10,6 @@ Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,48 +24,6 @@ from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
 from pmoe.planner.division import Division, FusedKernelSizes
 
 WARM_UP, ROUNDS = 2, 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusedParameters:
-    """The experts of all ranks, by rank: w1 (E, G, M), w2 (E, M, H), b1 (E, G) and b2 (E, M) or None."""
-
-    w1: Sequence[Tensor]
-    w2: Sequence[Tensor]
-    b1: Sequence[Tensor | None]
-    b2: Sequence[Tensor | None]
-    activation: str
-
-    @classmethod
-    def random(
-        cls,
-        num_ranks: int,
-        experts: int,
-        d_model: int,
-        d_hidden: int,
-        activation: str,
-        *,
-        bias: bool,
-        like: Tensor,
-    ) -> FusedParameters:
-        """Scaled so that hidden and output are about as large as their input. like: their type and device."""
-        width = 2 * d_hidden if activation == "swiglu" else d_hidden
-
-        def made(*shape: int) -> list[Tensor]:
-            scale = shape[-1] ** -0.5
-            return [
-                torch.randn(shape, dtype=torch.float32, device=like.device).mul_(scale).to(like.dtype)
-                for _ in range(num_ranks)
-            ]
-
-        nothing: list[Tensor | None] = [None] * num_ranks
-        return cls(
-            w1=made(experts, width, d_model),
-            w2=made(experts, d_model, d_hidden),
-            b1=made(experts, width) if bias else nothing,
-            b2=made(experts, d_model) if bias else nothing,
-            activation=activation,
-        )
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
@@ -146,37 +103,54 @@ def time_division(
     dtype: torch.dtype = getattr(torch, kernel.dtype)
     ranks = kernel.num_ranks
     tokens, num_experts = max(kernel.rows // top_k, 1), ranks * kernel.experts
-    like = torch.empty(0, dtype=dtype, device=device)
     sizes = HeapShape(ranks, kernel.experts, 2 * kernel.rows, kernel.rows, kernel.d_model, dtype)
     heaps = virtual_heaps(sizes, device) if kernel.virtual else [process_heap(group, sizes, device)]
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, dtype=torch.float32, device=device).mul_(scale).to(dtype)
+
+    def matrices(num_out: int, num_in: int) -> list[Tensor]:  # results are about as large as their operands
+        return [random(kernel.experts, num_out, num_in, scale=num_in**-0.5) for _ in heaps]
+
     try:
         launcher = Launcher(heaps, lambda kernel, direction: division)
         routes = routes_of(even_choices(ranks * tokens, top_k, num_experts, device), None, ranks, num_experts)
         journeys = journeys_of(routes, sizes, [heap.rank for heap in heaps])
-        kind = "swiglu" if kernel.gated else "gelu"
-        given = FusedParameters.random(
-            len(heaps), kernel.experts, kernel.d_model, kernel.d_hidden, kind, bias=False, like=like
-        )
-        x_TM = torch.randn(ranks * tokens, kernel.d_model, dtype=torch.float32, device=device).to(dtype)
-        return _median_seconds(_pieces(kernel, launcher, journeys, given, x_TM, routes.weight_TK))
+        w1 = matrices(kernel.d_hidden * (1 + kernel.gated), kernel.d_model)
+        w2 = matrices(kernel.d_model, kernel.d_hidden)
+        x_TM = random(ranks * tokens, kernel.d_model)
+        before, timed = _launches(kernel, launcher, journeys, w1, w2, x_TM, routes.weight_TK)
+
+        def run() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+            before()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            timed()
+            end.record()
+            return [(start, end)]
+
+        ((seconds,),) = median_seconds([run], ROUNDS, warm_up=WARM_UP, seconds=event_seconds)
+        return seconds
     finally:
         for heap in heaps:
             heap.close()
 
 
-def _pieces(
+def _launches(
     kernel: FusedKernelSizes,
     launcher: Launcher,
     journeys: Sequence[Journey],
-    given: FusedParameters,
+    w1: Sequence[Tensor],
+    w2: Sequence[Tensor],
     x_TM: Tensor,
     weight_TK: Tensor,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The launch before the kernel that is timed, and that kernel's."""
+    """The launch before the kernel that is timed, and that kernel's. w1 (E, G, M), w2 (E, M, H): by rank."""
+    activation, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
 
     def hidden() -> tuple[list[Tensor] | None, list[Tensor]]:
         return comet.dispatch_hidden(
-            launcher, journeys, x_TM, weight_TK, given.w1, given.b1, activation=given.activation, keep=True
+            launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=activation, keep=True
         )
 
     kept, active = hidden()
@@ -184,27 +158,12 @@ def _pieces(
 
     def gradient() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         return comet.dispatch_hidden_gradient(
-            launcher, journeys, x_TM, weight_TK, given.w2, given.b2, kept, activation=given.activation
+            launcher, journeys, x_TM, weight_TK, w2, no_bias, kept, activation=activation
         )
 
     if kernel.kernel == "dispatch":
         return (lambda: None), (hidden if kernel.direction == "forward" else gradient)
     if kernel.direction == "forward":
-        return hidden, lambda: comet.product_combine(launcher, journeys, active, given.w2, given.b2)
+        return hidden, lambda: comet.product_combine(launcher, journeys, active, w2, no_bias)
     of_hidden, _, dots = gradient()
-    return gradient, lambda: comet.gradient_combine(launcher, journeys, of_hidden, given.w1, dots)
-
-
-def _median_seconds(pieces: tuple[Callable[[], object], Callable[[], object]]) -> float:
-    before, timed = pieces
-
-    def run() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        before()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        timed()
-        end.record()
-        return [(start, end)]
-
-    ((seconds,),) = median_seconds([run], ROUNDS, warm_up=WARM_UP, seconds=event_seconds)
-    return seconds
+    return gradient, lambda: comet.gradient_combine(launcher, journeys, of_hidden, w1, dots)

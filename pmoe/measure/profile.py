@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from pmoe.comm.agree import from_first
+from pmoe.comm.agree import from_first, largest
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.bench import Group
+from pmoe.measure.bench import AGREEING
 from pmoe.measure.identity import identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.profile_file import load_profile, profile_path, save_profile
@@ -46,13 +46,14 @@ def load_or_measure(
 
     Raises as `identity` and `measure_operations` do.
     """
-    group = Group(ranks, torch.device(device))
-    profile = _found_by_all(group, identity(ranks, device, dtype), folder)
+    device = torch.device(device)
+    profile = _found_by_all(ranks, device, identity(ranks, device, dtype), folder)
     known = profile is not None
     if profile is None:
         profile = measure(ranks, device, dtype, quick=quick)
     if operations:
-        sizes = [part_of(group, "across", across).size, part_of(group, "inside", inside).size]
+        named = (("across", across), ("inside", inside))
+        sizes = [part_of(ranks, device, name, part).size for name, part in named]
         held = profile.operations
         if held is None or [held.num_across, held.num_inside] != sizes:
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
@@ -67,18 +68,20 @@ def load_or_measure(
     return profile
 
 
-def _found_by_all(group: Group, here: Identity, folder: PathLike | None) -> Profile | None:
+def _found_by_all(
+    ranks: Ranks, device: torch.device, here: Identity, folder: PathLike | None
+) -> Profile | None:
     """Rank 0's, where every rank has one that is of what is here. Collective."""
-    path, ranks = profile_path(here, folder), group.ranks
     found, fault = None, None
     try:
-        found = load_profile(path, expected=here)
+        found = load_profile(profile_path(here, folder), expected=here)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         fault = error
     place = ranks.size - ranks.rank  # the largest among the ranks with a fault is the one that warns
-    missing, warning = group.largest([float(found is None), float(place if fault else 0)])
+    here_is = [float(found is None), float(place if fault else 0)]
+    missing, warning = largest(ranks, device, here_is, stage=AGREEING)
     if fault and warning == place:
         warnings.warn(f"{fault}; measured again", stacklevel=3)
     if found is None or missing:

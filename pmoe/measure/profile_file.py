@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pmoe.measure.store import CorruptFileError, PathLike, cache_folder, cache_path, load, save
+from pmoe.measure.store import CorruptFileError, PathLike, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.profile import FORMAT, Identity, Profile
 
 
@@ -37,7 +37,7 @@ def profile_path(who: Identity | Profile, folder: PathLike | None = None) -> Pat
 
 def save_profile(profile: Profile, path: PathLike) -> None:
     """Writes the whole file or none. Makes the folder. Raises OSError where it cannot be written."""
-    save(path, dataclasses.asdict(profile))
+    save_json(path, dataclasses.asdict(profile))
 
 
 def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile:
@@ -46,7 +46,7 @@ def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile
     Raises FileNotFoundError; CorruptFileError where the file holds no profile; ValueError where it holds that
     of another device, number of ranks, backend, dtype or version, naming what it holds and what is here.
     """
-    profile = load(path, profile_from)
+    profile = load_json(path, profile_from)
     if expected is not None and profile.identity != expected:
         raise ValueError(f"{path}: holds the profile of {profile.identity.difference(expected)}")
     return profile
@@ -118,18 +118,18 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
     found = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
     if isinstance(found, int) and found != FORMAT:
         raise ValueError(f"format version ({found}) must be {FORMAT} (`pmoe profile` writes it)")
-    profile: Profile = _restored(Profile, fields, "profile")
+    profile: Profile = _typed(Profile, fields, "profile")
     return profile
 
 
-def _restored(kind: Any, value: Any, name: str) -> Any:
+def _typed(kind: Any, value: Any, name: str) -> Any:
     """``value``, as JSON has it, as the ``kind`` of a dataclass's field, or CorruptFileError."""
     if isinstance(kind, types.UnionType):  # something or None
         if value is None:
             return None
         [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
     if dataclasses.is_dataclass(kind):
-        return _restored_record(kind, value, name)
+        return _typed_record(kind, value, name)
     if kind is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
             return float(value)
@@ -139,14 +139,14 @@ def _restored(kind: Any, value: Any, name: str) -> Any:
     return value
 
 
-def _restored_record(kind: Any, value: Any, name: str) -> Any:
+def _typed_record(kind: Any, value: Any, name: str) -> Any:
     if not isinstance(value, dict):
         raise CorruptFileError(f"{name} ({value!r}) must be an object")
     kinds = typing.get_type_hints(kind)
     missing = [field for field in kinds if field not in value]
     if missing:
         raise CorruptFileError(f"{name} has no {', '.join(missing)}")
-    made = {field: _restored(kinds[field], value[field], f"{name}.{field}") for field in kinds}
+    made = {field: _typed(kinds[field], value[field], f"{name}.{field}") for field in kinds}
     try:
         return kind(**made)
     except ValueError as error:

@@ -18,7 +18,6 @@ from datetime import datetime, timezone
 from itertools import combinations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.agree import from_first
@@ -28,10 +27,10 @@ from pmoe.measure.bench import (
     COMMUNICATE,
     COMPUTE,
     COPY,
-    Action,
     Bench,
-    Group,
     Marks,
+    TimedCall,
+    exchange,
     open_bench,
     seconds_of,
 )
@@ -84,13 +83,13 @@ def measure(
     """
     begin = time.perf_counter()
     device = torch.device(device)
-    who, group, effort = identity(ranks, device, dtype), Group(ranks, device), QUICK if quick else FULL
+    who, effort = identity(ranks, device, dtype), QUICK if quick else FULL
     lines: dict[str, LineCost] = {}
-    pieces: dict[str, Action] = {}
-    with torch.inference_mode(False), torch.no_grad(), open_bench(group) as bench:
+    pieces: dict[str, TimedCall] = {}
+    with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         for name, kind in _kinds(bench, dtype).items():
-            units = _units(bench, kind, effort)
-            lines[name] = _line(bench, kind, units, effort)
+            units = _units_for(bench, kind, effort)
+            lines[name] = _rate_line(bench, kind, units, effort)
             pieces[name] = kind.make(units)
         interference = _interference(bench, _by_lane(pieces), effort)
     profile = Profile(
@@ -114,12 +113,12 @@ class _LaneWork:
     size: float
     first_units: int
     most_units: int
-    make: Callable[[int], Action]
+    make: Callable[[int], TimedCall]
 
 
 def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
     """By the name of their line in a `Profile`."""
-    ranks, device = bench.group.ranks, bench.group.device
+    ranks, device = bench.ranks, bench.device
     generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay as they are
     others = ranks.size - 1
 
@@ -129,30 +128,24 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
     width = WIDTH[device.type]
     weight = made(width, width)
 
-    def compute(rows: int) -> Action:
+    def compute(rows: int) -> TimedCall:
         x, y = made(rows, width), made(rows, width)
         return lambda: torch.mm(x, weight, out=y)
 
-    def message(elements: int) -> Action:
+    def message(elements: int) -> TimedCall:
         sent, received = made(elements * others), made(elements * others)
-        splits = [elements] * ranks.size
-        splits[ranks.rank] = 0  # own rows are not sent
 
-        def exchange() -> None:
+        def send() -> None:
             with at_stage("measuring messages", ranks):
-                work = dist.all_to_all_single(
-                    received, sent, splits, splits, group=ranks.group, async_op=True
-                )
-                if work is not None:
-                    work.wait()
+                exchange(ranks, sent, received, elements)
 
-        return exchange
+        return send
 
-    def copy_out(elements: int) -> Action:
+    def copy_out(elements: int) -> TimedCall:
         inside, outside = made(elements), bench.host_buffer(elements, dtype)
         return lambda: outside.copy_(inside, non_blocking=True)
 
-    def copy_in(elements: int) -> Action:
+    def copy_in(elements: int) -> TimedCall:
         inside, outside = made(elements), bench.host_buffer(elements, dtype)
         return lambda: inside.copy_(outside, non_blocking=True)
 
@@ -185,7 +178,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
     return kinds
 
 
-def _units(bench: Bench, kind: _LaneWork, effort: _Effort) -> int:
+def _units_for(bench: Bench, kind: _LaneWork, effort: _Effort) -> int:
     """Enough for a piece of ``effort.piece_seconds``, and for three times the seconds of the first try: where
     a task costs much whatever its size, size must show beside it. The fastest of a few tries counts, since an
     interruption would make pieces too small."""
@@ -199,7 +192,7 @@ def _units(bench: Bench, kind: _LaneWork, effort: _Effort) -> int:
     return units
 
 
-def _line(bench: Bench, kind: _LaneWork, units: int, effort: _Effort) -> LineCost:
+def _rate_line(bench: Bench, kind: _LaneWork, units: int, effort: _Effort) -> LineCost:
     """Through three sizes. Where caches or noise make the smaller cheaper than any line from zero or above,
     the line goes from zero through the largest."""
     samples = [
@@ -227,7 +220,7 @@ FACTORS = {
 """Fig. 3: whose speed, and which lanes are busy."""
 
 
-def _by_lane(pieces: Mapping[str, Action]) -> dict[str, Action]:
+def _by_lane(pieces: Mapping[str, TimedCall]) -> dict[str, TimedCall]:
     """One piece a lane, in the order of FACTORS; that of the copies goes out and in."""
     copy_out, copy_in = pieces["copy_out"], pieces["copy_in"]
     found = {COMPUTE: pieces["compute"]}
@@ -236,7 +229,7 @@ def _by_lane(pieces: Mapping[str, Action]) -> dict[str, Action]:
     return found | {COPY: lambda: (copy_out(), copy_in())}
 
 
-def _interference(bench: Bench, pieces: Mapping[str, Action], effort: _Effort) -> Interference:
+def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: _Effort) -> Interference:
     """Every lane gets so many pieces that they take about the same time alone. Beside messages, whose number
     all ranks must know beforehand, the others get twice as many, to be busy all the while. Speeds are those
     of the time in which all lanes are busy, so it does not matter which of them ends first."""
@@ -245,7 +238,7 @@ def _interference(bench: Bench, pieces: Mapping[str, Action], effort: _Effort) -
     count = {lane: math.ceil(span / seconds) for lane, seconds in alone.items()}
 
     def run(lanes: Sequence[str]) -> dict[str, float]:
-        bench.group.largest([0.0])  # begin together
+        bench.largest([0.0])  # begin together
         longer = 2 if COMMUNICATE in lanes and len(lanes) > 1 else 1
         return speeds(
             bench.run(
@@ -264,7 +257,7 @@ def _interference(bench: Bench, pieces: Mapping[str, Action], effort: _Effort) -
     lanes_of = {name: tuple(lane for lane in lanes if lane in pieces) for name, (_, lanes) in FACTORS.items()}
     names = [name for name, (lane, _) in FACTORS.items() if (lane, lanes_of[name]) in relative]
     slowness = [-statistics.median(relative[FACTORS[name][0], lanes_of[name]]) for name in names]
-    slowest = bench.group.largest(slowness)
+    slowest = bench.largest(slowness)
     return Interference(
         **{name: min(1.0, max(LEAST_SPEED, -s)) for name, s in zip(names, slowest, strict=True)}
     )

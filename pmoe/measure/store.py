@@ -37,7 +37,7 @@ def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
     return cache_folder(folder) / ("_".join(slugs) + ".json")
 
 
-def load(path: PathLike, parse: Callable[[dict[str, Any]], T]) -> T:
+def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T]) -> T:
     """What ``parse`` makes of the file's JSON object.
 
     Raises OSError where the file cannot be read; CorruptFileError where it holds no JSON object; the
@@ -49,7 +49,7 @@ def load(path: PathLike, parse: Callable[[dict[str, Any]], T]) -> T:
         raise type(error)(f"{path}: {error}") from None
 
 
-def save(path: PathLike, fields: Mapping[str, Any]) -> None:
+def save_json(path: PathLike, fields: Mapping[str, Any]) -> None:
     """Writes the whole file or none: a reader never sees half of it. Makes the folder.
 
     Raises OSError where it cannot be written, TypeError or ValueError for values that JSON cannot hold.

@@ -37,11 +37,13 @@ def busy_bars(
             first, last = item.start / total * _RESOLUTION, item.end / total * _RESOLUTION
             for step in range(int(first), min(math.ceil(last), _RESOLUTION)):
                 busy[step] += (min(last, step + 1) - max(first, step)) / size
-        drawn += _stacked(work, lane, origin, total / _RESOLUTION)
+        drawn += _bars_of_lane(work, lane, origin, total / _RESOLUTION)
     return drawn
 
 
-def _stacked(work: dict[tuple[str, int], list[float]], lane: str, origin: float, seconds: float) -> list[Bar]:
+def _bars_of_lane(
+    work: dict[tuple[str, int], list[float]], lane: str, origin: float, seconds: float
+) -> list[Bar]:
     open_bars: dict[tuple[str, int], tuple[int, float, float]] = {}  # -> first step, base, share
     drawn = []
 

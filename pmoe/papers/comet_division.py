@@ -10,16 +10,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pmoe.papers.comet_combine import (
+from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning
+from pmoe.papers.comet_tasks import (
+    PIECE_ROWS,
+    FusedTask,
     check_chunk,
+    check_division,
     chunk_widths,
     dealt,
     fused_combine_tasks,
+    fused_dispatch_tasks,
     row_tiles,
     touched_elements,
 )
-from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning
-from pmoe.papers.comet_tasks import PIECE_ROWS, FusedTask, check_division, fused_dispatch_tasks
 from pmoe.planner.division import COLUMNS, Division, all_columns
 from pmoe.planner.simulator import Simulated, makespan, simulate
 

@@ -70,7 +70,7 @@ class Arriving:
             raise ValueError(f"rows_WE ({self.rows_WE}) must hold a count an expert for every level")
         if min(itertools.chain((0,), *self.rows_WE)) < 0:
             raise ValueError(f"rows_WE ({self.rows_WE}) must hold counts of at least 0")
-        _check_sizes(self)
+        _check_widths(self)
 
     @property
     def row_bytes(self) -> int:
@@ -111,10 +111,10 @@ class Returning:
             )
         if max(self.partials_W) > self.tokens:
             raise ValueError(f"partials_W ({self.partials_W}) must be at most tokens ({self.tokens}) each")
-        _check_sizes(self)
+        _check_widths(self)
 
 
-def _check_sizes(layer: Arriving | Returning) -> None:
+def _check_widths(layer: Arriving | Returning) -> None:
     for name in ("reduction", "columns", "element_size"):
         if getattr(layer, name) < 1:
             raise ValueError(f"{name} ({getattr(layer, name)}) must be at least 1")

@@ -24,7 +24,6 @@ from pmoe.papers.fsmoe_layers import (
 )
 from pmoe.planner.degree_search import (
     ScheduleOptions,
-    brute_force,
     pass_seconds,
     simulated_degrees,
     stage_seconds,
@@ -109,20 +108,20 @@ def plan_seconds(layer: Configured, plan: SystemPlan, contention: float = 1.0) -
         a2a, ag, rs, exp = costs.chunk(1)
         moe = 4 * a2a + 2 * (ag + rs) + exp + costs.backward().chunk(1).exp
         return seconds + moe + 2 * dense.compute + inside
-    seconds += _pass(costs, plan.forward, _options("forward", plan.one_lane), 0.0, contention)
-    backward = _options("backward", plan.one_lane)
+    seconds += _pass(costs, plan.forward, _papers_schedule("forward", plan.one_lane), 0.0, contention)
+    backward = _papers_schedule("backward", plan.one_lane)
     seconds += _pass(costs.backward(), plan.backward, backward, all_reduce_of(plan.moe_bytes), contention)
     return seconds + _dense_backward(dense, all_reduce_of(plan.dense_bytes), plan.one_lane, contention)
 
 
-def _options(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
+def _papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
     return ScheduleOptions(direction=direction, one_lane=one_lane, wgrad_share=0.0)
 
 
 @functools.cache
 def _one_degree(costs: LayerCosts) -> int:
     """Tutel's: the best for both passes together."""
-    forward, backward = _options("forward", True), _options("backward", True)
+    forward, backward = _papers_schedule("forward", True), _papers_schedule("backward", True)
     return min(
         DEGREES, key=lambda n: pass_seconds(costs, n, forward) + pass_seconds(costs.backward(), n, backward)
     )
@@ -131,8 +130,9 @@ def _one_degree(costs: LayerCosts) -> int:
 @functools.cache
 def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
     """The best degree of forward, and the seconds of backward by degree."""
-    forward = brute_force(costs, _options("forward", one_lane), degrees=DEGREES).degree
-    return forward, simulated_degrees(costs.backward(), _options("backward", one_lane), DEGREES)
+    options = _papers_schedule("forward", one_lane)
+    forward = min(DEGREES, key=lambda n: pass_seconds(costs, n, options))
+    return forward, simulated_degrees(costs.backward(), _papers_schedule("backward", one_lane), DEGREES)
 
 
 @functools.cache

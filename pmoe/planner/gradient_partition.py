@@ -54,7 +54,7 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     Example: one layer, 1000 bytes ready, 1 s a byte, 300 s dense, nothing idle beside its experts -> 300
     bytes beside the dense part, 700 at the end.
     """
-    _check(layers, all_reduce, ready_bytes)
+    _check_arguments(layers, all_reduce, ready_bytes)
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     made = list(itertools.accumulate(sources))[:-1]  # bytes that are there when a layer's backward begins
     dense, moe = _filled(layers, all_reduce, made)
@@ -95,7 +95,7 @@ def _filled(
     return dense, moe
 
 
-def _check(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int) -> None:
+def _check_arguments(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int) -> None:
     if not layers:
         raise ValueError("layers (none) must hold at least one")
     for name in ("alpha_seconds", "beta_seconds"):

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from sortedcontainers import SortedDict
 
@@ -33,14 +32,6 @@ class PassDegrees:
     def __post_init__(self) -> None:
         if min(self.forward, self.backward) < 1:
             raise ValueError(f"degrees ({self.forward}, {self.backward}) must be at least 1")
-
-
-class Range(NamedTuple):
-    """Both ends were measured and belong to the range."""
-
-    lower: int
-    upper: int
-    value: PassDegrees
 
 
 class RangeSet:
@@ -86,11 +77,6 @@ class RangeSet:
             if (below is not None and below > value) or (above is not None and above < value):
                 self.contradictions += 1
         self.points[B] = value
-
-    def ranges(self) -> list[Range]:
-        """Every range, by rising B."""
-        runs = [list(run) for _, run in groupby(self.points.items(), key=lambda point: point[1])]
-        return [Range(run[0][0], run[-1][0], run[0][1]) for run in runs]
 
     def _neighbours(self, B: int) -> tuple[PassDegrees | None, PassDegrees | None]:
         """The values measured next below and next above B, which itself was not measured."""

@@ -141,14 +141,16 @@ def _arena(sizes: LayerSizes, rows: PassRows, direction: str, restore: Restore, 
 
 def _beside_forward(sizes: LayerSizes, forward: PassRows, backward: PassRows) -> int:
     weights = 3 * (forward.received + forward.sent) * sizes.weight_size
-    return max(_chosen(sizes, forward), _graph(sizes, backward)) + weights + _unit_bytes(sizes, forward)
+    return (
+        max(_one_choice_rows(sizes, forward), _graph(sizes, backward)) + weights + _unit_bytes(sizes, forward)
+    )
 
 
 def _beside_backward(sizes: LayerSizes, num_tokens: int, backward: PassRows) -> int:
     """Products of a block of rows are summed to the gradients of their routing weights."""
     wide = sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
-    largest = max(products, _chosen(sizes, backward), _graph(sizes, backward))
+    largest = max(products, _one_choice_rows(sizes, backward), _graph(sizes, backward))
     weights = (3 * backward.received + 2 * num_tokens * sizes.top_k) * sizes.weight_size
     unit = _unit_bytes(sizes, backward)
     if sizes.columns.staged:
@@ -168,7 +170,7 @@ def _graph(sizes: LayerSizes, backward: PassRows) -> int:
     return _block_rows(sizes, backward) * sizes.columns.graph * max(sizes.element_size, WIDE)
 
 
-def _chosen(sizes: LayerSizes, rows: PassRows) -> int:
+def _one_choice_rows(sizes: LayerSizes, rows: PassRows) -> int:
     """One choice's rows of a chunk's tokens, where tokens have several."""
     return max(rows.extent.home, default=0) * sizes.d_model * sizes.element_size * (sizes.top_k > 1)
 

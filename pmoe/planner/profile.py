@@ -40,7 +40,7 @@ class Identity:
 
     def difference(self, other: Identity) -> str:
         """The fields that differ. Example: "num_ranks 4, here 8"."""
-        held, here = (_flat(asdict(each)) for each in (self, other))
+        held, here = (_by_path(asdict(each)) for each in (self, other))
         return "; ".join(
             f"{name} {held[name]!r}, here {here[name]!r}" for name in held if held[name] != here[name]
         )
@@ -129,12 +129,12 @@ def _rate(beta_seconds: float) -> float:
     return min(1 / beta_seconds, sys.float_info.max) if beta_seconds else sys.float_info.max
 
 
-def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _by_path(fields: Mapping[str, Any]) -> dict[str, Any]:
     """{"versions": {"torch": t}} -> {"versions.torch": t}"""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
-            found |= {f"{name}.{inner}": deeper for inner, deeper in _flat(value).items()}
+            found |= {f"{name}.{inner}": deeper for inner, deeper in _by_path(value).items()}
         else:
             found[name] = value
     return found

@@ -104,61 +104,34 @@ def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin:
     ]
 
 
-COLOURS: Mapping[str, str] = {
-    "S": "#4477aa",
-    "R": "#66ccee",
-    "P": "#bbbbbb",
-    "L": "#228833",
-    "C": "#ccbb44",
-    "E": "#bbaa66",
-    "LW": "#99ddaa",
-    "W": "#eedd99",
-    "G": "#aa3377",
-    "O": "#ee6677",
-    "SI": "#88aacc",
-    "GI": "#cc88aa",
-    "M": "#ddaa33",
-    "LM": "#117733",
-    "AG": "#332288",
-    "RS": "#88ccee",
-    "AGI": "#6655aa",
-    "PG": "#dddddd",
-    "X": "#44aa99",
-    "XW": "#99ddcc",
-    "GAR": "#882255",
-    **dict.fromkeys(("HA", "HB", "HAI"), "#999933"),
-    **dict.fromkeys(("DI", "LDI", "HI", "LHI"), "#994455"),
-    **dict.fromkeys(("DM", "LDM", "HM", "LHM"), "#ee99aa"),
+LEGEND: Mapping[str, tuple[str, str]] = {
+    "S": ("#4477aa", "S dispatch"),
+    "R": ("#66ccee", "R combine"),
+    "P": ("#bbbbbb", "P routing weights"),
+    "L": ("#228833", "L experts, rows that stay"),
+    "C": ("#ccbb44", "C experts, received rows"),
+    "E": ("#bbaa66", "E experts, columns of all rows"),
+    "LW": ("#99ddaa", "LW weight gradients, rows that stay"),
+    "W": ("#eedd99", "W weight gradients, received rows"),
+    "G": ("#aa3377", "G gather"),
+    "O": ("#ee6677", "O output"),
+    "SI": ("#88aacc", "SI dispatch again"),
+    "GI": ("#cc88aa", "GI gather again"),
+    "M": ("#ddaa33", "M hidden recomputed"),
+    "LM": ("#117733", "LM hidden recomputed, rows that stay"),
+    "AG": ("#332288", "AG gather inside the node"),
+    "RS": ("#88ccee", "RS sum inside the node"),
+    "AGI": ("#6655aa", "AGI gather again"),
+    "PG": ("#dddddd", "PG routing weights inside the node"),
+    "X": ("#44aa99", "X shared expert"),
+    "XW": ("#99ddcc", "XW its weight gradients"),
+    "GAR": ("#882255", "GAR other layers' gradients"),
+    "HA": ("#999933", "HA, HB callbacks"),
+    "DI": ("#994455", "DI, HI copies of T_DI"),
+    "DM": ("#ee99aa", "DM, HM copies of T_M"),
 }
-"""One colour a kind of task, distinguishable without colour vision (after Paul Tol's schemes). The lane says
-whether a copy goes out or in."""
-
-MEANING: Mapping[str, str] = {
-    "S": "S dispatch",
-    "R": "R combine",
-    "P": "P routing weights",
-    "L": "L experts, rows that stay",
-    "C": "C experts, received rows",
-    "E": "E experts, columns of all rows",
-    "LW": "LW weight gradients, rows that stay",
-    "W": "W weight gradients, received rows",
-    "G": "G gather",
-    "O": "O output",
-    "SI": "SI dispatch again",
-    "GI": "GI gather again",
-    "M": "M hidden recomputed",
-    "LM": "LM hidden recomputed, rows that stay",
-    "AG": "AG gather inside the node",
-    "RS": "RS sum inside the node",
-    "AGI": "AGI gather again",
-    "PG": "PG routing weights inside the node",
-    "X": "X shared expert",
-    "XW": "XW its weight gradients",
-    "GAR": "GAR other layers' gradients",
-    "HA": "HA, HB callbacks",
-    "DI": "DI, HI copies of T_DI",
-    "DM": "DM, HM copies of T_M",
-}
+"""By kind of task its colour and its meaning. Colours are distinguishable without colour vision (after Paul
+Tol's schemes). The lane says whether a copy goes out or in."""
 
 SHARED: Mapping[str, str] = (
     dict.fromkeys(("LDI", "HI", "LHI"), "DI")
@@ -166,7 +139,6 @@ SHARED: Mapping[str, str] = (
     | dict.fromkeys(("HB", "HAI"), "HA")
 )
 """Kinds that share another's line in the legend."""
-
 
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """From the top. Copies are shown where there are any."""
@@ -195,7 +167,7 @@ def drawing(panels: Mapping[str, Sequence[Bar]], title: str) -> Figure:
         shown = [bar for bar in content if bar.end > bar.start]
         kinds.update(dict.fromkeys(SHARED.get(bar.kind, bar.kind) for bar in shown))
     axes[-1, 0].set_xlabel("milliseconds")
-    handles = [Patch(color=COLOURS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    handles = [Patch(color=colour, label=told) for kind, (colour, told) in LEGEND.items() if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     return figure
@@ -225,7 +197,7 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
             width * 1e3,
             left=bar.start * 1e3,
             height=0.8 * bar.share,
-            color=COLOURS[bar.kind],
+            color=LEGEND[SHARED.get(bar.kind, bar.kind)][0],
             alpha=0.65 if bar.lane in FUSED_LANES and bar.chunk % 2 else 1.0,
             edgecolor="white",
             lw=0.0 if bar.lane in FUSED_LANES else 0.5,

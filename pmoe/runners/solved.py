@@ -20,7 +20,7 @@ from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES
-from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, refined
+from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Operations
@@ -106,8 +106,8 @@ class Solver:
             backward = layer_costs(shape, operations, num_tokens, back)
         way, way_back = self._ways
         if self._restore is not None:
-            found = refined(forward, way, degrees=DEGREES).degree
-            return PassDegrees(found, refined(backward, way_back, t_gar, DEGREES).degree)
+            found = best_degree(forward, way, degrees=DEGREES)
+            return PassDegrees(found, best_degree(backward, way_back, t_gar, DEGREES))
 
         def step(n: int) -> float:
             return pass_seconds(forward, n, way) + pass_seconds(backward, n, way_back, t_gar)

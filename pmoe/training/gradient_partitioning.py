@@ -18,7 +18,7 @@ from torch import Tensor
 from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
-from pmoe.measure.bench import COMMUNICATE, Group, open_bench, seconds_of
+from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.generalized_layer import GeneralizedLayer
 from pmoe.planner.gradient_partition import Partition, partition
@@ -121,7 +121,7 @@ def measure_all_reduce(ranks: Ranks, like: Tensor) -> LineCost:
     if ranks.size == 1:
         return LineCost(0.0, 0.0)
     seconds = []
-    with open_bench(Group(ranks, like.device)) as bench:
+    with open_bench(ranks, like.device) as bench:
         for num_bytes in MESSAGE_BYTES:
             message = like.new_zeros(max(num_bytes // like.element_size(), 1))
             piece = partial(dist.all_reduce, message, group=ranks.group)

@@ -18,12 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.virtual_ranks import VirtualRanks
+from bench.virtual_ranks import FusedParameters, VirtualRanks
 from pmoe.comm.heap import Heap
 from pmoe.comm.heap.device_memory import tensor_at
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
-from pmoe.measure.fused_timing import FusedParameters
 from pmoe.planner.division import Division
 from tests.gpu import support
 from tests.gpu.grouped import (

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.virtual_ranks import VirtualRanks
+from bench.virtual_ranks import FusedParameters, VirtualRanks
 from pmoe.kernels import route as routing
 from pmoe.kernels.comet import Journey
 from pmoe.kernels.route import Routes
-from pmoe.measure.fused_timing import FusedParameters
 from pmoe.planner.division import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, Regions

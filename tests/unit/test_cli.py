@@ -422,7 +422,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_copies_are_drawn_on_lanes_of_their_own() -> None:
     from pmoe.planner.advise import advise, step_bars
-    from pmoe.planner.timeline import COLOURS, MEANING, SHARED, draw
+    from pmoe.planner.timeline import LEGEND, SHARED, draw
 
     shape = sizes_from_options(16, 64, 8, num_ranks=4)
     kinds = set()
@@ -434,8 +434,7 @@ def test_copies_are_drawn_on_lanes_of_their_own() -> None:
         copied = any(bar.lane.startswith("copy") for bar in bars)
         assert copied == pair.offloads
         kinds |= {bar.kind for bar in bars}
-    assert kinds <= set(COLOURS)
-    assert {SHARED.get(kind, kind) for kind in kinds} <= set(MEANING)
+    assert {SHARED.get(kind, kind) for kind in kinds} <= set(LEGEND)
     to = io.BytesIO()
     draw(to, {"S1": step_bars(shape, MADE, 512, advise(shape, MADE, 512).candidates[4])}, "a step")
     assert to.getvalue().startswith(b"\x89PNG")

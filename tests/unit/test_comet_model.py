@@ -17,14 +17,13 @@ import pytest
 from pmoe import cli
 from pmoe.papers import comet_figures, comet_tasks
 from pmoe.papers.comet_bars import busy_bars
-from pmoe.papers.comet_combine import fused_combine_tasks
 from pmoe.papers.comet_division import all_chunks, best_division, fused_run, fused_seconds, least_seconds
 from pmoe.papers.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
 from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
-from pmoe.papers.comet_tasks import Tile, fused_dispatch_tasks, piece_rows, tile_order
+from pmoe.papers.comet_tasks import Tile, fused_combine_tasks, fused_dispatch_tasks, piece_rows, tile_order
 from pmoe.planner.division import Division
 from pmoe.planner.simulator import makespan
-from pmoe.planner.timeline import COLOURS, FUSED_LANES, MEANING, draw
+from pmoe.planner.timeline import FUSED_LANES, LEGEND, draw
 
 # A tile of reduction 4 takes a second. A piece of 16 such rows has 128 bytes: half a second to read, half to
 # write here, one to write to a peer, half on the link.
@@ -414,7 +413,7 @@ def test_bars_hold_the_busy_time_of_the_blocks() -> None:
         assert all(bar.base + bar.share < 1.05 and bar.start >= 1 for bar in drawn)
         assert max(bar.end for bar in drawn) <= 1 + makespan(run) * (1 + 1e-9)
         assert {bar.lane for bar in drawn} == set(FUSED_LANES)
-        assert {bar.kind for bar in drawn} <= set(COLOURS) & set(MEANING)
+        assert {bar.kind for bar in drawn} <= set(LEGEND)
     assert busy_bars([], H800, 8) == []
 
 

@@ -19,7 +19,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
 from pmoe.measure import rates as measuring
 from pmoe.measure import store
-from pmoe.measure.bench import Action, Group, Marks
+from pmoe.measure.bench import Marks, TimedCall
 from pmoe.measure.identity import identity
 from pmoe.measure.profile import load_or_measure
 from pmoe.measure.profile_file import load_profile, profile_from, profile_path, save_profile
@@ -266,11 +266,12 @@ def test_lanes_that_never_ran_together_share_the_whole_time() -> None:
 class Slowed:
     """Lanes whose pieces take a second alone, longer beside others, as a table says."""
 
+    largest = staticmethod(list)
+
     def __init__(self, relative: dict[tuple[str, ...], float]) -> None:
-        self.group = Group(Ranks(), torch.device("cpu"))
         self.relative = relative
 
-    def run(self, work: Mapping[str, tuple[Action, int]]) -> dict[str, Marks]:
+    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
         return {
             lane: [i / self.relative.get((lane, *sorted({*work} - {lane})), 1.0) for i in range(count + 1)]
             for lane, (_, count) in work.items()
@@ -284,9 +285,9 @@ def nothing() -> None:
 class Priced:
     """Pieces take the seconds that they return; each lane's first piece takes a minute more."""
 
-    group = Group(Ranks(), torch.device("cpu"))
+    largest = staticmethod(list)
 
-    def run(self, work: Mapping[str, tuple[Action, int]]) -> dict[str, Marks]:
+    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
         return {
             lane: [0.0, *(60 + (i + 1) * piece() for i in range(count))]
             for lane, (piece, count) in work.items()
@@ -301,13 +302,13 @@ def priced(seconds: Callable[[int], float]) -> measuring._LaneWork:
 
 
 def test_a_line_goes_through_three_sizes_and_forgets_the_first_piece() -> None:
-    line = measuring._line(Priced(), priced(lambda units: 1e-3 + 1e-5 * units), 160, measuring.QUICK)
+    line = measuring._rate_line(Priced(), priced(lambda units: 1e-3 + 1e-5 * units), 160, measuring.QUICK)
     assert (line.alpha_seconds, line.beta_seconds) == pytest.approx((1e-3, 1e-6))
 
 
 @pytest.mark.parametrize("seconds", [lambda units: 1e-6 * units**2, lambda units: 1e-2 / units])
 def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: Callable) -> None:
-    line = measuring._line(Priced(), priced(seconds), 160, measuring.QUICK)
+    line = measuring._rate_line(Priced(), priced(seconds), 160, measuring.QUICK)
     assert line.alpha_seconds == 0
     assert line(1600) == pytest.approx(seconds(160))
 
@@ -322,7 +323,7 @@ def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: 
     ],
 )
 def test_pieces_grow_until_they_are_long_and_size_shows(seconds: Callable, units: int) -> None:
-    assert measuring._units(Priced(), priced(seconds), measuring.QUICK) == pytest.approx(units, abs=1)
+    assert measuring._units_for(Priced(), priced(seconds), measuring.QUICK) == pytest.approx(units, abs=1)
 
 
 def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() -> None:

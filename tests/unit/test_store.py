@@ -14,7 +14,7 @@ import pytest
 from pmoe.measure.degrees_file import load_degrees
 from pmoe.measure.division_file import load_divisions
 from pmoe.measure.profile_file import find_profile, load_profile, profile_path
-from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load, save
+from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.division_table import DivisionTable
 from tests.unit.test_division import SHAPE, SIZES, entry, layer
 from tests.unit.test_granularity import KEY, learnt, same
@@ -46,8 +46,8 @@ def test_a_table_of_degrees_of_before_is_read() -> None:
 
 def test_what_is_saved_is_loaded_through_the_reader_of_its_kind(tmp_path: Path) -> None:
     path = tmp_path / "not" / "yet" / "a.json"
-    save(path, {"b": [1, 2.5, None], "c": "d"})
-    assert load(path, lambda fields: fields["b"]) == [1, 2.5, None]
+    save_json(path, {"b": [1, 2.5, None], "c": "d"})
+    assert load_json(path, lambda fields: fields["b"]) == [1, 2.5, None]
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -82,7 +82,7 @@ def test_what_is_no_json_object_is_called_corrupt_by_its_path(
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(CorruptFileError, match=f"^{path}: {told}"):
-        load(path, lambda fields: fields)
+        load_json(path, lambda fields: fields)
 
 
 def test_an_error_of_the_reader_keeps_its_type_and_gets_the_path(tmp_path: Path) -> None:
@@ -92,16 +92,16 @@ def test_an_error_of_the_reader_keeps_its_type_and_gets_the_path(tmp_path: Path)
     def refuse(fields: object) -> None:
         raise WrongNumberError("b (1) must be 2")
 
-    save(tmp_path / "a.json", {"b": 1})
+    save_json(tmp_path / "a.json", {"b": 1})
     with pytest.raises(WrongNumberError, match=r"a.json: b \(1\) must be 2"):
-        load(tmp_path / "a.json", refuse)
+        load_json(tmp_path / "a.json", refuse)
 
 
 def test_values_that_json_cannot_hold_leave_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    save(path, {"b": 1})
+    save_json(path, {"b": 1})
     for value in (float("nan"), object()):
         with pytest.raises((TypeError, ValueError)):
-            save(path, {"b": value})
-    assert load(path, lambda fields: fields) == {"b": 1}
+            save_json(path, {"b": value})
+    assert load_json(path, lambda fields: fields) == {"b": 1}
     assert os.listdir(tmp_path) == ["a.json"]

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.agree import largest
+from pmoe.comm.counts import at_stage
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
 
-AGREEING = "agreeing on a profile"
-"""The stage that an error names."""
+AGREEING, MESSAGES = "agreeing on a profile", "measuring messages"
+"""The stages that errors name."""
 
 TimedCall = Callable[[], object]
 """A piece of work without arguments: a product, a message, a copy."""
@@ -143,11 +144,12 @@ def seconds_of(
 def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
     """Sends n rows to every other rank and receives as many, in one all-to-all; own rows are not sent.
 
-    sent, received: ((W - 1) * n, ...), by rank. W ranks.
+    sent, received: ((W - 1) * n, ...), by rank. W ranks. Raises RuntimeError where a peer fails.
     """
     assert ranks.group is not None
     splits = [n] * ranks.size
     splits[ranks.rank] = 0
-    work = all_to_all(sent, splits, received, splits, ranks.group)
-    if work is not None:
-        work.wait()
+    with at_stage(MESSAGES, ranks):
+        work = all_to_all(sent, splits, received, splits, ranks.group)
+        if work is not None:
+            work.wait()

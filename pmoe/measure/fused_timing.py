@@ -61,9 +61,10 @@ def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_exp
     slot_N = torch.zeros(num_tokens * top_k, dtype=torch.int32, device=expert_TK.device)
     counts = torch.zeros(num_ranks, num_experts, dtype=torch.int32, device=expert_TK.device)
     bounds = chunk_bounds(num_tokens, num_ranks)
+    if keep_TK is None:
+        keep_TK = torch.ones_like(expert_TK, dtype=torch.bool)
     for rank, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        kept = torch.ones_like(expert_TK[begin:end], dtype=torch.bool)
-        kept = kept if keep_TK is None else keep_TK[begin:end]
+        kept = keep_TK[begin:end]
         rows = sort_rows(expert_TK[begin:end].long(), kept, 1, num_experts, LocalExperts(0, 0), 0)
         first, count = begin * top_k, int(kept.sum())
         slot_N[first : first + count] = rows.slot[:count].int() + first

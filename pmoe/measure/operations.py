@@ -25,6 +25,7 @@ from pmoe.measure.bench import (
     AGREEING,
     COMMUNICATE,
     COMPUTE,
+    MESSAGES,
     Bench,
     TimedCall,
     exchange,
@@ -189,7 +190,12 @@ def _operations(
 
     def make_all_reduce(size: int) -> tuple[float, TimedCall]:
         gradient = zeros(size // dtype.itemsize)
-        return float(size), lambda: dist.all_reduce(gradient, group=across.group)
+
+        def add_up() -> None:
+            with at_stage(MESSAGES, across):
+                dist.all_reduce(gradient, group=across.group)
+
+        return float(size), add_up
 
     found = {"gemm": _Operation(lane=COMPUTE, step=GEMM_STEP, steps=GEMM_STEPS, make=make_gemm)}
     for name, ranks, make in (
@@ -199,30 +205,9 @@ def _operations(
         ("all_reduce", across, make_all_reduce),
     ):
         found[name] = _Operation(
-            lane=COMMUNICATE,
-            step=MESSAGE_STEP_BYTES,
-            steps=MESSAGE_STEPS,
-            make=_at_stage(f"measuring {name}", ranks, make),
-            travels=ranks.size > 1,
+            lane=COMMUNICATE, step=MESSAGE_STEP_BYTES, steps=MESSAGE_STEPS, make=make, travels=ranks.size > 1
         )
     return found
-
-
-def _at_stage(
-    stage: str, ranks: Ranks, make: Callable[[int], tuple[float, TimedCall]]
-) -> Callable[[int], tuple[float, TimedCall]]:
-    """Pieces whose errors name the rank and the stage."""
-
-    def made(size: int) -> tuple[float, TimedCall]:
-        found, piece = make(size)
-
-        def run() -> None:
-            with at_stage(stage, ranks):
-                piece()
-
-        return found, run
-
-    return made
 
 
 # ---- their lines

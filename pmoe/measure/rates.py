@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.agree import from_first
-from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import (
     COMMUNICATE,
@@ -70,11 +69,7 @@ FULL = _Effort(piece_seconds=5e-3, span_seconds=0.1, repeats=15, rounds=7)
 
 
 def measure(
-    ranks: Ranks,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    quick: bool = False,
+    ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32, *, quick: bool = False
 ) -> Profile:
     """Collective; every rank returns the same profile, after some ten seconds, or one or two where quick.
 
@@ -134,12 +129,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
 
     def message(elements: int) -> TimedCall:
         sent, received = made(elements * others), made(elements * others)
-
-        def send() -> None:
-            with at_stage("measuring messages", ranks):
-                exchange(ranks, sent, received, elements)
-
-        return send
+        return lambda: exchange(ranks, sent, received, elements)
 
     def copy_out(elements: int) -> TimedCall:
         inside, outside = made(elements), bench.host_buffer(elements, dtype)

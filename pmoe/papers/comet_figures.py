@@ -16,14 +16,7 @@ from dataclasses import dataclass, replace
 
 from pmoe.papers.comet_bars import busy_bars
 from pmoe.papers.comet_division import BestDivision, best_division, fused_run, fused_seconds
-from pmoe.papers.comet_layers import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    Arriving,
-    DeviceRates,
-    Returning,
-    even_layer,
-)
+from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.planner.task_costs import TaskCost, task_seconds
 from pmoe.planner.timeline import Bar, simulated_bars
@@ -158,9 +151,7 @@ class Case:
 def figure8(device: DeviceRates = H800) -> tuple[Case, ...]:
     """The moves of n_c in Fig. 8, by model."""
     slower = replace(
-        device,
-        block_local_bytes=device.block_local_bytes / 2,
-        block_peer_bytes=device.block_peer_bytes / 2,
+        device, block_local_bytes=device.block_local_bytes / 2, block_peer_bytes=device.block_peer_bytes / 2
     )
     cases = []
     for (tp, tokens), paper in PAPER_N_C.items():

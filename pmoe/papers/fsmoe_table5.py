@@ -22,12 +22,7 @@ from pmoe.papers.fsmoe_layers import (
     moe_costs,
     table4,
 )
-from pmoe.planner.degree_search import (
-    ScheduleOptions,
-    pass_seconds,
-    simulated_degrees,
-    stage_seconds,
-)
+from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, simulated_degrees, stage_seconds
 from pmoe.planner.generalized_layer import GeneralizedLayer
 from pmoe.planner.gradient_partition import partition
 from pmoe.planner.pipeline_degree import MAX_DEGREE
@@ -39,12 +34,7 @@ from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, mak
 CONTENTION = 1.25
 DEGREES = range(1, MAX_DEGREE + 1)
 
-PAPER: Mapping[str, float] = {
-    "Tutel": 1.0,
-    "Tutel-Improved": 1.08,
-    "FSMoE-No-IIO": 1.16,
-    "FSMoE": 1.22,
-}
+PAPER: Mapping[str, float] = {"Tutel": 1.0, "Tutel-Improved": 1.08, "FSMoE-No-IIO": 1.16, "FSMoE": 1.22}
 """Table 5, Testbed B. It has no row for DeepSpeed-MoE."""
 PAPER_DIFFERING = 912
 """Of 1,458 layers, those whose best degrees of both passes differ (Section 2.3)."""

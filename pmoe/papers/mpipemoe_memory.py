@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from pmoe.schedule.tasks import Kind, Schedule, Task, check_degree, link, make_task
 
@@ -93,19 +92,6 @@ def _scheduled(direction: str, tasks: list[Task], reuse: bool) -> Schedule:
 # ---- what a schedule holds
 
 
-class Storing(Protocol):
-    """A task, as far as lifetimes depend on it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def reads(self) -> tuple[str, ...]: ...
-
-    @property
-    def writes(self) -> tuple[str, ...]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """What a pass holds.
@@ -121,7 +107,7 @@ class Held:
 
 
 def held(
-    tasks: Iterable[Storing],
+    tasks: Iterable[Task],
     bytes_of: Callable[[str], int],
     slots: Mapping[str, str] | None = None,
     *,

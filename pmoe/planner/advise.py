@@ -52,12 +52,7 @@ def advise(
     Raises ValueError with the least budget where nothing holds it.
     """
     candidates = evaluate(
-        sizes,
-        num_tokens,
-        degrees=[(n, n) for n in degrees],
-        pairs=ALL_PAIRS,
-        profile=profile,
-        slack=slack,
+        sizes, num_tokens, degrees=[(n, n) for n in degrees], pairs=ALL_PAIRS, profile=profile, slack=slack
     )
     if budget is None:
         pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())

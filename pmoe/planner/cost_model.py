@@ -107,9 +107,7 @@ def workload(
         raise ValueError(f"hidden_per_model ({hidden_per_model}) must be a positive finite number")
     first = 2.0 if swiglu else 1.0  # products of one unit, and multiples of H that T_M is wide
     second = 1.0
-    computed = first + second
-    sent = 2.0
-    copied = 0.0
+    computed, sent, copied = first + second, 2.0, 0.0
     if direction == "backward":
         computed *= 2  # the gradients of the inputs and those of the weights
         computed += first if restore.hidden == "recompute" else 0.0

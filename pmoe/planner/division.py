@@ -1,4 +1,4 @@
-"""FusedLayerSizes of a layer's fused kernels, and the division of their thread blocks (COMET, Section 3.2.2).
+"""Sizes of a layer's fused kernels, and the division of their thread blocks (COMET, Section 3.2.2).
 
 n_c blocks of a kernel communicate while the others compute. COMET compiles a kernel for each division; here
 the division is an argument of one kernel.

@@ -64,11 +64,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         inside=sizes.inside,
     )
     return PassRows(
-        extent=extent,
-        received=sum(extent.received),
-        local=sum(local),
-        sent=sum(extent.send),
-        exact=True,
+        extent=extent, received=sum(extent.received), local=sum(local), sent=sum(extent.send), exact=True
     )
 
 

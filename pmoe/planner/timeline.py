@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from pmoe.planner.simulator import Simulated
 from pmoe.schedule.tasks import Task
@@ -17,7 +17,6 @@ from pmoe.schedule.tasks import Task
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 ON_COLOUR = "#101010"
 """Text on a coloured mark: dark on dark pages, too."""
@@ -74,34 +73,20 @@ def bars(spans: Iterable[TimedTask], origin: float | None = None) -> list[Bar]:
     for span in spans:
         start = min(max(span.start, free.get(span.lane, span.start)), span.end)
         free[span.lane] = span.end
-        drawn.append(
-            Bar(
-                direction=span.direction,
-                name=span.name,
-                kind=str(getattr(span.kind, "value", span.kind)),
-                chunk=span.chunk,
-                lane=str(getattr(span.lane, "value", span.lane)),
-                start=start - origin,
-                end=span.end - origin,
-            )
-        )
+        drawn.append(_bar(span.direction, span, start - origin, span.end - origin))
     return drawn
 
 
 def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin: float = 0.0) -> list[Bar]:
     """A simulated pass that begins at ``origin`` seconds, as bars."""
-    return [
-        Bar(
-            direction=direction,
-            name=each.task.name,
-            kind=each.task.kind.value,
-            chunk=each.task.chunk,
-            lane=each.task.lane.value,
-            start=origin + each.start,
-            end=origin + each.end,
-        )
-        for each in simulated
-    ]
+    return [_bar(direction, each.task, origin + each.start, origin + each.end) for each in simulated]
+
+
+def _bar(direction: str, task: TimedTask | Task, start: float, end: float) -> Bar:
+    kind, lane = (str(getattr(each, "value", each)) for each in (task.kind, task.lane))
+    return Bar(
+        direction=direction, name=task.name, kind=kind, chunk=task.chunk, lane=lane, start=start, end=end
+    )
 
 
 LEGEND: Mapping[str, tuple[str, str]] = {
@@ -217,19 +202,18 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
 
 def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Bar]]) -> None:
     """The same as a Chrome trace (about:tracing, Perfetto): a process a panel, a thread a lane."""
-    events: list[dict[str, Any]] = []
-    for panel, content in panels.items():
-        for bar in content:
-            events.append(
-                {
-                    "name": bar.name,
-                    "cat": bar.direction,
-                    "ph": "X",
-                    "ts": bar.start * 1e6,
-                    "dur": (bar.end - bar.start) * 1e6,
-                    "pid": panel,
-                    "tid": bar.lane,
-                    "args": {"kind": bar.kind, "chunk": bar.chunk},
-                }
-            )
+    events = [
+        {
+            "name": bar.name,
+            "cat": bar.direction,
+            "ph": "X",
+            "ts": bar.start * 1e6,
+            "dur": (bar.end - bar.start) * 1e6,
+            "pid": panel,
+            "tid": bar.lane,
+            "args": {"kind": bar.kind, "chunk": bar.chunk},
+        }
+        for panel, content in panels.items()
+        for bar in content
+    ]
     Path(path).write_text(json.dumps({"traceEvents": events}))

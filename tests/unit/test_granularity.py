@@ -198,7 +198,7 @@ def test_any_measurements_leave_disjoint_ranges_in_which_the_last_ones_stand(see
         found = ranges_of(ranges)
         assert all(lower <= upper for lower, upper, _ in found)
         for left, right in zip(found, found[1:], strict=False):
-            assert left.upper < right.lower and left.value != right.value
+            assert left[1] < right[0] and left[2] != right[2]
     for B in range(100):
         inside = [value for lower, upper, value in ranges_of(ranges) if lower <= B <= upper]
         assert inside == ([] if ranges.find(B) is None else [ranges.find(B)])

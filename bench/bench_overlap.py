@@ -39,6 +39,7 @@ from bench.passes import (
     make_layer,
     measure,
     measure_message,
+    message_costs,
     messages_alone,
     products_alone,
     spans_of,
@@ -46,11 +47,12 @@ from bench.passes import (
 )
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import Span, recording
-from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate
-from pmoe.planner.timeline import Bar, bars, chrome_trace, draw
+from pmoe.planner.task_costs import task_seconds
+from pmoe.planner.timeline import Bar, bars, chrome_trace, draw, simulated_bars
 from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
-from pmoe.schedule.tasks import local_pieces
+from pmoe.schedule.tasks import Task, local_pieces
 
 
 class Step:
@@ -111,7 +113,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
     compute: dict[str, dict[str, LineCost]] = {direction: {} for direction in DIRECTIONS}
     for (direction, kind), points in samples.items():
         if kind not in (Kind.DISPATCH, Kind.COMBINE, Kind.WEIGHTS):
-            compute[direction][kind.value] = fit_line(points)
+            compute[direction][kind.value] = fit(points).line
     return Costs(
         compute=compute,
         message=message,
@@ -126,14 +128,11 @@ def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict
         schedule = build(n, Stages(local=True, remote=True))
         schedule = sequential(schedule) if is_sequential else schedule
 
-        def seconds(task: Any, direction: str = direction) -> float:
-            if task.kind is Kind.WEIGHTS:
-                return costs.message(4 * setting.remote_rows)
-            if task.kind in (Kind.DISPATCH, Kind.COMBINE):
-                return costs.message(setting.remote_rows * setting.row_bytes / n)
+        def own(task: Task, direction: str = direction) -> float:
             return costs.compute[direction][task.kind.value](rows_of(setting, task.kind, task.chunk, n))
 
-        spans = simulate(schedule.tasks, seconds)
+        seconds = {**dict.fromkeys(Kind, own), **message_costs(costs.message, setting, n)}
+        spans = simulate(schedule.tasks, task_seconds(seconds))
         predicted["spans"][direction] = spans
         predicted[direction] = makespan(spans) + costs.outside[direction]
     predicted["step"] = predicted["forward"] + predicted["backward"]
@@ -225,22 +224,11 @@ def report_rows(
 def panels(setting: Setting, result: Result, n: int) -> dict[str, list[Bar]]:
     """One measured step above the step that the schedule predicts."""
     predicted = predict(result.costs, setting, n, False)
-    shifted, origin = [], 0.0
+    shifted: list[Bar] = []
+    origin = 0.0
     for direction in DIRECTIONS:
         spans = predicted["spans"][direction]
-        for item in spans:
-            task = item.task
-            shifted.append(
-                Bar(
-                    direction=direction,
-                    name=task.name,
-                    kind=task.kind.value,
-                    chunk=task.chunk,
-                    lane=task.lane.value,
-                    start=origin + item.start,
-                    end=origin + item.end,
-                )
-            )
+        shifted += simulated_bars(direction, spans, origin)
         origin += makespan(spans) + sum(result.costs.outside.values()) / 2
     return {
         f"measured, n = {n}, rank 0": bars(result.spans[n]),

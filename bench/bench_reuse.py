@@ -42,17 +42,20 @@ from bench.passes import (
     make_layer,
     measure,
     measure_message,
+    message_costs,
     products_alone,
     spans_of,
     timed,
 )
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import recording
-from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate
+from pmoe.planner.task_costs import task_seconds
 from pmoe.schedule import Kind, Stages
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.tasks import Task
 
 # ---- the plain layer
 
@@ -212,7 +215,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
     messages = (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE, Kind.WEIGHTS)
     for (pair_name, direction, kind), points in samples.items():
         if kind not in messages:
-            tasks[pair_name][direction][kind.value] = fit_line(points)
+            tasks[pair_name][direction][kind.value] = fit(points).line
     return Costs(
         tasks=tasks,
         message=message,
@@ -225,14 +228,11 @@ def predict(costs: Costs, setting: Setting, pair: Restore, n: int) -> float:
     total = 0.0
     for direction, build in (("forward", rotating_forward), ("backward", rotating_backward)):
 
-        def seconds(task: Any, direction: str = direction) -> float:
-            if task.kind is Kind.WEIGHTS:
-                return costs.message(4 * setting.remote_rows)
-            if task.kind in (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE):
-                return costs.message(setting.remote_rows * setting.row_bytes / n)
+        def own(task: Task, direction: str = direction) -> float:
             return costs.seconds(direction, pair, task.kind)(rows_of(setting, task.kind, n))
 
         schedule = build(n, Stages(local=True, remote=True), restore=pair)
+        seconds = task_seconds({**dict.fromkeys(Kind, own), **message_costs(costs.message, setting, n)})
         total += makespan(simulate(schedule.tasks, seconds)) + costs.outside[direction]
     return total
 

@@ -141,10 +141,7 @@ class StepMemory:
 GRADIENTS = "parameters' gradients"
 
 
-def step_memory(
-    module: nn.Module,
-    make_inputs: Callable[[], tuple[Tensor, Tensor]],
-) -> StepMemory:
+def step_memory(module: nn.Module, make_inputs: Callable[[], tuple[Tensor, Tensor]]) -> StepMemory:
     """Runs module(x) and its backward, with (x, dy) = make_inputs(), and counts.
 
     x, y, dy and the gradients are held until the end. Inputs that make_inputs allocates are counted, those
@@ -167,9 +164,7 @@ def step_memory(
 
 
 def _step_on_cpu(
-    module: nn.Module,
-    make_inputs: Callable[[], tuple[Tensor, Tensor]],
-    device: torch.device,
+    module: nn.Module, make_inputs: Callable[[], tuple[Tensor, Tensor]], device: torch.device
 ) -> tuple[int, int, int, int]:
     with watched(device.type) as seen:
         x, dy = make_inputs()
@@ -191,9 +186,7 @@ def _step_on_cpu(
 
 
 def _step_on_cuda(
-    module: nn.Module,
-    make_inputs: Callable[[], tuple[Tensor, Tensor]],
-    device: torch.device,
+    module: nn.Module, make_inputs: Callable[[], tuple[Tensor, Tensor]], device: torch.device
 ) -> tuple[int, int, int, int]:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)

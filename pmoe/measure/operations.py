@@ -18,12 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.agree import largest
 from pmoe.comm.counts import at_stage
-from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.rounds import COMMUNICATE, COMPUTE, Bench, Group, Piece, open_bench, seconds_of
+from pmoe.measure.bench import (
+    AGREEING,
+    COMMUNICATE,
+    COMPUTE,
+    MESSAGES,
+    Bench,
+    TimedCall,
+    exchange,
+    open_bench,
+    seconds_of,
+)
+from pmoe.measure.identity import WIDTH, identity
 from pmoe.planner.costs import FREE, Fit, fit
-from pmoe.planner.profile import WIDTH, Operations, identity
+from pmoe.planner.profile import Operations
 
 MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
 """Section 6.2: from 2^18 to 24 * 2^18 float32 elements. Other types have as many bytes."""
@@ -64,27 +75,30 @@ def measure_operations(
     identity(ranks, device, dtype)  # refuses what cannot be measured
     if not line_seconds >= 0:
         raise ValueError(f"line_seconds ({line_seconds}) must be at least 0")
-    group = Group(ranks, device)
-    across, inside = part_of(group, "across", across), part_of(group, "inside", inside)
-    with torch.inference_mode(False), torch.no_grad(), open_bench(group) as bench:
+    across, inside = (
+        part_of(ranks, device, name, part) for name, part in (("across", across), ("inside", inside))
+    )
+    with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         lines = {
-            name: _line(bench, operation, line_seconds)
+            name: _operation_line(bench, operation, line_seconds)
             for name, operation in _operations(device, dtype, across, inside).items()
         }
-    [seconds] = group.largest([time.perf_counter() - begin])
+    [seconds] = largest(ranks, device, [time.perf_counter() - begin], stage=AGREEING)
     return Operations(num_across=across.size, num_inside=inside.size, seconds=seconds, **lines)
 
 
-def part_of(group: Group, name: str, part: Ranks | None) -> Ranks:
-    """``part``, or all of the group's ranks where it is None. Collective: on every rank ValueError where on
+def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -> Ranks:
+    """``part``, or ``whole`` where it is None. Collective: on every rank ValueError where on
     any it is no part, or where parts are of unlike sizes."""
-    part = group.ranks if part is None else part
+    part = whole if part is None else part
     own, all_ranks = (
         set() if ranks.group is None else set(dist.get_process_group_ranks(ranks.group))
-        for ranks in (part, group.ranks)
+        for ranks in (part, whole)
     )
     strange = not own <= all_ranks
-    most, minus_least, any_strange = group.largest([part.size, -part.size, float(strange)])
+    most, minus_least, any_strange = largest(
+        whole, device, [part.size, -part.size, float(strange)], stage=AGREEING
+    )
     if any_strange:
         here = f"ranks {sorted(own)}" if strange else "of another rank"
         raise ValueError(f"{name} ({here}) must be a part of ranks {sorted(all_ranks)}")
@@ -104,13 +118,11 @@ def all_gather(rows: Tensor, copies: Tensor, gathered: Tensor, inside: Ranks) ->
     rows: (N, ...). gathered: (L * N, ...), the others' and then this rank's. copies: ((L - 1) * N, ...) to
     send from, or empty where there is one peer.
     """
-    assert inside.group is not None
     others, n = inside.size - 1, len(rows)
     gathered[others * n :].copy_(rows)
     if others > 1:
         copies.unflatten(0, (others, n)).copy_(rows)
-    splits = _equal_splits(inside, n)
-    _wait(all_to_all(rows if others == 1 else copies, splits, gathered[: others * n], splits, inside.group))
+    exchange(inside, rows if others == 1 else copies, gathered[: others * n], n)
 
 
 def reduce_scatter(parts: Tensor, received: Tensor, out: Tensor, inside: Ranks) -> None:
@@ -119,10 +131,8 @@ def reduce_scatter(parts: Tensor, received: Tensor, out: Tensor, inside: Ranks) 
     parts: (L * N, ...), those for the others and then this rank's own. received: ((L - 1) * N, ...).
     out: (N, ...).
     """
-    assert inside.group is not None
     others, n = inside.size - 1, len(out)
-    splits = _equal_splits(inside, n)
-    _wait(all_to_all(parts[: others * n], splits, received, splits, inside.group))
+    exchange(inside, parts[: others * n], received, n)
     torch.sum(received.unflatten(0, (others, n)), 0, out=out)
     out.add_(parts[others * n :])
 
@@ -135,7 +145,7 @@ class _Operation:
     lane: str
     step: int
     steps: int
-    make: Callable[[int], tuple[float, Piece]]
+    make: Callable[[int], tuple[float, TimedCall]]
     travels: bool = True
 
 
@@ -158,31 +168,34 @@ def _operations(
         elements = max(1, size // (others * dtype.itemsize))
         return others, elements, float(others * elements * dtype.itemsize)
 
-    def make_gemm(elements: int) -> tuple[float, Piece]:
+    def make_gemm(elements: int) -> tuple[float, TimedCall]:
         rows = elements // width
         x, weight, y = random(rows), random(width), random(rows)
         return float(rows * width * width), lambda: torch.mm(x, weight, out=y)
 
-    def make_all_to_all(size: int) -> tuple[float, Piece]:
+    def make_all_to_all(size: int) -> tuple[float, TimedCall]:
         others, n, num_bytes = share(size, across)
-        sent, received, splits = zeros(others * n), zeros(others * n), _equal_splits(across, n)
-        assert across.group is not None
-        group = across.group
-        return num_bytes, lambda: _wait(all_to_all(sent, splits, received, splits, group))
+        sent, received = zeros(others * n), zeros(others * n)
+        return num_bytes, lambda: exchange(across, sent, received, n)
 
-    def make_all_gather(size: int) -> tuple[float, Piece]:
+    def make_all_gather(size: int) -> tuple[float, TimedCall]:
         others, n, num_bytes = share(size, inside)
         rows, copies, gathered = zeros(n), zeros(others * n if others > 1 else 0), zeros(inside.size * n)
         return num_bytes, lambda: all_gather(rows, copies, gathered, inside)
 
-    def make_reduce_scatter(size: int) -> tuple[float, Piece]:
+    def make_reduce_scatter(size: int) -> tuple[float, TimedCall]:
         others, n, num_bytes = share(size, inside)
         parts, received, out = zeros(inside.size * n), zeros(others * n), zeros(n)
         return num_bytes, lambda: reduce_scatter(parts, received, out, inside)
 
-    def make_all_reduce(size: int) -> tuple[float, Piece]:
+    def make_all_reduce(size: int) -> tuple[float, TimedCall]:
         gradient = zeros(size // dtype.itemsize)
-        return float(size), lambda: dist.all_reduce(gradient, group=across.group)
+
+        def add_up() -> None:
+            with at_stage(MESSAGES, across):
+                dist.all_reduce(gradient, group=across.group)
+
+        return float(size), add_up
 
     found = {"gemm": _Operation(lane=COMPUTE, step=GEMM_STEP, steps=GEMM_STEPS, make=make_gemm)}
     for name, ranks, make in (
@@ -192,48 +205,15 @@ def _operations(
         ("all_reduce", across, make_all_reduce),
     ):
         found[name] = _Operation(
-            lane=COMMUNICATE,
-            step=MESSAGE_STEP_BYTES,
-            steps=MESSAGE_STEPS,
-            make=_told(f"measuring {name}", ranks, make),
-            travels=ranks.size > 1,
+            lane=COMMUNICATE, step=MESSAGE_STEP_BYTES, steps=MESSAGE_STEPS, make=make, travels=ranks.size > 1
         )
     return found
-
-
-def _told(
-    stage: str, ranks: Ranks, make: Callable[[int], tuple[float, Piece]]
-) -> Callable[[int], tuple[float, Piece]]:
-    """Pieces whose errors name the rank and the stage."""
-
-    def made(size: int) -> tuple[float, Piece]:
-        found, piece = make(size)
-
-        def run() -> None:
-            with at_stage(stage, ranks):
-                piece()
-
-        return found, run
-
-    return made
-
-
-def _equal_splits(ranks: Ranks, n: int) -> list[int]:
-    """n for every other rank; own rows are not sent."""
-    splits = [n] * ranks.size
-    splits[ranks.rank] = 0
-    return splits
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 # ---- their lines
 
 
-def _line(bench: Bench, operation: _Operation, line_seconds: float) -> Fit:
+def _operation_line(bench: Bench, operation: _Operation, line_seconds: float) -> Fit:
     if not operation.travels:
         return FREE
     _, first = operation.make(operation.step)

@@ -18,26 +18,25 @@ from datetime import datetime, timezone
 from itertools import combinations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.agree import from_first
-from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.rounds import (
+from pmoe.measure.bench import (
     COMMUNICATE,
     COMPUTE,
     COPY,
     Bench,
-    Group,
     Marks,
-    Piece,
+    TimedCall,
+    exchange,
     open_bench,
     seconds_of,
 )
+from pmoe.measure.identity import WIDTH, identity
 from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import LineCost, fit_line
-from pmoe.planner.profile import WIDTH, Identity, Profile, identity
+from pmoe.planner.costs import LineCost, fit
+from pmoe.planner.profile import Identity, Profile
 
 MOST_ROWS = {"cpu": 8192, "cuda": 16384}
 FIRST_ROWS = {"cpu": 64, "cuda": 256}
@@ -70,11 +69,7 @@ FULL = _Effort(piece_seconds=5e-3, span_seconds=0.1, repeats=15, rounds=7)
 
 
 def measure(
-    ranks: Ranks,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    quick: bool = False,
+    ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32, *, quick: bool = False
 ) -> Profile:
     """Collective; every rank returns the same profile, after some ten seconds, or one or two where quick.
 
@@ -83,13 +78,13 @@ def measure(
     """
     begin = time.perf_counter()
     device = torch.device(device)
-    who, group, effort = identity(ranks, device, dtype), Group(ranks, device), QUICK if quick else FULL
+    who, effort = identity(ranks, device, dtype), QUICK if quick else FULL
     lines: dict[str, LineCost] = {}
-    pieces: dict[str, Piece] = {}
-    with torch.inference_mode(False), torch.no_grad(), open_bench(group) as bench:
+    pieces: dict[str, TimedCall] = {}
+    with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         for name, kind in _kinds(bench, dtype).items():
-            units = _units(bench, kind, effort)
-            lines[name] = _line(bench, kind, units, effort)
+            units = _units_for(bench, kind, effort)
+            lines[name] = _rate_line(bench, kind, units, effort)
             pieces[name] = kind.make(units)
         interference = _interference(bench, _by_lane(pieces), effort)
     profile = Profile(
@@ -102,23 +97,23 @@ def measure(
         seconds=time.perf_counter() - begin,
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    return Profile.from_json(from_first(group.ranks, profile.to_json(), stage="sharing a profile"))
+    return from_first(ranks, profile, stage="sharing a profile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kind:
+class _LaneWork:
     """A kind of work, in units of ``size`` multiply-adds or bytes. make(units) gives one piece of it."""
 
     lane: str
     size: float
     first_units: int
     most_units: int
-    make: Callable[[int], Piece]
+    make: Callable[[int], TimedCall]
 
 
-def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
+def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
     """By the name of their line in a `Profile`."""
-    ranks, device = bench.group.ranks, bench.group.device
+    ranks, device = bench.ranks, bench.device
     generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay as they are
     others = ranks.size - 1
 
@@ -128,35 +123,24 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
     width = WIDTH[device.type]
     weight = made(width, width)
 
-    def compute(rows: int) -> Piece:
+    def compute(rows: int) -> TimedCall:
         x, y = made(rows, width), made(rows, width)
         return lambda: torch.mm(x, weight, out=y)
 
-    def message(elements: int) -> Piece:
+    def message(elements: int) -> TimedCall:
         sent, received = made(elements * others), made(elements * others)
-        splits = [elements] * ranks.size
-        splits[ranks.rank] = 0  # own rows are not sent
+        return lambda: exchange(ranks, sent, received, elements)
 
-        def exchange() -> None:
-            with at_stage("measuring messages", ranks):
-                work = dist.all_to_all_single(
-                    received, sent, splits, splits, group=ranks.group, async_op=True
-                )
-                if work is not None:
-                    work.wait()
-
-        return exchange
-
-    def copy_out(elements: int) -> Piece:
+    def copy_out(elements: int) -> TimedCall:
         inside, outside = made(elements), bench.host_buffer(elements, dtype)
         return lambda: outside.copy_(inside, non_blocking=True)
 
-    def copy_in(elements: int) -> Piece:
+    def copy_in(elements: int) -> TimedCall:
         inside, outside = made(elements), bench.host_buffer(elements, dtype)
         return lambda: inside.copy_(outside, non_blocking=True)
 
     kinds = {
-        "compute": _Kind(
+        "compute": _LaneWork(
             lane=COMPUTE,
             size=width * width,
             first_units=FIRST_ROWS[device.type],
@@ -166,7 +150,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
     }
     if others:
         size = others * dtype.itemsize
-        kinds["message"] = _Kind(
+        kinds["message"] = _LaneWork(
             lane=COMMUNICATE,
             size=size,
             first_units=max(16, FIRST_MESSAGE_BYTES // size),
@@ -174,7 +158,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
             make=message,
         )
     for name, make in (("copy_out", copy_out), ("copy_in", copy_in)):
-        kinds[name] = _Kind(
+        kinds[name] = _LaneWork(
             lane=COPY,
             size=dtype.itemsize,
             first_units=FIRST_COPY_BYTES // dtype.itemsize,
@@ -184,7 +168,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
     return kinds
 
 
-def _units(bench: Bench, kind: _Kind, effort: _Effort) -> int:
+def _units_for(bench: Bench, kind: _LaneWork, effort: _Effort) -> int:
     """Enough for a piece of ``effort.piece_seconds``, and for three times the seconds of the first try: where
     a task costs much whatever its size, size must show beside it. The fastest of a few tries counts, since an
     interruption would make pieces too small."""
@@ -198,18 +182,18 @@ def _units(bench: Bench, kind: _Kind, effort: _Effort) -> int:
     return units
 
 
-def _line(bench: Bench, kind: _Kind, units: int, effort: _Effort) -> LineCost:
+def _rate_line(bench: Bench, kind: _LaneWork, units: int, effort: _Effort) -> LineCost:
     """Through three sizes. Where caches or noise make the smaller cheaper than any line from zero or above,
     the line goes from zero through the largest."""
     samples = [
         (part * kind.size, seconds_of(bench, kind.lane, kind.make(part), effort.repeats))
         for part in (units // 16, units // 4, units)
     ]
-    line = fit_line(samples)
-    if line.alpha_seconds < 0 or line.beta_seconds <= 0:
-        size, seconds = samples[-1]
-        return LineCost(0.0, seconds / size)
-    return line
+    line = fit(samples).line
+    if line.alpha_seconds and line.beta_seconds:
+        return line
+    size, seconds = samples[-1]
+    return LineCost(0.0, seconds / size)
 
 
 FACTORS = {
@@ -226,7 +210,7 @@ FACTORS = {
 """Fig. 3: whose speed, and which lanes are busy."""
 
 
-def _by_lane(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+def _by_lane(pieces: Mapping[str, TimedCall]) -> dict[str, TimedCall]:
     """One piece a lane, in the order of FACTORS; that of the copies goes out and in."""
     copy_out, copy_in = pieces["copy_out"], pieces["copy_in"]
     found = {COMPUTE: pieces["compute"]}
@@ -235,7 +219,7 @@ def _by_lane(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
     return found | {COPY: lambda: (copy_out(), copy_in())}
 
 
-def _interference(bench: Bench, pieces: Mapping[str, Piece], effort: _Effort) -> Interference:
+def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: _Effort) -> Interference:
     """Every lane gets so many pieces that they take about the same time alone. Beside messages, whose number
     all ranks must know beforehand, the others get twice as many, to be busy all the while. Speeds are those
     of the time in which all lanes are busy, so it does not matter which of them ends first."""
@@ -244,7 +228,7 @@ def _interference(bench: Bench, pieces: Mapping[str, Piece], effort: _Effort) ->
     count = {lane: math.ceil(span / seconds) for lane, seconds in alone.items()}
 
     def run(lanes: Sequence[str]) -> dict[str, float]:
-        bench.group.largest([0.0])  # begin together
+        bench.largest([0.0])  # begin together
         longer = 2 if COMMUNICATE in lanes and len(lanes) > 1 else 1
         return speeds(
             bench.run(
@@ -263,7 +247,7 @@ def _interference(bench: Bench, pieces: Mapping[str, Piece], effort: _Effort) ->
     lanes_of = {name: tuple(lane for lane in lanes if lane in pieces) for name, (_, lanes) in FACTORS.items()}
     names = [name for name, (lane, _) in FACTORS.items() if (lane, lanes_of[name]) in relative]
     slowness = [-statistics.median(relative[FACTORS[name][0], lanes_of[name]]) for name in names]
-    slowest = bench.group.largest(slowness)
+    slowest = bench.largest(slowness)
     return Interference(
         **{name: min(1.0, max(LEAST_SPEED, -s)) for name, s in zip(names, slowest, strict=True)}
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GROUP_COLOURS = (
+GROUP_COLOURS = [
     "#bbbbbb",
     "#88ccee",
     "#4477aa",
@@ -28,7 +28,7 @@ GROUP_COLOURS = (
     "#228833",
     "#aa4499",
     "#eecc22",
-)
+]
 """By group, in the order in which groups come."""
 
 

@@ -9,12 +9,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
+
+from pmoe.planner.simulator import Simulated
+from pmoe.schedule.tasks import Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 ON_COLOUR = "#101010"
 """Text on a coloured mark: dark on dark pages, too."""
@@ -71,75 +73,50 @@ def bars(spans: Iterable[TimedTask], origin: float | None = None) -> list[Bar]:
     for span in spans:
         start = min(max(span.start, free.get(span.lane, span.start)), span.end)
         free[span.lane] = span.end
-        drawn.append(
-            Bar(
-                direction=span.direction,
-                name=span.name,
-                kind=str(getattr(span.kind, "value", span.kind)),
-                chunk=span.chunk,
-                lane=str(getattr(span.lane, "value", span.lane)),
-                start=start - origin,
-                end=span.end - origin,
-            )
-        )
+        drawn.append(_bar(span.direction, span, start - origin, span.end - origin))
     return drawn
 
 
-COLOURS: Mapping[str, str] = {
-    "S": "#4477aa",
-    "R": "#66ccee",
-    "P": "#bbbbbb",
-    "L": "#228833",
-    "C": "#ccbb44",
-    "E": "#bbaa66",
-    "LW": "#99ddaa",
-    "W": "#eedd99",
-    "G": "#aa3377",
-    "O": "#ee6677",
-    "SI": "#88aacc",
-    "GI": "#cc88aa",
-    "M": "#ddaa33",
-    "LM": "#117733",
-    "AG": "#332288",
-    "RS": "#88ccee",
-    "AGI": "#6655aa",
-    "PG": "#dddddd",
-    "X": "#44aa99",
-    "XW": "#99ddcc",
-    "GAR": "#882255",
-    **dict.fromkeys(("HA", "HB", "HAI"), "#999933"),
-    **dict.fromkeys(("DI", "LDI", "HI", "LHI"), "#994455"),
-    **dict.fromkeys(("DM", "LDM", "HM", "LHM"), "#ee99aa"),
-}
-"""One colour a kind of task, distinguishable without colour vision (after Paul Tol's schemes). The lane says
-whether a copy goes out or in."""
+def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin: float = 0.0) -> list[Bar]:
+    """A simulated pass that begins at ``origin`` seconds, as bars."""
+    return [_bar(direction, each.task, origin + each.start, origin + each.end) for each in simulated]
 
-MEANING: Mapping[str, str] = {
-    "S": "S dispatch",
-    "R": "R combine",
-    "P": "P routing weights",
-    "L": "L experts, rows that stay",
-    "C": "C experts, received rows",
-    "E": "E experts, columns of all rows",
-    "LW": "LW weight gradients, rows that stay",
-    "W": "W weight gradients, received rows",
-    "G": "G gather",
-    "O": "O output",
-    "SI": "SI dispatch again",
-    "GI": "GI gather again",
-    "M": "M hidden recomputed",
-    "LM": "LM hidden recomputed, rows that stay",
-    "AG": "AG gather inside the node",
-    "RS": "RS sum inside the node",
-    "AGI": "AGI gather again",
-    "PG": "PG routing weights inside the node",
-    "X": "X shared expert",
-    "XW": "XW its weight gradients",
-    "GAR": "GAR other layers' gradients",
-    "HA": "HA, HB callbacks",
-    "DI": "DI, HI copies of T_DI",
-    "DM": "DM, HM copies of T_M",
+
+def _bar(direction: str, task: TimedTask | Task, start: float, end: float) -> Bar:
+    kind, lane = (str(getattr(each, "value", each)) for each in (task.kind, task.lane))
+    return Bar(
+        direction=direction, name=task.name, kind=kind, chunk=task.chunk, lane=lane, start=start, end=end
+    )
+
+
+LEGEND: Mapping[str, tuple[str, str]] = {
+    "S": ("#4477aa", "S dispatch"),
+    "R": ("#66ccee", "R combine"),
+    "P": ("#bbbbbb", "P routing weights"),
+    "L": ("#228833", "L experts, rows that stay"),
+    "C": ("#ccbb44", "C experts, received rows"),
+    "E": ("#bbaa66", "E experts, columns of all rows"),
+    "LW": ("#99ddaa", "LW weight gradients, rows that stay"),
+    "W": ("#eedd99", "W weight gradients, received rows"),
+    "G": ("#aa3377", "G gather"),
+    "O": ("#ee6677", "O output"),
+    "SI": ("#88aacc", "SI dispatch again"),
+    "GI": ("#cc88aa", "GI gather again"),
+    "M": ("#ddaa33", "M hidden recomputed"),
+    "LM": ("#117733", "LM hidden recomputed, rows that stay"),
+    "AG": ("#332288", "AG gather inside the node"),
+    "RS": ("#88ccee", "RS sum inside the node"),
+    "AGI": ("#6655aa", "AGI gather again"),
+    "PG": ("#dddddd", "PG routing weights inside the node"),
+    "X": ("#44aa99", "X shared expert"),
+    "XW": ("#99ddcc", "XW its weight gradients"),
+    "GAR": ("#882255", "GAR other layers' gradients"),
+    "HA": ("#999933", "HA, HB callbacks"),
+    "DI": ("#994455", "DI, HI copies of T_DI"),
+    "DM": ("#ee99aa", "DM, HM copies of T_M"),
 }
+"""By kind of task its colour and its meaning. Colours are distinguishable without colour vision (after Paul
+Tol's schemes). The lane says whether a copy goes out or in."""
 
 SHARED: Mapping[str, str] = (
     dict.fromkeys(("LDI", "HI", "LHI"), "DI")
@@ -148,12 +125,11 @@ SHARED: Mapping[str, str] = (
 )
 """Kinds that share another's line in the legend."""
 
-
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """From the top. Copies are shown where there are any."""
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks")
-"""Those of a fused kernel (`pmoe.papers.comet_simulator.busy_bars`), from the top."""
+"""Those of a fused kernel (`pmoe.papers.comet_bars.busy_bars`), from the top."""
 
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], title: str) -> None:
@@ -176,7 +152,7 @@ def drawing(panels: Mapping[str, Sequence[Bar]], title: str) -> Figure:
         shown = [bar for bar in content if bar.end > bar.start]
         kinds.update(dict.fromkeys(SHARED.get(bar.kind, bar.kind) for bar in shown))
     axes[-1, 0].set_xlabel("milliseconds")
-    handles = [Patch(color=COLOURS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    handles = [Patch(color=colour, label=told) for kind, (colour, told) in LEGEND.items() if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     return figure
@@ -206,7 +182,7 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
             width * 1e3,
             left=bar.start * 1e3,
             height=0.8 * bar.share,
-            color=COLOURS[bar.kind],
+            color=LEGEND[SHARED.get(bar.kind, bar.kind)][0],
             alpha=0.65 if bar.lane in FUSED_LANES and bar.chunk % 2 else 1.0,
             edgecolor="white",
             lw=0.0 if bar.lane in FUSED_LANES else 0.5,
@@ -226,19 +202,18 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
 
 def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Bar]]) -> None:
     """The same as a Chrome trace (about:tracing, Perfetto): a process a panel, a thread a lane."""
-    events: list[dict[str, Any]] = []
-    for panel, content in panels.items():
-        for bar in content:
-            events.append(
-                {
-                    "name": bar.name,
-                    "cat": bar.direction,
-                    "ph": "X",
-                    "ts": bar.start * 1e6,
-                    "dur": (bar.end - bar.start) * 1e6,
-                    "pid": panel,
-                    "tid": bar.lane,
-                    "args": {"kind": bar.kind, "chunk": bar.chunk},
-                }
-            )
+    events = [
+        {
+            "name": bar.name,
+            "cat": bar.direction,
+            "ph": "X",
+            "ts": bar.start * 1e6,
+            "dur": (bar.end - bar.start) * 1e6,
+            "pid": panel,
+            "tid": bar.lane,
+            "args": {"kind": bar.kind, "chunk": bar.chunk},
+        }
+        for panel, content in panels.items()
+        for bar in content
+    ]
     Path(path).write_text(json.dumps({"traceEvents": events}))

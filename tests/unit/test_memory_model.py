@@ -7,43 +7,42 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
-from pmoe.papers.mpipemoe_memory import paper_backward, paper_forward, paper_sequential_backward
+from pmoe.papers.mpipemoe_memory import (
+    Held,
+    held,
+    paper_backward,
+    paper_forward,
+    paper_sequential_backward,
+)
 from pmoe.planner import theory
-from pmoe.planner.footprint import PassRows, predict, shape_of_sizes
-from pmoe.planner.memory import Held, held
+from pmoe.planner.memory import predict
+from pmoe.planner.pass_rows import PassRows
+from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.rings import rotating_backward, rotating_forward
 from pmoe.schedule.slots import BufferSizes, ChunkRows, HiddenColumns, slot_elements
-from pmoe.schedule.tasks import Schedule, Stages, link
+from pmoe.schedule.tasks import Kind, Schedule, Stages, Task, link, make_task
 
 
-@dataclass(frozen=True)
-class Made:
-    name: str
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-
-
-def made(text: str) -> list[Made]:
-    """Each line: task: what it reads -> what it writes."""
+def made(text: str) -> list[Task]:
+    """Each line: the name of its task, a kind's: what it reads -> what it writes."""
     tasks = []
     for line in text.strip().splitlines():
         name, _, work = line.partition(":")
         reads, _, writes = work.partition("->")
-        tasks.append(Made(name.strip(), tuple(reads.split()), tuple(writes.split())))
+        tasks.append(make_task(Kind(name.strip()), -1, reads.split(), writes.split()))
     return tasks
 
 
 BYTES = {"x": 2, "y": 3, "z": 5, "w": 7}
 CHAIN = made("""
-    A:   -> x
-    B: x -> y
+    S:   -> x
+    L: x -> y
     C: y -> z
-    D: z ->
+    R: z ->
 """)
 
 # ---- lifetimes by hand
@@ -59,10 +58,10 @@ def test_a_buffer_lives_from_its_first_writer_to_its_last_user() -> None:
 
 def test_a_late_reader_keeps_a_buffer_and_a_second_writer_does_too() -> None:
     tasks = made("""
-        A:   -> x
-        B:   -> y
+        S:   -> x
+        L:   -> y
         C: y -> z
-        D: x -> y
+        R: x -> y
     """)
     found = held(tasks, BYTES.__getitem__)
     assert found.peak_bytes == 10
@@ -70,7 +69,7 @@ def test_a_late_reader_keeps_a_buffer_and_a_second_writer_does_too() -> None:
 
 
 def test_what_nobody_reads_lives_while_it_is_written() -> None:
-    found = held(made("A: -> w"), BYTES.__getitem__)
+    found = held(made("S: -> w"), BYTES.__getitem__)
     assert (found.peak_bytes, found.during, found.after) == (7, ({"w": 7},), ({},))
 
 
@@ -84,7 +83,7 @@ def test_what_was_there_before_lives_from_the_start_and_what_must_outlive_to_the
 
 
 def test_the_peak_may_be_before_the_first_task() -> None:
-    found = held(made("A: -> x"), BYTES.__getitem__, before=["z", "w"])
+    found = held(made("S: -> x"), BYTES.__getitem__, before=["z", "w"])
     assert found.peak_bytes == 12
 
 
@@ -101,11 +100,11 @@ def test_buffers_of_one_slot_are_one_memory_as_large_as_the_largest() -> None:
 
 def test_a_slot_is_held_between_its_buffers_where_buffers_of_their_own_would_not_be() -> None:
     tasks = made("""
-        A:   -> x
-        B: x ->
+        S:   -> x
+        L: x ->
         C:   -> w
-        D: w ->
-        E:   -> y
+        R: w ->
+        O:   -> y
     """)
     assert held(tasks, BYTES.__getitem__).peak_bytes == 7
     assert held(tasks, BYTES.__getitem__, {"x": "slot", "y": "slot"}).peak_bytes == 10
@@ -117,8 +116,8 @@ def test_no_tasks_hold_what_was_there() -> None:
 
 
 def test_what_never_was_written_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="task B reads y, which no task before it writes"):
-        held(made("A: -> x\nB: y -> y"), BYTES.__getitem__)
+    with pytest.raises(ValueError, match="task L reads y, which no task before it writes"):
+        held(made("S: -> x\nL: y -> y"), BYTES.__getitem__)
     with pytest.raises(ValueError, match="after: q must be there before the pass or written by a task"):
         held(CHAIN, BYTES.__getitem__, after=["q"])
 
@@ -175,8 +174,8 @@ def of_backward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
 def test_a_pipeline_without_reuse_holds_equations_2_and_4(B: int, M: int, H: int, n: int) -> None:
     forward = of_forward(B, M, H, n, reuse=False)
     assert sum(forward.after[-1].values()) == theory.activations(B, M, H)
-    assert forward.peak_bytes == theory.activations_pipelined(B, M, H)
-    assert of_backward(B, M, H, n, reuse=False).peak_bytes == theory.buffers_pipelined(B, M, H)
+    assert forward.peak_bytes == theory.pipelined_activations(B, M, H)
+    assert of_backward(B, M, H, n, reuse=False).peak_bytes == theory.pipelined_activations(B, M, H)
 
 
 @pytest.mark.parametrize("B, M, H, n", SIZES)
@@ -199,7 +198,7 @@ def test_reuse_saves_equation_5_of_the_activations_and_again_of_the_gradients(
     B: int, M: int, H: int, n: int
 ) -> None:
     saved = theory.saved_each(B, M, H, n)
-    pipelined = theory.activations_pipelined(B, M, H)
+    pipelined = theory.pipelined_activations(B, M, H)
     assert pipelined - of_forward(B, M, H, n, reuse=True).peak_bytes == saved
     assert pipelined - of_backward(B, M, H, n, reuse=True).peak_bytes == saved
 
@@ -247,8 +246,8 @@ def test_from_three_chunks_on_the_formulas_are_what_is_alive_at_once(
             after=[*caller, *chunks(schedule, result)],
         ).peak_bytes
 
-    assert alive(forward, ACTIVATIONS, "T_I", "T_O") == theory.activations_pipelined(B, M, H) - saved
-    assert alive(backward, GRADIENTS, "dT_O", "dT_I") == theory.buffers_pipelined(B, M, H) - saved
+    assert alive(forward, ACTIVATIONS, "T_I", "T_O") == theory.pipelined_activations(B, M, H) - saved
+    assert alive(backward, GRADIENTS, "dT_O", "dT_I") == theory.pipelined_activations(B, M, H) - saved
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -280,7 +279,7 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
     """T_DI, T_DO and T_M of forward, and their gradients of backward, with S4: 2 (2 B M / n) + B H / n."""
     pair = STRATEGIES["S4"]
     reduced = 2 * (2 * B * M // n) + B * H // n
-    assert reduced == theory.activations_pipelined(B, M, H) - theory.saved_each(B, M, H, n) - 2 * B * M
+    assert reduced == theory.pipelined_activations(B, M, H) - theory.saved_each(B, M, H, n) - 2 * B * M
 
     def slots(schedule: Schedule) -> dict[str, int]:
         columns = HiddenColumns(hidden=H, active=0, scratch=H, scratch_rows=B)
@@ -308,12 +307,12 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
 def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_what_it_leaves_out(
     B: int, M: int, factor: int, travel: bool
 ) -> None:
-    """n = 1, with the input and the gradient that comes in, which footprint leaves to the caller. T_DO is not
+    """n = 1, with the input and the gradient that comes in, which are the caller's for `predict`. T_DO is not
     saved here. The paper lets the nonlinearity work in place; where T_M is kept, the activated hidden has
     memory of its own in backward, and rows that travel are arranged before and after they do. So the peak is
     not below Eq. 2 and 4 together, though less is held between the passes."""
     H, size = factor * M, 4
-    shape = shape_of_sizes(M, H, 8, num_ranks=8 if travel else 1)
+    shape = sizes_from_options(M, H, 8, num_ranks=8 if travel else 1)
     there, none = (B,), (0,)
     extent = ChunkRows(
         send=there if travel else none,
@@ -328,6 +327,6 @@ def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_wh
     assert between < theory.activations(B, M, H)
     assert between == pytest.approx(theory.activations(B, M, H) - B * M, rel=0.02)
 
-    papers = theory.activations(B, M, H) + theory.buffers_pipelined(B, M, H)
+    papers = theory.activations(B, M, H) + theory.pipelined_activations(B, M, H)
     expected = papers - B * M + B * H + (2 * B * M if travel else 0)
     assert found.promised / size + 2 * B * M == pytest.approx(expected, rel=0.02)

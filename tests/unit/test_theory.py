@@ -10,10 +10,9 @@ import pytest
 
 from pmoe.planner.theory import (
     activations,
-    activations_pipelined,
     buffers,
-    buffers_pipelined,
     model_states,
+    pipelined_activations,
     saved_each,
     saving_ratio,
     theory,
@@ -38,8 +37,7 @@ def test_small_numbers_worked_by_hand() -> None:
     assert model_states(M=3, H=5, E=7) == 4 * (21 + 30)
     assert activations(B=2, M=3, H=5) == 24 + 10
     assert buffers(B=2, M=3, H=5) == 6 + 10
-    assert activations_pipelined(B=2, M=3, H=5) == 34
-    assert buffers_pipelined(B=2, M=3, H=5) == 34
+    assert pipelined_activations(B=2, M=3, H=5) == 34
     assert saved_each(B=2, M=3, H=5, n=2) == 5  # T_M halves: 10 -> 5; T_DI and T_DO need both slots
     assert saving_ratio(B=2, M=3, H=5, E=7, n=2) == 10 / (204 + 68)
 
@@ -80,8 +78,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     model_states,
     activations,
     buffers,
-    activations_pipelined,
-    buffers_pipelined,
+    pipelined_activations,
     saved_each,
     saving_ratio,
     theory,

@@ -1,0 +1,155 @@
+"""Actions, timed alone or side by side on the lanes of a device, the same ones on all ranks.
+
+How often a rank runs an action follows from numbers that all ranks have agreed on (`Bench.largest`), never
+from its own clock: actions may be collectives.
+"""
+
+from __future__ import annotations
+
+import abc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.agree import largest
+from pmoe.comm.counts import at_stage
+from pmoe.comm.flat import all_to_all
+from pmoe.comm.ranks import Ranks
+
+COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
+
+AGREEING, MESSAGES = "agreeing on a profile", "measuring messages"
+"""The stages that errors name."""
+
+TimedCall = Callable[[], object]
+"""A piece of work without arguments: a product, a message, a copy."""
+
+Marks = list[float]
+"""Seconds on some clock: when a lane began, and when it ended each of its actions."""
+
+
+class Bench(abc.ABC):
+    """Runs actions on three lanes, as the engine would."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each value the largest that a rank has. Every rank gives as many. Also a barrier."""
+        return largest(self.ranks, self.device, values, stage=AGREEING)
+
+    @abc.abstractmethod
+    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
+        """Each lane repeats its action so many times, one after another; the lanes side by side."""
+
+    @abc.abstractmethod
+    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """On the host, already touched, and such that copies there need not wait."""
+
+
+class _CpuBench(Bench):
+    """Computes on the calling thread; messages and copies have a thread each."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, threads: Mapping[str, ThreadPoolExecutor]) -> None:
+        super().__init__(ranks, device)
+        self._threads = threads
+
+    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
+        started = {
+            lane: self._threads[lane].submit(_repeat, *todo) for lane, todo in work.items() if lane != COMPUTE
+        }
+        marks = {COMPUTE: _repeat(*work[COMPUTE])} if COMPUTE in work else {}
+        return marks | {lane: future.result() for lane, future in started.items()}
+
+    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.ones(elements, dtype=dtype, device="cpu")
+
+
+class _CudaBench(Bench):
+    """Computes on the current stream; messages and copies have a stream each. The host runs ahead."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks, device)
+        self._streams = {
+            COMPUTE: torch.cuda.current_stream(device),
+            COMMUNICATE: torch.cuda.Stream(device),
+            COPY: torch.cuda.Stream(device),
+        }
+
+    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
+        def mark(lane: str) -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._streams[lane])
+            return event
+
+        torch.cuda.synchronize(self.device)  # what the caller enqueued, and the buffers' first values
+        origin = mark(COMPUTE)
+        for lane in work:
+            self._streams[lane].wait_event(origin)
+        events = {lane: [mark(lane)] for lane in work}
+        for i in range(max(count for _, count in work.values())):
+            for lane, (action, count) in work.items():
+                if i < count:
+                    with torch.cuda.stream(self._streams[lane]):
+                        action()
+                    events[lane].append(mark(lane))
+        torch.cuda.synchronize(self.device)  # so the actions' buffers are free to go, too
+        return {lane: [origin.elapsed_time(event) / 1e3 for event in row] for lane, row in events.items()}
+
+    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.ones(elements, dtype=dtype, device="cpu", pin_memory=True)
+
+
+@contextmanager
+def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
+    """The bench of a device. On a CPU it has two threads of its own until the block ends."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield _CudaBench(ranks, device)
+    else:
+        with ThreadPoolExecutor(1) as communicate, ThreadPoolExecutor(1) as copy:
+            yield _CpuBench(ranks, device, {COMMUNICATE: communicate, COPY: copy})
+
+
+def _repeat(action: TimedCall, count: int) -> Marks:
+    marks = [time.perf_counter()]
+    for _ in range(count):
+        action()
+        marks.append(time.perf_counter())
+    return marks
+
+
+def seconds_of(
+    bench: Bench,
+    lane: str,
+    action: TimedCall,
+    repeats: int,
+    of: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    """Seconds of one action alone: the median of ``repeats`` (or what ``of`` takes), the slowest rank's.
+
+    One more runs before them and does not count. Collective.
+    """
+    bench.largest([0.0])  # begin together
+    marks = bench.run({lane: (action, repeats + 1)})[lane][1:]
+    return bench.largest([of([end - begin for begin, end in pairwise(marks)])])[0]
+
+
+def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
+    """Sends n rows to every other rank and receives as many, in one all-to-all; own rows are not sent.
+
+    sent, received: ((W - 1) * n, ...), by rank. W ranks. Raises RuntimeError where a peer fails.
+    """
+    assert ranks.group is not None
+    splits = [n] * ranks.size
+    splits[ranks.rank] = 0
+    with at_stage(MESSAGES, ranks):
+        work = all_to_all(sent, splits, received, splits, ranks.group)
+        if work is not None:
+            work.wait()

@@ -37,8 +37,8 @@ import pmoe
 from bench.bench_gpu import describe_gpu
 from bench.bench_grouped_gemm import difference
 from bench.timing import Timing, table, write_json
-from pmoe.experts.products import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.kernels import grouped_gemm
+from pmoe.kernels.candidates import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.runners import one_rank as alone
 
 DEVICE = torch.device("cuda", 0)

@@ -20,7 +20,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from pmoe.kernels.registry import write_whole
+from pmoe.measure.product_file import write_whole
 from pmoe.measure.stored import profile_folder
 from pmoe.planner.division import Division, Entry, LayerSeconds, LayerTimes, Shape, Sizes, Table
 

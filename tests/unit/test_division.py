@@ -336,7 +336,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(
     def refuse(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("pmoe.kernels.registry.os.replace", refuse)
+    monkeypatch.setattr("pmoe.measure.product_file.os.replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         save_table(table(entry(SHAPE, 40)), tmp_path)
     monkeypatch.undo()

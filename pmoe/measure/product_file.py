@@ -1,0 +1,110 @@
+"""The stored choices of kernels: one file for each device, torch and build of the kernels.
+
+    {"format": 1, "device": "NVIDIA H200", "torch": "2.13.0", "build": "0123456789abcdef",
+     "choices": {"forward bfloat16 experts=8 rows=4096 in=1024 out=4096": {
+                     "choice": "pmoe", "seconds": {"pmoe": 0.0001, "grouped_mm": 0.0002}, "when": "2026-..."},
+                 ...}}
+
+They lie beside the profiles, in $PMOE_CACHE or ~/.cache/pmoe.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pmoe.kernels.registry import MeasuredChoice
+from pmoe.warn import warn_once
+
+FORMAT = 1
+"""Of the file. Rises with every change of what a field means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceFile:
+    """folder: finds it, or raises RuntimeError. whose: device, torch and build. names: of the candidates."""
+
+    folder: Callable[[], Path]
+    whose: Mapping[str, str]
+    names: tuple[str, str]
+
+    def path(self) -> Path:
+        parts = ["kernels", *self.whose.values(), f"v{FORMAT}"]
+        slugs = (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
+        return self.folder() / ("_".join(slugs) + ".json")
+
+    def load(self) -> dict[str, MeasuredChoice]:
+        """By a request's key; empty, with a warning, where the file cannot be used."""
+        try:
+            path = self.path()
+            try:
+                return self._parsed(json.loads(path.read_bytes()))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+        except FileNotFoundError:
+            return {}
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
+            warn_once(f"stored choices of kernels are not used: {error}", for_each_reason=True)
+            return {}
+
+    def save(self, added: Mapping[str, MeasuredChoice]) -> None:
+        """Beside what is there; a warning where that fails, which must not stop one rank alone.
+
+        Every rank saves, since each node may have a folder of its own. Of two at once one may lose what it
+        added: it is measured again later.
+        """
+        held = self.load()
+        if all(key in held and held[key].choice == each.choice for key, each in added.items()):
+            return  # another rank of this node was here
+        choices = {
+            key: {"choice": each.choice, "seconds": dict(each.seconds), "when": each.when}
+            for key, each in sorted((held | dict(added)).items())
+        }
+        text = json.dumps({"format": FORMAT, **self.whose, "choices": choices}, indent=1) + "\n"
+        try:
+            write_whole(self.path(), text)
+        except (OSError, RuntimeError) as error:
+            message = f"measured products could not be saved, and will be measured again: {error}"
+            warn_once(message, for_each_reason=True)
+
+    def _parsed(self, held: Any) -> dict[str, MeasuredChoice]:
+        if not isinstance(held, dict) or held.get("format") != FORMAT:
+            raise ValueError(f"must be an object of format {FORMAT}")
+        for name, here in self.whose.items():
+            if held.get(name) != here:
+                raise ValueError(f"{name} ({held.get(name)!r}) must be {here!r}")
+        choices = held.get("choices")
+        if not isinstance(choices, dict):
+            raise ValueError(f"choices ({choices!r}) must be an object")
+        return {key: self._choice(key, value) for key, value in choices.items()}
+
+    def _choice(self, key: str, value: Any) -> MeasuredChoice:
+        if isinstance(value, dict) and value.get("choice") in self.names:
+            seconds = value.get("seconds")
+            if isinstance(seconds, dict) and set(seconds) == set(self.names):
+                times = seconds.values()
+                if all(isinstance(each, float) and 0 <= each < math.inf for each in times):
+                    return MeasuredChoice(
+                        choice=value["choice"], seconds=seconds, when=str(value.get("when"))
+                    )
+        raise ValueError(f"{key} ({value!r}) must have the choice and seconds of {' and '.join(self.names)}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the whole file or none: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".kernels-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

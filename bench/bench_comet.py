@@ -45,6 +45,7 @@ from bench.bench_gpu import describe_gpu
 from bench.bench_grouped_gemm import MODELS, QUICK_ROWS, ROWS, Model, difference
 from bench.timing import Timing, table, write_json
 from pmoe.kernels import comet, grouped_gemm
+from pmoe.kernels.grouped_gemm import launch
 from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, even_choices, routes_of
 from pmoe.planner.division import Division
 
@@ -251,11 +252,11 @@ def sweep(fused: Fused, rounds: int, flush: Tensor) -> Sweep:
 
 def in_clusters(blocks: int, parts: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
     def so(part: Callable[[], object]) -> object:
-        before, grouped_gemm.CLUSTER = grouped_gemm.CLUSTER, blocks
+        before, launch.CLUSTER = launch.CLUSTER, blocks
         try:
             return part()
         finally:
-            grouped_gemm.CLUSTER = before
+            launch.CLUSTER = before
 
     return [lambda part=part: so(part) for part in parts]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch.distributed as dist
 
 
@@ -65,3 +68,13 @@ def _describe(group: object) -> str:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return "GroupMember.NON_GROUP_MEMBER"
     return f"ranks {dist.get_process_group_ranks(group)}"  # type: ignore[arg-type]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Of a group's collectives; a new group would have torch's default. None where it cannot be read."""
+    try:
+        backend: Any = group._get_backend(group._device_types[0])
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return timeout

@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import timeout_of
+from pmoe.comm.ranks import Ranks, timeout_of
 
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 """The environment variable: for how long a kernel waits for a peer."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import address, check, cuda_index
+from pmoe.kernels.operands import address, check_tensor, cuda_index
 from pmoe.kernels.permute.checks import check_rows_memory, check_slots_memory
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -30,11 +30,11 @@ def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
         return f"dtype {dtype}: the kernels move {', '.join(map(str, TYPES))}"
     if top_k > MOST_CHOICES:
         return f"top_k ({top_k}): the kernels take {MOST_CHOICES} choices a token at most"
-    return _why_missing(device)
+    return _device_refusal(device)
 
 
 @cache
-def _why_missing(device: torch.device) -> str | None:
+def _device_refusal(device: torch.device) -> str | None:
     if extension.load() is None:
         return extension.why_missing()
     found = extension.on_device(cuda_index(device))
@@ -114,8 +114,8 @@ def _moving(
     tokens, top_k = position_TK.shape
     for name, each in rows.items():
         shape = (num_rows if name.endswith("rows") else tokens, first.shape[1])
-        check(name, each, shape=shape, dtypes=[first.dtype], device=position_TK.device)
-    check("rows", first, dtypes=TYPES)
+        check_tensor(name, each, shape=shape, dtypes=[first.dtype], device=position_TK.device)
+    check_tensor("rows", first, dtypes=TYPES)
     size = first.element_size()
     row_bytes = first.shape[1] * size
     if not tokens or not top_k or not row_bytes:

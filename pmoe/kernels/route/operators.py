@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.route import reference
-from pmoe.kernels.route.checks import check_backward, check_logits_memory, check_route
+from pmoe.kernels.route.checks import check_route_backward, check_logits_memory, check_route
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
 from pmoe.kernels.route.routes import Routes, empty_routes
 from pmoe.warn import warn_once
@@ -129,7 +129,7 @@ def _route_backward(
         "partial_PN": partial_PN,
         "position_TK": position_TK,
     }
-    check_backward(*tensors, **gradients)
+    check_route_backward(*tensors, **gradients)
     options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight, **gradients}
     if _runs_kernel(logits_TE, expert_TK.shape[1], counts_nE.shape[0]):
         grad_logits_TE = torch.empty_like(logits_TE)

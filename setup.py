@@ -366,7 +366,8 @@ class BuildPy(build_py):
         super().run()
 
 
-TRAIN = ["matplotlib", "tqdm"]
+REPORT = ["jinja2>=3.1", "matplotlib>=3.9"]
+TRAIN = [*REPORT, "tqdm"]
 TRANSFORMERS = ["transformers>=5.7,<6"]
 DOCS = ["furo>=2025.9", "myst-parser>=4", "sphinx>=8.1,<10"]
 DISASSEMBLERS = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
@@ -382,13 +383,14 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         license="MIT",
         python_requires=">=3.10",
         packages=find_packages(include=["pmoe", "pmoe.*"]),
-        package_data={"pmoe": ["py.typed"]},
+        package_data={"pmoe": ["py.typed"], "pmoe.planner": ["page.html"]},
         ext_modules=[] if why_no_kernels() else [Extension("pmoe._cuda", cuda_sources())],
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
         entry_points={"console_scripts": ["pmoe = pmoe.cli:main"]},
         # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
         install_requires=["torch>=2.11,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
         extras_require={
+            "report": REPORT,
             "train": TRAIN,
             "transformers": TRANSFORMERS,
             "docs": [*TRAIN, *DOCS],

@@ -8,10 +8,8 @@ the planner would draw others. What `pmoe plan --html` writes is made when the s
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +20,9 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from pmoe import Restore, cli
-from pmoe.planner.advise import step_bars
+from pmoe.cli.arguments import byte_count
+from pmoe.cli.plan import time_over_memory
+from pmoe.planner.advise import advise, step_bars
 from pmoe.planner.choose import Candidate, evaluate
 from pmoe.planner.cost_model import NO_INTERFERENCE
 from pmoe.planner.costs import LineCost
@@ -86,9 +86,9 @@ def write(folder: Path) -> None:
     told = {str(each.restore): each.restore.strategy for each in pairs}
     named = {" ".join(filter(None, (pair, told[pair]))): each for pair, each in zip(told, pairs, strict=True)}
     draw_steps(folder / "pairs.png", {f"n = 4, {name}": each for name, each in named.items()})
-    found = re.search(r'src="data:image/png;base64,([^"]+)"', plan_page())
-    assert found is not None
-    (folder / "plan.png").write_bytes(base64.b64decode(found[1]))
+    budget = byte_count(BUDGET)
+    advice = advise(shape(), PROFILE, TOKENS, budget=budget)
+    time_over_memory(advice, budget).savefig(folder / "plan.png", dpi=130)
     for name in NAMES:
         with Image.open(folder / name) as picture:
             small = picture.convert("RGB").quantize(NUM_COLOURS)
@@ -96,7 +96,7 @@ def write(folder: Path) -> None:
 
 
 def plan_page() -> str:
-    """What `pmoe plan --html` writes; plan.png is its first picture."""
+    """What `pmoe plan --html` writes; plan.png shows its first picture."""
     with tempfile.TemporaryDirectory() as scratch:
         profile, page = Path(scratch, "profile.json"), Path(scratch, "plan.html")
         save(PROFILE, profile)

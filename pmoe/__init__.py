@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from pmoe.comm.base import Combine, Dispatch
 from pmoe.engine.arena import pool
 from pmoe.engine.callbacks import Callback
-from pmoe.engine.recompute import checkpoint_contexts
 from pmoe.engine.run import recording
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
@@ -15,6 +14,7 @@ from pmoe.ordering.base import Order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
+    from pmoe.engine.recompute import checkpoint_contexts
     from pmoe.training.clipping import clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
     from pmoe.training.grad_scaler import GradScaler
@@ -50,6 +50,7 @@ __all__ = [
 _LATER = {
     "GradScaler": "pmoe.training.grad_scaler",
     "GradientReducer": "pmoe.training.reducer",
+    "checkpoint_contexts": "pmoe.engine.recompute",
     "clip_grad_norm_": "pmoe.training.clipping",
     "expert_parameters": "pmoe.training.expert_parallel",
     "load_checkpoint": "pmoe.training.checkpoint",

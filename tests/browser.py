@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PACKAGES = ("chromium", "chromium-driver")
 """Debian's names; `make browser` installs them."""
 
@@ -37,6 +39,9 @@ ARGUMENTS = (
 
 START_SECONDS = 60
 
+STARTS = 4
+"""Attempts: on a busy machine another program may take chromedriver's port before chromedriver has it."""
+
 
 class Page:
     """A page as it is shown: `run` evaluates JavaScript, the body of a function."""
@@ -45,13 +50,25 @@ class Page:
         self._session = session
 
     def open(self, path: Path) -> None:
+        self.messages()  # those of the page before are not this one's
         _ask("POST", f"{self._session}/url", {"url": path.resolve().as_uri()})
+
+    def resize(self, width: int, height: int, *, is_phone: bool = False, dark: bool = False) -> None:
+        """Lays the page out in ``width`` x ``height`` CSS pixels; no page is loaded again for it.
+
+        is_phone: as a phone does, which believes what a page says of its viewport. dark: the user prefers it.
+        """
+        ratio = 2 if is_phone else 1
+        self._command("Emulation.setDeviceMetricsOverride", width=width, height=height,
+                      deviceScaleFactor=ratio, mobile=is_phone)  # fmt: skip
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._command("Emulation.setEmulatedMedia", features=[scheme])
 
     def run(self, script: str) -> Any:
         return _ask("POST", f"{self._session}/execute/sync", {"script": script, "args": []})
 
     def messages(self) -> list[str]:
-        """What the console was told since the last call: errors of scripts, and whatever did not load."""
+        """The console's messages since the last call: errors of scripts, and files that did not load."""
         found = _ask("POST", f"{self._session}/se/log", {"type": "browser"})
         return [f"{each['level']}: {each['message']}" for each in found]
 
@@ -59,44 +76,58 @@ class Page:
         """Of the window; of the whole page where the window is as high as that."""
         path.write_bytes(base64.b64decode(_ask("GET", f"{self._session}/screenshot")))
 
+    def _command(self, name: str, **params: Any) -> None:
+        _ask("POST", f"{self._session}/goog/cdp/execute", {"cmd": name, "params": params})
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Page]:
+    """One window for all tests of a process."""
+    with started() as page:
+        yield page
+
 
 @contextlib.contextmanager
-def browser(width: int, height: int, *, is_phone: bool = False, dark: bool = False) -> Iterator[Page]:
-    """A window of ``width`` x ``height`` CSS pixels; is_phone: as a phone lays pages out."""
+def started() -> Iterator[Page]:
+    """A window of its own. Raises AssertionError where there is no browser, or it does not start."""
     missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     if missing:
         raise AssertionError(
             f"{' and '.join(missing)} must be installed to look at pages: make browser "
             f"(apt-get install -y {' '.join(PACKAGES)})"
         )
-    with tempfile.TemporaryDirectory(prefix="pmoe-browser-") as folder, _driver(Path(folder)) as address:
-        options: dict[str, Any] = {
-            "binary": shutil.which("chromium"),
-            "args": [*ARGUMENTS, f"--user-data-dir={folder}/user", f"--window-size={width},{height}"],
-        }
-        if is_phone:
-            metrics = {"width": width, "height": height, "pixelRatio": 2.0, "mobile": True}
-            options["mobileEmulation"] = {"deviceMetrics": metrics}
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        found = _ask("POST", f"{address}/session", {"capabilities": {"alwaysMatch": wanted}})
-        session = f"{address}/session/{found['sessionId']}"
-        try:
-            if not is_phone:
-                _command(session, "Emulation.setDeviceMetricsOverride", width=width, height=height,
-                         deviceScaleFactor=1, mobile=False)  # fmt: skip
-            scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-            _command(session, "Emulation.setEmulatedMedia", features=[scheme])
+    for attempt in range(1, STARTS + 1):
+        with contextlib.ExitStack() as stack:
+            try:
+                session = stack.enter_context(_session())
+            except (AssertionError, OSError):
+                if attempt == STARTS:
+                    raise
+                continue
             yield Page(session)
-        finally:
-            _ask("DELETE", session)
-
-
-def _command(session: str, name: str, **params: Any) -> None:
-    _ask("POST", f"{session}/goog/cdp/execute", {"cmd": name, "params": params})
+            return
 
 
 @contextlib.contextmanager
-def _driver(folder: Path) -> Iterator[str]:
+def _session() -> Iterator[str]:
+    """The address of a browser's session."""
+    with tempfile.TemporaryDirectory(prefix="pmoe-browser-", ignore_cleanup_errors=True) as folder:
+        options = {
+            "binary": shutil.which("chromium"),
+            "args": [*ARGUMENTS, f"--user-data-dir={folder}/user"],
+        }
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        with driver(Path(folder)) as address:
+            found = _ask("POST", f"{address}/session", {"capabilities": {"alwaysMatch": wanted}})
+            session = f"{address}/session/{found['sessionId']}"
+            try:
+                yield session
+            finally:
+                _ask("DELETE", session)
+
+
+@contextlib.contextmanager
+def driver(folder: Path) -> Iterator[str]:
     """The address of a chromedriver of one's own, on a port that it picks."""
     log = folder / "driver.log"
     with open(log, "w") as file:

@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
-import os
-import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,28 +24,16 @@ from pmoe.measure import virtual_ranks as comet_virtual
 from pmoe.planner.division import Division
 from pmoe.runners import fused_steps as passes
 from tests.cuda.compiled import compile_program
-from tests.cuda.disassembly import once
 from tests.heaps import FileMemory
 
 BLOCKS = 3
 
 
 def compile_kernels() -> Path:
-    """The module, compiled once for all processes of a test run: 15 seconds."""
+    """The module, compiled once for all test runs on the same sources: 15 seconds."""
     pybind11 = pytest.importorskip("pybind11")
-    root = Path(__file__).resolve().parents[1]
-    sources = [*root.glob("cuda/**/*.*h"), *root.glob("tests/cuda/*.h"), root / "tests/cuda/comet_module.cpp"]
-    told = hashlib.sha256(sys.version.encode())
-    for source in sorted(sources):
-        told.update(source.read_bytes())
-    name = f"pmoe-emulated-{os.getuid()}-{told.hexdigest()[:16]}.so"
-    with once(Path(tempfile.gettempdir(), name)) as kept:
-        if not kept.exists():
-            flags = ("-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{pybind11.get_include()}")
-            flags += (f"-I{sysconfig.get_paths()['include']}",)
-            with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-                os.replace(compile_program("comet_module.cpp", Path(folder), *flags), kept)
-    return kept
+    flags = ("-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{pybind11.get_include()}")
+    return compile_program("comet_module.cpp", *flags, f"-I{sysconfig.get_paths()['include']}")
 
 
 @functools.cache

@@ -49,10 +49,8 @@ class Pool:
     """
 
     def __init__(self, world: int, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # fork hangs after a threaded product in the parent
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context = multiprocessing.get_context("forkserver")  # fork hangs after a product by threads
+        context.set_forkserver_preload(["tests.imported"])
         self.world, self.usable, self.num_groups = world, True, 1
         self.processes, self.pipes = [], []
         init_file = os.path.join(tempfile.mkdtemp(prefix="pmoe-pool-"), "rendezvous")
@@ -118,3 +116,9 @@ def ranks(world: int) -> Pool:
     if world not in _pools or not _pools[world].usable:
         _pools[world] = Pool(world)
     return _pools[world]
+
+
+def stop_all() -> None:
+    """The next test that asks for ranks starts them again."""
+    for pool in _pools.values():
+        pool.stop()

@@ -18,7 +18,7 @@
 
 namespace pmoe::comet {
 
-enum class Plant : int { kNothing, kRelaxedSignal, kNoProxyFence };
+enum class Plant : int { kNothing, kNoProxyFence };
 #ifndef PMOE_PLANT
 #define PMOE_PLANT kNothing
 #endif
@@ -86,11 +86,7 @@ __device__ __forceinline__ void await(const Watch& watch, const void* flag, Wait
 // Raises a flag. What the caller's warp or block has written is to be announced: they have met before.
 __device__ __forceinline__ void signal(const Watch& watch, void* flag) {
   if (has_failed(watch)) return;
-  auto* const word = static_cast<uint32_t*>(flag);
-  if constexpr (kPlant == Plant::kRelaxedSignal)
-    store_relaxed_system(word, watch.epoch);
-  else
-    store_release_system(word, watch.epoch);
+  store_release_system(static_cast<uint32_t*>(flag), watch.epoch);
 }
 
 }  // namespace pmoe::comet

@@ -139,10 +139,6 @@ __device__ __forceinline__ void store_release_system(uint32_t* p, uint32_t value
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_relaxed_system(uint32_t* p, uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

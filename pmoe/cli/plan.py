@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pmoe.cli.arguments import BadInputError, byte_count, refused_as
 from pmoe.cli.layer_sizes import add_layer_sizes, describe_layer, layer_fields, layer_shape
@@ -16,10 +15,14 @@ from pmoe.measure.profile import Profile, load
 from pmoe.measure.stored import find_profile
 from pmoe.planner.advise import Advice, advise, step_bars
 from pmoe.planner.choose import Candidate
-from pmoe.planner.drawing import Picture, Point, Table, page, scatter
+from pmoe.planner.drawing import Point, inline_svg, scatter_figure
 from pmoe.planner.footprint import Shape
-from pmoe.planner.timeline import draw
+from pmoe.planner.page import page, part
+from pmoe.planner.timeline import drawing
 from pmoe.text import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ABOUT = "n and the restore pair for a layer, from a stored profile"
 HEADER = ("pair", "n", "simulated ms", "Eq. 10 ms", "promised MiB", "host MiB")
@@ -118,12 +121,12 @@ def _candidate_line(candidate: Candidate) -> str:
 
 
 def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice: Advice) -> None:
-    path, decision = args.html, advice.decision
+    path = args.html
     with refused_as(f"--html ({path}) must be left out without matplotlib", ImportError):
-        pictures = [_time_over_memory(advice, args.budget), _schedule(args, shape, profile, decision)]
+        pictures = _pictures(args, shape, profile, advice)
     header, *rows = _candidate_rows(advice, args.budget)
-    marked = [i for i, each in enumerate(advice.candidates) if each is decision]
-    candidates = Table(header=header, rows=rows, marked=marked, words=1)
+    marked = [i for i, each in enumerate(advice.candidates) if each is advice.decision]
+    candidates = part("table", header, rows, marked, words=1)
     text = page("pmoe plan", [*_paragraphs(args, profile, advice), *pictures, candidates])
     with refused_as(f"--html ({path}) must be a file to write", OSError):
         path.write_text(text, encoding="utf-8")
@@ -136,7 +139,8 @@ def _paragraphs(args: argparse.Namespace, profile: Profile, advice: Advice) -> l
     return [describe_layer(args) + budget, f"Profile: {describe_profile(profile)}.", *sentences]
 
 
-def _time_over_memory(advice: Advice, budget: int | None) -> Picture:
+def time_over_memory(advice: Advice, budget: int | None) -> Figure:
+    """Every candidate's time over its bytes. Needs matplotlib."""
     points = [
         Point(
             group=pair_name(each.restore),
@@ -147,16 +151,19 @@ def _time_over_memory(advice: Advice, budget: int | None) -> Picture:
         )
         for each in advice.candidates
     ]
-    png, caption = io.BytesIO(), "Predicted time of a step over the bytes that no routing exceeds"
-    scatter(png, points, "numbers: n; ringed in black: the decision", budget=budget)
-    return Picture(png=png.getvalue(), caption=caption)
+    return scatter_figure(points, "numbers: n; ringed: the decision", budget)
 
 
-def _schedule(args: argparse.Namespace, shape: Shape, profile: Profile, decision: Candidate) -> Picture:
-    name = f"n={decision.forward}, {pair_name(decision.restore)}"
-    png, caption = io.BytesIO(), f"The schedule of the decision, {name}, as simulated"
-    draw(png, {name: step_bars(shape, profile, args.tokens, decision)}, "one step, simulated")
-    return Picture(png=png.getvalue(), caption=caption)
+def _pictures(args: argparse.Namespace, shape: Shape, profile: Profile, advice: Advice) -> list[str]:
+    name = f"n={advice.decision.forward}, {pair_name(advice.decision.restore)}"
+    bars = {name: step_bars(shape, profile, args.tokens, advice.decision)}
+    figures = {
+        "Predicted time of a step over the bytes that no routing exceeds": time_over_memory(
+            advice, args.budget
+        ),
+        f"The schedule of the decision, {name}, as simulated": drawing(bars, "one step, simulated"),
+    }
+    return [part("picture", inline_svg(figure, about), about) for about, figure in figures.items()]
 
 
 # ---- JSON

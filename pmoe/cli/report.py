@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pmoe.cli.arguments import refused_as
+from pmoe.cli.arguments import BadInputError, refused_as
 from pmoe.cli.output import Output, plural
 
 ABOUT = "one page about a training run, from what StatsWriter left"
@@ -23,8 +23,12 @@ def run(args: argparse.Namespace) -> Output:
     with refused_as(f"RUN_DIR ({args.run_dir}) must be a run's folder", OSError, ValueError):
         found = read_run(args.run_dir)
     out = args.run_dir / "report.html" if args.out is None else args.out
+    try:
+        page = run_page(found)
+    except ImportError as error:
+        raise BadInputError(str(error)) from None
     with refused_as(f"--out ({out}) must be a file to write", OSError):
-        out.write_text(run_page(found), encoding="utf-8", errors="backslashreplace")  # names of files
+        out.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files
     numbers = summary(found)
     layers = plural(numbers["layers"], "MoE layer")
     return Output({"path": str(out), **numbers}, [f"{numbers['steps']:,} steps, {layers}\nwrote {out}"])

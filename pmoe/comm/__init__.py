@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from pmoe.comm.base import Combine, Dispatch, Exchange, Traffic
 from pmoe.comm.flat import FlatCombine, FlatDispatch
-from pmoe.comm.hierarchical_1d import Hierarchical1DCombine, Hierarchical1DDispatch
-from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, Hierarchical2DDispatch
 
 __all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
 
@@ -33,10 +31,16 @@ def make_exchanges(
 def _dispatch(name: str, nodes: int | Sequence[int] | None) -> Dispatch:
     if name == "flat":
         return FlatDispatch()
+    from pmoe.comm.hierarchical_1d import Hierarchical1DDispatch
+    from pmoe.comm.hierarchical_2d import Hierarchical2DDispatch
+
     return Hierarchical1DDispatch(nodes) if name == "hierarchical_1d" else Hierarchical2DDispatch(nodes)
 
 
 def _combine(name: str, nodes: int | Sequence[int] | None) -> Combine:
     if name == "flat":
         return FlatCombine()
+    from pmoe.comm.hierarchical_1d import Hierarchical1DCombine
+    from pmoe.comm.hierarchical_2d import Hierarchical2DCombine
+
     return Hierarchical1DCombine(nodes) if name == "hierarchical_1d" else Hierarchical2DCombine(nodes)

@@ -1,4 +1,4 @@
-"""What ranks agree on: the largest numbers, whether numbers are the same, all values, the value of the first.
+"""Agreement among ranks: the largest numbers, whether numbers are the same, all values, the first's.
 
 Each function is a collective of all ranks, in which each takes part once with as many values as the others.
 One rank alone sends nothing. Where a peer is missing, RuntimeError names the stage and this rank.

@@ -1,14 +1,20 @@
-"""Experts: the networks that rows are routed to, as grouped products. One kind a file."""
+"""Experts: the networks that rows are routed to, as grouped products. One kind a file.
+
+Modules of a user's own are imported when they are asked for.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from pmoe.experts.base import WHOLE, Experts, Shard
 from pmoe.experts.ffn import FFNExperts
-from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.swiglu import SwiGLUExperts
+
+if TYPE_CHECKING:
+    from pmoe.experts.modules import ModuleExperts
 
 __all__ = [
     "Experts",
@@ -19,6 +25,12 @@ __all__ = [
     "SwiGLUExperts",
     "make_stacked",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ModuleExperts":
+        raise AttributeError(f"module 'pmoe.experts' has no attribute {name!r}")
+    return importlib.import_module("pmoe.experts.modules").ModuleExperts
 
 
 def make_stacked(

@@ -1,33 +1,43 @@
-"""Gates: which experts a token goes to, and with what weight. One gate a file."""
+"""Gates: which experts a token goes to, and with what weight. One gate a file, loaded at its first use."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pmoe.gates.base import Gate, Mix, Routing
-from pmoe.gates.batch_prioritised import BatchPrioritisedGate
-from pmoe.gates.deepseek import DeepSeekGate
-from pmoe.gates.expert_choice import ExpertChoiceGate
-from pmoe.gates.given import GivenGate
-from pmoe.gates.hash import HashGate
 from pmoe.gates.losses import load_balance_loss, router_z_loss
-from pmoe.gates.noisy_topk import NoisyTopKGate
-from pmoe.gates.random import RandomGate
-from pmoe.gates.sigmoid import SigmoidGate
-from pmoe.gates.soft import SoftGate
-from pmoe.gates.switch import SwitchGate
-from pmoe.gates.topk import TopKGate
-from pmoe.gates.xmoe import XMoEGate
 
-GATES: dict[str, type[Gate]] = {
-    "topk": TopKGate,
-    "switch": SwitchGate,
-    "noisy_topk": NoisyTopKGate,
-    "sigmoid": SigmoidGate,
-    "deepseek": DeepSeekGate,
-    "xmoe": XMoEGate,
-    "expert_choice": ExpertChoiceGate,
-    "soft": SoftGate,
-    "batch_prioritised": BatchPrioritisedGate,
-    "hash": HashGate,
-    "random": RandomGate,
+if TYPE_CHECKING:
+    from pmoe.gates.batch_prioritised import BatchPrioritisedGate
+    from pmoe.gates.deepseek import DeepSeekGate
+    from pmoe.gates.expert_choice import ExpertChoiceGate
+    from pmoe.gates.given import GivenGate
+    from pmoe.gates.hash import HashGate
+    from pmoe.gates.noisy_topk import NoisyTopKGate
+    from pmoe.gates.random import RandomGate
+    from pmoe.gates.sigmoid import SigmoidGate
+    from pmoe.gates.soft import SoftGate
+    from pmoe.gates.switch import SwitchGate
+    from pmoe.gates.topk import TopKGate
+    from pmoe.gates.xmoe import XMoEGate
+
+_CLASSES = {
+    "topk": "TopKGate",
+    "switch": "SwitchGate",
+    "noisy_topk": "NoisyTopKGate",
+    "sigmoid": "SigmoidGate",
+    "deepseek": "DeepSeekGate",
+    "xmoe": "XMoEGate",
+    "expert_choice": "ExpertChoiceGate",
+    "soft": "SoftGate",
+    "batch_prioritised": "BatchPrioritisedGate",
+    "hash": "HashGate",
+    "random": "RandomGate",
 }
+"""By the name that MoELayer's ``gate`` takes, which is its file's too."""
+_FILES = {name: file for file, name in _CLASSES.items()} | {"GivenGate": "given"}
 
 __all__ = [
     "GATES",
@@ -49,3 +59,26 @@ __all__ = [
     "load_balance_loss",
     "router_z_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module 'pmoe.gates' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"pmoe.gates.{_FILES[name]}"), name)
+
+
+class _Gates(Mapping[str, type[Gate]]):
+    """The gates by name."""
+
+    def __getitem__(self, name: str) -> type[Gate]:
+        found: type[Gate] = __getattr__(_CLASSES[name])
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_CLASSES)
+
+    def __len__(self) -> int:
+        return len(_CLASSES)
+
+
+GATES: Mapping[str, type[Gate]] = _Gates()

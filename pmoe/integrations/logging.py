@@ -1,5 +1,6 @@
-"""`StatsWriter`: what `pmoe.stats` and a script's own numbers say over a training run, as CSV files and for
-TensorBoard. `pmoe report RUN_DIR` makes a page of them.
+"""`StatsWriter` writes `pmoe.stats` and a script's own numbers during training, as CSV and for TensorBoard.
+
+`pmoe report RUN_DIR` makes a page of them.
 
     with StatsWriter("runs/1", model, every=50, settings=vars(arguments)) as writer:
         for step in range(1, steps + 1):
@@ -14,10 +15,10 @@ import datetime
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -25,52 +26,54 @@ from torch import Tensor, nn
 
 from pmoe import __version__
 from pmoe.engine.run import Journal, recording
+from pmoe.integrations.board import Board
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
-    LAYER_HEADER,
     LAYERS,
     POOL_PEAK,
     RUN,
-    SCALAR_HEADER,
     SCALARS,
     TIME,
     add_session,
     append,
     claim,
-    layer_line,
     mend,
 )
+from pmoe.integrations.run_rows import LayerRow, ScalarRow, layer_row
 from pmoe.integrations.statistics import Stats, layers_of, stats
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
+OPTIONS = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
+"""Attributes of a layer that run.json holds as they are."""
 
 
 class StatsWriter:
-    """Writes the numbers of a run to ``run_dir``: scalars of every step, and each MoE layer's statistics
-    every so many steps.
+    """Writes a training run to ``run_dir``: scalars of every step, layers' statistics every so many steps.
 
-    Every rank makes one and calls `step` alike; rank 0 of ``group`` writes. Statistics are of all ranks of
-    the group (the default group if None): one all-reduce each ``every`` steps. Scalars are rank 0's: reduce
-    them before, if the others' matter. A tensor among them is read when the statistics are, so no step waits
-    for the device because of it; a crash loses what came since.
+    Every rank makes one and calls `step` after each training step; rank 0 of ``group`` writes. Statistics
+    are of all ranks of the group: one all-reduce every ``every`` steps. Scalars are rank 0's: reduce them
+    first if the others' matter. A tensor among them is read only when statistics are due, so that no step
+    waits for the device. Of a layer that a step calls several times only the last call is logged.
 
     A folder that has data is continued. Where the run goes on from an earlier step, the later lines hold.
-    One writer a folder at a time: another one is refused until the first is closed or its process ends.
+    A folder has one writer at a time: another one is refused until the first is closed or its process ends.
 
-    A layer that a step calls several times, as where gradients are accumulated, is told of by its last call.
+    Once training runs, a file that cannot be written, as on a full disk, does not stop it: rank 0 warns, and
+    the lines wait for the next time. After a crash, the lines since the last statistics are lost.
 
-    every: steps between statistics; the first call has some, too. tensorboard: also write event files to
-    ``run_dir``/tensorboard. exposed: record the passes of each step that is told of, but for the first, for
-    exposed communication times; recording slows these steps a little. settings: of the run, plain data, for
-    the report.
+    Args:
+        run_dir: the folder; made where there is none.
+        model: its MoE layers are logged.
+        every: steps between statistics. The first step has some, too.
+        tensorboard: also write event files to ``run_dir``/tensorboard.
+        exposed: record the passes of each step with statistics, except the first, to log how long
+            communication was waited for. Recording slows these steps a little.
+        settings: the run's settings for the report, plain data, such as ``vars(arguments)``.
+        group: the default group if None.
 
-    Once training runs, a file that cannot be written, as on a full disk, stops nothing: rank 0 warns, and
-    what it has to write waits for the next time.
-
-    Raises, on every rank, OSError or ValueError where the folder cannot be written, holds something else or
-    has another writer, TypeError where settings are no plain data, ImportError where tensorboard is asked for
-    and not installed.
+    Raises, on every rank: OSError or ValueError where the folder cannot be written, holds other files of
+    these names or has another writer; TypeError where settings are no plain data; ImportError where
+    tensorboard is True and the package is not installed.
     """
 
     def __init__(
@@ -99,37 +102,37 @@ class StatsWriter:
         self._last: int | None = None
         self._claim: BinaryIO | None = None
         self._described: dict[str, Any] | None = None
-        self._rows: list[list[object]] = []
+        self._rows: list[LayerRow] = []
         self._scalars: list[tuple[int, str, float | Tensor]] = []
         self._recording = contextlib.ExitStack()
         self._journal: Journal | None = None
-        self._wants_board = tensorboard
-        self._board: SummaryWriter | None = None
+        self._board: Board | None = None
         self._session = _session(model, settings or {}, dist.get_world_size(group) if several else 1)
-        told: list[Exception | None] = [None]
+        failed: list[Exception | None] = [None]
         if self.writes:
             try:
-                self._open()
+                self._open(tensorboard)
             except (OSError, TypeError, ValueError, ImportError) as error:
-                told = [error]
+                failed = [error]
                 self._leave()
         if several:
-            dist.broadcast_object_list(told, group_src=0, group=group)
-        if told[0] is not None:
-            raise told[0]
+            dist.broadcast_object_list(failed, group_src=0, group=group)
+        if failed[0] is not None:
+            raise failed[0]
 
-    def _open(self) -> None:
-        if self._wants_board:
-            _summary_writer()
+    def _open(self, tensorboard: bool) -> None:
+        if tensorboard:
+            self._board = Board(self.folder / "tensorboard")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._claim = claim(self.folder)
-        mend(self.folder / SCALARS, SCALAR_HEADER)
-        mend(self.folder / LAYERS, LAYER_HEADER)
+        mend(self.folder / SCALARS, ScalarRow)
+        mend(self.folder / LAYERS, LayerRow)
         add_session(self.folder / RUN, self._session)
 
     def step(self, step: int, **scalars: float | Tensor) -> Stats | None:
-        """After a training step: notes the scalars, and where it is time writes all that is new. Steps
-        ascend. Returns the statistics of all ranks where some were due, on every rank.
+        """Call it after each training step: keeps the scalars; writes all lines when statistics are due.
+
+        Steps ascend. Returns the statistics of all ranks, on every rank; None where none were due.
 
         Raises TypeError or ValueError for a step that does not ascend, a scalar that is no number, or a name
         that cannot be printed.
@@ -152,13 +155,16 @@ class StatsWriter:
                 if is_first:  # some layers are made by a model's first call
                     self._described = {**self._session, "layers": _describe(self._model)}
                 self._add_statistics(step, found)
-                self._write("waits for the next time", (step, found))
+                self._write("waits for the next time", found)
         if self.exposed and (step + stride) % self.every == 0 and self._journal is None:
             self._journal = self._recording.enter_context(recording())
         return found
 
     def note(self, **scalars: float | Tensor) -> None:
-        """More scalars of the last step, such as a validation's: on any rank, no collective is behind it."""
+        """Adds scalars to the last step, such as a validation's. No collective: any rank may call it.
+
+        Raises ValueError before the first step, and as `step` does.
+        """
         if self._last is None:
             raise ValueError("note must be called after a step")
         self._add(self._last, scalars)
@@ -169,75 +175,44 @@ class StatsWriter:
             self._scalars += found
 
     def _add_statistics(self, step: int, found: Stats) -> None:
-        self._rows += [layer_line(step, each) for each in found.layers]
+        self._rows += [layer_row(step, each) for each in found.layers]
         self._scalars.append((step, TIME, time.time()))
         if found.pools:
             device = sum(each.device_peak_bytes for each in found.pools)
             host = sum(each.host_peak_bytes for each in found.pools)
             self._scalars += [(step, POOL_PEAK, device), (step, HOST_POOL_PEAK, host)]
 
-    def _write(self, otherwise: str, shown: tuple[int, Stats] | None = None) -> None:
-        """All that waits."""
+    def _write(self, otherwise: str, found: Stats | None = None) -> None:
+        """Writes all lines that wait. otherwise: see `_stops_nothing`. found: the last step's statistics."""
         with self._stops_nothing(otherwise):
             if self._described is not None:
                 add_session(self.folder / RUN, self._described, instead=True)
                 self._described = None
-            append(self.folder / LAYERS, LAYER_HEADER, self._rows)
+            append(self.folder / LAYERS, LayerRow, self._rows)
             self._rows.clear()
-            lines = [(step, name, float(value)) for step, name, value in self._scalars]
-            append(self.folder / SCALARS, SCALAR_HEADER, lines)
+            lines = [ScalarRow(step=step, name=name, value=float(of)) for step, name, of in self._scalars]
+            append(self.folder / SCALARS, ScalarRow, lines)
             self._scalars.clear()
-            if self._wants_board:
-                self._show(lines, shown)
+            if self._board is not None and self._last is not None:
+                self._board.show(lines, self._last, found)
 
     @contextlib.contextmanager
     def _stops_nothing(self, otherwise: str) -> Iterator[None]:
-        """Warns where a file cannot be written; ``otherwise`` says what becomes of what was for it. An error
-        on this rank alone would leave the others waiting in their next collective."""
+        """Warns where a file cannot be written; ``otherwise`` says what happens to the lines.
+
+        An error on this rank alone would leave the others waiting in their next collective.
+        """
         try:
             yield
         except OSError as error:
-            told = f"pmoe: StatsWriter cannot write to {self.folder}; what it has {otherwise}: {error}"
-            warnings.warn(told, RuntimeWarning, stacklevel=5)
-
-    def _open_board(self, step: int) -> SummaryWriter:
-        """What an earlier run wrote of this step and those behind it is not shown."""
-        if self._board is None:
-            self._board = _summary_writer()(str(self.folder / "tensorboard"), purge_step=step)
-        return self._board
-
-    def _show(self, lines: Sequence[tuple[int, str, float]], shown: tuple[int, Stats] | None) -> None:
-        if not lines:
-            return
-        board = self._open_board(lines[0][0])
-        for step, name, value in lines:
-            board.add_scalar(name, value, step)
-        if shown is not None:
-            self._show_layers(board, *shown)
-        board.flush()
-
-    def _show_layers(self, board: SummaryWriter, step: int, found: Stats) -> None:
-        for each in found.layers:
-            numbers = {
-                "drop_rate": each.drop_rate,
-                "imbalance": each.imbalance,
-                "rank_imbalance": each.rank_imbalance,
-                "n_forward": each.n_forward,
-                "n_backward": each.n_backward,
-                "communication_seconds": each.communication_seconds,
-                "exposed_seconds": each.exposed_seconds,
-                "predicted_peak_bytes": None if each.predicted is None else each.predicted.peak,
-            }
-            for name, value in numbers.items():
-                if value is not None:
-                    board.add_scalar(f"pmoe/{name}/{each.name}", value, step)
-            board.add_histogram(
-                f"pmoe/tokens_per_expert/{each.name}", torch.tensor(each.tokens_per_expert), step
-            )
+            message = f"pmoe: StatsWriter cannot write to {self.folder}; what it has {otherwise}: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def close(self) -> None:
-        """Writes what is still waiting, and leaves the folder to others. No collective: ranks may close at
-        different times."""
+        """Writes the lines that wait, and leaves the folder to others.
+
+        No collective: ranks may close at different times.
+        """
         self._recording.close()
         self._journal = None
         if self.writes:
@@ -245,7 +220,6 @@ class StatsWriter:
         if self._board is not None:
             with self._stops_nothing("is lost"):
                 self._board.close()
-            self._board = None
         self._leave()
 
     def _leave(self) -> None:
@@ -262,24 +236,14 @@ class StatsWriter:
         self.close()
 
 
-def _summary_writer() -> type[SummaryWriter]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            f"tensorboard (True) must be False, or the package installed (pip install tensorboard): {error}"
-        ) from None
-    return SummaryWriter
-
-
 def _number(name: str, value: object) -> float | Tensor:
     """A tensor stays one, detached: reading it would wait for its device."""
     if not name.isprintable():  # one line, and text that can be encoded
         raise ValueError(f"a scalar's name ({name!r}) must be printable")
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
-            told = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-            raise TypeError(f"{name} ({told}) must be one real number")
+            shape = tuple(value.shape)
+            raise TypeError(f"{name} (a tensor of shape {shape} and {value.dtype}) must be one real number")
         return value.detach().clone()
     try:
         return float(value)  # type: ignore[arg-type]
@@ -311,19 +275,12 @@ def _describe(model: nn.Module) -> list[dict[str, Any]]:
     return [
         {
             "layer": name,
-            "d_model": each.d_model,
-            "d_hidden": each.d_hidden,
-            "num_experts": each.num_experts,
-            "top_k": each.top_k,
+            **{name: getattr(each, name) for name in SIZES},
             "gate": type(each.gate).__name__,
             "experts": type(each.experts).__name__,
             "ranks": each.ranks.size,
-            "capacity_factor": each.capacity_factor,
-            "pipeline": each.pipeline,
-            "pipeline_backward": each.pipeline_backward,
+            **{name: getattr(each, name) for name in OPTIONS},
             "memory_reuse": each.restore if isinstance(each.restore, bool) else str(each.restore),
-            "memory_budget": each.memory_budget,
-            "fused": each.fused,
         }
         for name, each in layers_of(model).items()
     ]

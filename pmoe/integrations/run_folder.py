@@ -1,12 +1,11 @@
 """The files of a training run that `StatsWriter` writes and `pmoe report` reads.
 
     run.json      what ran: one entry each time that training began or went on
-    scalars.csv   step, name, value: losses and whatever else a script names, and the pools' peaks
-    layers.csv    one row a layer and logged step: `pmoe.stats` in columns
+    scalars.csv   step, name, value: losses, other numbers that a script names, and the pools' peaks
+    layers.csv    one row for each layer and logged step: `pmoe.stats` in columns
 
 Lines are only ever appended, by one writer at a time (`claim`). A run that goes on from an earlier step
-writes steps again: the later lines hold, and readers forget whatever older lines say of that step and those
-behind it.
+writes steps again. The later lines hold: readers drop older lines of that step and of later steps.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import io
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pmoe.integrations.statistics import LayerStats
-from pmoe.planner.exposed import Overlap
+from pmoe.integrations.run_rows import AnyRow, LayerRow, ScalarRow, cells_of, columns, row_of
 
 RUN, SCALARS, LAYERS = "run.json", "scalars.csv", "layers.csv"
 
@@ -31,57 +29,6 @@ FORMAT = 1
 
 TIME, POOL_PEAK, HOST_POOL_PEAK = "pmoe/time", "pmoe/pool_peak_bytes", "pmoe/host_pool_peak_bytes"
 """Names of scalars that the writer adds: seconds since 1970, and the pools' peaks of rank 0's devices."""
-
-TENSORS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
-PREDICTED = ("saved", "temporary", "peak", "host")
-PASSES = ("forward", "backward")
-TIMES = ("seconds", "communication", "exposed")
-
-SCALAR_HEADER = ("step", "name", "value")
-LAYER_HEADER = (
-    "step",
-    "layer",
-    "path",
-    "n_forward",
-    "n_backward",
-    "restore",
-    "num_slots",
-    "drop_rate",
-    "imbalance",
-    "rank_imbalance",
-    *(f"{direction}_{name}" for direction in PASSES for name in TIMES),
-    *(f"{name}_bytes" for name in TENSORS),
-    *(f"{name}_bytes" for name in PREDICTED),
-    "tokens_per_expert",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerRow:
-    """A line of layers.csv: fields as in `pmoe.integrations.statistics.LayerStats`, None in empty cells.
-
-    Bytes by tensor and of the prediction are of rank 0."""
-
-    step: int
-    layer: str
-    path: str
-    n_forward: int | None
-    n_backward: int | None
-    restore: str | None
-    num_slots: int | None
-    drop_rate: float | None
-    imbalance: float | None
-    rank_imbalance: float | None
-    forward: Overlap | None
-    backward: Overlap | None
-    tensors: dict[str, int]
-    predicted: dict[str, int]
-    tokens_per_expert: tuple[int, ...]
-
-    @property
-    def passes(self) -> list[Overlap]:
-        """Those that were recorded."""
-        return [each for each in (self.forward, self.backward) if each is not None]
 
 
 @dataclass
@@ -94,7 +41,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """What a folder holds. sessions: of run.json, the last is the newest. rows: ascending by step."""
+    """The data of a folder. sessions: of run.json, the last is the newest. rows: ascending by step."""
 
     folder: Path
     sessions: list[dict[str, Any]]
@@ -118,8 +65,9 @@ if hasattr(os, "register_at_fork"):  # a data loader's worker must not hold the 
 
 
 def claim(folder: Path) -> BinaryIO:
-    """Makes the caller the folder's only writer until the file is closed or its process ends; other machines
-    see it where the file system has locks that they share.
+    """Makes the caller the folder's only writer until the file is closed or its process ends.
+
+    Other machines see that where the file system has locks that they share.
 
     Raises ValueError where there is another writer.
     """
@@ -140,16 +88,18 @@ def claim(folder: Path) -> BinaryIO:
     return file
 
 
-def append(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
-    """Adds lines to a CSV file, which reach the disk; makes the file with its header. Where that fails, as on
-    a full disk, it adds nothing and raises OSError."""
+def append(path: Path, kind: type[AnyRow], rows: Iterable[AnyRow]) -> None:
+    """Adds lines to a CSV file, which reach the disk; a new file gets its header first.
+
+    Where that fails, as on a full disk, it adds nothing and raises OSError.
+    """
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.DictWriter(text, columns(kind), lineterminator="\n")
     with open(path, "ab", buffering=0) as file:  # a buffer would be written once more when it is closed
         before = file.tell()
         if not before:
-            writer.writerow(header)
-        writer.writerows(lines)
+            writer.writeheader()
+        writer.writerows(map(cells_of, rows))
         left = memoryview(text.getvalue().encode())
         try:
             while left:
@@ -160,24 +110,25 @@ def append(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]])
             raise
 
 
-def mend(path: Path, header: Sequence[str]) -> None:
-    """Makes a CSV file of an earlier run fit to be appended to: half a line at its end, which a crash may
-    leave, is cut off. Raises ValueError where it is another kind of file."""
+def mend(path: Path, kind: type[ScalarRow] | type[LayerRow]) -> None:
+    """Prepares a CSV file of an earlier run for `append`: cuts off half a line that a crash left at its end.
+
+    Raises ValueError where the file has other columns.
+    """
     if not path.exists():
         return
+    header = ",".join(columns(kind))
     with open(path, "rb+") as file:
         found = file.read()
         whole = found.rfind(b"\n") + 1
-        if whole and found[:whole].split(b"\n", 1)[0].decode(errors="replace") != ",".join(header):
-            raise ValueError(
-                f"{path} must begin with the columns {','.join(header)}: write to another folder"
-            )
+        if whole and found[:whole].split(b"\n", 1)[0].decode(errors="replace") != header:
+            raise ValueError(f"{path} must begin with the columns {header}: write to another folder")
         if whole < len(found):
             file.truncate(whole)
 
 
 def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False) -> None:
-    """Adds to run.json, which is replaced as a whole. instead: of the newest session there."""
+    """Adds a session to run.json, or puts it ``instead`` of the newest one; replaces the whole file."""
     sessions = read_sessions(path)
     kept = sessions[:-1] if instead else sessions
     text = json.dumps({"format": FORMAT, "sessions": [*kept, session]}, indent=1, default=str)
@@ -190,62 +141,33 @@ def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False
         raise
 
 
-def layer_line(step: int, each: LayerStats) -> list[object]:
-    """The cells of `LAYER_HEADER`; None is an empty one."""
-    passes = (each.forward, each.backward)
-    return [
-        step,
-        each.name,
-        each.path,
-        each.n_forward,
-        each.n_backward,
-        each.restore,
-        each.num_slots,
-        *(_short(value) for value in (each.drop_rate, each.imbalance, each.rank_imbalance)),
-        *(None if seen is None else _short(getattr(seen, name)) for seen in passes for name in TIMES),
-        *(each.tensors.get(name) for name in TENSORS),
-        *(None if each.predicted is None else getattr(each.predicted, name) for name in PREDICTED),
-        " ".join(map(str, each.tokens_per_expert)),
-    ]
-
-
-def _short(value: float | None) -> str | None:
-    return None if value is None else f"{value:.6g}"
-
-
 # ---- reading
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ValueError, naming the folder, where it holds no data; naming file and line, where that is
-    broken."""
+    """Reads all files of a folder.
+
+    Raises ValueError: with the folder's name where it holds no data, with file and line where one is broken
+    or of another version of pmoe.
+    """
     rule = f"must hold {SCALARS} or {LAYERS}, which pmoe.integrations.logging.StatsWriter writes"
     if not folder.is_dir():
         raise ValueError(
             f"{folder} {rule}: {'it is a file' if folder.exists() else 'there is no such folder'}"
         )
     scalars: dict[str, Curve] = {}
-    for step, (name, value) in _lines(folder / SCALARS, SCALAR_HEADER, _scalar):
-        if step is not None:
-            for curve in scalars.values():
-                _forget(curve, step)
-        at, number = value
-        curve = scalars.setdefault(name, Curve())
-        curve.steps.append(at)
-        curve.values.append(number)
-    rows: list[LayerRow] = []
-    for step, row in _lines(folder / LAYERS, LAYER_HEADER, _layer_row):
-        if step is not None:
-            del rows[bisect.bisect_left(rows, step, key=lambda row: row.step) :]
-        rows.append(row)
-    scalars = {name: curve for name, curve in scalars.items() if curve.steps}
+    for row in _in_force(_read(folder / SCALARS, ScalarRow)):
+        curve = scalars.setdefault(row.name, Curve())
+        curve.steps.append(row.step)
+        curve.values.append(row.value)
+    rows = _in_force(_read(folder / LAYERS, LayerRow))
     if not (scalars or rows):
         raise ValueError(f"{folder} {rule}: it holds no data")
     return Run(folder, read_sessions(folder / RUN), scalars, rows)
 
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
-    """Those of run.json, none where there is no such file."""
+    """The sessions in run.json; none where there is no such file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -255,76 +177,40 @@ def read_sessions(path: Path) -> list[dict[str, Any]]:
     sessions = found.get("sessions") if isinstance(found, dict) else None
     if not isinstance(sessions, list) or not all(isinstance(each, dict) for each in sessions):
         raise ValueError(f"{path} must hold the sessions of a run, as StatsWriter writes them")
+    version = found.get("format", FORMAT)
+    if version != FORMAT:
+        raise ValueError(
+            f"{path} must be of format {FORMAT}, not {version}: read it with the pmoe that wrote it"
+        )
     return sessions
 
 
-def _lines(
-    path: Path, header: Sequence[str], parse: Callable[[list[str]], Any]
-) -> Iterator[tuple[int | None, Any]]:
-    """What ``parse`` makes of each whole line, behind the step from which older lines are void, or None."""
+def _in_force(rows: Iterable[AnyRow]) -> list[AnyRow]:
+    """Rows by ascending step; where the step goes back, older lines of that and later steps are left out."""
+    kept: list[AnyRow] = []
+    for row in rows:
+        if kept and row.step < kept[-1].step:
+            del kept[bisect.bisect_left(kept, row.step, key=lambda each: each.step) :]
+        kept.append(row)
+    return kept
+
+
+def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
+    """The whole lines of a CSV file; none where there is no such file."""
     if not path.exists():
         return
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text: {error}") from None
-    lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-    latest = None
+    lines, header = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), columns(kind)
     try:
-        if tuple(next(lines, header)) != tuple(header):
-            raise ValueError(f"it must begin with the columns {','.join(header)}")
+        if next(lines, header) != header:
+            wanted = ",".join(header)
+            raise ValueError(f"it must begin with the columns {wanted}: read it with the pmoe that wrote it")
         for cells in lines:
             if len(cells) != len(header):
                 raise ValueError(f"{len(cells)} cells, not {len(header)}")
-            step, parsed = int(cells[0]), parse(cells)
-            yield (step if latest is not None and step < latest else None), parsed
-            latest = step
+            yield row_of(kind, cells)
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}, line {lines.line_num}: {error}") from None
-
-
-def _scalar(cells: list[str]) -> tuple[str, tuple[int, float]]:
-    return cells[1], (int(cells[0]), float(cells[2]))
-
-
-def _forget(curve: Curve, step: int) -> None:
-    at = bisect.bisect_left(curve.steps, step)
-    del curve.steps[at:], curve.values[at:]
-
-
-def _layer_row(cells: list[str]) -> LayerRow:
-    named = dict(zip(LAYER_HEADER, cells, strict=True))
-
-    def number(name: str) -> float | None:
-        return float(named[name]) if named[name] else None
-
-    def whole(name: str) -> int | None:
-        return int(named[name]) if named[name] else None
-
-    def recorded(direction: str) -> Overlap | None:
-        found = [number(f"{direction}_{name}") for name in TIMES]
-        seconds, communication, exposed = found
-        if seconds is None or communication is None or exposed is None:
-            return None
-        return Overlap(seconds=seconds, communication=communication, exposed=exposed)
-
-    def num_bytes(names: Sequence[str]) -> dict[str, int]:
-        return {name: int(named[f"{name}_bytes"]) for name in names if named[f"{name}_bytes"]}
-
-    return LayerRow(
-        step=int(named["step"]),
-        layer=named["layer"],
-        path=named["path"],
-        n_forward=whole("n_forward"),
-        n_backward=whole("n_backward"),
-        restore=named["restore"] or None,
-        num_slots=whole("num_slots"),
-        drop_rate=number("drop_rate"),
-        imbalance=number("imbalance"),
-        rank_imbalance=number("rank_imbalance"),
-        forward=recorded("forward"),
-        backward=recorded("backward"),
-        tensors=num_bytes(TENSORS),
-        predicted=num_bytes(PREDICTED),
-        tokens_per_expert=tuple(int(rows) for rows in named["tokens_per_expert"].split()),
-    )

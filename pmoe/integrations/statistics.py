@@ -47,8 +47,8 @@ class LayerStats:
     path: who computed it: "pipeline" (in chunks, by the pipeline engine), "alone" (one rank's kernels),
         "fused", "fused forward"; "not run" before the first call.
     n_forward, n_backward: chunks of both passes; None where a pass was not cut or there is none.
-    restore: the fates of T_DI and T_M between the passes, such as "communicate/recompute"; None where buffers
-        do not rotate (the pipeline then keeps both), or without a backward pass.
+    restore: the fates of T_DI and T_M between the passes ("communicate/recompute"); None where buffers do not
+        rotate (the pipeline then keeps both), or without a backward pass.
     tensors: bytes of T_I, T_DI, T_M, T_DO and T_O of this rank by row counts and types, each as a whole,
         wherever it is and whether or not it is ever held as a whole; without T_M where experts are modules.
     predicted: this rank's bytes of both passes (`MoELayer.predict_memory`) for the rows that came; None where

@@ -11,8 +11,7 @@ from pmoe.layer.orders import Orders, PlanFor
 from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed
 from pmoe.measure.products import measure_products
-from pmoe.planner.choose import Choice
-from pmoe.planner.degree import SOLVE
+from pmoe.planner.degree import SOLVE, Choice
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import ALIGNMENT
 from pmoe.warn import warn_once

@@ -17,7 +17,7 @@ from pmoe.engine.plan import Plan
 from pmoe.layer.call import Call
 from pmoe.layer.counts import CallCounts
 from pmoe.layer.route import Routed
-from pmoe.planner.choose import Choice
+from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:

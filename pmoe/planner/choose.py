@@ -15,6 +15,7 @@ from typing import get_args
 
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import Direction, lane_seconds
+from pmoe.planner.degree import Choice
 from pmoe.planner.footprint import Memory, Shape, predict, worst_rows
 from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import Simulated, makespan, simulate
@@ -209,15 +210,6 @@ def within_budget(candidates: Sequence[Candidate], budget: int) -> Candidate:
             f"whatever their routing (n={least.forward}, {least.restore})"
         )
     return min(fitting, key=lambda each: (each.seconds, each.memory.promised))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What a layer does with a batch: n of both passes, and the restore pair."""
-
-    forward: int
-    backward: int
-    restore: Restore
 
 
 class Chooser:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from pmoe.schedule.restore import Restore
+
 DEGREES = (1, 2, 4, 8, 16)
 """What pipeline=True chooses from; each divides the next."""
 
@@ -57,3 +61,12 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     if num_ranks == 1:
         return 1
     return max(n for n in DEGREES if n == 1 or max_rows >= n * LEAST_ROWS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a layer does with a batch: n of both passes, and the restore pair."""
+
+    forward: int
+    backward: int
+    restore: Restore

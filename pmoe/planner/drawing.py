@@ -1,15 +1,23 @@
-"""Time over memory as a picture, and a page that holds pictures and tables without anything from outside."""
+"""Time over memory as a picture, and any figure as SVG whose colours follow the page that holds it."""
 
 from __future__ import annotations
 
-import base64
 import html
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
 
-COLOURS = (
+from pmoe.planner.page import THEME
+from pmoe.planner.timeline import ON_COLOUR
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GROUP_COLOURS = (
     "#bbbbbb",
     "#88ccee",
     "#4477aa",
@@ -38,132 +46,92 @@ class Point:
 def scatter(
     path: str | Path | IO[bytes], points: Sequence[Point], title: str, budget: int | None = None
 ) -> None:
-    """A PNG: bytes to the right, seconds upwards, one line a group through its points. Needs matplotlib."""
-    import matplotlib
+    """Draws `scatter_figure` as a PNG. Needs matplotlib."""
+    scatter_figure(points, title, budget).savefig(path, dpi=130, format="png")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(10, 6), layout="constrained")
-    groups = list(dict.fromkeys(point.group for point in points))
+def scatter_figure(points: Sequence[Point], title: str, budget: int | None = None) -> Figure:
+    """Bytes to the right, seconds upwards, one line a group through its points. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axis = figure.subplots()
     layer = 2.0  # every marker with its label lies over those before it
-    for i, group in enumerate(groups):
+    for i, group in enumerate(dict.fromkeys(point.group for point in points)):
         own = [point for point in points if point.group == group]
-        x, y = [point.num_bytes / 2**20 for point in own], [point.seconds * 1e3 for point in own]
-        colour = COLOURS[i % len(COLOURS)]
-        axis.plot(x, y, "-", color=colour, lw=1, alpha=0.6, zorder=1)
-        axis.scatter([], [], s=110, color=colour, label=group)
-        for point in sorted(own, key=lambda point: point.chosen):
-            at = (point.num_bytes / 2**20, point.seconds * 1e3)
-            layer += 1 + 1000 * point.chosen
-            edge = "black" if point.chosen else "white"
-            size = 240 if point.chosen else 130
-            axis.scatter(*at, s=size, color=colour, edgecolor=edge, lw=1 + point.chosen, zorder=layer)
-            axis.text(*at, point.label, ha="center", va="center", fontsize=7, zorder=layer)
+        layer = _draw_group(axis, own, GROUP_COLOURS[i % len(GROUP_COLOURS)], layer)
     if budget is not None:
         axis.axvline(budget / 2**20, color="black", lw=0.9, ls="--")
-        axis.annotate(
-            "budget ",
-            (budget / 2**20, 1),
-            xycoords=("data", "axes fraction"),
-            va="top",
-            ha="right",
-            fontsize=8,
+        label = axis.annotate(
+            "budget", (budget / 2**20, 1), (-4, 0), ("data", "axes fraction"), "offset points"
         )
-    axis.set_xlabel("memory, MiB")
-    axis.set_ylabel("time of a step, ms")
+        label.set(va="top", ha="right", fontsize=8)
+    axis.set(xlabel="memory, MiB", ylabel="time of a step, ms")
     axis.margins(0.06)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     axis.set_title(title, loc="left", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
+    return figure
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """header, rows of text; numbers of the rows to point out; how many first columns are words."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    marked: Sequence[int] = ()
-    words: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A PNG and what it shows."""
-
-    png: bytes
-    caption: str
+def _draw_group(axis: Axes, points: Sequence[Point], colour: str, layer: float) -> float:
+    """Returns the layer of the last marker."""
+    x, y = [point.num_bytes / 2**20 for point in points], [point.seconds * 1e3 for point in points]
+    axis.plot(x, y, "-", color=colour, lw=1, alpha=0.6, zorder=1)
+    axis.scatter([], [], s=110, color=colour, label=points[0].group)
+    for point in sorted(points, key=lambda point: point.chosen):
+        at = (point.num_bytes / 2**20, point.seconds * 1e3)
+        layer += 1 + 1000 * point.chosen
+        edge, size = ("black", 240) if point.chosen else ("white", 130)
+        axis.scatter(*at, s=size, color=colour, edgecolor=edge, lw=1 + point.chosen, zorder=layer)
+        axis.text(*at, point.label, ha="center", va="center", fontsize=7, color=ON_COLOUR, zorder=layer)
+    return layer
 
 
-@dataclass(frozen=True)
-class Markup:
-    """HTML as it is to stand on a page."""
+# ---- figures on a page
 
-    html: str
+VARIABLES = {colour: f"var(--{name})" for name, (colour, _) in THEME.items()} | {"#000000": "var(--ink)"}
 
+AS_TEXT: Mapping[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False}
 
-Part = str | Table | Picture | Markup
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
-
-def page(title: str, content: Sequence[Part], style: str = "") -> str:
-    """HTML of one file: text as paragraphs, tables, and pictures inside it. style: CSS that is added."""
-    body = "\n".join(markup(each) for each in content)
-    return PAGE.format(title=html.escape(title), style=STYLE + style, body=body)
+ATTRIBUTE = re.compile(r' (id|style|d)="([^"]*)"')
+OF_A_CLIP_OR_MARKER = re.compile(r"[mp][0-9a-f]{10}")
+NUMBERED = re.compile(r"[\w.]+_\d+")
 
 
-def markup(part: Part) -> str:
-    if isinstance(part, Markup):
-        return part.html
-    if isinstance(part, str):
-        return f"<p>{html.escape(part)}</p>"
-    if isinstance(part, Picture):
-        data, caption = base64.b64encode(part.png).decode(), html.escape(part.caption)
-        source = f"data:image/png;base64,{data}"
-        return f'<figure><img alt="{caption}" src="{source}"><figcaption>{caption}</figcaption></figure>'
+def inline_svg(figure: Figure, label: str) -> str:
+    """A figure as an element of an HTML page: text stays text, in the page's font.
 
-    def line(cells: Sequence[str], tag: str, style: str = "") -> str:
-        written = (
-            f"<{tag}{' class=word' * (i < part.words)}>{html.escape(cell)}</{tag}>"
-            for i, cell in enumerate(cells)
-        )
-        return f"<tr{style}>{''.join(written)}</tr>"
+    The colours of `THEME`, and black, become the page's CSS variables, so that dark pages have others. The
+    ``gid`` of a mark becomes its class. label: what a screen reader says.
+    """
+    from matplotlib import rc_context
 
-    rows = (line(row, "td", " class=marked" * (i in part.marked)) for i, row in enumerate(part.rows))
-    table = f"<table><thead>{line(part.header, 'th')}</thead>\n<tbody>{''.join(rows)}</tbody></table>"
-    return f"<div class=wide>{table}</div>"
+    file = io.StringIO()
+    size = " ".join(f"{inches * 72:g}" for inches in figure.get_size_inches())
+    # Ids differ between figures of a page, and are the same each time that the page is made.
+    with rc_context({**AS_TEXT, "svg.hashsalt": f"{label} {size}"}):
+        figure.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
+    drawn = re.search(r'(<g id="figure_1">.*)</svg>', file.getvalue(), re.DOTALL)
+    assert drawn is not None
+    body = ATTRIBUTE.sub(_on_a_page, drawn[1])
+    return f'<svg viewBox="0 0 {size}" role="img" aria-label="{html.escape(label)}">{body}</svg>'
 
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2125; --soft: #5c646c; --rule: #dfe3e6; --paper: #fff }
-:root { --panel: #f6f7f8; --mark: #fff3c4 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e7ea; --soft: #a0a8b0; --rule: #343a40; --paper: #14171a }
-  :root { --panel: #1c2024; --mark: #4b4212 }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper) }
-body { max-width: 68rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word }
-h1 { font-size: 1.4rem }
-figure { margin: 1.5rem 0 } figcaption { color: var(--soft); font-size: .9rem } img { max-width: 100% }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem }
-th, td { padding: .15rem .8rem; text-align: right; border-bottom: 1px solid var(--rule) }
-th { border-bottom-color: var(--soft) } .word { text-align: left }
-.marked { background: var(--mark); font-weight: 600 }
-"""
-
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{style}</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
+def _on_a_page(attribute: re.Match[str]) -> str:
+    """An attribute without the font's name and numbered ids, in two decimals and the page's colours."""
+    name, value = attribute.groups()
+    if name == "id":
+        if OF_A_CLIP_OR_MARKER.fullmatch(value):
+            return attribute[0]
+        return "" if NUMBERED.fullmatch(value) else f' class="{value}"'
+    if name == "d":
+        value = re.sub(r"(\.\d\d)\d+", r"\1", " ".join(value.split()))
+    else:
+        value = re.sub(r"font: [^;]*?([\d.]+px)[^;]*", r"font-size: \1", value)  # before matplotlib 3.11
+        value = re.sub(r"font-family: [^;]*;? ?", "", value)
+        value = re.sub(r"#[0-9a-f]{6}", lambda colour: VARIABLES.get(colour[0], colour[0]), value)
+    return f' {name}="{value}"'

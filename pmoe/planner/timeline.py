@@ -13,6 +13,11 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+ON_COLOUR = "#101010"
+"""Text on a coloured mark: dark on dark pages, too."""
 
 
 class TimedTask(Protocol):
@@ -152,24 +157,19 @@ FUSED_LANES = ("link", "communicating blocks", "computing blocks")
 
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], title: str) -> None:
-    """A PNG with one panel a key, lanes as rows, all on one time axis. Needs matplotlib."""
-    import matplotlib
+    """Draws `drawing` as a PNG. Needs matplotlib."""
+    drawing(panels, title).savefig(path, dpi=130)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+
+def drawing(panels: Mapping[str, Sequence[Bar]], title: str) -> Figure:
+    """One panel a key, lanes as rows, all on one time axis. Needs matplotlib."""
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     # a lane of many blocks is higher: its parts lie above each other
     inches = [0.9 + (0.8 if _fused(each) else 0.4) * len(_lanes(each)) for each in panels.values()]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        sharex=True,
-        squeeze=False,
-        figsize=(13, 1.2 + sum(inches)),
-        height_ratios=inches,
-        layout="constrained",
-    )
+    figure = Figure(figsize=(13, 1.2 + sum(inches)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=inches)
     kinds: dict[str, None] = {}
     for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
         _draw_panel(axis, name, content)
@@ -179,8 +179,7 @@ def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], titl
     handles = [Patch(color=COLOURS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return figure
 
 
 def _fused(content: Sequence[Bar]) -> bool:
@@ -213,7 +212,8 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
             lw=0.0 if bar.lane in FUSED_LANES else 0.5,
         )
         if bar.share > 0.2 and width > (0.002 + 0.005 * len(bar.name)) * total:
-            axis.text((bar.start + width / 2) * 1e3, middle, bar.name, ha="center", va="center", fontsize=7)
+            centre = (bar.start + width / 2) * 1e3
+            axis.text(centre, middle, bar.name, ha="center", va="center", fontsize=7, color=ON_COLOUR)
     backward = [bar.start for bar in content if bar.direction == "backward"]
     if backward:
         axis.axvline(min(backward) * 1e3, color="black", lw=0.8, ls=":")

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from pmoe.comm.agree import from_first, gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.training import checkpoint_files as files
-from pmoe.training.checkpoint_files import CheckpointError, Saved
+from pmoe.training.checkpoint_files import CheckpointError, SavedRun
 from pmoe.training.checkpoint_state import (
     Names,
     in_boxes,
@@ -85,8 +85,8 @@ def save_checkpoint(
     Every rank must call it; returns when the checkpoint is on the disk and is the one to load. However it
     ends before (a kill, a full disk), the checkpoint before is untouched and still the one to load.
 
-    Raises CheckpointError on every rank where one failed, such as where ranks hold different experts under
-    one name because the model was not parallelized; RuntimeError where a peer died.
+    Raises CheckpointError on every rank where one failed, for example because the model was not parallelized,
+    so that ranks hold different experts under one name; RuntimeError where a peer died.
     """
     ranks, folder = Ranks(group), Path(folder)
 
@@ -180,7 +180,7 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _states_to_fill(
-    ranks: Ranks, path: Path, names: Names, optimizers: Sequence[Optimizer], saved: Saved
+    ranks: Ranks, path: Path, names: Names, optimizers: Sequence[Optimizer], saved: SavedRun
 ) -> dict[str, Tensor]:
     """Of the optimizers, made where there is none yet; as before where the checkpoint does not fit."""
     before = [dict(each.state) for each in optimizers]
@@ -206,7 +206,7 @@ def _check_fit(
     path: Path,
     names: Names,
     tensors: Mapping[str, Tensor],
-    saved: Saved,
+    saved: SavedRun,
     part: str,
     more: Sequence[str] = (),
 ) -> None:

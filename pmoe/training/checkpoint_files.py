@@ -36,7 +36,7 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedRun:
     """What one rank reads of a checkpoint before its tensors.
 
     plain: of plain.pt. metadata: DCP's list of tensors. random: the states of this rank's random generators,
@@ -130,12 +130,12 @@ def find(folder: Path, step: int | None) -> str:
     return numbered[max(numbered)]
 
 
-def read(path: Path, rank: int, num_ranks: int) -> Saved:
+def read(path: Path, rank: int, num_ranks: int) -> SavedRun:
     """Reads all but the tensors. Raises OSError or ValueError for a file missing, damaged or too short."""
     plain = _read_plain(path / PLAIN)
     same_ranks = plain["ranks"] == num_ranks
     generators = _read_plain(_random_file(path, rank)) if same_ranks else None
-    return Saved(plain=plain, metadata=_read_metadata(path), random=generators)
+    return SavedRun(plain=plain, metadata=_read_metadata(path), random=generators)
 
 
 def set_random(generators: Mapping[str, Any]) -> None:

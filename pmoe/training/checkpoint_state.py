@@ -1,4 +1,4 @@
-"""What of a model and its optimizers is in a checkpoint, under which names, and whether a checkpoint fits.
+"""Which tensors of a model and its optimizers a checkpoint holds, their names, and whether it fits.
 
 Tensors are DCP's (torch.distributed.checkpoint) to write and read in place, each rank its own part: "model."
 and the name of a parameter or buffer; "optimizer.", the name of a parameter and that of its state. All else
@@ -60,7 +60,7 @@ class Names:
         self._first_experts = dict[str, int]()
         for name, layer in model.named_modules():
             if isinstance(layer, MoELayer):
-                _check_layer(name, layer)
+                _check_names_differ(name, layer)
                 if isinstance(layer.experts, ModuleExperts):
                     prefix = _unwrapped(model, f"{name}.experts.local".lstrip(".")) + "."
                     self._first_experts[prefix] = layer.first_expert
@@ -244,7 +244,7 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 # ---- names and walks
 
 
-def _check_layer(name: str, layer: MoELayer) -> None:
+def _check_names_differ(name: str, layer: MoELayer) -> None:
     if layer.ranks.size == 1 or isinstance(layer.experts, ModuleExperts):
         return
     if not layer.experts.is_parallelized or layer.experts.hidden_dims() is None:

@@ -67,7 +67,7 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of all gradients ({norm.item()}) must be finite, or "
             "error_if_nonfinite False"
         )
-    scaled = with_gradients(each for tensors in gradients.values() for each in tensors)
+    scaled = stand_ins(each for tensors in gradients.values() for each in tensors)
     torch.nn.utils.clip_grads_with_norm_(scaled, max_norm, norm, foreach)
     return norm
 
@@ -78,7 +78,7 @@ def local_gradient(gradient: Tensor) -> Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def with_gradients(gradients: Iterable[Tensor]) -> list[Tensor]:
+def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
     """Tensors whose ``grad`` these are, for torch's functions that take parameters."""
     holders = []
     for gradient in gradients:

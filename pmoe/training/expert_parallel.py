@@ -1,5 +1,6 @@
-"""Experts beside other people's data parallelism: DistributedDataParallel or FSDP2 for the dense part, one
-call for the experts, parameters that optimizers, gradient clipping and checkpoints understand.
+"""Expert parallelism beside DistributedDataParallel or FSDP2, which keep the dense part.
+
+One call spreads the experts; optimizers, gradient clipping and checkpoints understand their parameters.
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
     model = DistributedDataParallel(pmoe.parallelize(model, mesh))
@@ -11,8 +12,8 @@ call for the experts, parameters that optimizers, gradient clipping and checkpoi
     pmoe.clip_grad_norm_(model, 1.0)
     optimizer.step()
 
-Every rank is a data-parallel rank with tokens of its own. Losses are means over ranks, as both wrappers have
-them: each gradient is the ranks' sum divided by their number.
+Every rank is a data-parallel rank with tokens of its own. Losses are means over ranks, as in both wrappers:
+each gradient is the ranks' sum divided by their number.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pmoe.layer import MoELayer
 M = TypeVar("M", bound=nn.Module)
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""Where DistributedDataParallel looks for the names of what it must leave alone."""
+"""Where DistributedDataParallel looks for the names of parameters and buffers that it must not touch."""
 
 
 def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
@@ -51,23 +52,23 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         each backward pass, before they are added to what earlier passes left. False leaves that to
         `pmoe.training.parallel.reduce_gradients`.
 
-    A layer that each rank built alone, with all experts, is spread: the rank keeps its share
-    (`MoELayer.spread`). One that was built over the mesh's "ep" (and "esp") is taken as it is: by mesh=, by
+    A layer that each rank built by itself, with all experts, is spread: the rank keeps its share
+    (`MoELayer.spread`). One that was built over the mesh's "ep" (and "esp") stays as it is: by mesh=, by
     group=, or over the default group where those are its ranks. Copies take the values of the first.
-    Parameters of stacked experts become DTensors on ``mesh`` (Shard(0) over "ep", hidden columns split over
-    "esp", whole b2 and copies Replicate); experts that are modules keep plain parameters, for there is no
-    dimension of experts to shard, and cannot be split over "esp". All, and experts' buffers, are named in
-    `DistributedDataParallel`'s list of what to ignore. The dense part is not touched.
+
+    Parameters of stacked experts become DTensors on ``mesh``: Shard(0) over "ep", hidden columns split over
+    "esp", whole b2 and copies Replicate. Experts that are modules keep plain parameters, which have no
+    dimension of experts to shard, and cannot be split over "esp". `DistributedDataParallel`'s list of names
+    to ignore gets all of them, and experts' buffers. The dense part is not touched.
 
     Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made: an optimizer
     that has experts from before raises ValueError at its next step. Models on the meta device stay there, and
-    there layers of other ranks are spread anew too. Calling it again with the same mesh changes nothing but
-    the list of names: do so where modules inside were wrapped since (checkpoint_wrapper, torch.compile),
-    which changes names.
+    there layers of other ranks are spread again too. Calling it again with the same mesh changes only the
+    list of names: do so where modules inside were wrapped since (checkpoint_wrapper, torch.compile).
 
     Raises ValueError or TypeError, naming the layer, before any weight is touched, where a layer is of other
-    ranks or cannot be spread, where it is in a data-parallel wrapper already, where there is no layer, or
-    where the mesh is none of these.
+    ranks, cannot be spread or is in a data-parallel wrapper already, where there is no layer, or where the
+    mesh is none of these.
     """
     inner = _experts_mesh(mesh)
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
@@ -98,20 +99,21 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The routed experts' of this rank: what FSDP2's ``fully_shard`` takes as ignored_params."""
+    """Parameters of this rank's routed experts: the ignored_params of FSDP2's ``fully_shard``."""
     return {each for each in model.parameters() if is_expert(each)}
 
 
 def parameter_groups(
     parameters: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Parameter groups that any optimizer of torch takes with foreach=True and fused=True: these compute a
-    group's tensors in one operation, which cannot mix plain tensors with DTensors, nor DTensors of different
-    meshes.
+    """Parameter groups that any optimizer of torch takes with foreach=True and fused=True.
 
-    parameters: a model, its parameters, or groups as optimizers take them, each of which is split with all
-    its options, say into decayed and other ones. The order of groups and of parameters is kept, plain ones
-    first.
+    These compute a group's tensors in one operation, which cannot mix plain tensors with DTensors, nor
+    DTensors of different meshes.
+
+    parameters: a model, its parameters, or groups as optimizers take them (decayed and other ones, say), each
+        of which is split with all its options. The order of groups and of parameters is kept, plain ones
+        first.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -126,14 +128,16 @@ def parameter_groups(
         for each in inside:
             parameter = each[1] if isinstance(each, tuple) else each  # (name, parameter)
             kinds.setdefault(_mesh_of(parameter), []).append(each)
-        found += [{**group, "params": alike} for alike in kinds.values() if alike]
+        found += [{**group, "params": of_kind} for of_kind in kinds.values() if of_kind]
     return found
 
 
 @dataclass(frozen=True)
 class MeanOverRanks:
-    """What becomes of experts' gradients, which are sums over the tokens of the ranks that share the experts:
-    they are summed over the experts' copies, and divided by the number of ranks there are in all."""
+    """Sums experts' gradients over the experts' copies, and divides them by the number of all ranks.
+
+    They come as sums over the tokens of the ranks that share the experts.
+    """
 
     num_ranks: int
     copies: Ranks
@@ -180,7 +184,7 @@ def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
 
 
 def _check_wrappers(model: nn.Module) -> None:
-    """What has taken hold of a layer's parameters already would keep those from before."""
+    """A wrapper that holds a layer's parameters already would keep the old ones."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported, nothing is sharded by it
     kinds: list[type] = [DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule,))]
     for name, module in model.named_modules():
@@ -206,7 +210,7 @@ def _members(ranks: Ranks) -> list[int]:
 
 @torch.no_grad()
 def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
-    """What ranks hold alike becomes what the first of them has, as DistributedDataParallel does it."""
+    """Values that several ranks hold become the first one's, as DistributedDataParallel does it."""
     for ranks in (inside, copies):
         if ranks.size == 1:
             continue
@@ -246,8 +250,10 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
 
 
 def _leave_to_experts(module: nn.Module) -> None:
-    """Names experts' parameters and buffers to DistributedDataParallel, whichever module is wrapped, be it
-    behind torch.compile."""
+    """Names experts' parameters and buffers to DistributedDataParallel, should it wrap this module.
+
+    Also by the names that they have behind torch.compile.
+    """
     names = [name for name, each in module.named_parameters(remove_duplicate=False) if is_expert(each)]
     for at, each in module.named_modules(remove_duplicate=False):
         if isinstance(each, Experts) and each.is_parallelized:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pmoe.training.clipping import device_type_of, local_gradient, with_gradients
+from pmoe.training.clipping import device_type_of, local_gradient, stand_ins
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         gradients = (local_gradient(each.grad) for each in parameters if each.grad is not None)
-        local: Any = SimpleNamespace(param_groups=[{"params": with_gradients(gradients)}])
+        local: Any = SimpleNamespace(param_groups=[{"params": stand_ins(gradients)}])
         found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
         total = torch.stack([found_inf, *(each.to(found_inf.device) for each in found.values())]).amax()
         if dist.is_available() and dist.is_initialized():

@@ -48,6 +48,7 @@ class GradientBuffers:
 
     @property
     def num_bytes(self) -> int:
+        """Of all buffers."""
         return self._ends[-1]
 
     def bytes_of_first(self, count: int) -> int:

@@ -1,14 +1,15 @@
-"""Where a `GradientReducer` takes hold of a model: hooks of parameters and of MoE layers' backward passes."""
+"""Where a `GradientReducer` meets a model: hooks of parameters and of MoE layers' backward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.engine.plan import Gradients
 from pmoe.layer import MoELayer
 from pmoe.planner.degree import DEGREES, fixed_degree
 from pmoe.planner.degree_search import Way, simulated_degrees
@@ -17,7 +18,7 @@ from pmoe.runners.solved import layer_costs, operations_of
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.training.reducer_steps import Step
+    from pmoe.training.reducer_steps import ReducerStep
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class GradientHook:
     step: the step under way; None where gradients are not reduced now. at: the parameter's index.
     """
 
-    step: Callable[[], Step | None]
+    step: Callable[[], ReducerStep | None]
     at: int
 
     def __call__(self, parameter: Tensor) -> None:
@@ -36,11 +37,11 @@ class GradientHook:
             step.gradient_is_ready(self.at)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LayerGradients:
     """Called by a layer's backward pass, see `pmoe.engine.plan.Gradients`. at: the layer's index."""
 
-    step: Callable[[], Step | None]
+    step: Callable[[], ReducerStep | None]
     at: int
     t_gar: float = 0.0
 
@@ -62,12 +63,9 @@ class LayerGradients:
         """A copy of the model is nobody's to reduce."""
 
 
-def carry(layer: MoELayer, gradients: LayerGradients | None, t_gar: float = 0.0) -> None:
-    """Has the layer's backward passes carry other layers' gradients; None ends it.
-
-    t_gar: seconds of those gradients, for the solver of degrees.
-    """
-    layer.gradients = None if gradients is None else replace(gradients, t_gar=t_gar)
+def carry(layer: MoELayer, gradients: Gradients | None) -> None:
+    """Has the layer's backward passes carry other layers' gradients; None ends it."""
+    layer.gradients = gradients
 
 
 def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:

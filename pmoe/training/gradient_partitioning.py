@@ -1,4 +1,4 @@
-"""FSMoE's adaptive gradient partitioning at work: which gradients travel when in a backward pass (Section 5).
+"""FSMoE's adaptive gradient partitioning at work (Section 5): which gradients travel when.
 
 A partition says how many bytes travel beside each dense part and each MoE layer; `timetable_of` makes ranges
 of memory of it. It is found from what a first step showed: the order of gradients, seconds of the dense
@@ -70,6 +70,7 @@ class Timetable:
 
     @staticmethod
     def at_the_end(buffers: GradientBuffers) -> Timetable:
+        """Everything after backward."""
         return Timetable(inside={}, beside={}, end=buffers.ranges(0, buffers.num_bytes))
 
 

@@ -1,10 +1,9 @@
-"""Experts beside data and model parallelism: the meshes of DP x MP x EP x ESP, and the reduction of gradients
-after backward (FSMoE, section 2.2 and Fig. 2); `pmoe.clip_grad_norm_` clips them.
+"""Meshes of DP x MP x EP x ESP, and the reduction of gradients after backward (FSMoE, 2.2 and Fig. 2).
 
 The same P ranks are laid out twice: the dense part over ("dp", "mp"), the experts over ("edp", "ep", "esp").
 Model parallelism of the dense part is `torch.distributed.tensor.parallel`'s, over ``meshes.dense["mp"]``;
-the experts' is `MoELayer(mesh=meshes.experts)`. Every token meets the MoE layer on one rank alone: tokens
-that the ranks of "mp" hold alike must be split among them before it (Fig. 2's ReduceScatter).
+the experts' is `MoELayer(mesh=meshes.experts)`. Every token meets the MoE layer on one rank only: where the
+ranks of "mp" hold the same tokens, they must be split among them before it (Fig. 2's ReduceScatter).
 
 What backward leaves in ``.grad``, and over whom it is summed:
 
@@ -39,15 +38,15 @@ from pmoe.training.clipping import device_type_of, local_gradient
 __all__ = ["Meshes", "is_expert", "make_meshes", "reduce_gradients"]
 
 DP, MP, EDP = "dp", "mp", "edp"
-"""Names of the meshes' other dimensions."""
+"""Names of the meshes' dimensions beside "ep" and "esp"."""
 
 BUCKET_BYTES = 32 << 20
-"""Of gradients that share one all-reduce. Two buckets are under way at a time: the memory that this takes."""
+"""The most bytes of gradients that share one all-reduce. It takes memory for two buckets."""
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """The P ranks, laid out for the dense part and for the experts. Made by `make_meshes`."""
+    """The P ranks, laid out for the dense part and for the experts. `make_meshes` makes one."""
 
     dense: DeviceMesh
     """("dp", "mp")"""
@@ -56,7 +55,7 @@ class Meshes:
 
     @property
     def experts(self) -> DeviceMesh:
-        """("ep", "esp") around this rank: what a `MoELayer` takes as mesh."""
+        """("ep", "esp") around this rank: the mesh of a `MoELayer`."""
         return self.sparse[ACROSS, INSIDE]
 
     @property
@@ -64,7 +63,7 @@ class Meshes:
         return self.dense.size()
 
     def size(self, name: str) -> int:
-        """Of the dimension "dp", "mp", "edp", "ep" or "esp"."""
+        """The ranks along the dimension "dp", "mp", "edp", "ep" or "esp"."""
         return dist.get_world_size(self.group(name))
 
     def group(self, name: str) -> dist.ProcessGroup:
@@ -75,16 +74,20 @@ class Meshes:
 def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | None = None) -> Meshes:
     """Lays the ranks of the default group out as ("dp", "mp") and as ("edp", "ep", "esp").
 
-    mp: ranks that share a dense layer. ep: ranks over which experts are spread. esp: ranks over which each
-    expert's hidden columns are split, such as where there are more ranks than experts. What is left is
-    data-parallel: DP = P / mp copies of the dense part, EDP = P / (ep * esp) of the experts. Ranks of "mp"
-    and of "esp" are neighbours: of one node. device_type: None goes by the backend.
+    mp: ranks that share a dense layer.
+    ep: ranks over which experts are spread.
+    esp: ranks over which each expert's hidden columns are split.
+    device_type: of the meshes; None goes by the backend.
+
+    DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the experts are data-parallel.
+    Ranks of "mp" and of "esp" are neighbours, of one node.
 
     Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp" and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and
-    (1, 3), "edp" each rank alone.
+    (1, 3), "edp" each rank by itself.
 
-    Every rank must call it alike; a second call with the same arguments returns the same meshes, so that no
-    groups pile up. Raises ValueError where the sizes do not tile the ranks.
+    Every rank must call it with the same arguments; a second call with them returns the same meshes, so that
+    no groups pile up. Raises ValueError where the sizes do not tile the ranks, RuntimeError without a process
+    group.
     """
     for name, size in {"mp": mp, "ep": ep, "esp": esp}.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -111,7 +114,7 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Meshes]]
 _made = weakref.WeakKeyDictionary()
-"""By default group: another one may follow in the same process."""
+"""By default group: another may follow in the same process."""
 
 
 @torch.no_grad()
@@ -123,21 +126,21 @@ def reduce_gradients(
     experts_only: bool = False,
     replicated: Iterable[nn.Parameter] = (),
 ) -> None:
-    """After backward, makes each gradient that of one process whose loss is the sum of all ranks' losses,
-    divided by divide_by.
+    """After backward, makes each gradient that of one process: the gradient of sum(losses) / divide_by.
 
     divide_by: None is P, for the mean of P losses, each of its rank's own tokens. DP, where the ranks of "mp"
-        compute one loss alike (from an output that a DTensor gathered: torch counts its gradient once). 1 for
-        the sum. The number of all ranks' tokens, a tensor if need be, where losses are sums over tokens.
-    experts_only: the dense part is another's to reduce, such as DistributedDataParallel's; for what it must
-        leave out, see `is_expert`.
-    replicated: plain dense parameters whose gradients the ranks of "mp" hold alike, whole: those of modules
-        that get the same tokens and the same output gradients on each of them. Not what comes behind a split
-        of the tokens (the gate, say), nor what comes before one by plain indexing, whose gradient is of this
-        rank's part alone. DTensors tell by themselves and must not be named.
+        compute one loss together (from an output that a DTensor gathered: torch counts its gradient once). 1
+        for the sum. The number of all ranks' tokens, possibly a scalar tensor, where losses are sums over
+        tokens.
+    experts_only: another reduces the dense part, for example DistributedDataParallel; `is_expert` names the
+        parameters that it must leave out.
+    replicated: plain dense parameters of modules that get the same tokens and the same output gradients on
+        each rank of "mp", so that those hold the same whole gradient. Not those behind a split of the tokens
+        (the gate, say), nor before one by plain indexing, whose gradient is of this rank's part. DTensors
+        know by themselves and must not be named.
 
-    Gradients change in place, in few all-reduces, the same ones on every rank: one that is None counts as
-    zero and becomes zero, even where it is None everywhere (requires_grad=False is for what is not trained).
+    Gradients change in place, in few all-reduces, the same ones on every rank. A gradient that is None counts
+    as zero and becomes zero, even where it is None everywhere: set requires_grad=False on untrained ones.
 
     Raises ValueError where a `MoELayer` of the model is not of these meshes, a DTensor is not on
     ``meshes.dense["mp"]``, a gradient is sparse, or ``replicated`` or ``divide_by`` are wrong.
@@ -145,14 +148,14 @@ def reduce_gradients(
     divide_by = _checked_divisor(meshes.num_ranks if divide_by is None else divide_by)
     _check_layers(model, meshes)
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    alike = _checked_replicated(model, replicated)
+    replicated_ids = _checked_replicated(model, replicated)
     groups = {"all": dist.group.WORLD, DP: meshes.group(DP), EDP: meshes.group(EDP)}
     scaled: dict[tuple[int, object, object], list[Tensor]] = {}
     summed: dict[tuple[str, object, object], list[Tensor]] = {}
     for name, parameter in named.items():
         if experts_only and not is_expert(parameter):
             continue
-        over, copies, gradient = _summand(name, parameter, meshes, id(parameter) in alike)
+        over, copies, gradient = _summand(name, parameter, meshes, id(parameter) in replicated_ids)
         scaled.setdefault((copies, gradient.device, gradient.dtype), []).append(gradient)
         summed.setdefault((over, gradient.device, gradient.dtype), []).append(gradient)
     for (copies, _, _), gradients in scaled.items():
@@ -165,8 +168,10 @@ def reduce_gradients(
     )
 
 
-def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) -> tuple[str, int, Tensor]:
-    """(over whom it is summed, how many of those hold it alike, this rank's part of the gradient)."""
+def _summand(
+    name: str, parameter: nn.Parameter, meshes: Meshes, is_replicated: bool
+) -> tuple[str, int, Tensor]:
+    """(over whom it is summed, how many of those hold the same, this rank's part of the gradient)."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
@@ -175,7 +180,7 @@ def _summand(name: str, parameter: nn.Parameter, meshes: Meshes, alike: bool) ->
     if is_expert(parameter):
         return EDP, 1, local_gradient(gradient)
     if not isinstance(parameter, DTensor):
-        return "all", meshes.size(MP) if alike else 1, local_gradient(gradient)
+        return "all", meshes.size(MP) if is_replicated else 1, local_gradient(gradient)
     assert isinstance(gradient, DTensor)
     mesh = parameter.device_mesh
     if mesh != meshes.dense[MP]:

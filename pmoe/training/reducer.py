@@ -1,4 +1,4 @@
-"""Data-parallel gradients, all-reduced inside the backward pass: FSMoE's adaptive gradient partitioning.
+"""Data-parallel gradients all-reduced inside backward: FSMoE's adaptive gradient partitioning.
 
 Beside the dense parts of a model an all-reduce disturbs nobody. Inside an MoE layer's backward pass it has a
 place of its own on the lane between nodes, behind the last dispatch, where the lane would wait for the
@@ -27,7 +27,7 @@ from pmoe.planner.gradient_partition import Partition
 from pmoe.training.gradient_buffers import GradientBuffers
 from pmoe.training.gradient_hooks import GradientHook, LayerGradients, carry
 from pmoe.training.gradient_partitioning import Observed, Timetable, find_partition, timetable_of
-from pmoe.training.reducer_steps import FirstStep, PartitionedStep, Step
+from pmoe.training.reducer_steps import FirstStep, PartitionedStep, ReducerStep
 
 
 class GradientReducer:
@@ -74,7 +74,7 @@ class GradientReducer:
         self._wanted = partition
         self._syncs = True
         self._sending: tuple[GradientBuffers, Timetable] | None = None  # None before the first step has ended
-        self._step: Step = self._new_step()
+        self._step: ReducerStep = self._new_step()
         current = _CurrentStep(weakref.ref(self))
         self._handles = [
             parameter.register_post_accumulate_grad_hook(GradientHook(current, at))
@@ -121,7 +121,7 @@ class GradientReducer:
         self._sending = (buffers, timetable)
         return buffers
 
-    def _new_step(self) -> Step:
+    def _new_step(self) -> ReducerStep:
         if self._sending is None:
             return FirstStep(self.parameters[0].device)
         return PartitionedStep(*self._sending, self.ranks, self.names)
@@ -141,7 +141,7 @@ class GradientReducer:
         else:
             self.partition = find_partition(seen, self.layers, buffers, self.ranks)
         for share, (at, *_) in zip(self.partition.shares[1::2], seen.layers, strict=True):
-            carry(self.layers[at], self._carried[at], share.t_gar)
+            self._carried[at].t_gar = share.t_gar
         return timetable_of(self.partition, buffers)
 
 
@@ -151,7 +151,7 @@ class _CurrentStep:
 
     reducer: weakref.ref[GradientReducer]
 
-    def __call__(self) -> Step | None:
+    def __call__(self) -> ReducerStep | None:
         reducer = self.reducer()
         return None if reducer is None or not reducer._syncs else reducer._step
 

@@ -1,4 +1,4 @@
-"""What a `GradientReducer` does in one step: the first one only watches, later ones follow a timetable."""
+"""One step of a `GradientReducer`: the first only watches, later ones follow a timetable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pmoe.comm.ranks import Ranks
 from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
 from pmoe.training.gradient_partitioning import LayerBackward, Observed, Timetable
 
-Step: TypeAlias = "FirstStep | PartitionedStep"
+ReducerStep: TypeAlias = "FirstStep | PartitionedStep"
+"""Hooks call its methods in the order of backward: of parameters, and of MoE layers' backward passes."""
 
 
 class FirstStep:
@@ -26,15 +27,18 @@ class FirstStep:
         self._dense_since: float | None = None
 
     def gradient_is_ready(self, at: int) -> None:
+        """The gradient of parameter ``at`` has been added up."""
         self._order.setdefault(at)
 
     def layer_begins(self, layer: int) -> None:
+        """The backward pass of an MoE layer begins."""
         self._layers.append(LayerBackward(layer, len(self._order), self._dense_seconds()))
 
     def inside_layer(self) -> None:
-        pass
+        """The task of the layer's schedule that carries gradients: nothing yet."""
 
     def layer_ends(self) -> None:
+        """The backward pass of an MoE layer has ended, and a dense part follows."""
         self._dense_since = self._now()
 
     def observed(self, num_parameters: int) -> Observed:

@@ -1,4 +1,4 @@
-"""C++ tests: compiled with the host's compiler, run, and shown where they fail."""
+"""C++ tests: compiled with the host's compiler, kept by content, run, and shown where they fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.kept import digest, kept
+
 HERE = Path(__file__).resolve().parent
+CUDA = HERE.parents[1] / "cuda"
 FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 # Plain threads in place of a device's (threads.h), and such threads under ThreadSanitizer.
 THREADS = ["-std=c++20", "-pthread", "-DPMOE_THREADS"]
@@ -17,22 +20,38 @@ SANITIZED = [*THREADS, "-O1", "-g", "-fsanitize=thread"]
 RACE_FOUND = 66  # the exit code of a program in which ThreadSanitizer has found a race
 
 
-def compile_program(source: str, folder: Path, *flags: str) -> Path:
-    """The program. Raises AssertionError with the compiler's output. Later flags win over FLAGS."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    assert compiler, "the kernels' own tests need a C++ compiler: g++ on PATH, or CXX"
-    program = folder / Path(source).stem
-    include = [f"-I{HERE.parents[1] / 'cuda'}", f"-I{HERE}"]
+def compile_program(source: str, *flags: str) -> Path:
+    """The program, kept by what it is made from. Raises AssertionError with the compiler's output.
+
+    Later flags win over FLAGS. A change of any header makes every program again.
+    """
+    headers = [*CUDA.rglob("*.*h"), *HERE.glob("*.h")]
+    told = digest([_compiler_version(), *FLAGS, *flags, *sorted(headers), HERE / source])
+    return kept(f"{Path(source).stem}-{told}", lambda program: _compile(source, program, *flags))
+
+
+def _compile(source: str, program: Path, *flags: str) -> None:
+    include = [f"-I{CUDA}", f"-I{HERE}"]
     made = subprocess.run(
-        [compiler, *FLAGS, *flags, *include, str(HERE / source), "-o", str(program)],
+        [_compiler(), *FLAGS, *flags, *include, str(HERE / source), "-o", str(program)],
         capture_output=True,
         text=True,
     )
     hint = ""
     if "-fsanitize=thread" in flags:
-        hint = f"\n(this test needs a C++20 compiler with ThreadSanitizer, libtsan: does {compiler} have it?)"
+        hint = f"\n(this test needs a C++20 compiler with ThreadSanitizer: does {_compiler()} have libtsan?)"
     assert made.returncode == 0, made.stderr + hint
-    return program
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    assert compiler, "the kernels' own tests need a C++ compiler: g++ on PATH, or CXX"
+    return compiler
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run([_compiler(), "-v"], capture_output=True, text=True).stderr
 
 
 def run_program(program: Path, *arguments: str, timeout: float = 100) -> str:
@@ -42,10 +61,8 @@ def run_program(program: Path, *arguments: str, timeout: float = 100) -> str:
     return ran.stdout
 
 
-def compile_and_run(
-    source: str, folder: Path, *arguments: str, flags: tuple[str, ...] = (), timeout: float = 100
-) -> str:
-    return run_program(compile_program(source, folder, *flags), *arguments, timeout=timeout)
+def compile_and_run(source: str, *arguments: str, flags: tuple[str, ...] = (), timeout: float = 100) -> str:
+    return run_program(compile_program(source, *flags), *arguments, timeout=timeout)
 
 
 @functools.cache

@@ -9,21 +9,19 @@ declared goes by its demangled signature. A test of one kernel:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from pmoe.kernels.extension import load
+from tests.kept import digest, kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,23 +79,10 @@ def declared() -> dict[str, Declared]:
 def sass(arch: str) -> dict[str, list[str]]:
     """The instructions of every kernel, as in "@P0 LDG.E.128 R4, desc[UR4][R2.64]". Read once for all
     processes of a test run: it takes a minute."""
-    built = os.stat(_file())
-    name = f"pmoe-sass-{os.getuid()}-{built.st_mtime_ns}-{built.st_size}-{arch}.json"
-    with once(Path(tempfile.gettempdir(), name)) as kept:
-        if not kept.exists():
-            unfinished = kept.with_suffix(".part")
-            unfinished.write_text(json.dumps(_disassembled(arch)))
-            os.replace(unfinished, kept)
-        found: dict[str, list[str]] = json.loads(kept.read_text())
+    name = f"sass-{arch}-{digest([Path(_file())])}.json"
+    file = kept(name, lambda path: path.write_text(json.dumps(_disassembled(arch))))
+    found: dict[str, list[str]] = json.loads(file.read_text())
     return found
-
-
-@contextlib.contextmanager
-def once(path: Path) -> Iterator[Path]:
-    """In the block no other process is in it for the same path."""
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield path
 
 
 def _disassembled(arch: str) -> dict[str, list[str]]:

@@ -559,7 +559,6 @@ inline uint32_t load_acquire_system(const uint32_t* p) {
 }
 
 inline void store_release_system(uint32_t* p, uint32_t value) { write(p, value); }
-inline void store_relaxed_system(uint32_t* p, uint32_t value) { write(p, value); }
 
 inline void fence_proxy_async_global() {
   emu::Fiber& fiber = emu::self();

@@ -61,14 +61,16 @@ inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   return std::atomic_ref<uint32_t>(*p).fetch_add(value, std::memory_order_acq_rel);
 }
 
+// A mistake that a test plants: signals then order nothing. Set before any thread begins.
+inline bool signals_are_relaxed = false;
+
 inline void store_release_system(uint32_t* p, uint32_t value) {
   PMOE_ACCESS(p, 4, true);
-  std::atomic_ref<uint32_t>(*p).store(value, std::memory_order_release);
-}
-
-inline void store_relaxed_system(uint32_t* p, uint32_t value) {
-  PMOE_ACCESS(p, 4, true);
-  std::atomic_ref<uint32_t>(*p).store(value, std::memory_order_relaxed);
+  const std::atomic_ref<uint32_t> word(*p);
+  if (signals_are_relaxed)
+    word.store(value, std::memory_order_relaxed);
+  else
+    word.store(value, std::memory_order_release);
 }
 
 // Of a warp that one thread stands for.

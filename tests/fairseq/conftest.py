@@ -1,70 +1,105 @@
-"""Trainings that several tests look at, each run once however many processes pytest has."""
+"""The trainings that tests look at: all of two ranks in one launch, all of one rank in another."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.fairseq.environment import ADAM, LANGUAGE_MODEL, QUIET, SGD, preprocess_text, run
+from tests.fairseq.cases import ACCEPTED, EVERY_OPTION, ON_ONE_RANK, ON_TWO_RANKS, refused
+from tests.fairseq.environment import (
+    ADAM,
+    LANGUAGE_MODEL,
+    QUIET,
+    SGD,
+    TRANSLATION,
+    TRANSLATION_SGD,
+    Ended,
+    run_together,
+    write_pairs,
+    write_text,
+)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Commands by name. Data lie in text/data and pairs/data, checkpoints in a folder named after each."""
+
+    folder: Path
+    of_two: dict[str, Ended]
+    of_one: dict[str, Ended]
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "text" / "data"
+
+    @property
+    def pairs(self) -> Path:
+        return self.folder / "pairs" / "data"
+
+    def checkpoint(self, name: str) -> Path:
+        return self.folder / name / "checkpoint_last.pt"
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a language model's data."""
-    return once(tmp_path_factory, "text", preprocess_text) / "data"
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    folder = tmp_path_factory.mktemp("fairseq")
+    of_two = run_together(_commands_of_two(folder), folder, ranks=2)
+    of_one = run_together(_commands_of_one(folder), folder, ranks=1)
+    return Session(folder, of_two, of_one)
 
 
-@pytest.fixture(scope="session")
-def adam_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """(what 2 ranks printed in 36 steps, their checkpoints: after step 24 and the last)"""
-    steps = (*ADAM, "--save-interval-updates", 24, "--max-update", 36)
-    return trained(tmp_path_factory, "adam", text, *steps)
+Commands = dict[str, Sequence[object]]
 
 
-@pytest.fixture(scope="session")
-def sgd_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """(what 2 ranks printed in 3 steps of 2 batches each, their checkpoint)"""
-    output, folder = trained(
-        tmp_path_factory, "sgd", text, *SGD, "--update-freq", 2, "--max-update", 3, *QUIET
-    )
-    return output, folder / "checkpoint_last.pt"
+def _commands_of_two(folder: Path) -> Commands:
+    text, pairs = folder / "text", folder / "pairs"
+    model = ("train", text / "data", *LANGUAGE_MODEL)
+    adam = (*model, *ADAM, "--max-update", 36)
+    resumed = ("--restore-file", folder / "adam" / "checkpoint_1_24.pt", "--save-dir", folder / "resumed")
+    sgd = (*model, *SGD, "--update-freq", 2, "--max-update", 3, *QUIET)
+    translation = ("train", pairs / "data", *TRANSLATION, *TRANSLATION_SGD)
+    places = ("--moe-freq", 2, "--moe-decoder-freq", 1)
+    made: Commands = {
+        "text": write_text(text),
+        "pairs": write_pairs(pairs),
+        "adam": (*adam, "--save-interval-updates", 24, "--save-dir", folder / "adam"),
+        "resumed": (*adam, *resumed),
+        "sgd": (*sgd, "--save-dir", folder / "sgd"),
+        "translation": (*translation, *places, "--save-dir", folder / "translation"),
+    }
+    for case in ON_TWO_RANKS:
+        made[case] = refused(case, text / "data", folder / "refused")
+    for i, options in enumerate(ACCEPTED):
+        made[f"accepted {i}"] = (*refused("", text / "data", folder / "refused"), "--no-save", *options)
+    return made
 
 
-def trained(factory: pytest.TempPathFactory, name: str, text: Path, *options: object) -> tuple[str, Path]:
-    """What two ranks printed while they trained the language model, and the folder of their checkpoints."""
-    folder = once(
-        factory,
-        name,
-        lambda folder: run("train", text, *LANGUAGE_MODEL, *options, "--save-dir", folder, ranks=2),
-    )
-    return (folder / "output.txt").read_text(encoding="utf-8"), folder
-
-
-def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], str]) -> Path:
-    """The folder ``name`` that the first process fills by ``make``, whose text becomes its output.txt; the
-    others wait for that. AssertionError where the first has failed or takes longer than a test may."""
-    shared = factory.getbasetemp()
-    if shared.name.startswith("popen-"):  # pytest-xdist gives each process a folder below the common one
-        shared = shared.parent
-    folder, done, failed = shared / name, shared / name / "output.txt", shared / f"{name}.failed"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        end = time.monotonic() + 800
-        while not done.exists():
-            assert not failed.exists(), f"{name} was not made: see the first test that wanted it"
-            assert time.monotonic() < end, f"{name} took too long"
-            time.sleep(0.2)
-        return folder
-    try:
-        output = make(folder)
-    except BaseException:
-        failed.touch()
-        raise
-    unfinished = folder / "output.part"
-    unfinished.write_text(output, encoding="utf-8")
-    unfinished.rename(done)
-    return folder
+def _commands_of_one(folder: Path) -> Commands:
+    text, pairs = folder / "text" / "data", folder / "pairs" / "data"
+    sgd = ("train", text, *LANGUAGE_MODEL, *SGD, "--update-freq", 4, "--max-update", 3, *QUIET)
+    evaluated = ("--path", folder / "adam" / "checkpoint_last.pt", "--gen-subset", "valid")
+    sizes = ("--tokens-per-sample", 32, "--batch-size", 8, "--cpu", "--num-workers", 0)
+    translation = ("train", pairs, *TRANSLATION, *TRANSLATION_SGD, "--update-freq", 2)
+    places = ("--moe-freq", 2, "--moe-decoder-freq", 1)
+    experts = ("--moe-num-experts", 4, "--moe-top-k", 2)
+    generated = ("--path", folder / "translation" / "checkpoint_last.pt", "--gen-subset", "valid")
+    beam = ("--batch-size", 8, "--beam", 2, "--max-len-b", 10, "--cpu", "--num-workers", 0)
+    made: Commands = {
+        "evaluated": ("eval-lm", text, *evaluated, *sizes),
+        "sgd": (*sgd, "--checkpoint-activations", "--save-dir", folder / "sgd of one"),
+        "no aux": (*sgd, "--moe-aux-weight", 0, "--save-dir", folder / "no aux"),
+        "translation": (
+            *translation,
+            *EVERY_OPTION,
+            *experts,
+            *places,
+            *("--save-dir", folder / "translation of one"),
+        ),
+        "generated": ("generate", pairs, *generated, *beam),
+    }
+    for case in ON_ONE_RANK:
+        made[case] = refused(case, text, folder / "refused")
+    return made

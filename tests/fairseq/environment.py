@@ -6,10 +6,13 @@ pytest itself runs in pmoe's; every fairseq is a process of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +83,47 @@ def tokens_of(names: tuple[str, ...]) -> list[str]:
     return lines
 
 
-def preprocess_text(folder: Path) -> str:
-    """Language-model data in folder/data, as fairseq-preprocess makes it. Returns what that printed."""
+@dataclass(frozen=True)
+class Ended:
+    """What a command printed, and the message of the ValueError that refused it."""
+
+    output: str
+    refusal: str
+
+
+def run_together(commands: Mapping[str, Sequence[object]], folder: Path, ranks: int) -> dict[str, Ended]:
+    """Commands by name, one after another in one process a rank: starting fairseq takes longer than most."""
+    listed = folder / f"commands{ranks}.json"
+    listed.write_text(
+        json.dumps([list(map(str, command)) for command in commands.values()]), encoding="utf-8"
+    )
+    try:
+        printed = run(listed, ranks=ranks, program=("-m", "tests.fairseq.commands"), timeout=850)
+    except FailedError as error:
+        others = [path.read_text()[-3000:] for path in sorted(folder.glob(f"{listed.name}.rank*"))]
+        raise AssertionError("\n".join([str(error), *others])) from None
+    found = re.findall(r"^COMMAND\n(.*?)^ENDED (.*?)$", printed, re.MULTILINE | re.DOTALL)
+    assert len(found) == len(commands), printed[-6000:]
+    return {
+        name: Ended(output, json.loads(refusal))
+        for name, (output, refusal) in zip(commands, found, strict=True)
+    }
+
+
+def write_text(folder: Path) -> tuple[object, ...]:
+    """A language model's text, and the command that makes data of it in folder/data."""
+    folder.mkdir()
     for split, names in (("train", MODULES), ("valid", HELD_OUT)):
         (folder / f"{split}.txt").write_text("\n".join(tokens_of(names)) + "\n", encoding="utf-8")
     prefixes = ("--trainpref", folder / "train.txt", "--validpref", folder / "valid.txt")
-    return run("preprocess", "--only-source", *prefixes, "--destdir", folder / "data", "--nwordssrc", 600)
+    return ("preprocess", "--only-source", *prefixes, "--destdir", folder / "data", "--nwordssrc", 600)
 
 
-def preprocess_pairs(folder: Path) -> Path:
-    """Translation data: lines, and the same lines backwards. Lengths differ, so batches are padded, and 430
-    lines are 9 batches of 48: on two ranks one is left over."""
+def write_pairs(folder: Path) -> tuple[object, ...]:
+    """Text to translate, and the command that makes data of it in folder/data: lines, and the same lines
+    backwards. Lengths differ, so batches are padded, and 430 lines are 9 batches of 48: on two ranks one is
+    left over."""
+    folder.mkdir()
     lines = [line for line in tokens_of(MODULES[:1]) if len(line.split()) <= 20]
     for split, part in (("train", lines[:430]), ("valid", lines[-37:])):
         backwards = [" ".join(reversed(line.split())) for line in part]
@@ -98,8 +131,7 @@ def preprocess_pairs(folder: Path) -> Path:
         (folder / f"{split}.b").write_text("\n".join(backwards) + "\n", encoding="utf-8")
     prefixes = ("--trainpref", folder / "train", "--validpref", folder / "valid")
     languages = ("-s", "a", "-t", "b", "--joined-dictionary", "--nwordssrc", 400)
-    run("preprocess", *languages, *prefixes, "--destdir", folder / "data")
-    return folder / "data"
+    return ("preprocess", *languages, *prefixes, "--destdir", folder / "data")
 
 
 COMMON = (
@@ -135,6 +167,12 @@ TRANSLATION = (
 ADAM = ("--optimizer", "adam", "--lr", 0.01, "--clip-norm", 1.0, "--moe-capacity-factor", 1.25)
 SGD = ("--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.05, "--clip-norm", 0.5, "--moe-aux-weight", 0.1)
 QUIET = ("--disable-validation",)
+
+# Every option of the layer is given at its default by one of the two trainings that are compared.
+TRANSLATION_SGD = (
+    *("--optimizer", "sgd", "--lr", 0.1, "--clip-norm", 0.5, "--moe-aux-weight", 0.1, "--max-epoch", 1),
+    *("--batch-size-valid", 8, "--required-batch-size-multiple", 1),
+)
 
 
 def logged(output: str, key: str, kind: str = "train_inner") -> list[float]:

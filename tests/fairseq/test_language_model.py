@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fairseq.conftest import Session
 from tests.fairseq.environment import ADAM, LANGUAGE_MODEL, QUIET, SGD, FailedError, load, logged, run
 
 pytestmark = pytest.mark.timeout(900)
@@ -52,8 +53,8 @@ def assert_close(one: Path, other: Path, tolerance: float) -> None:
         assert worst <= tolerance, (name, float(worst))
 
 
-def test_the_loss_falls_and_the_log_tells_how_evenly_experts_are_loaded(adam_run: tuple[str, Path]) -> None:
-    output, _ = adam_run
+def test_the_loss_falls_and_the_log_tells_how_evenly_experts_are_loaded(session: Session) -> None:
+    output = session.of_two["adam"].output
     losses = logged(output, "loss")
     assert len(losses) == 36
     assert sum(losses[-4:]) / 4 < 0.8 * sum(losses[:4]) / 4, losses
@@ -63,56 +64,51 @@ def test_the_loss_falls_and_the_log_tells_how_evenly_experts_are_loaded(adam_run
     assert len(dropped) == 36 and 0 < max(dropped) < 50
 
 
-def test_the_checkpoint_holds_the_experts_of_both_ranks(adam_run: tuple[str, Path]) -> None:
-    _, folder = adam_run
-    found = parameters(folder / "checkpoint_last.pt")
-    w1 = found["decoder.layers.1.fc1.experts.w1"]
+def test_the_checkpoint_holds_the_experts_of_both_ranks(session: Session) -> None:
+    checkpoint = session.checkpoint("adam")
+    w1 = parameters(checkpoint)["decoder.layers.1.fc1.experts.w1"]
     assert w1.shape == (4, 64, 32)
     assert all(not torch.equal(w1[0], w1[i]) for i in (1, 2, 3))
-    shapes = {tuple(value.shape) for _, _, value in tensors_of_optimizer(folder / "checkpoint_last.pt")}
+    shapes = {tuple(value.shape) for _, _, value in tensors_of_optimizer(checkpoint)}
     assert {(4, 64, 32), (4, 32, 64), (4, 64), (4, 32)} <= shapes
     assert not any(shape[:1] == (2,) for shape in shapes)
 
 
-def test_resuming_continues_bit_for_bit(text: Path, adam_run: tuple[str, Path], tmp_path: Path) -> None:
-    _, folder = adam_run
-    shutil.copy(folder / "checkpoint_1_24.pt", tmp_path / "checkpoint_last.pt")
-    steps = ("--max-update", 36, "--save-dir", tmp_path)
-    output = run("train", text, *LANGUAGE_MODEL, *ADAM, *steps, ranks=2)
-    assert len(logged(output, "loss")) == 12
-    assert_same_bits(tmp_path / "checkpoint_last.pt", folder / "checkpoint_last.pt")
-
-
-def test_eval_lm_reads_the_checkpoint_in_one_process(text: Path, adam_run: tuple[str, Path]) -> None:
-    output, folder = adam_run
-    sizes = ("--tokens-per-sample", 32, "--batch-size", 8, "--cpu", "--num-workers", 0)
-    checkpoint = ("--path", folder / "checkpoint_last.pt", "--gen-subset", "valid")
-    evaluated = run("eval-lm", text, *checkpoint, *sizes)
-    loss = float(evaluated.rpartition("Loss (base 2): ")[2].split(",")[0])
-    # What training's own validation found, on two ranks and with each one's capacity: that drops other rows.
-    trained = logged(output, "valid_loss", "valid")[-1]
-    assert loss == pytest.approx(trained, rel=0.01)
-
-
-def test_two_ranks_step_as_one_does_on_their_batches(
-    text: Path, sgd_run: tuple[str, Path], tmp_path: Path
-) -> None:
-    """SGD, clipped: Adam would hide a wrong scale of experts' gradients, and so would a norm without a
-    limit."""
-    output, checkpoint = sgd_run
-    steps = ("--update-freq", 4, "--max-update", 3, "--save-dir", tmp_path, *QUIET)
-    alone = run("train", text, *LANGUAGE_MODEL, *SGD, *steps, "--checkpoint-activations")
-    assert all(clipped == 100 for clipped in logged(output, "clip"))
-    for key in ("loss", "gnorm", "moe_loss", "moe_load"):
-        assert logged(output, key) == pytest.approx(logged(alone, key), rel=2e-3, abs=2e-3), key
-    assert_close(checkpoint, tmp_path / "checkpoint_last.pt", 2e-6)
+def test_resuming_continues_bit_for_bit(session: Session) -> None:
+    assert len(logged(session.of_two["resumed"].output, "loss")) == 12
+    assert_same_bits(session.checkpoint("resumed"), session.checkpoint("adam"))
 
 
 @pytest.mark.slow
-def test_checkpointed_activations_keep_the_auxiliary_loss(
-    text: Path, sgd_run: tuple[str, Path], tmp_path: Path
-) -> None:
-    _, checkpoint = sgd_run
+def test_resuming_in_a_process_of_its_own_continues_bit_for_bit(session: Session, tmp_path: Path) -> None:
+    shutil.copy(session.folder / "adam" / "checkpoint_1_24.pt", tmp_path / "checkpoint_last.pt")
+    steps = ("--max-update", 36, "--save-dir", tmp_path)
+    output = run("train", session.text, *LANGUAGE_MODEL, *ADAM, *steps, ranks=2)
+    assert len(logged(output, "loss")) == 12
+    assert_same_bits(tmp_path / "checkpoint_last.pt", session.checkpoint("adam"))
+
+
+def test_eval_lm_reads_the_checkpoint_in_one_process(session: Session) -> None:
+    evaluated = session.of_one["evaluated"].output
+    loss = float(evaluated.rpartition("Loss (base 2): ")[2].split(",")[0])
+    # What training's own validation found, on two ranks and with each one's capacity: that drops other rows.
+    trained = logged(session.of_two["adam"].output, "valid_loss", "valid")[-1]
+    assert loss == pytest.approx(trained, rel=0.01)
+
+
+def test_two_ranks_step_as_one_does_on_their_batches(session: Session) -> None:
+    """SGD, clipped: Adam would hide a wrong scale of experts' gradients, and so would a norm without a
+    limit."""
+    two, one = session.of_two["sgd"].output, session.of_one["sgd"].output
+    assert all(clipped == 100 for clipped in logged(two, "clip"))
+    for key in ("loss", "gnorm", "moe_loss", "moe_load"):
+        assert logged(two, key) == pytest.approx(logged(one, key), rel=2e-3, abs=2e-3), key
+    assert_close(session.checkpoint("sgd"), session.checkpoint("sgd of one"), 2e-6)
+
+
+@pytest.mark.slow
+def test_checkpointed_activations_keep_the_auxiliary_loss(session: Session, tmp_path: Path) -> None:
+    checkpoint = session.checkpoint("sgd")
     steps = (
         "--update-freq",
         2,
@@ -123,17 +119,15 @@ def test_checkpointed_activations_keep_the_auxiliary_loss(
         *QUIET,
         "--checkpoint-activations",
     )
-    run("train", text, *LANGUAGE_MODEL, *SGD, *steps, ranks=2)
+    run("train", session.text, *LANGUAGE_MODEL, *SGD, *steps, ranks=2)
     assert_same_bits(checkpoint, tmp_path / "checkpoint_last.pt")
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(
-    text: Path, sgd_run: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(session: Session, tmp_path: Path) -> None:
     """With its momentum: a step behind it is the same on 1 rank with 4 batches, on 4 ranks, and on 4 ranks
     of which each 2 hold a copy of all experts."""
-    _, checkpoint = sgd_run
+    checkpoint = session.checkpoint("sgd")
     for name, ranks, experts in (
         ("1", 1, ()),
         ("4", 4, ()),
@@ -151,7 +145,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(
             *QUIET,
         )
         given = (*SGD, *steps, *experts, "--save-dir", tmp_path / name)
-        output = run("train", text, *LANGUAGE_MODEL, *given, ranks=ranks)
+        output = run("train", session.text, *LANGUAGE_MODEL, *given, ranks=ranks)
         assert "Loaded checkpoint" in output
     one, four, copied = (tmp_path / name / "checkpoint_last.pt" for name in ("1", "4", "2x2"))
     assert_close(one, four, 2e-6)
@@ -168,19 +162,16 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_ends_with_its_own_error_on_both_ranks(text: Path, tmp_path: Path) -> None:
+def test_a_step_that_fails_ends_with_its_own_error_on_both_ranks(session: Session, tmp_path: Path) -> None:
     """fairseq then saves crash.pt: it must not wait for experts of a rank that may have gone."""
     steps = ("--optimizer", "sgd", "--lr", 1e20, "--max-update", 4, "--save-dir", tmp_path, *QUIET)
     with pytest.raises(FailedError, match="FloatingPointError: gradients are Nan/Inf") as failed:
-        run("train", text, *LANGUAGE_MODEL, *steps, ranks=2)
+        run("train", session.text, *LANGUAGE_MODEL, *steps, ranks=2)
     assert "crash.pt is not written" in failed.value.output
     assert not (tmp_path / "crash.pt").exists()
 
 
-def test_the_auxiliary_loss_changes_the_router(text: Path, sgd_run: tuple[str, Path], tmp_path: Path) -> None:
-    _, checkpoint = sgd_run
-    steps = ("--update-freq", 4, "--max-update", 3, "--save-dir", tmp_path, *QUIET)
-    run("train", text, *LANGUAGE_MODEL, *SGD, *steps, "--moe-aux-weight", 0)
+def test_the_auxiliary_loss_changes_the_router(session: Session) -> None:
     name = "decoder.layers.1.fc1.gate.weight"
-    without, with_loss = parameters(tmp_path / "checkpoint_last.pt")[name], parameters(checkpoint)[name]
+    without, with_loss = (parameters(session.checkpoint(each))[name] for each in ("no aux", "sgd of one"))
     assert (without - with_loss).abs().max() > 1e-4 * with_loss.abs().max()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.layer import exact_counts
-from pmoe.planner.choose import Choice
+from pmoe.planner.degree import Choice
 from pmoe.runners import fused_steps as comet
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo.test_behaviour import counted_collectives, error_of, mlp

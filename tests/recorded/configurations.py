@@ -37,6 +37,7 @@ class Configuration:
     load: where the gate sends tokens. way: how the step calls the layer.
     stand_in: the runner whose kernels, which need a GPU, are replaced by their definitions.
     frozen: by rank, the beginning of the names of parameters that need no gradient.
+    carries_gradients: other layers' gradients are reduced inside its backward pass.
     """
 
     world: int = 2
@@ -54,6 +55,7 @@ class Configuration:
     autocast: bool = False
     frozen: tuple[str, ...] = ()
     input_needs_grad: bool = True
+    carries_gradients: bool = False
 
     def __str__(self) -> str:
         """What is not as by default: a recording holds it, so that another configuration is not compared."""
@@ -400,6 +402,9 @@ def _ranks() -> dict[str, Configuration]:
         "ep 1, esp 4, shared expert": c(
             world=4, mesh=(1, 4), options={**s4, "shared_expert": 24, "shared_gate": True}
         ),
+        "ep 2, esp 2, S4, carries gradients": c(world=4, mesh=(2, 2), options=s4, carries_gradients=True),
+        "carries gradients": c(options={"pipeline": 4}, carries_gradients=True),
+        "carries gradients, S1": c(options={"pipeline": 2, "memory_reuse": "S1"}, carries_gradients=True),
         "ep 2, esp 2, callbacks": c(world=4, mesh=(2, 2), making={"callbacks": every_point}, options=s4),
         "ep 2, esp 2, once": c(world=4, mesh=(2, 2), top_k=3, options={**two, "send_once": True}),
         "hierarchical_1d": c(world=4, options={**two, "dispatch": "hierarchical_1d", "nodes": 2}),

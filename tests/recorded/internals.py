@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import pmoe
+from pmoe.engine import lanes
 from pmoe.integrations.transformers import borrowed
 from pmoe.measure.allocations import moment, watched
 from pmoe.runners import fused_steps as comet
@@ -23,6 +27,27 @@ from tests.plain_steps import plain_steps
 def build_layer(sizes: tuple[int, int, int, int], options: Mapping[str, Any], switches: Mapping[str, bool]):
     """The layer. switches: bypass_local, sequential, one_lane, which exist to measure."""
     return pmoe.MoELayer(*sizes, **options, **switches)
+
+
+class OthersGradients:
+    """A stand-in for `pmoe.GradientReducer`, in which one all-reduce of other layers' gradients hides."""
+
+    def __init__(self, rank: int) -> None:
+        self.total, self._rank = torch.zeros(()), rank
+
+    def begins(self) -> None:
+        self.total = torch.arange(8.0) + self._rank
+
+    def inside(self) -> dist.Work | None:
+        return dist.all_reduce(self.total, async_op=True)
+
+    def ends(self) -> None:
+        pass
+
+
+def carry_gradients(layer: pmoe.MoELayer, rank: int) -> None:
+    """The layer's backward pass reduces other layers' gradients."""
+    layer.gradients = OthersGradients(rank)
 
 
 # ---- runners whose kernels need a GPU
@@ -94,7 +119,7 @@ def allocated(forward: Callable[[], Tensor], backward: Callable[[Tensor], None])
     gc.collect()
     gc.disable()
     try:
-        with watched() as seen:
+        with _in_one_thread(), watched() as seen:
             loss = forward()
             moment("between")
             backward(loss)
@@ -102,6 +127,32 @@ def allocated(forward: Callable[[], Tensor], backward: Callable[[Tensor], None])
         gc.enable()
     before = [held for when, held in seen.live_bytes() if when <= seen.moments["between"]]
     return {"forward": max(before), "held": before[-1], "peak": seen.peak_bytes()}
+
+
+@contextlib.contextmanager
+def _in_one_thread() -> Iterator[None]:
+    """Only this thread frees tensors, at the same points of every run; frees of others are not counted."""
+
+    class AtOnce(concurrent.futures.Executor):
+        def submit(self, function: Any, /, *args: Any, **options: Any) -> concurrent.futures.Future[Any]:
+            future = concurrent.futures.Future[Any]()
+            future.set_result(function(*args, **options))
+            return future
+
+    wait = dist.Work.wait
+
+    def patient(work: Any, *args: Any) -> Any:
+        """Gloo's thread gives up its part in the tensors while the caller still has one."""
+        ended = wait(work, *args)
+        time.sleep(1e-3)
+        return ended
+
+    with mock.patch.object(lanes, "_thread", lambda lane: AtOnce()):
+        dist.Work.wait = patient  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 def pooled(step: Callable[[], None]) -> dict[str, int]:

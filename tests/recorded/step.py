@@ -25,8 +25,8 @@ _meshes: dict[object, DeviceMesh] = {}
 def record(rank: int, world: int, group: str, name: str, counted_steps: int) -> dict[str, Any]:
     """A job of `tests.pool.Pool`: everything that this rank records of one configuration.
 
-    counted_steps: how many steps' bytes are counted; the least count is taken. What gloo's threads free may
-    be seen too late, never too early.
+    counted_steps: how many steps' bytes are counted; the least count is taken. On a busy machine gloo's
+    threads may free a tensor too late, never too early.
     """
     return Recording(GROUPS[group][name], rank).fields(counted_steps)
 
@@ -74,6 +74,8 @@ class Recording:
         assert layer.l_aux is not None
         named = {**dict(layer.named_parameters()), **_borrowed(layer)}
         gradients = {name: parameter.grad for name, parameter in named.items()}
+        if self.configuration.carries_gradients:
+            gradients["others"] = layer.gradients.total
         return {"y": self.y.detach(), "l_aux": layer.l_aux.detach(), "x": self.x.grad, **gradients}
 
     def _begin(self) -> None:
@@ -147,6 +149,8 @@ def build(configuration: Configuration, rank: int) -> pmoe.MoELayer:
             layer.gate.weight[-1, 0] += 40
         if c.load == "some experts get none":
             layer.gate.weight[::2, 0] -= 40
+    if c.carries_gradients:
+        internals.carry_gradients(layer, rank)
     if c.frozen:
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(not name.startswith(c.frozen[rank]))

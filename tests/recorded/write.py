@@ -18,7 +18,7 @@ from tests.recorded import store
 from tests.recorded.configurations import GROUPS
 from tests.recorded.step import record
 
-COUNTED_STEPS = 5
+COUNTED_STEPS = 2
 FIELDS = (
     "passes",
     "steps",
@@ -52,7 +52,7 @@ def recorded(group: str, before: dict[str, Any], chosen: list[str]) -> dict[str,
     same_machine = before["machine"] == store.machine()
     configurations = {}
     for name, configuration in GROUPS[group].items():
-        found = ranks(configuration.world).run(record, group, name, COUNTED_STEPS)
+        found = ranks(configuration.world).run(record, group, name, COUNTED_STEPS, timeout=300)
         old = before["configurations"].get(name)
         if old is not None and old["is"] == str(configuration):
             for line in store.differences(old, found, same_machine):

@@ -12,8 +12,8 @@ from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_program("comet_test.cpp", tmp_path_factory.mktemp("comet"))
+def program() -> Path:
+    return compile_program("comet_test.cpp")
 
 
 @pytest.mark.timeout(200)
@@ -35,9 +35,9 @@ def test_a_wait_that_is_left_out_is_noticed(program: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_bulk_read_behind_an_acquire_needs_its_proxy_fence(tmp_path: Path) -> None:
+def test_a_bulk_read_behind_an_acquire_needs_its_proxy_fence() -> None:
     with pytest.raises(AssertionError, match="without a fence of the asynchronous proxy"):
-        compile_and_run("comet_test.cpp", tmp_path, flags=("-DPMOE_PLANT=kNoProxyFence",), timeout=150)
+        compile_and_run("comet_test.cpp", flags=("-DPMOE_PLANT=kNoProxyFence",), timeout=150)
 
 
 # ---- machine code, where there is nvcc

@@ -26,7 +26,7 @@ from pmoe import cli
 from pmoe.papers import comet_figures
 from pmoe.planner.profile import save
 from pmoe.schedule.restore import STRATEGIES
-from tests.browser import browser
+from tests.browser import Page
 from tests.snippets import PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
 
 DOCS = ROOT / "docs"
@@ -374,7 +374,7 @@ class Found(HTMLParser):
 
 
 @pytest.mark.timeout(400)  # Sphinx and its imports take ten seconds of a processor that is free
-def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser: Page) -> None:
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees")]
     built = subprocess.run(
@@ -403,20 +403,19 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     assert any(link == "plan.html" for link in pages[site / "how_it_works.html"].links)
     for name in pictures.NAMES:
         assert (site / "_images" / name).stat().st_size > 10_000, name
-    check_looks(site.glob("*.html"))
+    check_looks(browser, site.glob("*.html"))
 
 
-def check_looks(names: Iterator[Path]) -> None:
+def check_looks(browser: Page, names: Iterator[Path]) -> None:
     """On a phone and on a desktop no page is wider than its window, and everything loads."""
-    pages = sorted(names)
-    for width, is_phone in ((390, True), (1280, False)):
-        with browser(width, 900, is_phone=is_phone) as window:
-            for path in pages:
-                window.open(path)
-                found = window.run(LOOKS)
-                assert found["width"] <= width, f"{path.name} is {found['width']} wide in {width}"
-                assert found["missing"] == [], path.name
-                assert window.messages() == [], path.name
+    for path in sorted(names):
+        browser.open(path)
+        for width, is_phone in ((390, True), (1280, False)):
+            browser.resize(width, 900, is_phone=is_phone)
+            found = browser.run(LOOKS)
+            assert found["width"] <= width, f"{path.name} is {found['width']} wide in {width}"
+            assert found["missing"] == [], path.name
+            assert browser.messages() == [], path.name
 
 
 LOOKS = """

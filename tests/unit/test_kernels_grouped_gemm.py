@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -322,22 +321,22 @@ def test_the_path_follows_from_the_kernels_as_they_were_loaded(
     assert path_of(none, "grouped_gemm", "kernels") == (None, f"device 0: {none.reason}")
 
 
-def test_the_kernels_in_the_emulator_equal_a_plain_loop(tmp_path: Path) -> None:
-    compile_and_run("grouped_gemm_test.cpp", tmp_path)
+def test_the_kernels_in_the_emulator_equal_a_plain_loop() -> None:
+    compile_and_run("grouped_gemm_test.cpp")
 
 
-def test_tiles_ring_boxes_and_epilogue_cover_all_there_is_once(tmp_path: Path) -> None:
-    compile_and_run("layout_test.cpp", tmp_path)
+def test_tiles_ring_boxes_and_epilogue_cover_all_there_is_once() -> None:
+    compile_and_run("layout_test.cpp")
 
 
-def test_the_emulator_finds_planted_mistakes(tmp_path: Path) -> None:
-    compile_and_run("emulator_test.cpp", tmp_path)
+def test_the_emulator_finds_planted_mistakes() -> None:
+    compile_and_run("emulator_test.cpp")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_kernels_in_the_emulator_with_many_random_sizes(tmp_path: Path) -> None:
-    compile_and_run("grouped_gemm_test.cpp", tmp_path, "thorough", timeout=500)
+def test_the_kernels_in_the_emulator_with_many_random_sizes() -> None:
+    compile_and_run("grouped_gemm_test.cpp", "thorough", timeout=500)
 
 
 # ---- machine code, where there is nvcc

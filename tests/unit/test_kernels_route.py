@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
-import subprocess
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,37 +24,15 @@ from pmoe.kernels.route import Routes, operators, reference, refusal, route, rou
 from pmoe.kernels.route.checks import check_logits_memory
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
 from pmoe.warn import GIVEN
+from tests.cuda.compiled import compile_and_run
 from tests.cuda.disassembly import archs, count, declared, sass
 from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
-
-ROOT = Path(__file__).resolve().parents[2]
-COMPILER = shutil.which("g++")
-
 
 # ---- the kernels
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.timeout(300)
-def test_the_kernels_equal_plain_loops_on_the_cpu(tmp_path: Path) -> None:
-    program, source = tmp_path / "route_test", ROOT / "tests" / "cuda" / "route_test.cpp"
-    includes = ["-I", str(ROOT / "cuda"), "-I", str(ROOT / "tests" / "cuda")]
-    command = [
-        str(COMPILER),
-        "-std=c++17",
-        "-O2",
-        "-Wall",
-        "-Wextra",
-        *includes,
-        str(source),
-        "-o",
-        str(program),
-    ]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert built.returncode == 0 and not built.stderr, built.stderr
-    ran = subprocess.run([program, "10"], capture_output=True, text=True, timeout=90)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout == "route: all right\n"
+def test_the_kernels_equal_plain_loops_on_the_cpu() -> None:
+    assert compile_and_run("route_test.cpp", "10", flags=("-O2",)) == "route: all right\n"
 
 
 # ---- the reference

@@ -22,7 +22,6 @@ import pmoe
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
-    LAYER_HEADER,
     LAYERS,
     POOL_PEAK,
     RUN,
@@ -30,6 +29,8 @@ from pmoe.integrations.run_folder import (
     TIME,
     read_run,
 )
+from pmoe.integrations.run_rows import LayerRow, columns
+from pmoe.planner.exposed import Overlap
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,6 +131,33 @@ def test_a_file_with_half_a_header_is_begun_anew(tmp_path: Path) -> None:
     (tmp_path / SCALARS).write_text("step,na")
     train(tmp_path, range(1, 3))
     assert read_run(tmp_path).scalars["loss"].steps == [1, 2]
+
+
+OLD_LAYERS = """\
+step,layer,path,n_forward,n_backward,restore,num_slots,drop_rate,imbalance,rank_imbalance,forward_seconds,\
+forward_communication,forward_exposed,backward_seconds,backward_communication,backward_exposed,T_I_bytes,\
+T_DI_bytes,T_M_bytes,T_DO_bytes,T_O_bytes,saved_bytes,temporary_bytes,peak_bytes,host_bytes,tokens_per_expert
+1,0,pipeline,4,2,communicate/recompute,16,0,1.5,,,,,,,,512,1024,2048,1024,512,9216,67584,106905,0,3 1 12 0
+4,0,pipeline,4,2,communicate/recompute,16,0,1.5,,0.002,0.0001,0.0001,0.003,0.0002,0.0001,512,1024,2048,1024,\
+512,9216,67584,106905,0,4 4 4 4
+"""
+
+
+def test_a_folder_of_the_first_version_is_read_and_continued(tmp_path: Path) -> None:
+    (tmp_path / LAYERS).write_text(OLD_LAYERS)
+    (tmp_path / SCALARS).write_text("step,name,value\n1,loss,2\n4,loss,1e-05\n")
+    (tmp_path / RUN).write_text('{"format": 1, "sessions": [{"when": "2026-01-02"}]}')
+    train(tmp_path, range(5, 9))
+    run = read_run(tmp_path)
+    assert run.scalars["loss"].steps == [1, 4, 5, 6, 7, 8] and run.scalars["loss"].values[1] == 1e-5
+    assert [session.get("when", "")[:4] for session in run.sessions][0] == "2026" and len(run.sessions) == 2
+    first, second, third, fourth = run.rows
+    assert (first.step, first.layer, first.imbalance, first.rank_imbalance) == (1, "0", 1.5, None)
+    assert first.tokens_per_expert == (3, 1, 12, 0) and first.passes == []
+    assert first.tensors == {"T_I": 512, "T_DI": 1024, "T_M": 2048, "T_DO": 1024, "T_O": 512}
+    assert first.predicted == {"saved": 9216, "temporary": 67584, "peak": 106905, "host": 0}
+    assert second.backward == Overlap(seconds=0.003, communication=0.0002, exposed=0.0001)
+    assert (third.step, fourth.step) == (5, 8)
 
 
 @contextlib.contextmanager
@@ -275,7 +303,11 @@ def test_steps_ascend_and_scalars_are_numbers(tmp_path: Path) -> None:
 
 def test_another_file_s_columns_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / LAYERS).write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=f"{LAYERS} must begin with the columns {','.join(LAYER_HEADER)}"):
+    with pytest.raises(ValueError, match=f"{LAYERS}, line 1: .* read it with the pmoe that wrote it"):
+        read_run(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"{LAYERS} must begin with the columns {','.join(columns(LayerRow))}"
+    ):
         StatsWriter(tmp_path, build())
     assert (tmp_path / LAYERS).read_text() == "a,b\n1,2\n"
 

@@ -1,0 +1,138 @@
+"""The numbers of a run by layer and by step, and a summary of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from pmoe.integrations.report.numbers import NONE, median
+from pmoe.integrations.run_folder import TIME, Curve, Run
+from pmoe.integrations.run_rows import LayerRow
+
+LONG_NAME = 24
+"""Characters of a layer's name that a phone has room for."""
+
+COMMUNICATION = ("communication", "exposed")
+
+
+@dataclass(frozen=True)
+class History:
+    """A run's rows by layer, under short names. steps: those that have any, ascending."""
+
+    run: Run
+    by_layer: dict[str, list[LayerRow]]
+    steps: list[int]
+
+    @property
+    def latest(self) -> list[LayerRow]:
+        """The last row of each layer."""
+        return [rows[-1] for rows in self.by_layer.values()]
+
+    @property
+    def last_step(self) -> int:
+        return max([*self.steps[-1:], *(curve.steps[-1] for curve in self.run.scalars.values())])
+
+    def last(self, name: str) -> float | None:
+        """The last value of a scalar."""
+        return self.run.scalars[name].values[-1] if name in self.run.scalars else None
+
+    @property
+    def loss(self) -> tuple[str, Curve] | None:
+        """The scalar "loss", else the first one with "loss" in its name."""
+        return next(iter(sorted(self.losses.items(), key=lambda named: named[0] != "loss")), None)
+
+    @property
+    def losses(self) -> dict[str, Curve]:
+        return {name: curve for name, curve in self.run.scalars.items() if "loss" in name.lower()}
+
+    @property
+    def imbalance(self) -> float | None:
+        """The worst layer's latest."""
+        return max((row.imbalance for row in self.latest if row.imbalance is not None), default=None)
+
+    @property
+    def drop_rate(self) -> float | None:
+        """The latest one of all layers together."""
+        slots = [(r.num_slots, r.drop_rate) for r in self.latest if r.num_slots and r.drop_rate is not None]
+        total = sum(num for num, _ in slots)
+        return sum(num * rate for num, rate in slots) / total if total else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The median between neighbouring statistics; pauses between sessions are seldom the median."""
+        times = self.run.scalars.get(TIME, Curve())
+        points = list(zip(times.steps, times.values, strict=True))
+        pairs = zip(points, points[1:], strict=False)
+        return median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0]])
+
+    def seconds_by_step(self, name: str) -> dict[int, float]:
+        """Seconds of both passes of all layers, at the recorded steps. name: of `COMMUNICATION`."""
+        found: dict[int, float] = {}
+        for row in (row for rows in self.by_layer.values() for row in rows if row.passes):
+            found[row.step] = found.get(row.step, 0.0) + sum(getattr(each, name) for each in row.passes)
+        return dict(sorted(found.items()))
+
+    def median_seconds(self, name: str) -> float | None:
+        return median(list(self.seconds_by_step(name).values()))
+
+
+def history_of(run: Run) -> History:
+    by_layer: dict[str, dict[int, LayerRow]] = {}
+    for row in run.rows:
+        by_layer.setdefault(row.layer, {})[row.step] = row
+    names = short_names(list(by_layer))
+    steps = sorted({row.step for row in run.rows})
+    return History(run, {names[name]: list(rows.values()) for name, rows in by_layer.items()}, steps)
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """The name of each layer on the page: long ones lose the parts at both ends that all have in common.
+
+    Example: "model.decoder.layers.0.feed_forward" and "model.decoder.layers.1.feed_forward" become "layer 0"
+    and "layer 1".
+    """
+    parts = [name.split(".") for name in names]
+    ahead = behind = 0
+    if len(names) > 1 and max(map(len, names)) > LONG_NAME:
+        least = min(map(len, parts))
+        ahead = min(len(commonprefix(parts)), least - 1)
+        behind = min(len(commonprefix([each[::-1] for each in parts])), least - ahead - 1)
+    shortened = [".".join(each[ahead : len(each) - behind]) or "(the model)" for each in parts]
+    return {
+        name: f"layer {short}" if short.isdecimal() else short
+        for name, short in zip(names, shortened, strict=True)
+    }
+
+
+Stretch = tuple[str, ...]
+"""How a layer ran: steps, runner, n forward, n backward, restore pair."""
+
+
+def stretches(rows: Iterable[LayerRow]) -> list[Stretch]:
+    """Neighbouring steps at which a layer ran in the same way are one stretch."""
+    found = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
+    return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in found]
+
+
+def _how(row: LayerRow) -> Stretch:
+    n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
+    is_kept = row.path == "pipeline" and row.n_backward is not None
+    return (row.path, n_forward, n_backward, row.restore or ("kept" if is_kept else NONE))
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The latest numbers and the median step's seconds, as plain data; None where there is none."""
+    history = history_of(run)
+    finite = [value for value in history.loss[1].values if math.isfinite(value)] if history.loss else []
+    return {
+        "steps": history.last_step,
+        "loss": finite[-1] if finite else None,
+        "layers": len(history.latest),
+        "imbalance": history.imbalance,
+        "drop_rate": history.drop_rate,
+        **{f"{name}_seconds": history.median_seconds(name) for name in COMMUNICATION},
+    }

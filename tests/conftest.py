@@ -1,0 +1,53 @@
+"""How the tests are divided among the processes of ``pytest -n``, and what each process does once."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import pytest
+
+LONGEST = (
+    "tests/fairseq",
+    "tests/gloo/test_train_lm.py",
+)
+"""Files that are begun first, for the processes to end together: those that take the most of a minute."""
+
+
+def group(nodeid: str) -> str:
+    """The tests that one process runs, one after the other: they share pools, programs and fixtures."""
+    file = nodeid.partition("::")[0]
+    if file.startswith("tests/fairseq/"):
+        return "tests/fairseq"
+    return nodeid if file.startswith("tests/gpu/") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    config.option.loadscopereorder = False  # in the order of collection
+    return ByGroup(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {file: i for i, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(group(item.nodeid), len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: a collection of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Idle ranks take time too: gloo wakes a thread of each of their groups a hundred times a second."""
+    pools = sys.modules.get("tests.pool")
+    if pools and not (nextitem and "/gloo/" in nextitem.nodeid):
+        pools.stop_all()

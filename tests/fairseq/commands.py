@@ -1,0 +1,54 @@
+"""Runs commands of fairseq one after another in this process; environment.py starts it, on one rank or two.
+
+    python -m tests.fairseq.commands LIST.json    # [["train", "data", ...], ...]
+
+Rank 0 prints "COMMAND" before each and "ENDED" behind it, with the message of the ValueError that refused it.
+It alone runs what has nothing to do with ranks. What the others print goes to LIST.json.rank1 and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from pmoe.integrations.fairseq.__main__ import main
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def refusal(arguments: list[str]) -> str:
+    try:
+        main(arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run_all(listed: Path) -> None:
+    for i, arguments in enumerate(json.loads(listed.read_text(encoding="utf-8"))):
+        done = listed.with_name(f"{listed.name}.{i}")
+        if RANK == 0:
+            print("COMMAND", flush=True)
+            message = refusal(arguments)
+            print("ENDED " + json.dumps(message), flush=True)
+            done.touch()
+        elif arguments[0] == "preprocess":
+            while not done.exists():
+                time.sleep(0.05)
+        else:
+            refusal(arguments)
+
+
+def print_to(path: Path) -> None:
+    with path.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+
+
+if __name__ == "__main__":
+    if RANK > 0:
+        print_to(Path(f"{sys.argv[1]}.rank{RANK}"))
+    run_all(Path(sys.argv[1]))

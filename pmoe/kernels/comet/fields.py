@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import DivisionPoint, HeapView
-from pmoe.kernels.operands import check_tensor, check_memory
+from pmoe.kernels.operands import check_memory, check_tensor
 
 MOST_CHUNKS = 64
 """Of columns, as in cuda/comet/layout.h."""

@@ -22,7 +22,7 @@ from pmoe.kernels.comet.fields import (
 from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import COMBINE, DISPATCH, DivisionPoint, Launcher, PassDirection
 from pmoe.kernels.gemm import ACTIVATIONS, FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT
-from pmoe.kernels.operands import address, check_tensor, check_memory
+from pmoe.kernels.operands import address, check_memory, check_tensor
 
 
 def dispatch(launcher: Launcher, journeys: Sequence[Journey], x_TM: Tensor, weight_TK: Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import MOST_ROWS, check_tensor, check_floating
+from pmoe.kernels.operands import MOST_ROWS, check_floating, check_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,9 @@ def check_operands(
     check_floating("weight", weight)
     num_rows = count_gathered_rows(rows, slots, gathered)
     check_rows("rows", rows, ("rows", weight.shape[columns]), weight)
-    check_tensor("ends", ends, shape=(weight.shape[0],), dtypes=[torch.int32], device=rows.device, contiguous=True)
+    check_tensor(
+        "ends", ends, shape=(weight.shape[0],), dtypes=[torch.int32], device=rows.device, contiguous=True
+    )
     check_slots(slots, num_rows, rows.device)
     return num_rows
 
@@ -62,7 +64,9 @@ def check_bias(bias: Tensor | None, weight: Tensor) -> None:
 def check_slots(slots: RowSlots | None, num_rows: int, device: torch.device) -> None:
     if slots is None:
         return
-    check_tensor("slot", slots.slot_N, shape=(num_rows,), dtypes=[torch.int32], device=device, contiguous=True)
+    check_tensor(
+        "slot", slots.slot_N, shape=(num_rows,), dtypes=[torch.int32], device=device, contiguous=True
+    )
     if slots.top_k < 1:
         raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
 

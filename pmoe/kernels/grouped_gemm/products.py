@@ -22,7 +22,7 @@ from pmoe.kernels.grouped_gemm.checks import (
     weight_gradient_shape,
 )
 from pmoe.kernels.grouped_gemm.launch import at, launch, path_for
-from pmoe.kernels.operands import address, check_tensor, check_memory
+from pmoe.kernels.operands import address, check_memory, check_tensor
 
 
 def product(

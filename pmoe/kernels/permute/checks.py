@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import VECTOR_BYTES, check_tensor, check_floating, check_memory
+from pmoe.kernels.operands import VECTOR_BYTES, check_floating, check_memory, check_tensor
 
 
 def check_permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor | None) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import launch, reference
 from pmoe.kernels.permute.checks import (
-    check_permute_backward,
     check_permute,
+    check_permute_backward,
     check_rows_memory,
     check_slots_memory,
     check_unpermute,

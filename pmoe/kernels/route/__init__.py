@@ -8,14 +8,14 @@ time on one device.
 
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
 from pmoe.kernels.route.operators import route, route_backward
-from pmoe.kernels.route.reference import ROUNDS, largest
+from pmoe.kernels.route.reference import ROUNDS, top_indices
 from pmoe.kernels.route.routes import Routes, empty_routes
 
 __all__ = [
     "ROUNDS",
     "Routes",
     "empty_routes",
-    "largest",
+    "top_indices",
     "launch_route",
     "launch_route_backward",
     "refusal",

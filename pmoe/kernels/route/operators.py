@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.route import reference
-from pmoe.kernels.route.checks import check_route_backward, check_logits_memory, check_route
+from pmoe.kernels.route.checks import check_logits_memory, check_route, check_route_backward
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
 from pmoe.kernels.route.routes import Routes, empty_routes
 from pmoe.warn import warn_once
@@ -20,7 +20,7 @@ from pmoe.warn import warn_once
 def route(
     logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
 ) -> Routes:
-    """Softmax over all experts, the top_k largest logits as `largest` picks them; see `Routes`.
+    """Softmax over all experts, the top_k largest logits as `top_indices` picks them; see `Routes`.
 
     normalize: a token's weights are divided by their sum.
     For backward logits, expert, weight and counts are saved, nothing else.

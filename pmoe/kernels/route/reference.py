@@ -16,7 +16,7 @@ ROUNDS = 16
 """Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
 
 
-def largest(score_TE: Tensor, top_k: int) -> Tensor:
+def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
     """Indices of the top_k largest scores, (T, K), best first, ties to the lowest index; NaN is the largest.
 
     torch.topk promises nothing on ties. Distinct whatever the scores are; negative infinity counts as the
@@ -42,7 +42,7 @@ def route(
     """See `Routes`. PyTorch can differentiate it, too."""
     num_tokens, num_experts = logits_TE.shape
     probability_TE = logits_TE.softmax(-1)
-    expert_TK = largest(logits_TE, top_k)
+    expert_TK = top_indices(logits_TE, top_k)
     weight_TK = probability_TE.gather(-1, expert_TK)
     if normalize:
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)

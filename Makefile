@@ -240,7 +240,7 @@ GPU_PYTEST_ARGS = $$("$(GPU_PYTHON)" -c 'import xdist' 2>/dev/null && echo "$(PY
 	|| echo "$(filter-out -n 2,$(PYTEST_ARGS))")
 KERNEL_TESTS = tests/unit/test_disassembly.py $(wildcard tests/unit/test_kernels_*.py)
 COMET_TESTS = $(wildcard tests/gpu/test_comet*.py)
-SANITIZED = tests/gpu/test_grouped_gemm.py tests/gpu/test_permute.py tests/gpu/test_route.py $(COMET_TESTS)
+SANITIZED = $(wildcard tests/gpu/test_grouped_gemm*.py) tests/gpu/test_permute.py tests/gpu/test_route.py $(COMET_TESTS)
 
 # First, where there is a disassembler, the machine code that was just built: those tests need no GPU.
 gpu-test: gpu-build

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,15 +33,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
-from bench.bench_gpu import describe_gpu
-from bench.bench_grouped_gemm import difference
-from bench.timing import Timing, table, write_json
+from bench.device import WARMUP, difference, file_name, need_gpu, part_seconds, show_gpu
+from bench.timing import Timing, table, turns, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.candidates import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.runners import one_rank as alone
 
 DEVICE = torch.device("cuda", 0)
-WARMUP = 3
 LEAD_CYCLES = 4_000_000
 """The device sleeps so long, 2 ms at 2 GHz, while the host enqueues what is timed: device time counts."""
 
@@ -133,6 +130,11 @@ class Step:
     def backward(self, y: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(y, self.of, self.grad))
 
+    def parts(self) -> list[Callable[[], object]]:
+        """Forward, and the backward of that forward."""
+        kept: list[Tensor] = []
+        return [lambda: kept.append(self.forward()), lambda: self.backward(kept[0])]
+
 
 def refusal(step: Step) -> str | None:
     """Why the kernels do not compute this layer; what they are to compute is measured first."""
@@ -165,24 +167,16 @@ def check(step: Step) -> dict[str, float]:
 
 def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
     """(forward, backward) of each way, every way once a round."""
-    samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in WAYS}
-    names = list(WAYS)
-    for round_ in range(-WARMUP, rounds):
-        for turn in range(len(names)):
-            name = names[(turn + round_) % len(names)]
-            begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-            with WAYS[name]():
-                torch.cuda._sleep(LEAD_CYCLES)
-                begin.record()
-                y = step.forward()
-                middle.record()
-                step.backward(y)
-                end.record()
-            end.synchronize()
-            if round_ >= 0:
-                samples[name][0].append(begin.elapsed_time(middle) / 1e3)
-                samples[name][1].append(middle.elapsed_time(end) / 1e3)
-    return {name: (Timing(tuple(a)), Timing(tuple(b))) for name, (a, b) in samples.items()}
+    samples: dict[str, list[list[float]]] = {name: [] for name in WAYS}
+    for round_, name in turns(list(WAYS), rounds, WARMUP):
+        with WAYS[name]():
+            seconds = part_seconds(step.parts(), lead_cycles=LEAD_CYCLES)
+        if round_ >= 0:
+            samples[name].append(seconds)
+    return {
+        name: (Timing(tuple(a for a, _ in taken)), Timing(tuple(b for _, b in taken)))
+        for name, taken in samples.items()
+    }
 
 
 def saved_bytes(step: Step) -> int:
@@ -318,16 +312,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
     parser.add_argument("--quick", action="store_true", help="a small layer, 5 rounds, no file")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_alone: not run, torch sees no CUDA device")
-    torch.cuda.set_device(0)
+    need_gpu("bench_alone")
     scenario = QUICK if arguments.quick else WHOLE
     rounds = 5 if arguments.quick else arguments.rounds
     path, reason = grouped_gemm.path(DEVICE)
     if path is None:
         sys.exit(f"bench_alone: not run, {reason}")
-    machine = describe_gpu()
-    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    machine = show_gpu()
     step = Step(scenario)
     with with_kernels():
         why = refusal(step)
@@ -340,8 +331,7 @@ def main() -> None:
     report(document, rows)
     if arguments.quick:
         return
-    slug = re.sub(r"[^a-z0-9]+", "_", machine["gpu"].lower()).strip("_")
-    file = arguments.out / f"alone_{slug}.json"
+    file = arguments.out / file_name("alone", machine)
     stated = {
         "source": "SonicMoE's for an H100, as the project's issue states them",
         "forward_flop_per_second": SONIC_FORWARD,

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,18 +40,23 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from bench.bench_gpu import describe_gpu
-from bench.bench_grouped_gemm import MODELS, QUICK_ROWS, ROWS, Model, difference
-from bench.timing import Timing, table, write_json
+from bench.device import (
+    WARMUP,
+    difference,
+    file_name,
+    flush_buffer,
+    in_clusters,
+    need_gpu,
+    part_seconds,
+    show_gpu,
+)
+from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
+from bench.timing import Timing, table, turns, write_json
 from pmoe.kernels import comet, grouped_gemm
-from pmoe.kernels.grouped_gemm import launch
 from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, even_choices, routes_of
 from pmoe.planner.division import Division
 
 DEVICE = torch.device("cuda", 0)
-FLUSH_BYTES = 1 << 28
-"""Far more than any L2 cache holds."""
-WARMUP = 3
 LEAD_CYCLES = 3_000_000
 """The device sleeps so long, 1.5 ms at 2 GHz, while the host enqueues what is timed: device time counts."""
 
@@ -68,10 +72,6 @@ LIMIT = 2.0**-6
 
 Times = list[float]
 """Milliseconds of the parts of a run, in order."""
-
-
-def draw(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE).mul_(scale)
 
 
 class Scenario:
@@ -189,30 +189,15 @@ def check(scenario: Scenario, fused: Fused) -> float:
 # ---- then time
 
 
-def milliseconds(parts: Sequence[Callable[[], object]], flush: Tensor) -> Times:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
-    flush.zero_()
-    torch.cuda._sleep(LEAD_CYCLES)
-    events[0].record()
-    for part, event in zip(parts, events[1:], strict=True):
-        part()
-        event.record()
-    events[-1].synchronize()
-    return [float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(events)]
-
-
 def in_turn(
     runs: Mapping[Any, Callable[[], Sequence[Callable[[], object]]]], rounds: int, flush: Tensor
 ) -> dict[Any, list[Times]]:
     """The parts' milliseconds, a sample a round: every run once in each, which begins with another."""
-    names = list(runs)
-    samples: dict[Any, list[Times]] = {name: [] for name in names}
-    for round_ in range(-WARMUP, rounds):
-        for turn in range(len(names)):
-            name = names[(turn + round_) % len(names)]
-            taken = milliseconds(runs[name](), flush)
-            if round_ >= 0:
-                samples[name].append(taken)
+    samples: dict[Any, list[Times]] = {name: [] for name in runs}
+    for round_, name in turns(list(runs), rounds, WARMUP):
+        seconds = part_seconds(runs[name](), flush, LEAD_CYCLES)
+        if round_ >= 0:
+            samples[name].append([1e3 * part for part in seconds])
     return samples
 
 
@@ -250,17 +235,6 @@ def sweep(fused: Fused, rounds: int, flush: Tensor) -> Sweep:
     )
 
 
-def in_clusters(blocks: int, parts: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    def so(part: Callable[[], object]) -> object:
-        before, launch.CLUSTER = launch.CLUSTER, blocks
-        try:
-            return part()
-        finally:
-            launch.CLUSTER = before
-
-    return [lambda part=part: so(part) for part in parts]
-
-
 def timing(samples: Sequence[Times], part: int | None = None) -> Timing:
     """Of one part, or of all together; in seconds."""
     return Timing(tuple((sum(taken) if part is None else taken[part]) / 1e3 for taken in samples))
@@ -277,7 +251,7 @@ def measure(
     runs: dict[str, Callable[[], Sequence[Callable[[], object]]]] = {
         "fused": fused.pair(dispatch, combine),
         "in place": scenario.in_place,
-        "alone": lambda: in_clusters(1, scenario.in_place()),
+        "alone": lambda: [in_clusters(1, part) for part in scenario.in_place()],
         "torch": scenario.torch_products,
     }
     samples = in_turn(runs, rounds, flush)
@@ -333,18 +307,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows, 5 rounds, no file")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_comet: not run, torch sees no CUDA device")
-    torch.cuda.set_device(0)
+    need_gpu("bench_comet")
     path, reason = comet.path(DEVICE)
     if path is None:
         sys.exit(f"bench_comet: not run, {reason}")
     rounds = 5 if arguments.quick else arguments.rounds
     num_rows = QUICK_ROWS if arguments.quick else ROWS
-    machine = describe_gpu()
-    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    machine = show_gpu()
     print(f"the kernels of {path}; {num_rows} routed rows, SwiGLU, bfloat16, uniform routing", flush=True)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=DEVICE)
+    flush = flush_buffer()
     rows, documents = [], []
     for model in MODELS:
         if model.by_bound:  # Qwen2-MoE: not among this benchmark's goals
@@ -362,8 +333,7 @@ def main() -> None:
     print("\n".join(["over the goals:", *(over or ["none"])]))
     if arguments.quick:
         return
-    slug = re.sub(r"[^a-z0-9]+", "_", machine["gpu"].lower()).strip("_")
-    file = arguments.out / f"comet_{slug}.json"
+    file = arguments.out / file_name("comet", machine)
     write_json(
         file, **machine, kernels=path, routed_rows=num_rows, rounds=rounds,
         goals={"x in place": GOAL}, over_the_goals=over, rows=rows, measured=documents,

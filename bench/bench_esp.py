@@ -21,8 +21,7 @@ import functools
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.links import INFINITE, launch
+from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, timed
+from bench.quiet import Measured, Neighbours, measure_quietly
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import Span, recording
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace
 from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
 
-DIRECTIONS = ("forward", "backward")
-PARTS = (*DIRECTIONS, "step")
 VARIANTS = ("two lanes", "one lane", "sequential")
 NODES, RANKS_PER_NODE = 2, 2
 WORLD = NODES * RANKS_PER_NODE
@@ -85,18 +84,10 @@ def make_mesh() -> DeviceMesh:
 
 
 def make_layer(setting: Setting, mesh: DeviceMesh) -> tuple[pmoe.MoELayer, Tensor, Tensor]:
-    """(layer, x, dy) with the same number of rows for every expert: the load is not what is measured."""
+    """(layer, x, dy), as `even_batch` makes them."""
     torch.manual_seed(0)
     layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts, setting.top_k, mesh=mesh)
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(setting.tokens, setting.d_model)
-    first = torch.randperm(setting.tokens) % setting.num_experts
-    with torch.no_grad():
-        layer.gate.weight.normal_(std=1e-3)
-        layer.gate.weight[:, : setting.num_experts] += torch.eye(setting.num_experts)
-        for choice in range(setting.top_k):
-            x[torch.arange(setting.tokens), (first + choice) % setting.num_experts] += 10
-    return layer, x.requires_grad_(), torch.randn(setting.tokens, setting.d_model)
+    return layer, *even_batch(layer, setting.tokens)
 
 
 class Step:
@@ -110,109 +101,7 @@ class Step:
         self.layer.one_lane, self.layer.sequential = variant != "two lanes", variant == "sequential"
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
-        dist.barrier()
-        start = time.perf_counter()
-        y = self.layer(self.x)
-        middle = time.perf_counter()
-        y.backward(self.dy)
-        end = time.perf_counter()
-        return {"forward": middle - start, "backward": end - middle, "step": end - start}
-
-
-Run = Callable[[], dict[str, float]]
-
-
-def messages_alone(setting: Setting, group: dist.ProcessGroup, sent: Sequence[int]) -> Run:
-    """The two messages of a pass on one sort of link, each whole. sent: rows for each rank."""
-    rows = torch.randn(sum(sent), setting.d_model)
-    received = torch.empty_like(rows)
-
-    def run() -> dict[str, float]:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(2):
-            dist.all_to_all_single(received, rows, list(sent), list(sent), group=group)
-        seconds = time.perf_counter() - start
-        return {"forward": seconds, "backward": seconds, "step": 2 * seconds}
-
-    return run
-
-
-class Neighbours:
-    """What other processes take of the machine's cores: ratios need all of them (Linux)."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), time.process_time()
-
-    def share(self) -> float:
-        """Of all cores, since `start`: what neither this process nor its peers used. A collective."""
-        own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
-        dist.all_reduce(own)
-        seconds = time.monotonic() - self._began
-        return max(0.0, (_busy_seconds() - self._busy - own.item()) / (seconds * (os.cpu_count() or 1)))
-
-    def wait(self, patience_seconds: float, most: float = 0.1) -> None:
-        """Returns on all ranks when others take at most that share, or when rank 0's patience is over."""
-        end = time.monotonic() + patience_seconds
-        while dist.get_rank() == 0 and time.monotonic() < end:
-            self._began, self._busy = time.monotonic(), _busy_seconds()
-            time.sleep(2)
-            if (_busy_seconds() - self._busy) / (2 * (os.cpu_count() or 1)) <= most:
-                break
-        dist.barrier()
-
-
-def _busy_seconds() -> float:
-    """Of all cores since the machine started."""
-    user, nice, system, _idle, _io, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
-    return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """times: the slowest rank's, of the rounds that count. neighbours: the share of the machine that other
-    processes took, of all rounds; rounds: which of them count."""
-
-    times: dict[str, dict[str, Timing]]
-    neighbours: list[float]
-    rounds: list[int]
-
-
-def measure(runs: dict[str, Run], rounds: int, patience_seconds: float) -> Measured:
-    """Every run once a round, each round from another one on. Of twice as many rounds at most those count in
-    which other processes left the machine alone, or else those in which they took least."""
-    every, neighbours = list(runs.values()), Neighbours()
-    shares: list[float] = []
-    taken: list[torch.Tensor] = []
-    for run in every:
-        run()
-    while len(shares) < 2 * rounds and sum(share <= QUIET for share in shares) < rounds:
-        neighbours.wait(patience_seconds)
-        samples = torch.zeros(len(runs), len(PARTS), dtype=torch.float64)
-        neighbours.start()
-        for turn in range(len(every)):
-            i = (turn + len(shares)) % len(every)
-            times = every[i]()
-            samples[i] = torch.tensor([times[part] for part in PARTS])
-        shares.append(neighbours.share())
-        shared = torch.tensor(shares[-1:], dtype=torch.float64)
-        dist.broadcast(shared, 0)  # each rank's clock is its own
-        shares[-1] = shared.item()
-        dist.all_reduce(samples, op=dist.ReduceOp.MAX)
-        taken.append(samples)
-    kept = sorted(sorted(range(len(shares)), key=lambda at: shares[at])[:rounds])
-    times = {
-        name: {part: Timing(tuple(float(taken[at][i, j]) for at in kept)) for j, part in enumerate(PARTS)}
-        for i, name in enumerate(runs)
-    }
-    return Measured(times, shares, kept)
-
-
-QUIET = 0.1
-"""Share of the machine that other processes may take in a round that counts."""
+        return timed(lambda: self.layer(self.x), self.dy)
 
 
 @dataclass(frozen=True)
@@ -238,10 +127,9 @@ def measure_work(step: Step, rounds: int) -> Work:
         if not turn:
             continue
         for direction in DIRECTIONS:
-            spans = [span for span in journal.spans if span.direction == direction]
+            spans, covered = spans_of(journal, direction)
             for span in spans:
                 samples.setdefault((direction, span.kind.value), []).append(span.end - span.start)
-            covered = max(span.end for span in spans) - min(span.start for span in spans)
             samples.setdefault((direction, "outside"), []).append(times[direction] - covered)
     medians = torch.tensor([statistics.median(values) for values in samples.values()], dtype=torch.float64)
     dist.all_reduce(medians)
@@ -349,12 +237,12 @@ def run_rank(link: Any, setting: Setting, degrees: list[int], rounds: int, patie
     others = [0 if r == across else setting.rows // NODES for r in range(NODES)]
     peers = [0 if r == inside else setting.rows for r in range(RANKS_PER_NODE)]
     runs: dict[str, Run] = {
-        "between nodes alone": messages_alone(setting, mesh.get_group("ep"), others),
-        "inside nodes alone": messages_alone(setting, mesh.get_group("esp"), peers),
+        "between nodes alone": messages_alone(others, setting.d_model, mesh.get_group("ep")),
+        "inside nodes alone": messages_alone(peers, setting.d_model, mesh.get_group("esp")),
     }
     for n, variant in runs_of(degrees):
         runs[run_name(n, variant)] = functools.partial(step, n, variant)
-    measured = measure(runs, rounds, patience_seconds)
+    measured = measure_quietly(runs, rounds, patience_seconds)
     load.append(os.getloadavg()[0])
     before = asdict(step.layer.traffic)
     step(degrees[-1], "two lanes")

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -34,14 +32,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
 import pmoe
+from bench.device import file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.timing import Timing, table, write_json
 
 DEGREES = (1, 2, 4, 8)
-WARMUP = 3
-FLUSH_BYTES = 1 << 28
-"""More than any L2 cache holds."""
-
 FLOAT32_ERROR = 5e-5
 """Relative, against float64. TF32 would not pass."""
 
@@ -140,11 +137,6 @@ def results(
     return [y.detach(), *found]
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """||got - expected|| / ||expected|| in float64."""
-    return ((got.double() - expected).norm() / expected.norm()).item()
-
-
 def check(
     scenario: Scenario, layer: pmoe.MoELayer, plain: PlainLayer, x: Tensor, grad: Tensor
 ) -> dict[str, Any]:
@@ -190,30 +182,6 @@ def variants(layer: pmoe.MoELayer) -> dict[str, Callable[[], None]]:
 
 
 # ---- then time ---------------------------------------------------------------------------------------
-
-
-def event_seconds(run: Callable[[], None], flush: Tensor) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def time_in_turn(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, Timing]:
-    """Every run once a round, each round beginning with another: what drifts hits all alike."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    names = list(runs)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(-WARMUP, rounds):
-        for turn in range(len(names)):
-            name = names[(turn + round_) % len(names)]
-            seconds = event_seconds(runs[name], flush)
-            if round_ >= 0:
-                samples[name].append(seconds)
-    return {name: Timing(tuple(seconds)) for name, seconds in samples.items()}
 
 
 def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -270,33 +238,6 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
     return {"scenario": asdict(scenario), "check": checked, "rows": rows, "timings": timings}, rows
 
 
-# ---- the machine ---------------------------------------------------------------------------------------
-
-
-def driver_version() -> str:
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        return found.splitlines()[0].strip()
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "unknown: nvidia-smi did not answer"
-
-
-def describe_gpu() -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": torch.cuda.get_device_name(0),
-        "gpu_memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
-        "driver": driver_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Times the layer on one GPU beside the same layer written plainly."
@@ -304,9 +245,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_gpu: not run, torch sees no CUDA device")
-    torch.cuda.set_device(0)
+    need_gpu("bench_gpu")
     torch.set_float32_matmul_precision("highest")
     with tempfile.TemporaryDirectory(prefix="pmoe-bench-") as folder:
         dist.init_process_group(
@@ -318,8 +257,7 @@ def main() -> None:
             device_id=torch.device("cuda", 0),
         )
         try:
-            machine = describe_gpu()
-            print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+            machine = show_gpu()
             measured = []
             for scenario in SCENARIOS:
                 document, rows = measure(scenario, arguments.rounds)
@@ -329,8 +267,7 @@ def main() -> None:
         finally:
             torch.cuda.synchronize()
             dist.destroy_process_group()
-    slug = re.sub(r"[^a-z0-9]+", "_", machine["gpu"].lower()).strip("_")
-    path = arguments.out / f"gpu_layer_{slug}.json"
+    path = arguments.out / file_name("gpu_layer", machine)
     write_json(path, **machine, rounds=arguments.rounds, scenarios=measured)
     print(f"\nwritten: {path}")
 

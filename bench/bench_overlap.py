@@ -20,21 +20,30 @@ import argparse
 import functools
 import statistics
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-import pmoe
-from bench.links import INFINITE, launch, measure_rate
+from bench.links import INFINITE, launch
+from bench.passes import (
+    DIRECTIONS,
+    PARTS,
+    Run,
+    Setting,
+    choose_rate,
+    make_layer,
+    measure,
+    measure_message,
+    messages_alone,
+    products_alone,
+    spans_of,
+    timed,
+)
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import Span, recording
 from pmoe.planner.costs import LineCost, fit_line
@@ -42,44 +51,6 @@ from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import Bar, bars, chrome_trace, draw
 from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
 from pmoe.schedule.tasks import local_pieces
-
-DIRECTIONS = ("forward", "backward")
-PARTS = (*DIRECTIONS, "step")
-Run = Callable[[], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One layer and batch. Letters as in DESIGN.md: rows a rank = T * K."""
-
-    rows: int = 4096
-    d_model: int = 512
-    d_hidden: int = 2048
-    num_experts: int = 8
-    world: int = 2
-
-    @property
-    def remote_rows(self) -> int:
-        """Rows that each rank sends in one direction."""
-        return self.rows * (self.world - 1) // self.world
-
-    @property
-    def row_bytes(self) -> int:
-        return 4 * self.d_model
-
-
-def make_layer(setting: Setting) -> tuple[pmoe.MoELayer, Tensor, Tensor]:
-    """(layer, x, dy) with the same number of rows for every expert: the load is not what is measured."""
-    torch.manual_seed(0)
-    layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts)
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(setting.rows, setting.d_model)
-    expert = torch.randperm(setting.rows) % setting.num_experts
-    with torch.no_grad():
-        layer.gate.weight.normal_(std=1e-3)
-        layer.gate.weight[:, : setting.num_experts] += torch.eye(setting.num_experts)
-        x[torch.arange(setting.rows), expert] += 10
-    return layer, x.requires_grad_(), torch.randn(setting.rows, setting.d_model)
 
 
 class Step:
@@ -92,74 +63,7 @@ class Step:
         self.layer.pipeline, self.layer.sequential = n, is_sequential
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
-        dist.barrier()
-        start = time.perf_counter()
-        y = self.layer(self.x)
-        middle = time.perf_counter()
-        y.backward(self.dy)
-        end = time.perf_counter()
-        return {"forward": middle - start, "backward": end - middle, "step": end - start}
-
-
-def products_alone(setting: Setting) -> Run:
-    """The experts' products on the routed rows and nothing else, each as large as it can be."""
-    local = setting.num_experts // setting.world
-    rows = setting.rows // local  # every expert gets as many rows
-    w1 = torch.randn(local, setting.d_hidden, setting.d_model)
-    w2 = torch.randn(local, setting.d_model, setting.d_hidden)
-    x, y = torch.randn(2, local, rows, setting.d_model)
-    h, dh = torch.randn(2, local, rows, setting.d_hidden)
-    dw1, dw2, dx = torch.empty_like(w1), torch.empty_like(w2), torch.empty_like(x)
-
-    def run() -> dict[str, float]:
-        dist.barrier()
-        start = time.perf_counter()
-        for e in range(local):
-            torch.mm(x[e], w1[e].t(), out=h[e])
-            torch.mm(h[e], w2[e].t(), out=y[e])
-        middle = time.perf_counter()
-        for e in range(local):
-            torch.mm(y[e], w2[e], out=dh[e])
-            torch.mm(dh[e], w1[e], out=dx[e])
-            torch.mm(dh[e].t(), x[e], out=dw1[e])
-            torch.mm(y[e].t(), h[e], out=dw2[e])
-        end = time.perf_counter()
-        return {"forward": middle - start, "backward": end - middle, "step": end - start}
-
-    return run
-
-
-def messages_alone(setting: Setting) -> Run:
-    """One S and one R of all routed rows, which is what each pass sends; rows that stay are not sent."""
-    world, rank = setting.world, dist.get_rank()
-    splits = [0 if r == rank else setting.rows // world for r in range(world)]
-    sent = torch.randn(sum(splits), setting.d_model)
-    received = torch.empty_like(sent)
-
-    def run() -> dict[str, float]:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(2):
-            dist.all_to_all_single(received, sent, splits, splits)
-        seconds = time.perf_counter() - start
-        return {"forward": seconds, "backward": seconds, "step": 2 * seconds}
-
-    return run
-
-
-def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dict[str, Timing]]:
-    """Every run once a round, so that a drifting machine hits all alike; the slowest rank's times."""
-    samples = torch.zeros(len(runs), 3, rounds, dtype=torch.float64)
-    for turn in range(-warmup, rounds):
-        for i, run in enumerate(runs.values()):
-            times = run()
-            if turn >= 0:
-                samples[i, :, turn] = torch.tensor([times[part] for part in PARTS])
-    dist.all_reduce(samples, op=dist.ReduceOp.MAX)
-    return {
-        name: {part: Timing(tuple(samples[i, j].tolist())) for j, part in enumerate(PARTS)}
-        for i, name in enumerate(runs)
-    }
+        return timed(lambda: self.layer(self.x), self.dy)
 
 
 # ---- the prediction
@@ -197,23 +101,20 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
             if turn == 0:
                 continue
             for direction in DIRECTIONS:
-                spans = [span for span in journal.spans if span.direction == direction]
-                covered = max(s.end for s in spans) - min(s.start for s in spans)
+                spans, covered = spans_of(journal, direction)
                 if n == 1:
                     outside[direction].append(times[direction] - covered)
                 for span in spans:
                     size = rows_of(setting, span.kind, span.chunk, n)
                     samples[direction, span.kind].append((size, span.end - span.start))
-    link.set_rate(rate)
-    size = setting.remote_rows * setting.row_bytes
-    alpha, bytes_per_second = measure_rate((size // 16, size), rounds=rounds)
+    message = measure_message(link, setting, rate, rounds)
     compute: dict[str, dict[str, LineCost]] = {direction: {} for direction in DIRECTIONS}
     for (direction, kind), points in samples.items():
         if kind not in (Kind.DISPATCH, Kind.COMBINE, Kind.WEIGHTS):
             compute[direction][kind.value] = fit_line(points)
     return Costs(
         compute=compute,
-        message=LineCost(max(alpha, 0.0), 1 / bytes_per_second),
+        message=message,
         outside={direction: statistics.median(values) for direction, values in outside.items()},
     )
 
@@ -242,16 +143,6 @@ def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict
 # ---- one rank
 
 
-def choose_rate(setting: Setting, rate: str, computation: dict[str, Timing]) -> float:
-    """Bytes a second at which communication alone costs what computation alone costs."""
-    if rate not in ("auto", "auto-step"):
-        return float(rate)
-    pass_bytes = 2 * setting.remote_rows * setting.row_bytes
-    if rate == "auto":
-        return pass_bytes / computation["forward"].median
-    return 2 * pass_bytes / computation["step"].median
-
-
 @dataclass(frozen=True)
 class Result:
     """What rank 0 brings home."""
@@ -271,7 +162,11 @@ def run_rank(
     computation = measure({"computation": alone}, rounds)["computation"]
     bytes_per_second = choose_rate(setting, rate, computation)
     costs = measure_costs(step, setting, link, bytes_per_second, rounds)
-    runs: dict[str, Run] = {"computation alone": alone, "communication alone": messages_alone(setting)}
+    sent = [0 if r == dist.get_rank() else setting.rows // setting.world for r in range(setting.world)]
+    runs: dict[str, Run] = {
+        "computation alone": alone,
+        "communication alone": messages_alone(sent, setting.d_model),
+    }
     for is_sequential in (False, True) if with_sequential else (False,):
         for n in degrees:
             runs[run_name(n, is_sequential)] = functools.partial(step, n, is_sequential)

@@ -17,7 +17,6 @@ Letters: T tokens, K choices, N = T * K rows, M columns.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,12 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.bench_gpu import describe_gpu, relative_error, time_in_turn
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.device import COPY_BYTES, file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.timing import Timing, table, write_json
 from pmoe.kernels import permute as kernels
-
-COPY_BYTES = 2 << 30
-"""Of the source: far more than any L2 cache holds."""
 
 GOAL = 0.85
 EXPERTS = 64
@@ -294,14 +292,11 @@ def main() -> None:
         "--parts", type=int, nargs="+", default=[0], help="warps that share a token, to sweep"
     )
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_permute: not run, torch sees no CUDA device")
-    torch.cuda.set_device(0)
+    need_gpu("bench_permute")
     reason = kernels.refusal(torch.device("cuda", 0), torch.bfloat16, 2)
     if reason is not None:
         sys.exit(f"bench_permute: not run, {reason}")
-    machine = describe_gpu()
-    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    machine = show_gpu()
     copy = measure_copy(arguments.rounds)
     copy_rate = 2 * COPY_BYTES / copy.median
     print(f"copy: {copy_rate / 1e9:.4g} GB/s, spread {copy.spread:.3g}; goal: {GOAL} of it", flush=True)
@@ -315,8 +310,7 @@ def main() -> None:
         slow = [row for row in rows if row["of copy"] < GOAL and "parts" not in row["kernel"]]
         under += [f"{scenario.name}: {row['kernel']} {row['of copy']:.3f}" for row in slow]
         torch.cuda.empty_cache()
-    slug = re.sub(r"[^a-z0-9]+", "_", machine["gpu"].lower()).strip("_")
-    path = arguments.out / f"permute_{slug}.json"
+    path = arguments.out / file_name("permute", machine)
     copied = {"bytes": 2 * COPY_BYTES, "bytes_per_second": copy_rate, "timing": copy}
     write_json(path, **machine, rounds=arguments.rounds, goal=GOAL, copy=copied, scenarios=measured)
     print("\n".join(["", "under the goal:", *(under or ["none"]), f"written: {path}"]))

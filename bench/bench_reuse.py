@@ -33,8 +33,19 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
-from bench.bench_overlap import Run, Setting, choose_rate, make_layer, measure, products_alone
-from bench.links import INFINITE, launch, measure_rate
+from bench.links import INFINITE, launch
+from bench.passes import (
+    DIRECTIONS,
+    Run,
+    Setting,
+    choose_rate,
+    make_layer,
+    measure,
+    measure_message,
+    products_alone,
+    spans_of,
+    timed,
+)
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import recording
 from pmoe.planner.costs import LineCost, fit_line
@@ -42,9 +53,6 @@ from pmoe.planner.simulator import makespan, simulate
 from pmoe.schedule import Kind, Stages
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.rings import rotating_backward, rotating_forward
-
-DIRECTIONS = ("forward", "backward")
-
 
 # ---- the plain layer
 
@@ -113,13 +121,7 @@ class Step:
 
     def __call__(self, variant: str | Restore, n: int, is_sequential: bool = False) -> dict[str, float]:
         self.clear()
-        dist.barrier()
-        start = time.perf_counter()
-        y = self.forward(variant, n, is_sequential)
-        middle = time.perf_counter()
-        y.backward(self.dy)
-        end = time.perf_counter()
-        return {"forward": middle - start, "backward": end - middle, "step": end - start}
+        return timed(lambda: self.forward(variant, n, is_sequential), self.dy)
 
     def gradients(self, variant: str | Restore, n: int) -> list[Tensor]:
         self(variant, n)
@@ -197,16 +199,13 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
                 if turn == 0:
                     continue
                 for direction in DIRECTIONS:
-                    spans = [span for span in journal.spans if span.direction == direction]
-                    covered = max(s.end for s in spans) - min(s.start for s in spans)
+                    spans, covered = spans_of(journal, direction)
                     if n == 1:
                         outside[direction].append(times[direction] - covered)
                     for span in spans:
                         point = (rows_of(setting, span.kind, n), span.end - span.start)
                         samples[str(pair), direction, span.kind].append(point)
-    link.set_rate(rate)
-    size = setting.remote_rows * setting.row_bytes
-    alpha, bytes_per_second = measure_rate((size // 16, size), rounds=rounds)
+    message = measure_message(link, setting, rate, rounds)
     tasks: dict[str, dict[str, dict[str, LineCost]]] = {
         str(pair): {direction: {} for direction in DIRECTIONS} for pair in pairs
     }
@@ -216,7 +215,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
             tasks[pair_name][direction][kind.value] = fit_line(points)
     return Costs(
         tasks=tasks,
-        message=LineCost(max(alpha, 0.0), 1 / bytes_per_second),
+        message=message,
         outside={direction: statistics.median(values) for direction, values in outside.items()},
     )
 

@@ -12,15 +12,18 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.distributed as dist
 
 from pmoe import text
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class Timing:
     @property
     def low(self) -> float:
         """First quartile, in seconds."""
-        return _quantile(self.samples, 0.25)
+        return float(numpy.quantile(self.samples, 0.25))
 
     @property
     def high(self) -> float:
         """Third quartile, in seconds."""
-        return _quantile(self.samples, 0.75)
+        return float(numpy.quantile(self.samples, 0.75))
 
     @property
     def spread(self) -> float:
@@ -90,19 +93,24 @@ def interleaved(
         barrier = dist.barrier if grouped else _nothing
     names = list(runs)
     seconds = torch.zeros(len(names), rounds, dtype=torch.float64)
-    for round_ in range(-warmup, rounds):
-        for turn in range(len(names)):
-            variant = (turn + round_) % len(names)
-            barrier()
-            start = time.perf_counter()
-            runs[names[variant]]()
-            taken = time.perf_counter() - start
-            if round_ >= 0:
-                seconds[variant, round_] = taken
+    for round_, variant in turns(range(len(names)), rounds, warmup):
+        barrier()
+        start = time.perf_counter()
+        runs[names[variant]]()
+        taken = time.perf_counter() - start
+        if round_ >= 0:
+            seconds[variant, round_] = taken
     if grouped:
         seconds = seconds.cuda() if dist.get_backend() == "nccl" else seconds
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # one reduction at the end: none between the samples
     return {name: Timing(tuple(row)) for name, row in zip(names, seconds.tolist(), strict=True)}
+
+
+def turns(names: Sequence[Name], rounds: int, warmup: int) -> Iterator[tuple[int, Name]]:
+    """(round, name) of every run, rounds from -warmup to rounds - 1. Each round begins with another name."""
+    for round_ in range(-warmup, rounds):
+        for turn in range(len(names)):
+            yield round_, names[(turn + round_) % len(names)]
 
 
 def machine() -> dict[str, Any]:
@@ -147,14 +155,6 @@ def write_json(path: str | Path, **content: Any) -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _quantile(samples: Sequence[float], fraction: float) -> float:
-    ordered = sorted(samples)
-    position = fraction * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def _cpu_name() -> str:

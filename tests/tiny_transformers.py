@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -101,3 +103,31 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     """The error of ``found`` by the size of ``wanted``, as norms."""
     found, wanted = found.detach(), wanted.detach()
     return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12))
+
+
+class Later:
+    """A module that is imported when something of it is used: not while tests are collected."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+integration = Later("pmoe.integrations.transformers")
+
+
+@pytest.fixture(autouse=True)
+def as_by_default() -> Iterator[None]:
+    yield
+    integration.configure()
+
+
+def trained(model: Any, ids: Tensor, **given: Any) -> tuple[Any, dict[str, Tensor]]:
+    """One forward and backward in training mode: (output, gradients). Phi's router draws random numbers."""
+    model.train()
+    torch.manual_seed(3)
+    output = model(input_ids=ids, labels=ids, **given)
+    output.loss.backward()
+    return output, dict(gradients(model))

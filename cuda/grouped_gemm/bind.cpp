@@ -1,4 +1,4 @@
-// Addresses and streams come as integers; pmoe/kernels/grouped_gemm/products.py has checked what they stand for.
+// Addresses and streams come as integers; pmoe/kernels/grouped_gemm/products.py has checked their meaning.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>

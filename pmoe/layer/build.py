@@ -80,8 +80,6 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
             f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None where "
             f"{name}"
         )
-    if getattr(parts.gate, "mixes_tokens", False) and parts.shared_expert is not None:
-        raise ValueError("shared_expert must be None with SoftMoE, which mixes tokens")
     if parts.shared_gate is not None and parts.shared_expert is None:
         raise ValueError("shared_gate (True) must be False without a shared_expert")
     if isinstance(pair, Restore) and pair.offloads:
@@ -186,6 +184,7 @@ def _module_experts(modules: Iterable[nn.Module]) -> Experts:
 
 def make_shared(
     spec: LayerSpec,
+    gate: nn.Module,
     shared: int | nn.Module | None,
     expert: object,
     activation: str,
@@ -194,6 +193,8 @@ def make_shared(
 ) -> Experts | None:
     if shared is None:
         return None
+    if getattr(gate, "mixes_tokens", False):
+        raise ValueError(f"shared_expert ({shared}) must be None with SoftMoE, which mixes tokens")
     if isinstance(shared, nn.Module):
         made = _module_experts([shared])
         made.is_parallel = False

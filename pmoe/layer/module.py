@@ -37,110 +37,59 @@ if TYPE_CHECKING:
 
 
 class MoELayer(nn.Module):
-    """A Mixture-of-Experts layer, expert-parallel over a process group, in overlapped micro-batches.
+    """A Mixture-of-Experts layer: its experts are spread over ranks, its tokens travel in micro-batches.
 
-    Each token goes to the top_k experts that its gate picks and gets back the sum of their outputs, each
-    times its routing weight. The experts are spread evenly over the ranks of ``group``; rank r holds
-    experts [r * E / W, (r + 1) * E / W). Rows whose expert is on another rank travel there and back by
-    all-to-all, in ``pipeline`` micro-batches whose communication hides behind the experts' computation
-    (MPipeMoE, section III.B).
+    Each token goes to the top_k experts that its gate picks and gets the sum of their outputs, each times its
+    routing weight. Rank r of W holds experts [r * E / W, (r + 1) * E / W); rows travel by all-to-all, hidden
+    behind the experts' computation (MPipeMoE, section III.B). docs/choosing.md says when to use which.
 
-    Args:
-        d_model: M, columns of the input and the output.
-        d_hidden: H, width of an expert's hidden layer.
-        num_experts: E, over all ranks; the group's size must divide it.
-        top_k: K, experts a token.
-        gate: "topk" (softmax, top-k, renormalised where top_k > 1), "switch" (top-1, the probability),
-            another name of `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
-        expert: "ffn", "swiglu", or a callable that builds one expert, a module from (N, M) to (N, M): called
-            as expert(d_model, d_hidden) if it takes two arguments, else expert(), once a local expert. A
-            `torch.nn.ModuleList` of this rank's experts, or a `pmoe.experts.Experts`, is taken as it is.
-        activation: of "ffn": "relu", "gelu" (exact) or "silu".
-        bias: whether "ffn" and "swiglu" experts have b1 and b2.
-        capacity_factor: None keeps every row. A number keeps ceil(factor * T * K / E) rows from each rank
-            for each expert, in token order; what is dropped adds nothing to its token, and the weights of
-            the rest stay as they are. The number of micro-batches changes nothing about it.
-        pad_to_capacity: sends as many rows from each rank to every expert, those that the capacity allows,
-            zeros where fewer were routed there. No counts are exchanged then and the host waits for nothing,
-            so that a CUDA graph can hold a call, on any number of ranks, if one like it came before. Results
-            are those without padding; padding rows cost the computation and communication of others: in all
-            there are capacity_factor times the routed rows, but no more than a row a token for each expert,
-            and up to n - 1 more for each (15 where n is chosen), for chunks are equal. All ranks must have
-            the same number of tokens and ask for gradients alike, or ValueError is raised on every rank; on
-            CUDA this is checked the first time that such a call comes, and a later mistake of one rank,
-            whatever it is, leaves the others waiting until the group's timeout. Experts that are modules see
-            the zeros, too, and must have finite gradients there (x / x.norm() has none). Memory is not
-            predicted.
-        pipeline: n, the number of micro-batches; False is 1. True finds n of both passes by trials: the first
-            time that the ranks' largest number of tokens is outside what is known, real steps for n from 1 to
-            16 are timed on that batch (MPipeMoE, Algorithm 1); small batches, inference, single ranks and
-            experts that are modules go by a rule instead. See `save_degrees`. "solve" finds n of each pass
-            from costs that are measured at the first call and kept (FSMoE, Algorithm 1, refined on the
-            simulator); with memory_reuse=False both passes have the same n.
-        memory_reuse: False gives each chunk memory of its own. All else rotates buffers through the slots of
-            rings (MPipeMoE, section III.D) and says what becomes of T_DI and T_M between the passes: a
-            `pmoe.Restore`, "S1" to "S4", or True for the cheapest of these four by Eq. 10, on rates that are
-            measured at the first call and kept (`pmoe profile`); under a budget, of all nine pairs.
-        pipeline_backward: n of the backward pass, a divisor or a multiple of ``pipeline``; None is the same.
-        slack: rows of a ring slot over the balanced share. Where routing is skewed beyond it, all ranks alike
-            cut the batch into more chunks.
-        memory_budget: bytes, or such as "2GiB", that output, saved tensors, slots, temporaries and the
-            input's gradient hold to for any routing, parameters' gradients aside. n (if ``pipeline`` is True)
-            and the pair (if ``memory_reuse`` is) are chosen for it, by predicted time; a budget that nothing
-            holds is a ValueError at the call, on every rank, that says what the least would be.
-        group: the process group; None is the default group, or one rank where none is initialised;
-            `pmoe.comm.ranks.Ranks.alone()` is one rank in any case.
-        mesh: instead of group, a `torch.distributed.device_mesh` of the dimensions "ep" and "esp": experts
-            are spread over "ep", and each expert's hidden columns are split over "esp", the ranks of a node
-            (FSMoE's ESP): its tokens are gathered there before it and its partial outputs summed behind it.
-            Each rank has tokens of its own. "ffn" and "swiglu" are split; a `pmoe.experts.Experts` must be a
-            part already.
-        fused: computes a call by COMET's fused kernels, in which tiles of the experts' first product start as
-            their rows arrive and columns of the second leave as they are computed. "forward" does so forward,
-            and goes backward by the pipeline engine with ``pipeline_backward`` chunks; True does so in both
-            passes, and nothing is cut into chunks; "auto" is True where they were measured to be faster.
-            ``memory_reuse`` is as ever, but nothing is offloaded: True takes "S4". What they do not compute
-            falls back to the layer as it is with False, and so does a batch that brings any rank more rows
-            than their memory holds; a warning says why, once a reason, but with "auto".
-        order: "sorted", "einsum" (GShard's, the slow reference), or a `pmoe.Order`.
-        dispatch: how rows travel to their experts: "flat", "hierarchical_1d" or "hierarchical_2d", or a
-            `pmoe.Dispatch`.
-        combine: how they return, a name or a `pmoe.Combine`; None is as dispatch.
-        nodes: for the hierarchical ones, ranks a node, or the node of each rank; None asks the launcher's
-            LOCAL_WORLD_SIZE.
-        send_once: with top_k > 1, a token goes once to a rank that holds several of its experts, and comes
-            back as one sum.
-        shared_expert: a dense expert for every token beside the routed ones (DeepSeek's, Qwen2-MoE's): its
-            hidden width, for one of the kind of ``expert``, or a module from (T, M) to (T, M). It is computed
-            while the first chunk travels; its parameters are like any dense layer's, not marked as experts'.
-        shared_gate: the shared expert's output is scaled by sigmoid(shared_gate(x)), a factor a token.
-        callbacks: `pmoe.Callback` objects: their hooks may replace what passes six points of the layer.
+    Sizes:
+        d_model, d_hidden: M, columns of input and output; H, width of an expert.
+        num_experts, top_k: E, over all ranks, a multiple of their number; K, experts a token.
         device, dtype: of the parameters.
-        normalize_gate: overrides whether "topk" scales a token's weights to sum 1.
-        z_loss_weight: adds that much of the router z-loss to l_aux.
-        check_finite: raise, on every rank, where any rank's gate logits hold NaN or infinity.
-        bypass_local: rows whose expert is on this rank are computed in place. False sends them through
-            the collective as well (to test or measure it).
-        sequential: every step waits for the one before (the baseline of overlap measurements).
-        one_lane: collectives inside a node wait for those between nodes (likewise).
+    Experts:
+        expert: "ffn", "swiglu", a callable that builds one module from (N, M) to (N, M), a ModuleList of this
+            rank's experts, or a `pmoe.experts.Experts`.
+        activation, bias: of "ffn": "relu", "gelu" (exact) or "silu"; of both: whether there are b1 and b2.
+        shared_expert: a dense expert for every token: its width, or a module from (T, M) to (T, M).
+        shared_gate: scales the shared expert's output by sigmoid(shared_gate(x)).
+    Gate:
+        gate: a name of `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
+        normalize_gate: whether "topk" scales a token's weights to sum 1; None is its default.
+        z_loss_weight: adds this much of the router z-loss to l_aux.
+        capacity_factor: each rank keeps its first ceil(factor * T * K / E) rows for each expert; None all.
+        pad_to_capacity: sends every expert as many rows as its capacity: the host then waits for nothing.
+        check_finite: raises on every rank where any rank's gate logits hold NaN or infinity.
+    Pipelining:
+        pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1),
+            "solve" from measured costs (FSMoE, Algorithm 1).
+        pipeline_backward: n of the backward pass, a divisor or a multiple of pipeline; None is the same.
+        fused: COMET's fused kernels: True in both passes, "forward", or "auto" where measured to be faster.
+    Memory:
+        memory_reuse: what becomes of T_DI and T_M between the passes: False gives each chunk memory of its
+            own, "S1" to "S4" or a `pmoe.Restore` reuse it in rings, True takes the cheapest pair by Eq. 10.
+        memory_budget: bytes, or a string such as "2GiB", that hold for any routing; n and the pair, where
+            True, are chosen for it.
+        slack: slot_rows = ceil(slack * T * K / n); routing that is more skewed is cut into more chunks.
+    Ranks:
+        group: the process group; None is the default group, `Ranks.alone()` one rank.
+        mesh: instead of group, a device mesh of "ep" and "esp"; experts' hidden columns are split over "esp".
+        dispatch, combine: "flat", "hierarchical_1d", "hierarchical_2d", or a `pmoe.Dispatch`, `pmoe.Combine`.
+        nodes: for hierarchical ones, ranks a node or the node of each rank; None asks LOCAL_WORLD_SIZE.
+        send_once: with top_k > 1 a token goes once to a rank that holds several of its experts.
+        order: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
+        callbacks: `pmoe.Callback` objects, which may replace rows at six points.
+        bypass_local, sequential, one_lane: see `pmoe.layer.switches.Switches`.
 
-    Attributes:
-        l_aux: scalar, the auxiliary loss of the last forward, attached to its graph: the load-balance loss
-            of this rank's tokens (1 where even), plus the z-loss.
-        tokens_per_expert: (E,) int64 on the CPU, kept rows of this rank for each expert in the last forward.
-        row_counts: of the last forward, rows by bin, rank and expert on the host, for `predict_memory`; with
-            pad_to_capacity those that travelled, padding among them.
-        ran: how the last forward was computed (`pmoe.layer.ran.Ran`); `pmoe.stats` tells it with all else.
-        traffic: bytes this rank has sent to others since the layer was built; what fused kernels write to
-            other ranks is not counted, nor what is compared or agreed once.
+    Options (all but objects, device and dtype) may be set on a built layer; all ranks must set the same.
+    `l_aux`, `tokens_per_expert`, `row_counts`, `ran` and `traffic` (bytes sent) tell of the last call.
 
     Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), or (E / W, 2H, M) for "swiglu", gate
-    rows first; ``experts.w2`` (E / W, M, H); ``experts.b1``, ``experts.b2``. Experts' parameters carry
-    ``allreduce = False``: their gradients are already sums over all ranks' tokens, so data-parallel
-    wrappers must leave them out and divide them by W where losses are averaged over ranks. With one seed
-    the ranks hold together what one rank alone would hold.
+    rows first; ``experts.w2`` (E / W, M, H); ``experts.b1``, ``experts.b2``. Experts' carry ``allreduce =
+    False``: their gradients are sums over all ranks' tokens. With one seed the ranks hold together the values
+    that one rank alone would hold.
 
-    Raises ValueError or TypeError, naming argument, value and rule, when built.
+    Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """
 
     d_model = Option[int]()
@@ -240,7 +189,9 @@ class MoELayer(nn.Module):
         place = build.Place(self.first_expert, self.num_local_experts, self.shard)
         self.experts = build.make_experts(self.spec, place, expert, activation, bias, options)
         self.experts.mark_parameters()
-        self.shared_expert = build.make_shared(self.spec, shared_expert, expert, activation, bias, options)
+        self.shared_expert = build.make_shared(
+            self.spec, self.gate, shared_expert, expert, activation, bias, options
+        )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
 

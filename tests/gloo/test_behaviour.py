@@ -1,18 +1,11 @@
-"""How a layer behaves on several ranks, beside computing the right thing: faults, freezing, orders of calls,
-traffic, groups, and peers that die or never come."""
+"""How a layer behaves on several ranks, beside computing the right thing: freezing, orders of calls, traffic,
+groups."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
-import os
 import pickle
-import re
-import time
-from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,116 +13,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pmoe import MoELayer, Routing
-from pmoe.layer import alike
-from pmoe.layer.alike import check_alike
-from pmoe.layer.parts import Parts
-from tests.pool import Pool, ranks
+from pmoe import MoELayer
+from tests.gloo.kit import (
+    NUM_EXPERTS,
+    TOKENS,
+    backward,
+    build,
+    counted_collectives,
+    error_of,
+    inputs,
+    one_step,
+    part_of,
+)
+from tests.kit import AUX, D_HIDDEN, D_MODEL, assert_same, tokens
+from tests.own_experts import mlp
+from tests.pool import ranks
 from tests.reference import Definition, relative_error
 
-D_MODEL, D_HIDDEN, NUM_EXPERTS, AUX = 6, 10, 8, 0.37
-TOKENS = {1: (13,), 2: (9, 4), 4: (5, 0, 11, 2)}
-
-
-def mlp(d_model: int, d_hidden: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(d_model, d_hidden), nn.GELU(), nn.Linear(d_hidden, d_model))
-
-
-def build(**options: Any) -> MoELayer:
-    torch.manual_seed(7)
-    layer = MoELayer(
-        D_MODEL, D_HIDDEN, NUM_EXPERTS, **{"top_k": 2, "dtype": torch.float64, "pipeline": 2, **options}
-    )
-    with torch.no_grad():
-        for parameter in layer.gate.parameters():
-            parameter *= 3
-    return layer
-
-
-def tokens(count: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, D_MODEL, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def inputs(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """This rank's x and dy."""
-    count = TOKENS[world][rank]
-    return tokens(count, 10 + rank), tokens(count, 20 + rank)
-
-
-def backward(layer: MoELayer, x: Tensor, dy: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> dict:
-    """y and every gradient of one forward and backward."""
-    layer.zero_grad(set_to_none=True)
-    y = (run or layer)(x)
-    ((y * dy).sum() + AUX * layer.l_aux).backward()
-    found = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, **found}
-
-
-def one_step(layer: MoELayer, rank: int, world: int, run: Callable[[Tensor], Tensor] | None = None) -> dict:
-    x, dy = inputs(rank, world)
-    return backward(layer, x.requires_grad_(), dy, run)
-
-
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 0.0) -> None:
-    assert set(got) == set(expected)
-    for name, value in expected.items():
-        assert got[name] is not None, name
-        assert relative_error(got[name], value) <= limit, name
-
-
-@contextlib.contextmanager
-def counted_collectives() -> Iterator[list[str]]:
-    """The names of all collectives that this rank issues in the block, in their order; but not the one with
-    which a layer compares its options at its first call (tests/gloo/test_alike.py)."""
-    names = [
-        n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier"))
-    ]
-    names += ["send", "recv", "isend", "irecv", "batch_isend_irecv"]
-    originals = {name: getattr(dist, name) for name in names if callable(getattr(dist, name))}
-    calls: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            return originals[name](*args, **options)
-
-        return call
-
-    def compared(parts: Parts) -> None:
-        before = len(calls)
-        check_alike(parts)
-        del calls[before:]
-
-    for name in originals:
-        setattr(dist, name, counted(name))
-    try:
-        with mock.patch.object(alike, "check_alike", compared):
-            yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-def error_of(function: Callable[[], object]) -> str:
-    """The type and text of what ``function`` raises, '' where it raises nothing."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def part_of(whole: dict[str, Tensor], name: str, rank: int, world: int) -> Tensor:
-    """What rank ``rank`` of ``world`` calls ``name``, in the values of one rank that holds all experts."""
-    local = NUM_EXPERTS // world
-    numbered = re.fullmatch(r"experts\.local\.(\d+)(.*)", name)
-    if numbered:
-        return whole[f"experts.local.{int(numbered[1]) + rank * local}{numbered[2]}"]
-    return whole[name][rank * local : (rank + 1) * local] if name.startswith("experts.") else whole[name]
-
-
-# ---- initial values -------------------------------------------------------------------------------
+# ---- initial values
 
 
 def initial_job(rank: int, world: int, expert: object, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -160,7 +61,7 @@ def test_experts_that_do_not_divide_evenly_are_refused() -> None:
             assert message == f"ValueError: num_experts (7) must be divisible by the size of group ({world})"
 
 
-# ---- needs_input_grad -----------------------------------------------------------------------------
+# ---- needs_input_grad
 
 
 def frozen_job(
@@ -211,7 +112,7 @@ def test_where_no_rank_needs_a_gradient_there_is_no_graph() -> None:
         assert rows > 0
 
 
-# ---- orders of forwards and backwards -------------------------------------------------------------
+# ---- orders of forwards and backwards
 
 
 def orders_job(rank: int, world: int, order: tuple[int, ...], options: dict[str, Any]) -> list[dict]:
@@ -279,124 +180,7 @@ def test_layers_chained_and_used_twice_in_one_graph_run_backward_in_step(world: 
                     assert relative_error(value, part_of(whole, name, rank, world)) < 1e-12, name
 
 
-# ---- faults on one rank ---------------------------------------------------------------------------
-
-
-def broken_input(fault: str, x: Tensor) -> Tensor:
-    if fault == "d_model":
-        return torch.randn(3, 7, dtype=torch.float64)
-    if fault == "dtype":
-        return x.float()
-    if fault == "integers":
-        return x.long()
-    if fault == "device":
-        return x.to("meta")
-    if fault == "NaN":
-        x = x.clone()
-        x[0, 1] = math.nan
-    return x
-
-
-class Fragile(nn.Module):
-    """Raises when told to, or returns what is no routing."""
-
-    def __init__(self, gate: nn.Module) -> None:
-        super().__init__()
-        self.gate, self.fault = gate, ""
-
-    def forward(self, x: Tensor) -> Routing:
-        if self.fault == "gate":
-            raise KeyError("number 17")
-        if self.fault == "no routing":
-            return x
-        routing = self.gate(x)
-        if self.fault == "indices":
-            return Routing(expert=routing.expert + 1, weight=routing.weight, l_aux=routing.l_aux)
-        return routing
-
-
-def fault_job(rank: int, world: int, fault: str, who: tuple[int, ...], expert: object) -> dict[str, Any]:
-    layer = build(expert=expert, gate=Fragile(build().gate), check_finite=True)
-    layer.gate.gate.requires_grad_(True)
-    expected = one_step(layer, rank, world)
-    traffic = copy.copy(layer.traffic)
-    x, _ = inputs(rank, world)
-    if rank in who:
-        x, layer.gate.fault = broken_input(fault, tokens(5, 3)), fault
-    with counted_collectives() as calls:
-        message = error_of(lambda: layer(x))
-    layer.gate.fault = ""
-    same = one_step(layer, rank, world)
-    assert_same(same, expected)
-    sent = (layer.traffic.rows - 2 * traffic.rows, layer.traffic.scalars - 2 * traffic.scalars)
-    return {"message": message, "calls": calls, "payload": sent}
-
-
-FAULTS = {
-    "d_model": (
-        "FaultError: x of shape (3, 7) must end in d_model (6)",
-        "the last dimension of its input is not d_model",
-    ),
-    "dtype": (
-        "FaultError: x of dtype torch.float32 must be of the layer's dtype (torch.float64)",
-        "its input has another dtype than the layer's parameters",
-    ),
-    "integers": (
-        "FaultError: x of dtype torch.int64 must be of a floating-point type",
-        "its input has another dtype than the layer's parameters",
-    ),
-    "device": (
-        "FaultError: x on meta must be where the layer's parameters are (cpu)",
-        "its input is on another device than the layer's parameters",
-    ),
-    "gate": ("KeyError: 'number 17'", "its gate raised an error"),
-    "no routing": ("TypeError: gate (Fragile) must return a pmoe.Routing", "its gate raised an error"),
-    "indices": ("", "its gate returned expert indices outside 0..num_experts - 1"),
-    "NaN": ("", "its gate logits are not finite (check_finite=True)"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("world, who", [(2, (1,)), (2, (0, 1)), (4, (2,)), (4, (0, 3))])
-@pytest.mark.parametrize("expert", ["ffn", mlp])
-def test_a_fault_that_one_rank_sees_is_raised_by_all_before_any_row_travels(
-    world: int, who: tuple[int, ...], fault: str, expert: object
-) -> None:
-    own, told = FAULTS[fault]
-    for rank, got in enumerate(ranks(world).run(fault_job, fault, who, expert)):
-        if rank in who and own:
-            assert got["message"].startswith(own)
-        else:
-            assert got["message"] == "FaultError: " + "; ".join(f"rank {r}: {told}" for r in who)
-        assert got["calls"] == ["all_to_all_single"]
-        assert got["payload"] == (0, 0)
-
-
-def not_finite_job(rank: int, world: int, value: float, options: dict[str, Any]) -> dict[str, Tensor]:
-    layer = build(**options)
-    x, dy = inputs(rank, world)
-    if rank == 1:
-        x[0] = value
-        x[2, 3] = value
-    return backward(layer, x.requires_grad_(), dy)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("options", [{}, {"expert": mlp}, {"capacity_factor": 0.5}, {"top_k": 1}])
-def test_logits_that_are_no_numbers_hang_nothing_and_spoil_no_other_token(
-    value: float, options: dict[str, Any]
-) -> None:
-    got = ranks(2).run(not_finite_job, value, options)
-    assert all(name in each for each in got for name in ("y", "x", "gate.weight"))
-    assert got[0]["y"].isfinite().all()
-    rows = got[1]["y"].isfinite().all(-1).tolist()
-    if "capacity_factor" not in options:  # where a dropped token's row is zero
-        assert rows == [False, True, False, True]
-    assert rows[1]
-    assert rows[3]
-
-
-# ---- groups ---------------------------------------------------------------------------------------
+# ---- groups
 
 
 def subgroup_job(rank: int, world: int, members: list[list[int]]) -> dict[str, Any]:
@@ -449,7 +233,7 @@ def test_copies_share_the_group_and_unpickled_layers_take_the_default_one() -> N
             lonely(tokens(3, 0))
 
 
-# ---- what travels ---------------------------------------------------------------------------------
+# ---- what travels
 
 
 def traffic_job(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, int]]:
@@ -526,7 +310,7 @@ def test_every_rank_issues_the_same_collectives_whatever_its_tokens(
         assert back == ["all_to_all_single"] * (1 + 2 * n)
 
 
-# ---- users' modules, checkpoints, autocast --------------------------------------------------------
+# ---- users' modules, checkpoints, autocast
 
 
 def module_job(rank: int, world: int, n: int, top_k: int) -> dict[str, Tensor]:
@@ -662,40 +446,3 @@ def test_narrow_types_err_on_several_ranks_no_more_than_on_one(
 
 def rms(difference: Tensor) -> float:
     return difference.square().mean().sqrt().item() if difference.numel() else 0.0
-
-
-# ---- peers that die or never come -----------------------------------------------------------------
-
-TIMEOUT_SECONDS = 3
-
-
-def lonely_job(rank: int, world: int, stage: str, ending: str) -> tuple[str, float]:
-    """Rank 1 leaves before ``stage``; rank 0 goes on and tells what it met, and after how long."""
-    layer = build()
-    x, dy = inputs(rank, world)
-    x.requires_grad_()
-    one_step(layer, rank, world)  # connections are made
-    y = layer(x) if stage == "backward" else None
-    if rank == 1:
-        if ending == "dies":
-            os._exit(1)
-        time.sleep(60)
-    start = time.monotonic()
-    message = error_of(lambda: layer(x) if y is None else (y * dy).sum().backward())
-    return message, time.monotonic() - start
-
-
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-@pytest.mark.parametrize("ending", ["dies", "never comes"])
-def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str, stage: str) -> None:
-    pool = Pool(2, timeout_seconds=TIMEOUT_SECONDS)
-    try:
-        pool.start(lonely_job, stage, ending)
-        message, seconds = pool.answer(0, timeout=40)
-    finally:
-        pool.stop()
-    where = "the exchange of row counts" if stage == "forward" else r"[a-z]+ \([SR]0\) of chunk 0, backward"
-    assert re.match(rf"RuntimeError: pmoe: rank 0 of 2 failed in {where}; a peer has died, never", message), (
-        message
-    )
-    assert seconds < TIMEOUT_SECONDS + 5  # what a loaded machine may add

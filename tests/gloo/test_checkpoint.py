@@ -25,7 +25,7 @@ import pmoe
 from pmoe.experts.base import local_part
 from pmoe.training import checkpoint_files
 from pmoe.training.checkpoint import CheckpointError
-from tests.gloo.test_parallelize import SLOW_IMPORT, batch, build, loss_of, shared, whole
+from tests.gloo.lm import SLOW_IMPORT, batch, build, loss_of, shared, whole
 from tests.own_experts import mlp
 from tests.pool import Pool, ranks
 

@@ -13,10 +13,12 @@ from torch import Tensor
 
 import pmoe
 from pmoe.engine import passes
-from pmoe.planner import choose as decide
+from pmoe.layer import searched
+from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
 from pmoe.schedule.restore import STRATEGIES
-from tests.gloo.test_behaviour import build, counted_collectives, error_of, mlp
+from tests.gloo.kit import build, counted_collectives, error_of
+from tests.own_experts import mlp
 from tests.pool import ranks
 from tests.reference import relative_error
 
@@ -83,7 +85,7 @@ def search_job(rank: int, world: int, counts: tuple[int, ...], options: dict[str
         step(layer, counts[rank], rank)
     with counted_collectives() as other_layer:
         step(build(pipeline=True, top_k=1, **options), counts[rank], rank)
-    degrees = layer.granularity.lookup(max(counts))
+    degrees = searched.granularity(layer.parts).lookup(max(counts))
     return {
         "degrees": degrees,
         "calls": [len(again), len(other_layer)],
@@ -151,7 +153,7 @@ def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dic
     import os
 
     os.environ["PMOE_CACHE"] = folder
-    decide._profiles.clear()
+    profile._profiles.clear()
     told = listen()
     used: list[str] = []
     original = passes.plan_schedule

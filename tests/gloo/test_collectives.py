@@ -24,7 +24,7 @@ from pmoe.comm.hierarchical_1d import Hierarchical1DCombine, Hierarchical1DDispa
 from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, Hierarchical2DDispatch
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import Nodes, Topology, find_topology
-from tests.gloo.test_behaviour import counted_collectives, error_of
+from tests.gloo.kit import counted_collectives, error_of
 from tests.pool import GROUP_TIMEOUT_SECONDS, Pool, ranks
 
 KINDS = {

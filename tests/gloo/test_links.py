@@ -5,7 +5,6 @@ Only lower bounds of time are asserted: a busy machine may take any time longer.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -19,132 +18,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.links import INFINITE, LinkUnavailableError, ModelledLink, ModelledLinks, launch, measure_rate
-from bench.timing import Timing, interleaved, table, write_json
+from bench.links import INFINITE, LinkUnavailableError, launch, measure_rate
 
 RATE = 10e6  # bytes per second
 BIG = 400_000  # bytes that a rank sends to the other: 0.04 s
 BIG_SECONDS = BIG / RATE
-
-
-# ---- the model of the link, by hand
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def test_messages_queue_in_the_order_in_which_they_are_issued(clock: Clock) -> None:
-    link = ModelledLink(bytes_per_second=10, clock=clock)
-    assert link.carry(20, 20) == 102
-    assert link.carry(10, 10) == 103
-    clock.now = 110  # the link has been idle since 103
-    assert link.carry(10, 10) == 111
-
-
-def test_the_link_is_full_duplex_so_the_longer_direction_counts(clock: Clock) -> None:
-    link = ModelledLink(bytes_per_second=10, clock=clock)
-    assert link.carry(20, 50) == 105
-    assert link.carry(70, 0) == 112
-
-
-def test_latency_occupies_the_link_once_a_message_but_not_for_rows_that_stay(clock: Clock) -> None:
-    link = ModelledLink(bytes_per_second=10, latency_seconds=0.5, clock=clock)
-    assert link.carry(10, 10) == 101.5
-    assert link.carry(0, 0) == 101.5
-    assert link.carry(10, 10) == 103
-
-
-def test_a_new_rate_holds_for_messages_still_to_come(clock: Clock) -> None:
-    link = ModelledLink(bytes_per_second=10, latency_seconds=3, clock=clock)
-    assert link.carry(20, 20) == 105
-    link.set_rate(100)
-    assert link.carry(200, 200) == 107
-    link.set_rate(INFINITE)
-    assert link.carry(10**12, 10**12) == 107
-
-
-def test_only_sent_bytes_are_counted_and_the_count_can_start_again() -> None:
-    link = ModelledLink()
-    link.carry(30, 500)
-    link.carry(12, 0)
-    assert link.bytes_sent == 42
-    link.reset_bytes_sent()
-    assert link.bytes_sent == 0
-
-
-@pytest.mark.parametrize("rate", [0, -1.0, float("nan")])
-def test_a_rate_must_be_positive(rate: float) -> None:
-    with pytest.raises(ValueError, match=rf"bytes_per_second \({rate}\) must be positive"):
-        ModelledLink(rate)
-
-
-@pytest.mark.parametrize("latency", [-0.5, INFINITE])
-def test_a_latency_must_be_finite_and_not_negative(latency: float) -> None:
-    with pytest.raises(ValueError, match=rf"latency_seconds \({latency}\)"):
-        ModelledLink().set_rate(1, latency)
-
-
-# ---- the model of two levels, by hand: nodes of ranks (0, 1), (2, 3), ...
-
-
-@pytest.fixture
-def links(clock: Clock) -> ModelledLinks:
-    links = ModelledLinks(ranks_per_node=2, clock=clock)
-    links.set_rates(inter=10, intra=100)
-    return links
-
-
-def test_a_group_inside_a_node_passes_the_link_there_beside_what_passes_between_nodes(
-    links: ModelledLinks,
-) -> None:
-    assert links.carry([0, 2], 0, [50, 20], [50, 20]) == 102
-    assert links.carry([0, 1], 0, [70, 100], [70, 100]) == 101
-    assert links.carry([1, 3], 1, [30, 0], [30, 0]) == 105
-    assert links.carry([2, 3], 1, [200, 0], [200, 0]) == 103
-
-
-def test_bytes_for_a_peer_in_the_same_node_do_not_cross_nodes(links: ModelledLinks) -> None:
-    everyone = [0, 1, 2, 3]
-    assert links.carry(everyone, 2, [20, 20, 999, 300], [10, 0, 999, 50]) == 104
-    assert (links.bytes_sent, links.bytes_sent_inside) == (40, 300)
-    assert links.carry([0, 1], 1, [100, 0], [0, 0]) == 104  # the link inside has been free since 103
-    links.reset_bytes_sent()
-    assert (links.bytes_sent, links.bytes_sent_inside) == (0, 0)
-
-
-def test_a_message_of_both_sorts_takes_the_longer_of_the_two(links: ModelledLinks) -> None:
-    assert links.carry([0, 1, 2, 3], 0, [0, 500, 10, 10], [0, 500, 10, 10]) == 105
-
-
-def test_a_link_that_a_message_does_not_pass_is_not_waited_for(links: ModelledLinks) -> None:
-    links.carry([0, 2], 0, [0, 1000], [0, 1000])
-    assert links.carry([0, 1], 0, [0, 10], [0, 10]) == 100.1
-    assert links.carry([0], 0, [10], [10]) <= 100  # a rank alone sends nothing
-
-
-def test_with_one_rank_a_node_all_bytes_cross_nodes(clock: Clock) -> None:
-    links = ModelledLinks(clock=clock)
-    links.set_rates(inter=10, intra=1)
-    assert links.carry([0, 1], 0, [7, 20], [7, 20]) == 102
-    assert (links.bytes_sent, links.bytes_sent_inside) == (20, 0)
-
-
-def test_each_level_has_a_rate_and_a_latency_of_its_own(links: ModelledLinks) -> None:
-    links.set_rates(inter=100, intra=10, inter_latency_seconds=1, intra_latency_seconds=3)
-    assert links.carry([0, 2], 0, [0, 100], [0, 100]) == 102
-    assert links.carry([0, 1], 0, [0, 10], [0, 10]) == 104
-    links.set_rate(10)  # between nodes only
-    assert links.carry([0, 2], 0, [0, 100], [0, 100]) == 112
-    assert links.carry([0, 1], 0, [0, 10], [0, 10]) == 108
 
 
 # ---- two ranks on the modelled link: every function below returns what it saw, the tests judge
@@ -616,41 +494,3 @@ def test_the_real_links_of_two_nodes_each_carry_what_is_theirs() -> None:
             assert (inside >= 2 * BIG) == (name == "esp")
             assert min(between, inside) < small
     assert not [name for name in os.listdir("/run/netns") if name.startswith("pmoe")]
-
-
-# ---- timing
-
-
-def test_variants_take_turns_and_each_round_starts_with_another() -> None:
-    journal: list[str] = []
-    runs = {name: partial(journal.append, name) for name in "abc"}
-    timings = interleaved(runs, rounds=3, warmup=1, barrier=partial(journal.append, "|"))
-    assert "".join(journal) == "|c|a|b" + "|a|b|c" + "|b|c|a" + "|c|a|b"
-    assert {name: len(timing.samples) for name, timing in timings.items()} == {"a": 3, "b": 3, "c": 3}
-
-
-def test_each_variant_gets_its_own_time() -> None:
-    timings = interleaved({"nap": partial(time.sleep, 0.02), "nothing": lambda: None}, rounds=2)
-    assert min(timings["nap"].samples) >= 0.02
-
-
-def test_median_quartiles_and_speedup_by_hand() -> None:
-    base, other = Timing((2.0, 4.0, 6.0, 8.0, 10.0)), Timing((1.0, 1.0, 2.0, 8.0, 20.0))
-    assert (base.low, base.median, base.high) == (4, 6, 8)
-    assert base.spread == pytest.approx(4 / 6)
-    assert other.speedup_over(base) == 2  # of 2, 4, 3, 1, 0.5
-    with pytest.raises(ValueError, match="base has 1 rounds, this has 5"):
-        other.speedup_over(Timing((1.0,)))
-
-
-def test_a_table_is_aligned() -> None:
-    rows = [{"n": 1, "what": "sequential", "ms": 381.25}, {"n": 16, "what": "", "ms": None}]
-    assert table(rows) == " n  what           ms\n 1  sequential  381.2\n16"
-
-
-def test_json_holds_the_samples_and_the_machine(tmp_path: Any) -> None:
-    write_json(tmp_path / "new" / "a.json", rows={"x": Timing((1.0, 3.0))}, rounds=2)
-    read = json.loads((tmp_path / "new" / "a.json").read_text())
-    assert read["rows"]["x"]["samples_s"] == [1, 3]
-    assert read["machine"]["torch"] == torch.__version__
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]

@@ -21,27 +21,23 @@ import pmoe.layer.call as layers
 from pmoe.engine import lanes
 from pmoe.layer import padded_counts
 from pmoe.schedule.restore import ALL_PAIRS
-from tests.gloo import test_streams as streams
-from tests.gloo.test_behaviour import counted_collectives
+from tests import kit
+from tests.gloo import streams, test_streams
+from tests.gloo.kit import counted_collectives
+from tests.kit import AUX
+from tests.kit import D_MODEL as M
 from tests.pool import Pool, ranks
 from tests.reference import Definition, relative_error
 
-M, H, AUX, FACTOR, TOKENS = 6, 10, 0.37, 0.7, 9
+FACTOR, TOKENS = 0.7, 9
 
 
 def build(world: int, **options: Any) -> pmoe.MoELayer:
-    torch.manual_seed(7)
-    given = {"top_k": 2, "capacity_factor": FACTOR, "dtype": torch.float64, **options}
-    layer = pmoe.MoELayer(M, H, 2 * world, **given)
-    with torch.no_grad():
-        for parameter in layer.gate.parameters():
-            parameter *= 3
-    return layer
+    return kit.build(2 * world, **{"capacity_factor": FACTOR, **options})
 
 
 def tokens(rank: int, num_tokens: int = TOKENS, seed: int = 10) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + rank)
-    x = torch.randn(num_tokens, M, generator=generator, dtype=torch.float64)
+    x = kit.tokens(num_tokens, seed + rank)
     x[:, 0] = x[:, 0].abs() + 1
     return x
 
@@ -184,10 +180,10 @@ def capture_job(rank: int, world: int, options: dict[str, Any]) -> tuple[int, se
     others when the step ends. CUDA asks for both."""
     strangers = set()
     with streams.watching() as watch:
-        layer = streams.build({"capacity_factor": 1.5, **options, "pad_to_capacity": True})
+        layer = test_streams.build({"capacity_factor": 1.5, **options, "pad_to_capacity": True})
 
         def step() -> None:
-            x = torch.randn(40, streams.D_MODEL).requires_grad_()
+            x = torch.randn(40, test_streams.D_MODEL).requires_grad_()
             (layer(x).sum() + layer.l_aux).backward()
 
         step()

@@ -17,25 +17,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.layer import exact_counts
+from pmoe.layer import exact_counts, searched
 from pmoe.planner.degree import Choice
 from pmoe.runners import fused_steps as comet
 from pmoe.schedule.restore import ALL_PAIRS
-from tests.gloo.test_behaviour import counted_collectives, error_of, mlp
-from tests.gloo.test_flexible import mesh_of
-from tests.own_experts import dropping
+from tests import kit
+from tests.gloo.flexible import mesh_of
+from tests.gloo.kit import NUM_EXPERTS, TOKENS, counted_collectives, error_of
+from tests.kit import AUX, D_HIDDEN, D_MODEL, assert_same, tokens
+from tests.own_experts import dropping, mlp
 from tests.plain_steps import plain_steps
 from tests.pool import ranks
 from tests.spread import spread
 
-D_MODEL, D_HIDDEN, NUM_EXPERTS, AUX = 6, 10, 8, 0.37
-TOKENS = {2: (9, 4), 4: (5, 0, 11, 2)}
 FROZEN = {"use_reentrant": False, "context_fn": pmoe.checkpoint_contexts}
-
-
-def tokens(count: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, D_MODEL, generator=generator, dtype=torch.float64)
 
 
 class Block(nn.Module):
@@ -43,9 +38,7 @@ class Block(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        torch.manual_seed(7)
-        options = {"top_k": 2, "dtype": torch.float64, **options}
-        self.layer = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, **options)
+        self.layer = kit.build(NUM_EXPERTS, **options)
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,18 +66,12 @@ def step(block: nn.Module, run: Run, x: Tensor) -> tuple[dict[str, Tensor], list
     return found, forward, backward
 
 
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
-    assert set(got) == set(expected)
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), (what, name)
-
-
 def compare(block: Block, x: Tensor, what: object = None) -> tuple[list[str], list[str], list[str]]:
     """The collectives of both passes without a checkpoint, and of backward with one."""
     expected, forward, backward = step(block, block, x)
     l_aux, counts = block.layer.l_aux, block.layer.tokens_per_expert
     got, again, more = step(block, lambda x: checkpoint(block, x, **FROZEN), x)
-    assert_same(got, expected, what)
+    assert_same(got, expected, told=what)
     assert again == forward, what
     assert torch.equal(block.layer.l_aux, l_aux) and torch.equal(block.layer.tokens_per_expert, counts)
     return forward, backward, more
@@ -191,7 +178,7 @@ def search_job(rank: int, world: int) -> list[Any]:
     """Trials of pipeline=True run both passes several times: none of them is a call of the layer."""
     block = Block(pipeline=True, memory_reuse="S4", top_k=1)
     block.drop.p = 0.0
-    known = block.layer.granularity
+    known = searched.granularity(block.layer.parts)
     x = tokens(2100 - rank, rank).requires_grad_()
     y, _ = checkpoint(block, x, **FROZEN)
     found = known.lookup(2100)
@@ -317,8 +304,8 @@ def selective_job(rank: int, world: int, options: dict[str, Any], count: int) ->
     padded = "pad_to_capacity" in options
     block, x = Block(**options), tokens(count - (0 if padded else rank), rank)
     got = step(block, lambda x: checkpoint(block, x, **selective(saving_products)), x)[0]
-    assert_same(got, step(block, block, x)[0], options)
-    found = block.layer.granularity.lookup(count) is not None
+    assert_same(got, step(block, block, x)[0], told=options)
+    found = searched.granularity(block.layer.parts).lookup(count) is not None
     torch.manual_seed(rank)
     y, _ = checkpoint(block, x.requires_grad_(), preserve_rng_state=False, **selective(saving_nothing))
     return error_of(lambda: y.sum().backward()), found
@@ -363,7 +350,7 @@ def deterministic_job(rank: int, world: int, options: dict[str, Any]) -> None:
             runs.append(step(block, lambda x: checkpoint(block, x, **FROZEN), x)[0])  # noqa: B023
             runs.append(step(block, block, x)[0])
     for run in runs[1:]:
-        assert_same(run, runs[0], options)
+        assert_same(run, runs[0], told=options)
 
 
 @pytest.mark.parametrize(

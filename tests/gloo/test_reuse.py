@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,49 +18,13 @@ from pmoe.engine import passes
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.schedule.restore import ALL_PAIRS
 from pmoe.schedule.slots import ALIGNMENT, BufferSizes
-from tests.gloo.test_behaviour import counted_collectives
+from tests.gloo.kit import TOKENS, build, counted_collectives
+from tests.kit import assert_same, loss_of, step, tokens
 from tests.own_experts import EXPERTS, changing, dropping, mlp
 from tests.pool import ranks
-from tests.reference import relative_error
 from tests.seen import Seen
 
-D_MODEL, D_HIDDEN, NUM_EXPERTS, AUX = 6, 10, 8, 0.37
-TOKENS = {1: (13,), 2: (9, 4), 4: (5, 0, 11, 2)}
 SOME_PAIRS = [pair for pair in ALL_PAIRS if pair.strategy or pair.dispatched == pair.hidden]
-
-
-def build(**options: Any) -> MoELayer:
-    torch.manual_seed(7)
-    options = {"top_k": 2, "dtype": torch.float64, "pipeline": 2, **options}
-    layer = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, **options)
-    with torch.no_grad():
-        layer.gate.weight *= 3
-    return layer
-
-
-def tokens(count: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, D_MODEL, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def gradients(layer: MoELayer, x: Tensor, run: Callable[[Tensor], Any] | None = None) -> dict[str, Tensor]:
-    """y, every gradient, every buffer, and the next random number, after one forward and backward."""
-    layer.zero_grad(set_to_none=True)
-    x = x.detach().clone().requires_grad_()
-    torch.manual_seed(1)
-    y, l_aux = run(x) if run else (layer(x), layer.l_aux)
-    ((y * tokens(x.shape[0], 4)).sum() + AUX * l_aux).backward()
-    found = {name: p.grad for name, p in layer.named_parameters()}
-    drawn = torch.rand(1, dtype=torch.float64)
-    return {"y": y.detach(), "x": x.grad, **found, **dict(layer.named_buffers()), "random": drawn}
-
-
-def assert_same(
-    got: dict[str, Tensor], expected: dict[str, Tensor], what: object, limit: float = 1e-12
-) -> None:
-    assert set(got) == set(expected)
-    for name, value in expected.items():
-        assert relative_error(got[name].double(), value.double()) <= limit, (what, name)
 
 
 # ---- users' modules -------------------------------------------------------------------------------
@@ -73,12 +36,12 @@ def modules_job(rank: int, world: int, name: str) -> None:
         options = {"expert": EXPERTS[name], "pipeline": n, "pipeline_backward": n_backward}
         # Rings have other chunks of rows that stay, and another order of experts: so of random numbers.
         plain = Restore("keep", "keep") if name in ("dropout", "buffers") else False
-        expected = gradients(build(memory_reuse=plain, **options), x)
+        expected = step(build(memory_reuse=plain, **options), x)
         for pair in ALL_PAIRS:
             if pair.hidden == "recompute" and (name == "in place" or (name == "dropout" and n != n_backward)):
                 continue  # refused
-            got = gradients(build(memory_reuse=pair, **options), x)
-            assert_same(got, expected, (str(pair), n, n_backward))
+            got = step(build(memory_reuse=pair, **options), x)
+            assert_same(got, expected, 1e-12, (str(pair), n, n_backward))
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -89,12 +52,12 @@ def test_ones_own_experts_have_the_same_gradients_with_reuse(world: int, name: s
 
 def finer_backward_job(rank: int, world: int) -> None:
     x = tokens(TOKENS[world][rank], 10 + rank)
-    expected = gradients(build(expert=mlp), x)
+    expected = step(build(expert=mlp), x)
     for n, n_backward in [(1, 3), (2, 4)]:
         for dispatched in ("keep", "offload", "communicate"):
             options = {"pipeline": n, "pipeline_backward": n_backward, "expert": mlp}
             layer = build(memory_reuse=Restore(dispatched, "recompute"), **options)
-            assert_same(gradients(layer, x), expected, (dispatched, n, n_backward))
+            assert_same(step(layer, x), expected, 1e-12, (dispatched, n, n_backward))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -109,13 +72,13 @@ def orders_job(rank: int, world: int, expert: Any) -> None:
     for pair in ALL_PAIRS:
         layer = build(memory_reuse=pair, expert=expert)
         xs = [tokens((count + rank) % 7, 30 + 7 * i + rank) for i, count in enumerate((6, 3, 5))]
-        expected = [gradients(layer, x) for x in xs]
+        expected = [step(layer, x) for x in xs]
         leaves = [x.clone().requires_grad_() for x in xs]
         losses = []
         for x in leaves:
             torch.manual_seed(1)
             y = layer(x)
-            losses.append((y * tokens(x.shape[0], 4)).sum() + AUX * layer.l_aux)
+            losses.append(loss_of(layer, y))
         for i, retain in ((1, True), (2, False), (0, True), (1, False), (0, False)):
             layer.zero_grad(set_to_none=True)
             leaves[i].grad = None
@@ -142,10 +105,10 @@ def checkpoint_job(rank: int, world: int, expert: Any) -> list[int]:
         def call(x: Tensor, layer: MoELayer = layer) -> tuple[Tensor, Tensor]:
             return layer(x), layer.l_aux
 
-        expected = gradients(layer, x)
+        expected = step(layer, x)
         with counted_collectives() as calls:
-            got = gradients(layer, x, lambda x: checkpoint(call, x, use_reentrant=use_reentrant))  # noqa: B023
-        assert_same(got, expected, (pair, use_reentrant), 0.0)
+            got = step(layer, x, lambda x: checkpoint(call, x, use_reentrant=use_reentrant))  # noqa: B023
+        assert_same(got, expected, told=(pair, use_reentrant))
         lengths.append(len(calls))
     return lengths
 
@@ -229,7 +192,7 @@ def little_memory_job(
     backward, and how many chunks' T_M were made again."""
     options = {"expert": expert, "pipeline": degrees[0], "pipeline_backward": degrees[1]}
     x = tokens(3 * TOKENS[world][rank], 10 + rank)
-    expected = gradients(build(memory_reuse=Restore("keep", "keep"), **options), x)
+    expected = step(build(memory_reuse=Restore("keep", "keep"), **options), x)
     layer, host = build(memory_reuse=pair, **options), pmoe.pool().host
     again: list[int] = []
     recompute = layer.experts.recompute
@@ -246,7 +209,7 @@ def little_memory_job(
         with warnings.catch_warnings(record=True) as caught, counted_collectives() as calls:
             warnings.simplefilter("always")
             for _ in range(2):
-                assert_same(gradients(layer, x), expected, pair)
+                assert_same(step(layer, x), expected, 1e-12, pair)
     finally:
         host.limit_bytes = before
     assert host.bytes_in_use == 0
@@ -314,7 +277,7 @@ def skew_job(
             layer.gate.weight[-1, 0] += 99
         return layer
 
-    expected = gradients(skewed(), x)
+    expected = step(skewed(), x)
     found, arena = [], passes.Arena
     for pair in SOME_PAIRS:
         rows: dict[tuple[str, bool], int] = {}
@@ -331,10 +294,10 @@ def skew_job(
         passes.Arena = Watched
         try:
             with counted_collectives() as calls:
-                got = gradients(skewed(memory_reuse=pair), x)
+                got = step(skewed(memory_reuse=pair), x)
         finally:
             passes.Arena = arena
-        assert_same(got, expected, pair)
+        assert_same(got, expected, 1e-12, pair)
         found.append((len(calls), rows))
     return found
 

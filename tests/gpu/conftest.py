@@ -1,8 +1,10 @@
-"""One rank over NCCL, and float32 products that are float32."""
+"""One rank over NCCL, float32 products that are float32, and random numbers that a failure can draw again."""
 
 from __future__ import annotations
 
 import datetime
+import os
+import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -43,3 +45,11 @@ def float32_is_float32() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def random() -> torch.Generator:
+    """Other numbers each time; PMOE_TEST_SEED draws those of a failure again."""
+    seed = int(os.environ.get("PMOE_TEST_SEED") or secrets.randbits(32))
+    print(f"PMOE_TEST_SEED={seed}")  # pytest shows it where the test fails
+    return torch.Generator().manual_seed(seed)

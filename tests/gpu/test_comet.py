@@ -8,9 +8,6 @@ Letters: T tokens, K choices, W ranks, E experts of a rank, M = d_model.
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -42,14 +39,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.skip(f"this device runs {own}")
     monkeypatch.setattr(availability, "path", lambda _: (wanted, None))
     return wanted
-
-
-@pytest.fixture
-def random() -> Iterator[torch.Generator]:
-    """Other numbers each time; PMOE_TEST_SEED draws those of a failure again."""
-    seed = int(os.environ.get("PMOE_TEST_SEED") or secrets.randbits(32))
-    print(f"PMOE_TEST_SEED={seed}")  # pytest shows it where the test fails
-    yield torch.Generator().manual_seed(seed)
 
 
 CASES = {

@@ -2,7 +2,7 @@
 one heap, ranks whose launches are their own, each wait left out once, and ranks that never come.
 
 compute-sanitizer's racecheck sees shared memory only: what blocks and ranks tell each other through global
-memory is checked here, by values that are known to the bit (`tests.gpu.fused.Integers`).
+memory is checked here, by values that are known to the bit (`tests.gpu.integers`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pmoe.comm.heap import WAIT_SECONDS, HeapError
 from pmoe.kernels import comet
 from pmoe.kernels.comet import availability
 from tests.faults import InjectedFaults
-from tests.gpu.fused import DEVICE, Integers, need_kernels
+from tests.gpu.fused import DEVICE, need_kernels
+from tests.gpu.integers import Integers
 from tests.gpu.support import NEEDS_GPU
 
 pytestmark = NEEDS_GPU

@@ -1,18 +1,14 @@
-"""The division point: which one the table gives, the file it is kept in, and how entries are measured.
+"""The division point: which one the table gives, and how entries are measured.
 
 All timers are fakes, and all devices.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +16,9 @@ import torch
 
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet, extension, status
 from pmoe.measure import division as among_ranks
 from pmoe.measure.division import agreed, agreed_layer, kernel_shapes, time_layers
-from pmoe.measure.division_file import as_fields, load_table, read_table, save_table, table_path
-from pmoe.measure.stored import stored_profiles
+from pmoe.measure.division_file import save_table
 from pmoe.planner.division import (
     Division,
     Entry,
@@ -40,7 +34,6 @@ from pmoe.planner.division import (
     rule,
     sizes_of,
 )
-from tests.unit.test_cli import printed, refused, run
 
 CPU = torch.device("cpu")
 WHEN = "2026-01-31T12:00:00+00:00"
@@ -286,140 +279,6 @@ def test_time_layers_times_both_passes_of_both_layers() -> None:
     assert all(parameter.grad is None for each in layers for parameter in each.parameters())
 
 
-# ---- the file
-
-
-def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    here = entry(SHAPE, 26, 1024)
-    other = entry(replace(SHAPE, device_name="NVIDIA B200", virtual=True), 20)
-    found = Table({each.shape: each for each in (here, other)}, {SIZES: layer()})
-    paths = save_table(found, tmp_path / "new")
-    assert [path.name for path in paths] == ["division_nvidia-h200_v1.json", "division_nvidia-b200_v1.json"]
-    assert sorted((tmp_path / "new").iterdir()) == sorted(paths)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load_table(tmp_path / "new") == found
-    assert read_table(paths[0]) == Table({here.shape: here}, {SIZES: layer()})
-    assert json.loads(paths[1].read_text()) == {"format": 1, **as_fields(table(other))}
-    assert as_fields(table(other))["entries"][0]["seconds"] == [[1, 512, 2e-3], [20, 512, 1e-3]]
-
-
-def test_it_lies_beside_the_profiles_and_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
-    (path,) = save_table(table(entry(SHAPE, 26)))
-    assert path == table_path("NVIDIA H200") == tmp_path / "division_nvidia-h200_v1.json"
-    assert stored_profiles() == {}
-    assert load_table().find(SHAPE)[0].n_c == 26
-
-
-def test_saving_merges_with_what_is_there(tmp_path: Path) -> None:
-    old, kept = entry(SHAPE, 26), entry(replace(SHAPE, rows=1), 4)
-    save_table(table(old, kept), tmp_path)
-    save_table(times(layer()), tmp_path)
-    # Names that differ in a hyphen share a file.
-    alike = entry(replace(SHAPE, device_name="NVIDIA-H200"), 3)
-    save_table(table(entry(SHAPE, 40), alike), tmp_path)
-    found = load_table(tmp_path)
-    assert {shape: each.division.n_c for shape, each in found.entries.items()} == {
-        SHAPE: 40, kept.shape: 4, alike.shape: 3,
-    }  # fmt: skip
-    assert found.layers == {SIZES: layer()}
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_write_that_fails_leaves_the_old_file_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (path,) = save_table(table(entry(SHAPE, 26)), tmp_path)
-    before = path.read_bytes()
-
-    def refuse(*args: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("pmoe.measure.product_file.os.replace", refuse)
-    with pytest.raises(OSError, match="disk full"):
-        save_table(table(entry(SHAPE, 40)), tmp_path)
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def changed(**changes: Any) -> Any:
-    """The file with fields of its one entry replaced; None takes one away."""
-
-    def change(held: dict[str, Any]) -> dict[str, Any]:
-        (made,) = held["entries"]
-        made = {name: value for name, value in {**made, **changes}.items() if value is not None}
-        return held | {"entries": [made]}
-
-    return change
-
-
-CORRUPT = {
-    "no JSON": ("{", "no JSON"),
-    "not UTF-8": (b"\xff\xfe\xff", "no JSON"),
-    "no object": ("[]", "must be an object"),
-    "an older format": (lambda held: held | {"format": 0}, r"format \(0\) must be 1"),
-    "a newer format": (lambda held: held | {"format": 2}, r"format \(2\) must be 1"),
-    "no format": (lambda held: {"entries": []}, r"format \(None\) must be 1"),
-    "no entries": (lambda held: held | {"entries": {}}, "must have a list of entries"),
-    "an entry that is none": (lambda held: held | {"entries": [3]}, r"entries\[0\] \(3\) must be an object"),
-    "a layer that is none": (lambda held: held | {"layers": [{}]}, r"layers\[0\] has no device_name"),
-    "no n_c": (changed(n_c=None), r"entries\[0\] has no n_c"),
-    "rows of no bucket": (changed(rows=7), r"entries\[0\]: rows \(7\) must be a power of two"),
-    "an unknown kernel": (changed(kernel=[]), r"entries\[0\]: kernel \(\[\]\) must be one of"),
-    "an n_c nobody timed": (changed(n_c=3), r"entries\[0\]: division .* must be among those measured"),
-    "times that are none": (changed(seconds=[[26, 512, "1"]]), r"entries\[0\]: seconds of .* \('1'\)"),
-    "times without divisions": (changed(seconds=[1.0]), r"entries\[0\]: "),
-    "no times": (changed(seconds=7), r"entries\[0\]: "),
-    "infinite times": (changed(seconds=[[26, 512, math.inf]]), r"entries\[0\]: seconds of .* \(inf\)"),
-}
-
-
-@pytest.mark.parametrize(("content", "told"), CORRUPT.values(), ids=CORRUPT.keys())
-def test_a_file_that_cannot_be_used_is_told_of_and_the_others_are_used(
-    tmp_path: Path, content: Any, told: str
-) -> None:
-    other = entry(replace(SHAPE, device_name="NVIDIA B200"), 20)
-    (path,) = save_table(table(entry(SHAPE, 26)), tmp_path)
-    save_table(table(other), tmp_path)
-    if callable(content):
-        content = json.dumps(content(json.loads(path.read_text())))
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.warns(UserWarning, match=f"are not used: .*{path.name}: {told}") as caught:
-        assert load_table(tmp_path) == table(other)
-    assert len(caught) == 1
-    assert str(caught[0].message).endswith("; measure again with: pmoe profile --kernels")
-    with pytest.warns(UserWarning, match=told):
-        save_table(table(entry(SHAPE, 40)), tmp_path)
-    assert read_table(path) == table(entry(SHAPE, 40))
-
-
-def test_the_file_of_an_older_version_is_told_of_and_left_alone(tmp_path: Path) -> None:
-    old = tmp_path / "division_nvidia-h200_v0.json"
-    old.write_text('{"format": 0}')
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save_table(table(entry(SHAPE, 26)), tmp_path)
-    assert old.read_text() == '{"format": 0}'
-    with pytest.warns(UserWarning, match=r"_v0.json: format \(0\) must be 1"):
-        assert load_table(tmp_path).find(SHAPE)[0].n_c == 26
-
-
-def test_where_there_is_no_folder_nothing_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert load_table(tmp_path / "none") == Table()
-    monkeypatch.delenv("PMOE_CACHE", raising=False)
-
-    def homeless() -> Path:
-        raise RuntimeError("no home")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    with pytest.warns(UserWarning, match="not used: no home"):
-        assert load_table() == Table()
-
-
 # ---- measuring
 
 
@@ -519,149 +378,3 @@ def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path) -> None:
     among_ranks.forget()
     assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(26, 1024)
     assert agreed_layer(ranks, SIZES, CPU, folder=tmp_path) == SECONDS
-
-
-# ---- pmoe profile --kernels
-
-KERNELS = ["profile", "--kernels"]
-NEEDS = "pmoe profile --kernels needs a CUDA device with the fused kernels: "
-
-
-def device(reason: str | None = None) -> extension.Device:
-    return extension.Device(index=0, name="NVIDIA H200", capability=(9, 0), kernels=(), reason=reason)
-
-
-@pytest.mark.parametrize(
-    ("found", "options", "told"),
-    [
-        ({"no_devices": "torch sees no CUDA device"}, [], "torch sees no CUDA device"),
-        ({"reason": "pmoe._cuda is not built"}, [], "pmoe._cuda is not built"),
-        ({"devices": (device("no code for 7.5"),)}, [], "no code for 7.5"),
-        ({}, ["--device", "cpu"], "device (cpu) is none"),
-        ({}, ["--device", "cuda:3"], "device (cuda:3) is not here, torch sees 1"),
-        ({}, [], "no code for this device"),
-    ],
-)
-def test_without_a_device_that_runs_them_one_message_says_why(
-    found: dict[str, Any],
-    options: list[str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fine: dict[str, Any] = {"no_devices": None, "reason": None, "devices": (device(),)}
-    monkeypatch.setattr(among_ranks, "status", lambda: replace(status(), **fine | found))
-    monkeypatch.setattr(comet, "path", lambda device: (None, "no code for this device"))
-    assert refused(capsys, *KERNELS, *options).endswith(f"{NEEDS}{told}\n")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_on_a_machine_without_one_the_reason_is_that_of_status(capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"{NEEDS}{status().no_devices}" in refused(capsys, *KERNELS)
-
-
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (["profile", "--show"], "--show needs --kernels"),
-        (["profile", "--top-k", "2"], "--top-k needs --kernels"),
-        (["profile", "--virtual-ranks", "2"], "--virtual-ranks needs --kernels"),
-        ([*KERNELS, "--quick"], "--quick must not be given with --kernels"),
-        ([*KERNELS, "--out", "x"], "--out must not be given with --kernels"),
-        ([*KERNELS, "--tokens", "0"], "argument --tokens: '0' must be a whole number of at least 1"),
-        ([*KERNELS, "--device", "abacus"], "--device ('abacus') must be cpu or cuda"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert told in refused(capsys, *argv)
-
-
-def test_virtual_ranks_are_of_one_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    message = refused(capsys, *KERNELS, "--virtual-ranks", "4")
-    assert "--virtual-ranks (4) must be of one process, and there are 2" in message
-
-
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shape, Division, dict[str, Any]]]:
-    """As if there were an H200 whose fused kernels are fastest with 16 communicating blocks."""
-    asked: list[tuple[Shape, Division, dict[str, Any]]] = []
-
-    def time_division(shape: Shape, division: Division, **options: Any) -> float:
-        asked.append((shape, division, options))
-        return 1e-3 + abs(division.n_c - 16) * 1e-5 + division.chunk_columns * 1e-9
-
-    monkeypatch.setattr(among_ranks, "time_division", time_division)
-    monkeypatch.setattr(comet, "path", lambda device: ("sm_90a", None))
-    monkeypatch.setattr(among_ranks, "status", lambda: replace(
-        status(), no_devices=None, reason=None, devices=(device(),)
-    ))  # fmt: skip
-    monkeypatch.setattr(among_ranks, "device_name", lambda device: "NVIDIA H200")
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    return asked
-
-
-def test_profile_kernels_fills_the_table(
-    tmp_path: Path, timed: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--folder", str(tmp_path), "--tokens", "1000", "1024", "--virtual-ranks", "8"]
-    found = printed(capsys, *KERNELS, *options)
-    assert found["path"] == str(table_path("NVIDIA H200", tmp_path))
-    sizes = replace(SIZES, experts=1, rows=2048, d_hidden=14336, virtual=True)  # Mixtral 8x7B's, K = 2
-    assert list(dict.fromkeys(shape for shape, _, _ in timed)) == kernel_shapes(sizes)
-    assert timed[0][2] | {"group": None} == {"top_k": 2, "device": torch.device("cuda:0"), "group": None}
-    stored = load_table(tmp_path)
-    assert {each.division for each in stored.entries.values()} == {Division(16, 512), Division(16, 256)}
-    assert as_fields(stored) == {"entries": found["entries"], "layers": []}
-    layer_options = ["--d-model", "64", "--d-hidden", "96", "--num-experts", "2", "--top-k", "1"]
-    layer_options += ["--expert", "ffn", "--dtype", "float16", "--tokens", "4", "--folder", str(tmp_path)]
-    run(*KERNELS, *layer_options)
-    out = capsys.readouterr().out
-    assert "float16, 1 rank, 2 experts, 4 rows, 64 x 96, on 132 blocks of NVIDIA H200\n" in out
-    assert re.search(r"^dispatch forward +16 +- +1\.000 +1\.050 ", out, re.MULTILINE)
-    assert re.search(r"^combine backward +16 +256 +1\.000 +1\.050 ", out, re.MULTILINE)
-    assert out.endswith(f"\nwrote {found['path']}\n")
-    assert len(load_table(tmp_path).entries) == 8
-
-
-def test_show_prints_what_is_stored_and_measures_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    show = [*KERNELS, "--show", "--folder", str(tmp_path)]
-    run(*show)
-    assert capsys.readouterr().out == f"nothing measured of the fused kernels in {tmp_path}\n"
-    stored = Table({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()})
-    save_table(stored, tmp_path)
-    assert printed(capsys, *show) == {"folder": str(tmp_path), **as_fields(stored)}
-    run(*show)
-    out = capsys.readouterr().out
-    assert f"{SIZES}\nkernel " in out
-    assert re.search(rf"^combine forward +26 +1024 +1\.000 +- +{re.escape(WHEN)}$", out, re.MULTILINE)
-    assert re.search(rf"^{SIZES} +1\.000 +2\.000 +4\.000 +3\.000 +{re.escape(WHEN)}$", out, re.MULTILINE)
-
-
-def test_bad_sizes_and_kernels_that_cannot_be_timed_end_with_one_message(
-    tmp_path: Path, timed: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refused(capsys, *KERNELS, "--virtual-ranks", "3")
-    assert "num_experts (8) must be divisible by num_ranks (3)" in message
-    assert "top_k (9) must be at most num_experts (8)" in refused(capsys, *KERNELS, "--top-k", "9")
-    blocked = tmp_path / "file"
-    blocked.touch()
-    message = refused(capsys, *KERNELS, "--tokens", "4", "--folder", str(blocked / "in"))
-    assert f"--folder ({blocked / 'in'}) must be a folder to write: " in message
-
-    def fail(*args: Any, **options: Any) -> float:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(among_ranks, "time_division", fail)
-    with pytest.warns(UserWarning, match="could not be measured: no memory"):
-        message = refused(capsys, *KERNELS, "--tokens", "4", "--folder", str(tmp_path))
-    assert "no fused kernel could be measured" in message
-    assert list(tmp_path.iterdir()) == [blocked]

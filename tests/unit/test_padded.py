@@ -24,48 +24,36 @@ from pmoe.engine.run import recording
 from pmoe.ordering.capacity import within_capacity
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
-from tests.reference import relative_error
+from tests import kit
+from tests.kit import D_MODEL as M
+from tests.kit import NUM_EXPERTS as E
+from tests.kit import assert_same, loss_of
 from tests.spread import named
 
-M, H, E = 6, 10, 4
 
-
-def make(dtype: torch.dtype = torch.float64, **options: Any) -> pmoe.MoELayer:
+def make(**options: Any) -> pmoe.MoELayer:
     """Its gate is bent to be uneven: the capacity drops some rows and leaves others free."""
-    torch.manual_seed(7)
-    sizes = {"d_model": M, "d_hidden": H, "num_experts": E, "top_k": 2, "capacity_factor": 0.7}
-    layer = pmoe.MoELayer(**{**sizes, "dtype": dtype, **options})
-    with torch.no_grad():
-        for parameter in layer.gate.parameters():
-            parameter *= 3
-    return layer
+    return kit.build(**{"capacity_factor": 0.7, **options})
 
 
 def padded(**options: Any) -> pmoe.MoELayer:
     return make(**options, pad_to_capacity=True)
 
 
-def tokens(num_tokens: int = 13, seed: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_tokens, M, generator=generator, dtype=torch.float64).to(dtype)
+def tokens(num_tokens: int = 13, dtype: torch.dtype = torch.float64) -> Tensor:
+    return kit.tokens(num_tokens, dtype=dtype)
 
 
-def step(layer: pmoe.MoELayer, x: Tensor, *args: Tensor) -> dict[str, Tensor | None]:
+def step(layer: pmoe.MoELayer, x: Tensor, *args: Tensor) -> dict[str, Tensor]:
     layer.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
     y = layer(x, *args)
     assert layer.l_aux is not None
-    ((y * tokens(len(x), 4, y.dtype)).sum() + 0.37 * layer.l_aux).backward()
-    found = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    loss_of(layer, y).backward()
+    parameters = layer.named_parameters()
+    found = {name: each.grad for name, each in parameters if each.grad is not None}
     load = layer.tokens_per_expert.double()
     return {"y": y.detach(), "l_aux": layer.l_aux.detach(), "load": load, "x": x.grad, **found}
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-12) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert (found[name] is None) == (value is None), name
-        assert value is None or relative_error(found[name], value) <= limit, name
 
 
 def check(x: Tensor, *args: Tensor, **options: Any) -> dict[str, Any]:
@@ -74,7 +62,7 @@ def check(x: Tensor, *args: Tensor, **options: Any) -> dict[str, Any]:
     expected = step(make(**options), x, *args)
     torch.manual_seed(1)
     found = step(padded(**options), x, *args)
-    assert_same(found, expected)
+    assert_same(found, expected, 1e-12)
     return found
 
 
@@ -123,7 +111,7 @@ def test_other_options_equal_the_layer_without_padding(
 def test_a_gate_of_pmoe_that_is_given_as_a_module_and_one_that_wants_token_ids() -> None:
     gate = pmoe.gates.DeepSeekGate(M, E, 2, num_groups=2, top_groups=2).double()
     expected, found = make(gate=copy.deepcopy(gate)), padded(gate=copy.deepcopy(gate))
-    assert_same(step(found, tokens()), step(expected, tokens()))
+    assert_same(step(found, tokens()), step(expected, tokens()), 1e-12)
     check(tokens(), torch.arange(13), gate="hash")
 
 
@@ -151,7 +139,7 @@ def test_all_tokens_to_one_expert(n: int) -> None:
         with torch.no_grad():
             layers_of[name].gate.weight[2, 0] += 100
     found = step(layers_of["padded"], x)
-    assert_same(found, step(layers_of["plain"], x))
+    assert_same(found, step(layers_of["plain"], x), 1e-12)
     assert found["load"].tolist() == [0, 0, 3, 0]  # ceil(0.7 * 13 / 4)
     assert (found["y"] != 0).any(1).sum() == 3
 
@@ -170,8 +158,8 @@ def test_frozen_experts_and_inference() -> None:
     for layer in frozen:
         layer.experts.requires_grad_(False)
     found, expected = (step(layer, tokens()) for layer in frozen)
-    assert found["experts.w1"] is None
-    assert_same(found, expected)
+    assert "experts.w1" not in found  # it has no gradient
+    assert_same(found, expected, 1e-12)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert torch.equal(frozen[0](tokens()), found["y"])
@@ -193,7 +181,7 @@ def test_two_runs_give_the_same_bits_in_deterministic_mode() -> None:
     layer = padded(pipeline=2, memory_reuse="S4")
     torch.use_deterministic_algorithms(True)
     try:
-        assert_same(step(layer, tokens()), step(layer, tokens()), 0.0)
+        assert_same(step(layer, tokens()), step(layer, tokens()))
     finally:
         torch.use_deterministic_algorithms(False)
 

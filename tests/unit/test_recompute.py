@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,125 +14,32 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.engine import recompute
 from pmoe.gates import GATES
-from pmoe.layer import choose as layer_choose
 from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
-from tests.own_experts import dropping, mlp
+from tests.kit import (
+    AUX,
+    D_MODEL,
+    NUM_EXPERTS,
+    TOKENS,
+    assert_same,
+    one_thread,  # noqa: F401 (a fixture)
+    tokens,
+)
+from tests.own_experts import mlp
+from tests.own_gates import OwnGate
 from tests.plain_steps import PlainSteps
-from tests.reference import relative_error
+from tests.recomputed import FROZEN, OPTIONS, Block, Run, build, counted, frozen, step
 from tests.spread import spread
 
-D_MODEL, D_HIDDEN, NUM_EXPERTS, TOKENS, AUX = 6, 10, 4, 13, 0.37
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def build(**options: Any) -> MoELayer:
-    torch.manual_seed(7)
-    options = {"top_k": 1 if options.get("gate") == "switch" else 2, "dtype": torch.float64, **options}
-    return MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, **options)
-
-
-def tokens(count: int = TOKENS, seed: int = 3) -> Tensor:
-    return torch.randn(count, D_MODEL, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-class Block(nn.Module):
-    """A norm, dropout before the gate, a layer that is called twice, and dropout and losses behind it."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(D_MODEL, dtype=torch.float64), nn.Dropout(0.3)
-        self.layer = layer
-        self.options: dict[str, Any] = {}
-        if getattr(layer.gate, "needs_token_ids", False):
-            self.options["token_ids"] = torch.arange(TOKENS) % 5
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x + self.layer(self.drop(self.norm(x)), **self.options)
-        l_aux = self.layer.l_aux.exp()  # which saves it
-        y = y + self.drop(self.layer(y.sin(), **self.options))
-        return y.exp().cos(), l_aux + self.layer.l_aux
-
-
-Run = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-def frozen(function: Run, **options: Any) -> Run:
-    return lambda x: checkpoint(
-        function, x, use_reentrant=False, context_fn=pmoe.checkpoint_contexts, **options
-    )
-
-
-def step(block: nn.Module, run: Run, x: Tensor | None = None) -> dict[str, Tensor | None]:
-    """y, loss, every gradient and buffer, and the next random number."""
-    block.zero_grad(set_to_none=True)
-    x = (tokens() if x is None else x).clone().requires_grad_()
-    torch.manual_seed(5)
-    y, l_aux = run(x)
-    (y.square().sum() + AUX * l_aux).backward()
-    found = {name: parameter.grad for name, parameter in block.named_parameters()}
-    buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
-    random = torch.rand(1, dtype=torch.float64)
-    return {"y": y.detach(), "l_aux": l_aux.detach(), "x": x.grad, **found, **buffers, "random": random}
-
-
-def assert_same(
-    got: dict[str, Tensor | None], expected: dict[str, Tensor | None], limit: float = 0.0
-) -> None:
-    assert set(got) == set(expected)
-    for name, value in expected.items():
-        assert (got[name] is None) == (value is None), name
-        if value is not None and limit:
-            assert relative_error(got[name], value) <= limit, name
-        elif value is not None:
-            assert torch.equal(got[name], value), name
-
-
-def counted(layer: MoELayer) -> list[int]:
-    """One entry for each run of the gate."""
-    runs: list[int] = []
-    layer.gate.register_forward_hook(lambda *_: runs.append(1))
-    return runs
-
-
 # ---- the second pass takes the routing over
-
-
-class OwnGate(nn.Module):
-    """As users write them: hidden columns, dropout, noise, and a buffer that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(D_MODEL, 7), nn.GELU(), nn.Dropout(0.4), nn.Linear(7, NUM_EXPERTS))
-        self.net.double()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x_TM: Tensor) -> Routing:
-        self.calls += 1
-        logits = self.net(x_TM[:, : D_MODEL - 1].repeat(1, 2)[:, :D_MODEL] + x_TM)
-        logits = logits + 0.3 * torch.randn_like(logits)
-        weight, expert = logits.softmax(-1).topk(2)
-        return Routing(expert=expert, weight=weight, l_aux=logits.square().mean(), logits=logits)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -195,21 +101,6 @@ def test_the_backward_pass_finds_what_the_second_pass_left(
 ) -> None:
     block = Block(build(expert=expert, memory_reuse=pair, **options))
     assert_same(step(block, frozen(block)), step(block, block))
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "swiglu": {"expert": "swiglu"},
-    "dropping experts": {"expert": dropping, "memory_reuse": "S4"},
-    "capacity": {"capacity_factor": 0.7, "pipeline": 2},
-    "padded": {"capacity_factor": 0.7, "pad_to_capacity": True, "pipeline": 2},
-    "padded, S4": {"capacity_factor": 1.0, "pad_to_capacity": True, "memory_reuse": "S4"},
-    "shared expert": {"shared_expert": 5, "shared_gate": True, "memory_reuse": "S2"},
-    "budget": {"memory_budget": "1MiB", "pipeline": True},
-    "solve": {"pipeline": "solve", "memory_reuse": True},
-    "all rows travel": {"bypass_local": False, "send_once": True},
-    "checked": {"check_finite": True, "z_loss_weight": 0.1},
-    "einsum": {"order": "einsum"},
-}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -351,9 +242,6 @@ def nested(inner: dict[str, Any], outer: dict[str, Any]) -> tuple[Block, Block, 
         return z, l_aux + more
 
     return first, second, lambda x: checkpoint(function, x, use_reentrant=False, **outer)
-
-
-FROZEN = {"context_fn": pmoe.checkpoint_contexts}
 
 
 @pytest.mark.parametrize("inner", [FROZEN, {}], ids=["frozen inside", "plain inside"])
@@ -559,7 +447,9 @@ def test_other_layers_or_tokens_in_the_second_pass_are_refused() -> None:
     more = pytest.raises(RuntimeError, match="call 2 of a MoELayer .* the forward pass made 1")
     with more, set_checkpoint_early_stop(False):
         checked(lambda x: one(one(x)))
-    with pytest.raises(RuntimeError, match=rf"x .*\(12, torch.float64\)\) .* \(\({TOKENS}, torch.float64\)"):
+    with pytest.raises(
+        RuntimeError, match=rf"x .*\({TOKENS - 1}, torch.float64\)\) .* \(\({TOKENS}, torch.float64\)"
+    ):
         checked(lambda x: one(x[1:]))
 
 
@@ -633,175 +523,3 @@ def test_bad_input_is_refused_as_ever() -> None:
         for _ in range(2):
             checkpoint(layer, tokens().requires_grad_(), use_reentrant=False, context_fn=lambda: contexts)
     assert not recompute._active.contexts
-
-
-# ---- any other checkpoint
-
-CHANGED = "routing changed in recomputation.*pmoe.checkpoint_contexts"
-
-
-def plain(function: Callable[[Tensor], Tensor], use_reentrant: bool, **options: Any) -> None:
-    y = checkpoint(function, tokens().requires_grad_(), use_reentrant=use_reentrant, **options)
-    y.square().sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("gate", [*(each for each in GATES if each not in ("hash", "soft")), OwnGate])
-def test_routing_that_changed_in_recomputation_is_refused(gate: Any, use_reentrant: bool) -> None:
-    layer, drop = build(gate=gate if isinstance(gate, str) else gate()), nn.Dropout(0.5)
-
-    def function(x: Tensor) -> Tensor:
-        return 2 * layer(drop(x))
-
-    plain(function, use_reentrant)
-    with pytest.raises(ValueError, match=CHANGED):
-        plain(function, use_reentrant, preserve_rng_state=False)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("way", ["alone", "fused", "padded", "dropped by the gate"])
-def test_on_every_path(way: str, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "alone": {},
-        "fused": {"fused": True},
-        "padded": {"capacity_factor": 1.0, "pad_to_capacity": True},
-        "dropped by the gate": {"gate": "batch_prioritised", "capacity_factor": 0.5},
-    }
-    layer, drop = build(**options[way]), nn.Dropout(0.5)
-    if way == "alone":
-        monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    with comet.using(lambda request: PlainSteps(request.ranks)) if way == "fused" else nullcontext():
-        plain(lambda x: 2 * layer(drop(x)), use_reentrant)
-        with pytest.raises(ValueError, match=CHANGED):
-            plain(lambda x: 2 * layer(drop(x)), use_reentrant, preserve_rng_state=False)
-
-
-def saving_products(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-    return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def saving_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def selective(policy: Callable[..., CheckpointPolicy]) -> dict[str, Any]:
-    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
-
-
-@pytest.mark.parametrize("name", [*OPTIONS, "alone"])
-def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is measured at the first call is none of them, and what compares the routings neither."""
-    measured: list[Tensor] = []
-
-    def measure(*_: Any, **__: Any) -> None:
-        if len(measured) < 3:
-            measured.append(torch.ones(3, 2) @ torch.ones(2, 4))
-
-    monkeypatch.setattr(layer_choose, "measure_products", measure)
-    if name == "alone":
-        monkeypatch.setattr(alone, "kernel_refusal", measure)
-    block = Block(build(**OPTIONS.get(name, {})))
-    got = step(block, lambda x: checkpoint(block, x, use_reentrant=False, **selective(saving_products)))
-    assert len(measured) >= 2
-    assert_same(got, step(block, block))
-
-
-@pytest.mark.parametrize("way", ["alone", "chunks"])
-def test_and_routing_that_changed_is_refused_unless_the_gates_product_is_saved(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer, drop = build(), nn.Dropout(0.5)
-    if way == "alone":
-        monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    for policy, preserved in ((saving_nothing, True), (saving_products, False), (saving_nothing, False)):
-        will_change = not preserved and policy is saving_nothing
-        with pytest.raises(ValueError, match=CHANGED) if will_change else nullcontext():
-            plain(lambda x: 2 * layer(drop(x)), False, preserve_rng_state=preserved, **selective(policy))
-
-
-def test_what_the_gate_keeps_is_part_of_the_routing() -> None:
-    hashes = [
-        recompute._hash(3, (expert, keep, None))
-        for expert in (torch.tensor([[0], [1], [2]]), torch.tensor([[1], [0], [2]]))
-        for keep in (None, torch.tensor([[True], [True], [False]]), torch.tensor([[True], [False], [True]]))
-    ]
-    assert len({hash_.item() for hash_ in hashes}) == 6
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_new_tokens_inside_of_a_backward_are_not_taken_for_old_ones(use_reentrant: bool) -> None:
-    layer = build()
-    called: list[int] = []
-
-    def look(count: int, context: Any) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            with context:
-                layer(tokens(count, 77))
-            called.append(count)
-
-        return hook
-
-    cases = [(TOKENS - 1, nullcontext()), (TOKENS, torch.no_grad()), (TOKENS, torch.inference_mode())]
-    for count, context in cases:
-        y = checkpoint(layer, tokens().requires_grad_(), use_reentrant=use_reentrant)
-        y.register_hook(look(count, context))
-        y.sum().backward()
-    layer.eval()  # as nothing is known of calls in eval mode without gradients
-    y = checkpoint(layer, tokens(seed=8).requires_grad_(), use_reentrant=use_reentrant)
-    y.sum().backward()
-    assert called == [count for count, _ in cases]
-
-
-def test_new_tokens_inside_of_a_backward_are_welcome_where_the_routing_is_kept() -> None:
-    layer, called = build(), []
-
-    def hook(grad: Tensor) -> None:
-        with torch.enable_grad():
-            called.append(checkpoint(layer, tokens(seed=77).requires_grad_(), use_reentrant=False, **FROZEN))
-
-    y = checkpoint(layer, tokens().requires_grad_(), use_reentrant=False, **FROZEN)
-    y.register_hook(hook)
-    y.sum().backward()
-    called[0].sum().backward()
-    assert not recompute._remembered[layer].num_tokens
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_plain_checkpoint_around_one_that_keeps_the_routing_notices_that_it_changed(
-    use_reentrant: bool,
-) -> None:
-    layer, drop = build(), nn.Dropout(0.5)
-
-    def function(x: Tensor) -> Tensor:
-        return 2 * checkpoint(layer, drop(x), use_reentrant=False, **FROZEN)
-
-    with set_checkpoint_early_stop(False):  # or the outer second pass may end before the layer
-        plain(function, use_reentrant)
-        with pytest.raises(ValueError, match=CHANGED):
-            plain(function, use_reentrant, preserve_rng_state=False)
-
-
-def test_hashes_are_bounded_and_only_made_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, made = build(), []
-    hash_ = recompute._hash
-    monkeypatch.setattr(recompute, "_hash", lambda *args: (made.append(1), hash_(*args))[1])
-    x = tokens().requires_grad_()
-    layer(x).sum().backward()
-    with torch.inference_mode():
-        layer(x)
-    layer.eval()
-    with torch.no_grad():
-        layer(x)
-    assert not made
-    layer.train()
-    monkeypatch.setattr(recompute, "REMEMBERED_AT_FIRST", 2)
-    monkeypatch.setattr(recompute, "REMEMBERED", 8)
-    ys = [checkpoint(layer, tokens(seed=i).requires_grad_(), use_reentrant=False) for i in range(21)]
-    for y in ys[-8:]:
-        y.sum().backward()
-    assert len(made) == 21 + 8
-    remembered = recompute._remembered[layer]
-    assert remembered.hashes.shape == (8,) and remembered.num_tokens == [TOKENS] * 8

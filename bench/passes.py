@@ -1,0 +1,164 @@
+"""Forward, backward and step of a layer on a slow link, timed round by round, and what bounds them.
+
+Every rank calls these functions with the same arguments in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pmoe
+from bench.links import measure_rate
+from bench.timing import Timing
+from pmoe.engine import Journal, Span
+from pmoe.planner.costs import LineCost
+
+DIRECTIONS = ("forward", "backward")
+PARTS = (*DIRECTIONS, "step")
+Run = Callable[[], dict[str, float]]
+"""Seconds of this rank, by part."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One layer and batch. Letters as in DESIGN.md: rows a rank = T * K."""
+
+    rows: int = 4096
+    d_model: int = 512
+    d_hidden: int = 2048
+    num_experts: int = 8
+    world: int = 2
+
+    @property
+    def remote_rows(self) -> int:
+        """Rows that each rank sends in one direction."""
+        return self.rows * (self.world - 1) // self.world
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.d_model
+
+
+def make_layer(setting: Setting) -> tuple[pmoe.MoELayer, Tensor, Tensor]:
+    """(layer, x, dy), as `even_batch` makes them."""
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts)
+    return layer, *even_batch(layer, setting.rows)
+
+
+def even_batch(layer: pmoe.MoELayer, tokens: int) -> tuple[Tensor, Tensor]:
+    """(x, dy), each (tokens, d_model), and a gate that gives every expert as many rows.
+
+    The load is not what is measured.
+    """
+    experts, every = layer.num_experts, torch.arange(tokens)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(tokens, layer.d_model)
+    first = torch.randperm(tokens) % experts
+    with torch.no_grad():
+        layer.gate.weight.normal_(std=1e-3)
+        layer.gate.weight[:, :experts] += torch.eye(experts)
+        for choice in range(layer.top_k):
+            x[every, (first + choice) % experts] += 10
+    return x.requires_grad_(), torch.randn(tokens, layer.d_model)
+
+
+def timed(forward: Callable[[], Tensor], dy: Tensor) -> dict[str, float]:
+    """Seconds of both passes. The ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    y = forward()
+    middle = time.perf_counter()
+    y.backward(dy)
+    end = time.perf_counter()
+    return {"forward": middle - start, "backward": end - middle, "step": end - start}
+
+
+def products_alone(setting: Setting) -> Run:
+    """The experts' products on the routed rows and nothing else, each as large as it can be."""
+    local = setting.num_experts // setting.world
+    rows = setting.rows // local  # every expert gets as many rows
+    w1 = torch.randn(local, setting.d_hidden, setting.d_model)
+    w2 = torch.randn(local, setting.d_model, setting.d_hidden)
+    x, y = torch.randn(2, local, rows, setting.d_model)
+    h, dh = torch.randn(2, local, rows, setting.d_hidden)
+    dw1, dw2, dx = torch.empty_like(w1), torch.empty_like(w2), torch.empty_like(x)
+
+    def run() -> dict[str, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        for e in range(local):
+            torch.mm(x[e], w1[e].t(), out=h[e])
+            torch.mm(h[e], w2[e].t(), out=y[e])
+        middle = time.perf_counter()
+        for e in range(local):
+            torch.mm(y[e], w2[e], out=dh[e])
+            torch.mm(dh[e], w1[e], out=dx[e])
+            torch.mm(dh[e].t(), x[e], out=dw1[e])
+            torch.mm(y[e].t(), h[e], out=dw2[e])
+        end = time.perf_counter()
+        return {"forward": middle - start, "backward": end - middle, "step": end - start}
+
+    return run
+
+
+def messages_alone(sent: Sequence[int], d_model: int, group: dist.ProcessGroup | None = None) -> Run:
+    """The two messages of a pass, each whole. sent: rows for each rank of the group."""
+    rows = torch.randn(sum(sent), d_model)
+    received = torch.empty_like(rows)
+
+    def run() -> dict[str, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(2):
+            dist.all_to_all_single(received, rows, list(sent), list(sent), group=group)
+        seconds = time.perf_counter() - start
+        return {"forward": seconds, "backward": seconds, "step": 2 * seconds}
+
+    return run
+
+
+def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dict[str, Timing]]:
+    """Every run once a round, so that a drifting machine hits all alike; the slowest rank's times."""
+    samples = torch.zeros(len(runs), 3, rounds, dtype=torch.float64)
+    for turn in range(-warmup, rounds):
+        for i, run in enumerate(runs.values()):
+            times = run()
+            if turn >= 0:
+                samples[i, :, turn] = torch.tensor([times[part] for part in PARTS])
+    dist.all_reduce(samples, op=dist.ReduceOp.MAX)
+    return {
+        name: {part: Timing(tuple(samples[i, j].tolist())) for j, part in enumerate(PARTS)}
+        for i, name in enumerate(runs)
+    }
+
+
+def choose_rate(setting: Setting, rate: str, computation: dict[str, Timing]) -> float:
+    """Bytes a second at which communication alone costs what computation alone costs."""
+    if rate not in ("auto", "auto-step"):
+        return float(rate)
+    pass_bytes = 2 * setting.remote_rows * setting.row_bytes
+    if rate == "auto":
+        return pass_bytes / computation["forward"].median
+    return 2 * pass_bytes / computation["step"].median
+
+
+def measure_message(link: Any, setting: Setting, rate: float, rounds: int) -> LineCost:
+    """Seconds of a message by bytes, from two sizes, on a link of that rate. The link keeps the rate."""
+    link.set_rate(rate)
+    size = setting.remote_rows * setting.row_bytes
+    alpha, bytes_per_second = measure_rate((size // 16, size), rounds=rounds)
+    return LineCost(max(alpha, 0.0), 1 / bytes_per_second)
+
+
+def spans_of(journal: Journal, direction: str) -> tuple[list[Span], float]:
+    """(its spans in that direction, the seconds from the first one's start to the last one's end)"""
+    spans = [span for span in journal.spans if span.direction == direction]
+    return spans, max(span.end for span in spans) - min(span.start for span in spans)

@@ -1,0 +1,91 @@
+"""Rounds in which other processes leave the machine alone: ratios need all of its cores (Linux)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.passes import PARTS, Run
+from bench.timing import Timing
+
+QUIET = 0.1
+"""Share of the machine that other processes may take in a round that counts."""
+
+
+class Neighbours:
+    """What other processes take of the machine's cores: ratios need all of them (Linux)."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), time.process_time()
+
+    def share(self) -> float:
+        """Of all cores, since `start`: what neither this process nor its peers used. A collective."""
+        own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
+        dist.all_reduce(own)
+        seconds = time.monotonic() - self._began
+        return max(0.0, (_busy_seconds() - self._busy - own.item()) / (seconds * (os.cpu_count() or 1)))
+
+    def wait(self, patience_seconds: float, most: float = 0.1) -> None:
+        """Returns on all ranks when others take at most that share, or when rank 0's patience is over."""
+        end = time.monotonic() + patience_seconds
+        while dist.get_rank() == 0 and time.monotonic() < end:
+            self._began, self._busy = time.monotonic(), _busy_seconds()
+            time.sleep(2)
+            if (_busy_seconds() - self._busy) / (2 * (os.cpu_count() or 1)) <= most:
+                break
+        dist.barrier()
+
+
+def _busy_seconds() -> float:
+    """Of all cores since the machine started."""
+    user, nice, system, _idle, _io, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
+    return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """times: the slowest rank's, of the rounds that count. neighbours: the share of the machine that other
+    processes took, of all rounds; rounds: which of them count."""
+
+    times: dict[str, dict[str, Timing]]
+    neighbours: list[float]
+    rounds: list[int]
+
+
+def measure_quietly(runs: Mapping[str, Run], rounds: int, patience_seconds: float) -> Measured:
+    """Every run once a round, each round from another one on. Of twice as many rounds at most those count in
+    which other processes left the machine alone, or else those in which they took least."""
+    every, neighbours = list(runs.values()), Neighbours()
+    shares: list[float] = []
+    taken: list[torch.Tensor] = []
+    for run in every:
+        run()
+    while len(shares) < 2 * rounds and sum(share <= QUIET for share in shares) < rounds:
+        neighbours.wait(patience_seconds)
+        samples = torch.zeros(len(runs), len(PARTS), dtype=torch.float64)
+        neighbours.start()
+        for turn in range(len(every)):
+            i = (turn + len(shares)) % len(every)
+            times = every[i]()
+            samples[i] = torch.tensor([times[part] for part in PARTS])
+        shares.append(neighbours.share())
+        shared = torch.tensor(shares[-1:], dtype=torch.float64)
+        dist.broadcast(shared, 0)  # each rank's clock is its own
+        shares[-1] = shared.item()
+        dist.all_reduce(samples, op=dist.ReduceOp.MAX)
+        taken.append(samples)
+    kept = sorted(sorted(range(len(shares)), key=lambda at: shares[at])[:rounds])
+    times = {
+        name: {part: Timing(tuple(float(taken[at][i, j]) for at in kept)) for j, part in enumerate(PARTS)}
+        for i, name in enumerate(runs)
+    }
+    return Measured(times, shares, kept)

@@ -1,0 +1,72 @@
+// Shared by both phases of the forward kernel: its arguments, shared memory, and the meeting of the grid.
+#pragma once
+#include "route/tokens.cuh"
+
+namespace pmoe::route {
+
+struct Forward {
+  Sizes sizes;
+  Rows rows;
+  const float* logits_TE;
+  bool normalize;
+  float balance_scale;  // E / (N * T)
+  float z_scale;        // the z-loss's weight over T; 0 leaves it out
+  float* weight_TK;
+  int32_t* expert_TK;
+  int32_t* position_TK;
+  int32_t* slot_N;
+  int32_t* counts_nE;
+  int32_t* ends_nE;
+  float* l_aux;
+  Workspace workspace;
+};
+
+constexpr uint64_t kLongestWait = 10ull * 1000 * 1000 * 1000;  // nanoseconds
+
+// Until all blocks of the grid are here; what they wrote before is then seen by all. barrier: arrivals, which
+// are back at zero afterwards, and a generation.
+__device__ __forceinline__ void meet_grid(uint32_t* barrier, uint32_t blocks) {
+  sync_block();
+  if (threadIdx.x == 0) {
+    const uint32_t generation = load_acquire(barrier + 1);  // cannot change before this block arrives
+    if (add_acq_rel(barrier, 1) == blocks - 1) {
+      barrier[0] = 0;
+      add_acq_rel(barrier + 1, 1);
+    } else {
+      const uint64_t begin = nanoseconds();
+      while (load_acquire(barrier + 1) == generation) {
+        if (nanoseconds() - begin > kLongestWait) fail();
+        pause();
+      }
+    }
+  }
+  sync_block();
+}
+
+__device__ __forceinline__ int count_bits(uint32_t mask) {
+#if defined(__CUDACC__)
+  return __popc(mask);
+#else
+  return __builtin_popcount(mask);
+#endif
+}
+
+// A block's shared memory; see ForwardShared.
+template <class S>
+struct Shared {
+  int32_t* rows_WE;  // first each warp's rows, after tell() those of the warps before it
+  float* sum_W;
+  uint32_t* area;
+
+  __device__ explicit Shared(int num_experts) {
+    auto* const words = reinterpret_cast<uint32_t*>(shared_memory());
+    rows_WE = reinterpret_cast<int32_t*>(words);
+    sum_W = reinterpret_cast<float*>(words + ForwardShared<S>::sums(num_experts));
+    area = words + ForwardShared<S>::area(num_experts);
+  }
+
+  __device__ float* floats(int word) const { return reinterpret_cast<float*>(area + word); }
+  __device__ int32_t* ints(int word) const { return reinterpret_cast<int32_t*>(area + word); }
+};
+
+}  // namespace pmoe::route

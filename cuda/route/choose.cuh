@@ -1,0 +1,180 @@
+// Phase 1 of the forward kernel (kernel.cuh): experts and weights of a block's tokens, and its sums.
+#pragma once
+#include "route/block.cuh"
+
+namespace pmoe::route {
+
+// The candidate of one lane, then of all lanes of a token. No candidate has key 0.
+struct Candidate {
+  uint32_t key;
+  int32_t expert;
+
+  __device__ bool beats(const Candidate& other) const {
+    return key > other.key || (key == other.key && expert < other.expert);
+  }
+};
+
+template <class S>
+__device__ __forceinline__ Candidate best_of_token(Candidate best) {
+  PMOE_UNROLL
+  for (int mask = 1; mask < S::kLanes; mask *= 2) {
+    const Candidate other{shfl_xor(best.key, mask), shfl_xor(best.expert, mask)};
+    if (other.beats(best)) best = other;
+  }
+  return best;
+}
+
+// The token's top_k experts, best first, and their probabilities, into staged memory of this token.
+template <class S>
+__device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
+                                       float sum, int num_experts, int top_k, int of_token,
+                                       float* probability_K, int32_t* expert_K) {
+  uint32_t key[S::kPer];
+  PMOE_UNROLL
+  for (int j = 0; j < S::kPer; ++j) key[j] = S::expert(of_token, j) < num_experts ? order_key(x[j]) : 0;
+  PMOE_ROLLED
+  for (int k = 0; k < top_k; ++k) {
+    Candidate mine{0, S::kExperts};
+    float value = 0.0f;
+    PMOE_UNROLL
+    for (int j = 0; j < S::kPer; ++j) {
+      if (key[j] <= mine.key) continue;  // of equal ones the first stays
+      mine = {key[j], S::expert(of_token, j)};
+      value = numerator[j];
+    }
+    const int32_t chosen = best_of_token<S>(mine).expert;
+    if (chosen != mine.expert) continue;
+    probability_K[k] = value / sum;
+    expert_K[k] = chosen;
+    PMOE_UNROLL
+    for (int j = 0; j < S::kPer; ++j)
+      if (S::expert(of_token, j) == chosen) key[j] = 0;
+  }
+}
+
+// What a lane adds up over its warp's tokens.
+template <class S>
+struct Sums {
+  float probability[S::kPer];
+  float z;  // the same in all lanes of a token
+
+  __device__ void clear() {
+    PMOE_UNROLL
+    for (int j = 0; j < S::kPer; ++j) probability[j] = 0.0f;
+    z = 0.0f;
+  }
+
+  __device__ void add(const float (&numerator)[S::kPer], const Softmax& found) {
+    const float inverse = 1.0f / found.sum;
+    PMOE_UNROLL
+    for (int j = 0; j < S::kPer; ++j) probability[j] += numerator[j] * inverse;
+    const float log_sum = found.log_sum();
+    z += log_sum * log_sum;
+  }
+};
+
+// Writes the staged choices of a warp's tokens from `first` on, neighbours side by side, and counts them.
+__device__ __forceinline__ void write_choices(const Forward& a, int64_t first, int choices, int lane,
+                                              const float* probability, const int32_t* expert,
+                                              int32_t* rows_E) {
+  const int top_k = a.sizes.top_k;
+  PMOE_ROLLED
+  for (int i = lane; i < choices; i += 32) {
+    float weight = probability[i];
+    if (a.normalize) {
+      const int begin = i / top_k * top_k;
+      float total = 0.0f;
+      PMOE_ROLLED
+      for (int k = 0; k < top_k; ++k) total += probability[begin + k];
+      weight = weight / total;
+    }
+    a.weight_TK[first * top_k + i] = weight;
+    a.expert_TK[first * top_k + i] = expert[i];
+    atomicAdd(rows_E + expert[i], 1);
+  }
+}
+
+// Phase 1 of one warp: experts and weights of its tokens; rows_E, its counts; and its lanes' sums.
+template <class S>
+__device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& at, const Shared<S>& shared,
+                                              Sums<S>& sums) {
+  const int num_experts = a.sizes.num_experts, top_k = a.sizes.top_k;
+  const int staged = ForwardShared<S>::staged(top_k);
+  float* const probability = shared.floats(at.warp * staged);
+  int32_t* const expert = shared.ints((S::kWarps + at.warp) * staged);
+  int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
+  PMOE_ROLLED
+  for (int e = at.lane; e < num_experts; e += 32) rows_E[e] = 0;
+
+  const int64_t part = int64_t{blockIdx.x} * S::kWarps + at.warp;
+  const int64_t end = a.sizes.first_token(part + 1, S::kWarps);
+  int64_t first = a.sizes.first_token(part, S::kWarps);
+  float x[S::kPer];
+  load_row<S>(a.logits_TE, a.rows, first + at.token, first + at.token < end, at.of_token, x);
+  PMOE_ROLLED
+  for (; first < end; first += S::kTokens) {
+    // The next rows are on their way while these are worked on.
+    float next[S::kPer];
+    const int64_t later = first + S::kTokens + at.token;
+    load_row<S>(a.logits_TE, a.rows, later, later < end, at.of_token, next);
+    float numerator[S::kPer];
+    const Softmax found = softmax<S>(x, numerator);
+    if (first + at.token < end) sums.add(numerator, found);
+    const int of_token = at.token * top_k;
+    sync_warp();  // the last choices have been written
+    choose<S>(x, numerator, found.sum, num_experts, top_k, at.of_token, probability + of_token,
+              expert + of_token);
+    sync_warp();
+    const int choices = static_cast<int>(smaller(int64_t{S::kTokens}, end - first)) * top_k;
+    write_choices(a, first, choices, at.lane, probability, expert, rows_E);
+    PMOE_UNROLL
+    for (int j = 0; j < S::kPer; ++j) x[j] = next[j];
+  }
+}
+
+// What the other blocks need of this one, into the workspace; rows_WE become the rows of the warps before.
+template <class S>
+__device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const Shared<S>& shared,
+                                     Sums<S>& sums) {
+  const int num_experts = a.sizes.num_experts;
+  PMOE_UNROLL
+  for (int j = 0; j < S::kPer; ++j) {
+    PMOE_UNROLL
+    for (int mask = S::kLanes; mask < 32; mask *= 2)
+      sums.probability[j] += shfl_xor(sums.probability[j], mask);
+  }
+  PMOE_UNROLL
+  for (int mask = S::kLanes; mask < 32; mask *= 2) sums.z += shfl_xor(sums.z, mask);
+  sync_block();  // the area held staged choices
+  float* const probability_WE = shared.floats(0);
+  PMOE_UNROLL
+  for (int j = 0; j < S::kPer; ++j) {
+    const int e = S::expert(at.of_token, j);
+    if (at.token == 0 && e < num_experts) probability_WE[at.warp * num_experts + e] = sums.probability[j];
+  }
+  if (at.lane == 0) shared.sum_W[at.warp] = sums.z;
+  sync_block();
+  const int64_t mine = int64_t{blockIdx.x} * num_experts;
+  PMOE_ROLLED
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += S::kThreads) {
+    int32_t rows = 0;
+    float probability = 0.0f;
+    for (int w = 0; w < S::kWarps; ++w) {
+      int32_t& of_warp = shared.rows_WE[w * num_experts + e];
+      const int32_t before = rows;
+      rows += of_warp;
+      of_warp = before;
+      probability += probability_WE[w * num_experts + e];
+    }
+    a.workspace.rows_GE[mine + e] = rows;
+    a.workspace.probability_GE[mine + e] = probability;
+  }
+  if (threadIdx.x == 0) {
+    float z = 0.0f;
+    PMOE_ROLLED
+    for (int w = 0; w < S::kWarps; ++w) z += shared.sum_W[w];
+    a.workspace.z_G[blockIdx.x] = z;
+  }
+}
+
+}  // namespace pmoe::route

@@ -1,0 +1,182 @@
+// Phase 2 of the forward kernel (kernel.cuh): places of rows, counts of chunks, the balance loss.
+#pragma once
+#include "route/block.cuh"
+
+namespace pmoe::route {
+
+struct ChunkCounts {  // in the area
+  int32_t* before_E;
+  int32_t* total_E;
+};
+
+// A chunk's rows by expert, of all of its blocks and of the first `blocks_before`.
+template <class S>
+__device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Shared<S>& shared, int chunk,
+                                                   int blocks_before) {
+  const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
+  const int thread = static_cast<int>(threadIdx.x);
+  const ChunkCounts found{shared.ints(0), shared.ints(num_experts)};
+  sync_block();  // the area served something else
+  PMOE_ROLLED
+  for (int i = thread; i < 2 * num_experts; i += S::kThreads) found.before_E[i] = 0;
+  sync_block();
+  const int32_t* const rows_BE = a.workspace.rows_GE + int64_t{chunk} * blocks * num_experts;
+  const int parts = larger(S::kThreads / num_experts, 1);
+  PMOE_ROLLED
+  for (int i = thread; i < parts * num_experts; i += S::kThreads) {
+    const int e = i % num_experts;
+    int32_t before = 0, total = 0;
+    for (int b = i / num_experts; b < blocks; b += parts) {
+      const int32_t rows = rows_BE[b * num_experts + e];
+      total += rows;
+      before += b < blocks_before ? rows : 0;
+    }
+    atomicAdd(found.before_E + e, before);
+    atomicAdd(found.total_E + e, total);
+  }
+  sync_block();
+  return found;
+}
+
+// One warp's walk over n values with a running sum: visit(i, sum of all before, value).
+template <class Visit>
+__device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int32_t sum, Visit visit) {
+  PMOE_ROLLED
+  for (int begin = 0; begin < n; begin += 32) {
+    const int i = begin + lane;
+    const int32_t mine = i < n ? value[i] : 0;
+    int32_t up_to = mine;
+    PMOE_UNROLL
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int32_t left = shfl_up(up_to, distance);
+      if (lane >= distance) up_to += left;
+    }
+    if (i < n) visit(i, sum + up_to - mine, mine);
+    sum += shfl(up_to, 31);
+  }
+}
+
+// The lanes whose slots have this lane's expert, this one included; 0 for a lane without a slot.
+__device__ __forceinline__ uint32_t same_expert(int32_t expert, bool valid, int num_experts) {
+  uint32_t same = ballot(valid);
+  PMOE_ROLLED
+  for (int bit = 1; bit < num_experts; bit *= 2) {
+    const bool set = (expert & bit) != 0;
+    const uint32_t with = ballot(set);
+    same &= set ? with : ~with;
+  }
+  return valid ? same : 0;
+}
+
+// Phase 2 of a block that owns tokens: where each of its slots' rows stands.
+template <class S>
+__device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
+  const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
+  const int chunk = static_cast<int>(blockIdx.x) / blocks;
+  const ChunkCounts counts = count_chunk<S>(a, shared, chunk, static_cast<int>(blockIdx.x) % blocks);
+  int32_t* const first_E = counts.before_E;
+  if (at.warp == 0)
+    scan(counts.total_E, num_experts, at.lane, static_cast<int32_t>(a.sizes.first_row(chunk)),
+         [&](int e, int32_t first, int32_t) { first_E[e] += first; });
+  sync_block();
+  // Placed so far, by this warp or one before.
+  int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
+  const int64_t part = int64_t{blockIdx.x} * S::kWarps + at.warp;
+  const int64_t end = a.sizes.first_token(part + 1, S::kWarps) * a.sizes.top_k;
+  PMOE_ROLLED
+  for (int64_t begin = a.sizes.first_token(part, S::kWarps) * a.sizes.top_k; begin < end; begin += 32) {
+    const int64_t slot = begin + at.lane;
+    const bool valid = slot < end;
+    const int32_t expert = valid ? a.expert_TK[slot] : 0;
+    const uint32_t same = same_expert(expert, valid, num_experts);
+    const uint32_t earlier = same & ((1u << at.lane) - 1);
+    const int32_t placed = rows_E[expert];
+    sync_warp();
+    if (valid) {
+      const int32_t position = first_E[expert] + placed + count_bits(earlier);
+      if (same >> at.lane == 1) rows_E[expert] = placed + count_bits(same);  // the last of them
+      a.position_TK[slot] = position;
+      a.slot_N[position] = static_cast<int32_t>(slot);
+    }
+    sync_warp();
+  }
+}
+
+// The sum of all threads' values, in thread 0.
+template <class S>
+__device__ __forceinline__ float block_sum(const Place<S>& at, const Shared<S>& shared, float value) {
+  const float of_warp = warp_sum(value);
+  sync_block();
+  if (at.lane == 0) shared.sum_W[at.warp] = of_warp;
+  sync_block();
+  float sum = 0.0f;
+  if (threadIdx.x == 0) {
+    PMOE_ROLLED
+    for (int w = 0; w < S::kWarps; ++w) sum += shared.sum_W[w];
+  }
+  return sum;
+}
+
+// Counts and ends of all chunks; load_E, the rows of each expert in all of them.
+template <class S>
+__device__ __forceinline__ void add_counts(const Forward& a, const Place<S>& at, const Shared<S>& shared,
+                                           int32_t* load_E) {
+  const int num_experts = a.sizes.num_experts;
+  PMOE_ROLLED
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += S::kThreads) load_E[e] = 0;
+  PMOE_ROLLED
+  for (int chunk = 0; chunk < a.sizes.num_chunks; ++chunk) {
+    const ChunkCounts counts = count_chunk<S>(a, shared, chunk, 0);
+    if (at.warp) continue;
+    scan(counts.total_E, num_experts, at.lane, static_cast<int32_t>(a.sizes.first_row(chunk)),
+         [&](int e, int32_t first, int32_t rows) {
+           load_E[e] += rows;
+           a.counts_nE[chunk * num_experts + e] = rows;
+           a.ends_nE[chunk * num_experts + e] = first + rows;
+         });
+  }
+  sync_block();
+}
+
+// sum_e load_e * (the sum over tokens of e's probability), in thread 0. partial: of max(threads, E).
+template <class S>
+__device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, const Shared<S>& shared,
+                                         const int32_t* load_E, float* partial) {
+  const int num_experts = a.sizes.num_experts, blocks = a.sizes.blocks();
+  const int thread = static_cast<int>(threadIdx.x);
+  const int parts = larger(S::kThreads / num_experts, 1);
+  PMOE_ROLLED
+  for (int i = thread; i < parts * num_experts; i += S::kThreads) {
+    const int e = i % num_experts;
+    float sum = 0.0f;
+    for (int b = i / num_experts; b < blocks; b += parts)
+      sum += a.workspace.probability_GE[int64_t{b} * num_experts + e];
+    partial[i] = sum;
+  }
+  sync_block();
+  float mine = 0.0f;
+  PMOE_ROLLED
+  for (int e = thread; e < num_experts; e += S::kThreads) {
+    float probability = 0.0f;
+    PMOE_ROLLED
+    for (int p = 0; p < parts; ++p) probability += partial[p * num_experts + e];
+    mine += probability * static_cast<float>(load_E[e]);
+  }
+  return block_sum(at, shared, mine);
+}
+
+// Phase 2 of the block that owns no tokens: what concerns all of them.
+template <class S>
+__device__ __forceinline__ void add_up(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
+  int32_t* const load_E = shared.ints(2 * a.sizes.num_experts);
+  float* const partial = shared.floats(3 * a.sizes.num_experts);
+  add_counts<S>(a, at, shared, load_E);
+  const float balanced = balance<S>(a, at, shared, load_E, partial);
+  float z = 0.0f;
+  PMOE_ROLLED
+  for (int b = static_cast<int>(threadIdx.x); b < a.sizes.blocks(); b += S::kThreads) z += a.workspace.z_G[b];
+  z = block_sum(at, shared, z);
+  if (threadIdx.x == 0) *a.l_aux = a.balance_scale * balanced + (a.z_scale == 0.0f ? 0.0f : a.z_scale * z);
+}
+
+}  // namespace pmoe::route

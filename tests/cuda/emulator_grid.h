@@ -1,0 +1,397 @@
+// A grid on the CPU: fibers for its threads, meetings of them, and the memory that they may touch.
+#pragma once
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace emu {
+
+// Switching fibers. ucontext would ask the kernel for the signal mask each time, which takes most of a test.
+struct Context {
+  void* stack_pointer = nullptr;
+};
+
+#if !defined(__x86_64__)
+#error "the emulator switches stacks with a few x86-64 instructions; write them for this processor"
+#endif
+asm(R"(
+.text
+.type emu_switch, @function
+emu_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emu_switch, .-emu_switch
+)");
+extern "C" void emu_switch(void** save, void* load) asm("emu_switch");
+
+inline void switch_to(Context& from, Context& to) { emu_switch(&from.stack_pointer, to.stack_pointer); }
+
+// A context that begins in `entry`, which never returns.
+inline void prepare(Context& context, char* stack, size_t bytes, void (*entry)()) {
+  auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + bytes) & ~uintptr_t{15});
+  *--top = nullptr;  // where a return address would be: keeps the stack aligned as a call does
+  *--top = reinterpret_cast<void*>(entry);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  context.stack_pointer = top;
+}
+
+struct Dim {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+constexpr int kSharedBytes = 232448 - 1024;
+constexpr int kSharedBase = 1024;  // the address at which a block's dynamic shared memory begins
+
+// What asynchronous copies and products do, when their time comes.
+using Deferred = std::function<void()>;
+
+struct Copy {  // cp.async of one 16-byte unit of shared memory; run is empty once it has been done
+  Deferred run;
+  int unit;
+};
+
+struct Meeting {  // a barrier: everybody of `expected` arrives, then the generation changes
+  int arrived = 0;
+  uint64_t generation = 0;
+  std::vector<uint64_t> values[2];
+};
+
+struct Block;
+
+struct Fiber {
+  Context context;
+  std::unique_ptr<char[]> stack;
+  Dim thread, block_index;
+  Block* block = nullptr;
+  int linear = 0;
+  bool done = false;
+  std::function<bool()> ready;
+  std::string waits_for;
+  std::vector<Copy> copies;              // cp.async, not yet in a group
+  std::deque<std::vector<Copy>> groups;  // cp.async groups, oldest first
+  std::vector<int> unfenced;  // 16-byte units of shared memory that it has written by ordinary means
+  uint64_t fenced = 0;        // of its warp's acquires of global memory: those before its last proxy fence
+};
+
+struct Wgmma {
+  std::vector<Deferred> open;
+  std::deque<std::vector<Deferred>> groups;
+  struct Call {
+    int arrived = 0;
+    float* d[128];
+    uint64_t a = 0, b = 0;
+    int accumulate = 0;
+  } call;
+};
+
+struct Block {
+  Dim index;
+  int running = 0;    // threads that have not ended
+  bool left = false;  // all have
+  std::vector<uint8_t> shared;
+  std::vector<int> dirty;  // by 16-byte unit: 1 + the thread that wrote it without a fence, 0 for clean
+  std::map<int, Meeting> barriers;
+  std::vector<Meeting> warps;
+  std::vector<uint64_t> acquires;  // by warp: of global memory that others may have written
+  std::vector<Wgmma> warpgroups;
+  std::set<uint64_t*> mbarriers;
+};
+
+struct Pending {
+  Deferred load;
+  uint64_t since;  // which pass
+};
+
+struct Grid {
+  unsigned cluster = 1;           // blocks of a cluster
+  std::vector<Meeting> clusters;  // by cluster, their threads' barrier
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Pending> pending;  // TMA loads on their way
+  Fiber* current = nullptr;
+  Context scheduler;
+  uint64_t passes = 0;  // of the scheduler: the clock
+  std::mt19937 random;
+  int eagerness = 50;  // percent: how often what may be late happens at once
+  Dim grid_dim, block_dim;
+  std::function<void()> body;
+  std::exception_ptr error;
+};
+
+inline Grid* grid = nullptr;
+
+inline Fiber& self() { return *grid->current; }
+
+inline bool chance() { return static_cast<int>(grid->random() % 100) < grid->eagerness; }
+
+inline void yield();
+
+// Now and then somebody else goes first.
+inline void maybe_yield() {
+  if (grid->random() % 8 == 0) yield();
+}
+
+inline void wait_until(std::function<bool()> ready, std::string what) {
+  if (ready()) return;
+  Fiber& fiber = self();
+  fiber.ready = std::move(ready);
+  fiber.waits_for = std::move(what);
+  switch_to(fiber.context, grid->scheduler);
+  if (grid->error) throw Error("stopped");
+}
+
+inline void yield() {
+  Fiber& fiber = self();
+  fiber.ready = [] { return true; };
+  fiber.waits_for = "its turn";
+  switch_to(fiber.context, grid->scheduler);
+  if (grid->error) throw Error("stopped");
+}
+
+// ---- memory that kernels may touch
+
+struct Memory {  // registered arrays; where any is registered, global accesses must fall inside one
+  struct Range {
+    uintptr_t begin, end;
+    bool writable;
+    std::string name;
+  };
+  std::vector<Range> ranges;
+};
+
+inline Memory memory;
+
+inline void register_array(const std::string& name, const void* p, size_t bytes, bool writable) {
+  const auto begin = reinterpret_cast<uintptr_t>(p);
+  memory.ranges.push_back({begin, begin + bytes, writable, name});
+}
+
+inline void forget_arrays() { memory.ranges.clear(); }
+
+inline void check_access(const void* p, size_t bytes, bool write) {
+  if (memory.ranges.empty()) return;
+  const auto at = reinterpret_cast<uintptr_t>(p);
+  if (grid != nullptr && grid->current != nullptr) {
+    const Block& block = *self().block;
+    const auto base = reinterpret_cast<uintptr_t>(block.shared.data());
+    if (at >= base && at + bytes <= base + block.shared.size()) return;
+  }
+  for (const auto& range : memory.ranges)
+    if (at >= range.begin && at + bytes <= range.end) {
+      if (write && !range.writable) throw Error("write into " + range.name + ", which is read only");
+      return;
+    }
+  throw Error(std::string(write ? "write" : "read") + " of " + std::to_string(bytes) +
+              " bytes outside every array");
+}
+
+// ---- running
+
+inline void entry() {
+  try {
+    grid->body();
+  } catch (...) {
+    if (!grid->error) grid->error = std::current_exception();
+  }
+  self().done = true;
+  self().block->left = --self().block->running == 0;
+  switch_to(self().context, grid->scheduler);
+}
+
+// Threads that look at memory again and again never stand still: long before this many turns each, all of a
+// test's have ended.
+inline uint64_t most_passes = 200000;
+// What the OS thread does between two of them.
+inline std::function<void()> between_passes;
+constexpr uint64_t kLatest = 100;  // passes that a load takes at most
+
+inline std::string report(const Grid& g) {
+  std::map<std::string, int> waiting;
+  for (const auto& fiber : g.fibers)
+    if (!fiber->done)
+      ++waiting["block " + std::to_string(fiber->block_index.x) + " warp " +
+                std::to_string(fiber->linear / 32) + ": " + fiber->waits_for];
+  std::string text = "deadlock:";
+  for (const auto& [what, count] : waiting) text += "\n  " + std::to_string(count) + " threads of " + what;
+  return text;
+}
+
+// Runs body() as grid_dim x block_dim threads. Throws Error on a deadlock or on misuse.
+inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::function<void()> body,
+                   int eagerness = 50, unsigned cluster = 1, size_t stack_bytes = 96 * 1024) {
+  if (grid_dim % cluster) throw Error("a grid that is not of whole clusters");
+  Grid g;
+  g.cluster = cluster;
+  g.clusters.resize(grid_dim / cluster);
+  g.random.seed(seed);
+  g.eagerness = eagerness;
+  g.grid_dim = {grid_dim, 1, 1};
+  g.block_dim = {block_dim, 1, 1};
+  g.body = std::move(body);
+  grid = &g;
+  for (unsigned b = 0; b < grid_dim; ++b) {
+    auto block = std::make_unique<Block>();
+    block->index = {b, 0, 0};
+    block->running = static_cast<int>(block_dim);
+    // 1024-byte alignment of addresses in the block, as kernels get it; poisoned.
+    block->shared.resize(kSharedBytes + 2048, 0xFF);
+    block->dirty.resize((kSharedBytes + 2048) / 16 + 1, 0);
+    block->warps.resize((block_dim + 31) / 32);
+    block->acquires.resize((block_dim + 31) / 32);
+    block->warpgroups.resize((block_dim + 127) / 128);
+    for (unsigned t = 0; t < block_dim; ++t) {
+      auto fiber = std::make_unique<Fiber>();
+      fiber->stack.reset(new char[stack_bytes]);
+      fiber->thread = {t, 0, 0};
+      fiber->block_index = {b, 0, 0};
+      fiber->block = block.get();
+      fiber->linear = static_cast<int>(t);
+      fiber->ready = [] { return true; };
+      prepare(fiber->context, fiber->stack.get(), stack_bytes, entry);
+      g.fibers.push_back(std::move(fiber));
+    }
+    g.blocks.push_back(std::move(block));
+  }
+  size_t left = g.fibers.size();
+  while (left) {
+    ++g.passes;
+    if (between_passes) between_passes();
+    bool moved = false;
+    const size_t start = g.random() % g.fibers.size();
+    for (size_t i = 0; i < g.fibers.size(); ++i) {
+      Fiber& fiber = *g.fibers[(start + i) % g.fibers.size()];
+      if (fiber.done || !(g.error || fiber.ready())) continue;
+      moved = true;
+      g.current = &fiber;
+      switch_to(g.scheduler, fiber.context);
+      if (fiber.done) --left;
+    }
+    g.current = nullptr;
+    // Loads arrive in any order, and always when nothing else can move; those who only look at memory again
+    // and again do move, so also after a while.
+    for (size_t i = 0; i < g.pending.size();) {
+      if (moved && g.passes - g.pending[i].since < kLatest && !chance()) {
+        ++i;
+        continue;
+      }
+      Deferred load = std::move(g.pending[i].load);
+      g.pending.erase(g.pending.begin() + static_cast<long>(i));
+      try {
+        load();
+      } catch (...) {
+        if (!g.error) g.error = std::current_exception();
+      }
+      moved = true;
+    }
+    if (!moved && !g.error) g.error = std::make_exception_ptr(Error(report(g)));
+    if (g.passes == most_passes && !g.error)
+      g.error = std::make_exception_ptr(Error("no end in sight, " + report(g)));
+  }
+  grid = nullptr;
+  if (g.error) std::rethrow_exception(g.error);
+  for (const auto& fiber : g.fibers)
+    if (!fiber->copies.empty() || !fiber->groups.empty()) throw Error("cp.async never waited for");
+  for (const auto& block : g.blocks)
+    for (const auto& group : block->warpgroups)
+      if (!group.open.empty() || !group.groups.empty()) throw Error("wgmma never waited for");
+}
+
+inline void meet(Meeting& meeting, int expected, const std::string& what) {
+  const uint64_t generation = meeting.generation;
+  if (++meeting.arrived > expected) throw Error("too many threads at " + what);
+  if (meeting.arrived == expected) {
+    meeting.arrived = 0;
+    ++meeting.generation;
+    return;
+  }
+  wait_until([&meeting, generation] { return meeting.generation != generation; }, what);
+}
+
+// Every lane of the warp gives a value and sees all 32.
+inline const std::vector<uint64_t>& exchange(uint64_t value) {
+  Fiber& fiber = self();
+  Meeting& warp = fiber.block->warps[fiber.linear / 32];
+  auto& values = warp.values[warp.generation & 1];
+  values.resize(32);
+  values[fiber.linear % 32] = value;
+  meet(warp, 32, "a warp's exchange");
+  return values;
+}
+
+template <class T>
+uint64_t bits_of(T value) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+template <class T>
+T of_bits(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+inline uint8_t* shared_base(Block& block) {
+  const auto raw = reinterpret_cast<uintptr_t>(block.shared.data());
+  return reinterpret_cast<uint8_t*>((raw + 1023) & ~uintptr_t{1023});
+}
+
+inline uint32_t address_of(Block& block, const void* p) {
+  const auto offset = static_cast<const uint8_t*>(p) - shared_base(block);
+  if (offset < 0 || offset >= kSharedBytes) throw Error("an address outside shared memory");
+  return static_cast<uint32_t>(offset) + kSharedBase;
+}
+
+inline uint8_t* at_address(Block& block, uint32_t address) {
+  if (address < kSharedBase || address >= kSharedBase + kSharedBytes) throw Error("a bad shared address");
+  return shared_base(block) + (address - kSharedBase);
+}
+
+inline int mark_dirty(Fiber& fiber, void* p) {
+  const int unit = static_cast<int>(address_of(*fiber.block, p) / 16);
+  fiber.block->dirty[unit] = 1 + fiber.linear;
+  return unit;
+}
+
+inline void mark_clean(Block& block, void* p, int bytes) {
+  const int unit = static_cast<int>(address_of(block, p) / 16);
+  for (int i = 0; i < bytes / 16; ++i) block.dirty[unit + i] = 0;
+}
+
+}  // namespace emu
+
+#define threadIdx (emu::self().thread)
+#define blockIdx (emu::self().block_index)
+#define blockDim (emu::grid->block_dim)
+#define gridDim (emu::grid->grid_dim)

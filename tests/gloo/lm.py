@@ -1,0 +1,110 @@
+"""A small language model of two blocks with an MoE layer each, its batches, and its wrappers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import pmoe
+
+# B sequences of S tokens in all, M = D_MODEL columns.
+D_MODEL, D_HIDDEN, VOCABULARY, S = 8, 12, 11, 5
+SLOW_IMPORT = 240
+"""Seconds: a rank's first use of FSDP imports it, which may take long on a busy machine."""
+
+
+class Block(nn.Module):
+    def __init__(self, mesh: DeviceMesh | None, **options: Any) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(D_MODEL), nn.Linear(D_MODEL, D_MODEL)
+        self.moe = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2, mesh=mesh, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(self.mix(self.norm(x)))
+        return y
+
+
+class Model(nn.Module):
+    """Tokens to logits of the next."""
+
+    def __init__(self, mesh: DeviceMesh | None, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, D_MODEL)
+        self.blocks = nn.ModuleList(Block(mesh, **options) for _ in range(2))
+        self.head = nn.Linear(D_MODEL, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def build(mesh: DeviceMesh | None, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    """From one seed: ranks have the same dense part, and together the experts of one process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(3)
+        return Model(mesh, **options)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def batch(step: int, world: int, sequences: int = 2) -> Tensor:
+    """(world * sequences, S + 1), by rank: each token follows from the one before."""
+    generator = torch.Generator().manual_seed(100 + step)
+    columns = [torch.randint(VOCABULARY, (world * sequences,), generator=generator)]
+    for _ in range(S):
+        columns.append((3 * columns[-1] + 1) % VOCABULARY)
+    return torch.stack(columns, dim=1)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Without l_aux, which each rank has of its own tokens."""
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def shared(wrap: str, model: Model) -> nn.Module:
+    if wrap == "ddp":
+        return DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, experts = init_device_mesh("cpu", (dist.get_world_size(),)), pmoe.expert_parameters(model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, ignored_params=experts)
+    fully_shard(model, mesh=mesh, ignored_params=experts)
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def square(rank: int, world: int) -> DeviceMesh:
+    """The ranks as copies x experts."""
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep"))
+
+
+def submesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What a layer takes."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names if name in ("ep", "esp"))]
+
+
+def make_mesh(sizes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def alone(**options: Any) -> Model:
+    """Built with a group of this rank: each rank has all experts."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return build(None, torch.float64, group=groups[dist.get_rank()], **options)

@@ -1,0 +1,117 @@
+"""The benchmarks import and start, so that a change of pmoe that one of them misses is seen."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import device
+from bench.timing import turns
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "bench").rglob("*.py"))
+MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES]
+SCRIPTS = [path.name for path in FILES if '\nif __name__ == "__main__":' in path.read_text("utf-8")]
+
+
+def of_bench() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "bench"]
+
+
+@pytest.fixture
+def nothing_imported() -> Iterator[None]:
+    """As in a fresh process: no module of bench/ is there, and the folder of the clone is not looked into."""
+    path, threads = sys.path[:], torch.get_num_threads()
+    before = {name: sys.modules.pop(name) for name in of_bench()}
+    sys.path[:] = [each for each in path if Path(each).resolve() != ROOT]
+    yield
+    for name in of_bench():
+        del sys.modules[name]
+    sys.modules.update(before)
+    sys.path[:] = path
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_imports(module: str) -> None:
+    importlib.import_module(module)
+
+
+def test_a_benchmark_is_a_script() -> None:
+    assert len(SCRIPTS) >= 19
+    assert {path.name for path in FILES if path.name.startswith("bench_")} <= set(SCRIPTS)
+
+
+@pytest.mark.usefixtures("nothing_imported")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_of_a_clone_prints_its_help_in_any_folder(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "bench" / script), run_name="__main__")
+    assert not stopped.value.code
+    assert capsys.readouterr().out.startswith(f"usage: {script}")
+
+
+# ---- times of a GPU, by a clock that the test sets
+
+
+def test_every_round_begins_with_another_run() -> None:
+    assert list(turns(["a", "b", "c"], 2, warmup=1)) == [
+        (-1, "c"), (-1, "a"), (-1, "b"),
+        (0, "a"), (0, "b"), (0, "c"),
+        (1, "b"), (1, "c"), (1, "a"),
+    ]  # fmt: skip
+
+
+class Device:
+    """Stands in for torch.cuda: milliseconds that pass only where the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+        monkeypatch.setattr(torch.cuda, "_sleep", self.work)
+        monkeypatch.setattr(device, "flush_buffer", lambda: torch.ones(1))
+
+    def work(self, milliseconds: float) -> None:
+        self.now += milliseconds
+
+
+class Event:
+    def __init__(self, of: Device) -> None:
+        self.of = of
+
+    def record(self) -> None:
+        self.at = self.of.now
+
+    def synchronize(self) -> None:
+        assert self.at == self.of.now  # the last one
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_parts_are_timed_behind_the_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, flush = Device(monkeypatch), torch.ones(1)
+    taken = device.part_seconds([lambda: clock.work(3), lambda: clock.work(4)], flush, lead_cycles=100)
+    assert taken == [0.003, 0.004]
+    assert clock.now == 107
+    assert not flush.any()
+
+
+def test_runs_in_turn_have_a_sample_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Device(monkeypatch)
+    found = device.time_in_turn({"a": lambda: clock.work(1), "b": lambda: clock.work(2)}, 4)
+    assert {name: timing.samples for name, timing in found.items()} == {
+        "a": (0.001,) * 4,
+        "b": (0.002,) * 4,
+    }
+    assert clock.now == (4 + device.WARMUP) * 3

@@ -1,0 +1,202 @@
+"""Checkpoints that do not keep the routing: one that changed in the second pass is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from pmoe.engine import rerouting
+from pmoe.gates import GATES
+from pmoe.layer import choose as layer_choose
+from pmoe.runners import fused_steps as comet
+from pmoe.runners import one_rank as alone
+from tests.kit import (
+    TOKENS,
+    assert_same,
+    one_thread,  # noqa: F401 (a fixture)
+    tokens,
+)
+from tests.own_gates import OwnGate
+from tests.plain_steps import PlainSteps
+from tests.recomputed import FROZEN, OPTIONS, Block, build, step
+
+CHANGED = "routing changed in recomputation.*pmoe.checkpoint_contexts"
+
+
+def plain(function: Callable[[Tensor], Tensor], use_reentrant: bool, **options: Any) -> None:
+    y = checkpoint(function, tokens().requires_grad_(), use_reentrant=use_reentrant, **options)
+    y.square().sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("gate", [*(each for each in GATES if each not in ("hash", "soft")), OwnGate])
+def test_routing_that_changed_in_recomputation_is_refused(gate: Any, use_reentrant: bool) -> None:
+    layer, drop = build(gate=gate if isinstance(gate, str) else gate()), nn.Dropout(0.5)
+
+    def function(x: Tensor) -> Tensor:
+        return 2 * layer(drop(x))
+
+    plain(function, use_reentrant)
+    with pytest.raises(ValueError, match=CHANGED):
+        plain(function, use_reentrant, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("way", ["alone", "fused", "padded", "dropped by the gate"])
+def test_on_every_path(way: str, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "alone": {},
+        "fused": {"fused": True},
+        "padded": {"capacity_factor": 1.0, "pad_to_capacity": True},
+        "dropped by the gate": {"gate": "batch_prioritised", "capacity_factor": 0.5},
+    }
+    layer, drop = build(**options[way]), nn.Dropout(0.5)
+    if way == "alone":
+        monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+    with comet.using(lambda request: PlainSteps(request.ranks)) if way == "fused" else nullcontext():
+        plain(lambda x: 2 * layer(drop(x)), use_reentrant)
+        with pytest.raises(ValueError, match=CHANGED):
+            plain(lambda x: 2 * layer(drop(x)), use_reentrant, preserve_rng_state=False)
+
+
+def saving_products(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+    return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saving_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(policy: Callable[..., CheckpointPolicy]) -> dict[str, Any]:
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "alone"])
+def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured at the first call is none of them, and what compares the routings neither."""
+    measured: list[Tensor] = []
+
+    def measure(*_: Any, **__: Any) -> None:
+        if len(measured) < 3:
+            measured.append(torch.ones(3, 2) @ torch.ones(2, 4))
+
+    monkeypatch.setattr(layer_choose, "measure_products", measure)
+    if name == "alone":
+        monkeypatch.setattr(alone, "kernel_refusal", measure)
+    block = Block(build(**OPTIONS.get(name, {})))
+    got = step(block, lambda x: checkpoint(block, x, use_reentrant=False, **selective(saving_products)))
+    assert len(measured) >= 2
+    assert_same(got, step(block, block))
+
+
+@pytest.mark.parametrize("way", ["alone", "chunks"])
+def test_and_routing_that_changed_is_refused_unless_the_gates_product_is_saved(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, drop = build(), nn.Dropout(0.5)
+    if way == "alone":
+        monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
+    for policy, preserved in ((saving_nothing, True), (saving_products, False), (saving_nothing, False)):
+        will_change = not preserved and policy is saving_nothing
+        with pytest.raises(ValueError, match=CHANGED) if will_change else nullcontext():
+            plain(lambda x: 2 * layer(drop(x)), False, preserve_rng_state=preserved, **selective(policy))
+
+
+def test_what_the_gate_keeps_is_part_of_the_routing() -> None:
+    hashes = [
+        rerouting._hash(3, (expert, keep, None))
+        for expert in (torch.tensor([[0], [1], [2]]), torch.tensor([[1], [0], [2]]))
+        for keep in (None, torch.tensor([[True], [True], [False]]), torch.tensor([[True], [False], [True]]))
+    ]
+    assert len({hash_.item() for hash_ in hashes}) == 6
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_new_tokens_inside_of_a_backward_are_not_taken_for_old_ones(use_reentrant: bool) -> None:
+    layer = build()
+    called: list[int] = []
+
+    def look(count: int, context: Any) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            with context:
+                layer(tokens(count, 77))
+            called.append(count)
+
+        return hook
+
+    cases = [(TOKENS - 1, nullcontext()), (TOKENS, torch.no_grad()), (TOKENS, torch.inference_mode())]
+    for count, context in cases:
+        y = checkpoint(layer, tokens().requires_grad_(), use_reentrant=use_reentrant)
+        y.register_hook(look(count, context))
+        y.sum().backward()
+    layer.eval()  # as nothing is known of calls in eval mode without gradients
+    y = checkpoint(layer, tokens(seed=8).requires_grad_(), use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert called == [count for count, _ in cases]
+
+
+def test_new_tokens_inside_of_a_backward_are_welcome_where_the_routing_is_kept() -> None:
+    layer, called = build(), []
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad():
+            called.append(checkpoint(layer, tokens(seed=77).requires_grad_(), use_reentrant=False, **FROZEN))
+
+    y = checkpoint(layer, tokens().requires_grad_(), use_reentrant=False, **FROZEN)
+    y.register_hook(hook)
+    y.sum().backward()
+    called[0].sum().backward()
+    assert not rerouting._remembered[layer].num_tokens
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_plain_checkpoint_around_one_that_keeps_the_routing_notices_that_it_changed(
+    use_reentrant: bool,
+) -> None:
+    layer, drop = build(), nn.Dropout(0.5)
+
+    def function(x: Tensor) -> Tensor:
+        return 2 * checkpoint(layer, drop(x), use_reentrant=False, **FROZEN)
+
+    with set_checkpoint_early_stop(False):  # or the outer second pass may end before the layer
+        plain(function, use_reentrant)
+        with pytest.raises(ValueError, match=CHANGED):
+            plain(function, use_reentrant, preserve_rng_state=False)
+
+
+def test_hashes_are_bounded_and_only_made_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, made = build(), []
+    hash_ = rerouting._hash
+    monkeypatch.setattr(rerouting, "_hash", lambda *args: (made.append(1), hash_(*args))[1])
+    x = tokens().requires_grad_()
+    layer(x).sum().backward()
+    with torch.inference_mode():
+        layer(x)
+    layer.eval()
+    with torch.no_grad():
+        layer(x)
+    assert not made
+    layer.train()
+    monkeypatch.setattr(rerouting, "REMEMBERED_AT_FIRST", 2)
+    monkeypatch.setattr(rerouting, "REMEMBERED", 8)
+    ys = [checkpoint(layer, tokens(seed=i).requires_grad_(), use_reentrant=False) for i in range(21)]
+    for y in ys[-8:]:
+        y.sum().backward()
+    assert len(made) == 21 + 8
+    remembered = rerouting._remembered[layer]
+    assert remembered.hashes.shape == (8,) and remembered.num_tokens == [TOKENS] * 8

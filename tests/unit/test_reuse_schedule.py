@@ -1,0 +1,346 @@
+"""Memory reuse as a schedule: how deep chunks are cut, which slot a buffer has, and literal tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pmoe import Restore
+from pmoe.comm.counts import Slots, slot_rows
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
+from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.tasks import Schedule, Stages, link
+
+
+def test_the_depth_that_a_rank_asks_for_is_the_least_that_its_slots_allow() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for slack, top_k, n, world in itertools.product((1, 1.1, 1.25, 2.0), (1, 3), (1, 2, 3), (1, 4)):
+        bins = n * 16
+        counts = torch.randint(0, 40, (bins, world, 2), generator=generator)
+        counts *= torch.rand(bins, world, 1, generator=generator) < 0.4
+        max_tokens = int(counts.sum((0, 2)).max()) // top_k
+        for own in (None, 0):
+            by_bin = counts.sum(2)
+            received = by_bin.sum(1) - (0 if own is None else by_bin[:, own])
+            depth, m, limit = 0, n, slot_rows(slack, top_k, max_tokens, n)
+            while m < bins and received.view(m, -1).sum(1).max() > limit:
+                depth, m = depth + 1, m * 2
+            slots = Slots(slack=slack, top_k=top_k, degrees=(n,), own_rank=own)
+            (found,) = slots.depths(counts, torch.tensor(max_tokens))
+            assert int(found) == depth, (slack, top_k, n, world, own)
+
+
+def test_the_limit_of_a_slot_is_the_same_number_on_the_device_as_on_the_host() -> None:
+    """One row more than the limit is one too many, whatever float the product rounds in."""
+    for slack, top_k, max_tokens, n in itertools.product(
+        (1.1, 1.15, 1.3, 1.7), (1, 2, 3), (1000, 4097, 30_000_001), (1, 2, 4, 5)
+    ):
+        limit = slot_rows(slack, top_k, max_tokens, n)
+        slots = Slots(slack=slack, top_k=top_k, degrees=(n,), own_rank=None)
+        for rows, deeper in ((limit, 0), (limit + 1, 1)):
+            counts = torch.zeros(2 * n, 1, 1, dtype=torch.int64)
+            counts[0] = rows
+            (depth,) = slots.depths(counts, torch.tensor(max_tokens))
+            assert int(depth) == deeper, (slack, top_k, max_tokens, n, rows)
+
+
+ROWS = {
+    "local": {"local": True, "remote": False},
+    "remote": {"local": False, "remote": True},
+    "both": {"local": True, "remote": True},
+    "sharded": {"local": False, "remote": True, "sharded": True, "shared": True, "gradients": True},
+    "hooked": {"local": False, "remote": True, "sharded": True, "hooked": True},
+}
+
+
+def every_schedule() -> Iterator[tuple[str, Schedule, Restore | None]]:
+    for n, rows in itertools.product(range(1, 6), ROWS.values()):
+        for pair in (None, *ALL_PAIRS):
+            yield f"forward {n} {rows} {pair}", rotating_forward(n, Stages(**rows), restore=pair), pair
+        for pair, other in itertools.product(ALL_PAIRS, (False, True)):
+            name = f"backward {n} {rows} {pair} {other}"
+            yield name, rotating_backward(n, Stages(**rows), restore=pair, rearranged=other), pair
+
+
+def test_every_read_of_a_slot_sees_its_own_write_and_awaits_it() -> None:
+    """And every write awaits the readers of what it writes over: directly, or through others."""
+    for name, schedule, _ in every_schedule():
+        assert link(schedule.tasks, schedule.slots) == schedule.tasks
+        before: dict[str, set[str]] = {}
+        holds: dict[str, tuple[str, str]] = {}  # slot -> buffer, writer
+        readers: dict[str, list[str]] = {}
+        for task in schedule.tasks:
+            behind = before[task.name] = set(task.waits).union(*(before[each] for each in task.waits))
+            for buffer in task.reads:
+                slot = schedule.slots.get(buffer)
+                if slot is not None:
+                    assert holds[slot][0] == buffer, (name, task.name, buffer)
+                    assert holds[slot][1] in behind, (name, task.name, buffer)
+                    readers[slot].append(task.name)
+            for buffer in task.writes:
+                slot = schedule.slots.get(buffer)
+                if slot is not None:
+                    assert set(readers.get(slot, ())) - {task.name} <= behind, (name, task.name, buffer)
+                    assert slot not in holds or holds[slot][1] in behind
+                    holds[slot], readers[slot] = (buffer, task.name), []
+
+
+def test_every_read_that_no_task_wrote_is_an_input_or_was_left_by_forward() -> None:
+    """What backward reads beside its slots: gradients, T_I, weights, and what the pair keeps."""
+    for name, schedule, pair in every_schedule():
+        written: set[str] = set()
+        found: set[str] = set()
+        for task in schedule.tasks:
+            found |= {buffer.rpartition(".")[0] or buffer for buffer in task.reads if buffer not in written}
+            written |= set(task.writes)
+        allowed = {"T_I", "T_I_L", "weight"} if name.startswith("forward") else {"dT_O", "dT_O_L", "dw"}
+        if not name.startswith("forward"):
+            assert pair is not None
+            if pair.dispatched == "communicate":
+                allowed |= {"T_I"}
+            for tensor, fate in (("T_DI", pair.dispatched), ("T_M", pair.hidden)):
+                if fate == "keep":
+                    allowed |= {tensor, f"{tensor}_L", f"{tensor}_sorted"}
+                if fate == "offload":
+                    allowed |= {f"host_{tensor}", f"host_{tensor}_L"}
+        assert found <= allowed, (name, found - allowed)
+
+
+def slots_of(schedule: Schedule, ring: str) -> list[str]:
+    """The slots of a ring, in the order of the tasks that write its buffers."""
+    order = [buffer for task in schedule.tasks for buffer in task.writes if buffer in schedule.slots]
+    slots = [schedule.slots[buffer] for buffer in dict.fromkeys(order)]
+    return [slot for slot in slots if slot.partition("[")[0] == ring]
+
+
+@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+def test_received_rows_and_results_rotate_through_two_slots_and_hidden_through_one_or_two(
+    pair: Restore,
+) -> None:
+    for n, rows in itertools.product(range(2, 7), ("remote", "both")):
+        forward = rotating_forward(n, Stages(**ROWS[rows]), restore=pair)
+        backward = rotating_backward(n, Stages(**ROWS[rows]), restore=pair)
+        alternating = [i % 2 for i in range(n)]
+        for schedule, ring in ((forward, "T_DI"), (forward, "T_DO"), (forward, "send"), (backward, "dT_DO")):
+            assert slots_of(schedule, ring) == [f"{ring}[{i}]" for i in alternating]
+        assert slots_of(backward, "dT_DI") == [f"dT_DI[{i}]" for i in alternating]
+        if pair.dispatched != "keep":
+            assert slots_of(backward, "T_DI") == [f"T_DI[{i}]" for i in alternating]
+        units = n * (2 if rows == "both" else 1)
+        used = {"keep": [], "recompute": [0] * units, "offload": alternating}[pair.hidden]
+        stay = n if rows == "both" and pair.hidden == "offload" else 0
+        for schedule in (forward, backward):
+            assert slots_of(schedule, "T_M") == [f"T_M[{i}]" for i in used]
+            assert slots_of(schedule, "T_M_L") == ["T_M_L[0]"] * stay
+        for ring, count in Counter(slot.partition("[")[0] for slot in set(backward.slots.values())).items():
+            assert count <= 2, ring
+
+
+TABLES = {
+    ("S1", "forward", "both"): """
+        G0   | compute     |
+        S0   | communicate | G0
+        P    | communicate |
+        G1   | compute     |
+        S1   | communicate | G1
+        L0   | compute     |
+        LDI0 | copy out    | L0
+        LDM0 | copy out    | L0
+        C0   | compute     | S0 P L0
+        DI0  | copy out    | S0 C0
+        DM0  | copy out    | C0
+        R0   | communicate | C0
+        G2   | compute     | G0 S0
+        S2   | communicate | G2 S0 C0 DI0
+        L1   | compute     | L0 C0 LDM0
+        LDI1 | copy out    | L1
+        LDM1 | copy out    | L1
+        C1   | compute     | S1 P L1 C0
+        DI1  | copy out    | S1 C1
+        DM1  | copy out    | C1
+        R1   | communicate | C1
+        O0   | compute     | L0 R0
+        C2   | compute     | S2 P C0 C1 DI0 DM0 R0
+        DI2  | copy out    | S2 C2
+        DM2  | copy out    | C2
+        R2   | communicate | C2 R0 O0
+        O1   | compute     | L1 R1
+        L2   | compute     | L0 L1 C2 LDI0 LDM1 O0
+        LDI2 | copy out    | L2
+        LDM2 | copy out    | L2
+        O2   | compute     | L2 R2
+    """,
+    ("S1", "forward", "local"): """
+        L0   | compute  |
+        LDI0 | copy out | L0
+        LDM0 | copy out | L0
+        O0   | compute  | L0
+        L1   | compute  | L0 O0
+        LDI1 | copy out | L1
+        LDM1 | copy out | L1
+        O1   | compute  | L1
+        L2   | compute  | L0 L1 LDI0 LDM0 O1
+        LDI2 | copy out | L2
+        LDM2 | copy out | L2
+        O2   | compute  | L2
+    """,
+    ("S1", "backward", "both"): """
+        G2   | compute     |
+        S2   | communicate | G2
+        G1   | compute     |
+        S1   | communicate | G1
+        LHI2 | copy in     |
+        LHM2 | copy in     |
+        HI2  | copy in     |
+        HM2  | copy in     |
+        L2   | compute     | LHI2 LHM2
+        LW2  | compute     | LHI2 L2
+        LHI1 | copy in     |
+        LHM1 | copy in     | L2 LW2
+        C2   | compute     | S2 HI2 HM2 L2 LW2
+        R2   | communicate | C2
+        W2   | compute     | HI2 C2 S2 LW2
+        G0   | compute     | G2 S2
+        S0   | communicate | G0 S2 C2 W2
+        HI1  | copy in     |
+        HM1  | copy in     |
+        L1   | compute     | LHI1 LHM1 C2 L2 W2 LW2
+        LW1  | compute     | LHI1 L1 W2
+        HI0  | copy in     | HI2 C2 W2
+        HM0  | copy in     | C2 W2
+        C1   | compute     | S1 HI1 HM1 L1 C2 LW1 W2
+        R1   | communicate | C1
+        W1   | compute     | HI1 C1 S1 LW1
+        O2   | compute     | L2 R2
+        LHI0 | copy in     | LHI2 L2 LW2
+        LHM0 | copy in     | L1 LW1
+        C0   | compute     | S0 HI0 HM0 C1 C2 W1 R2
+        R0   | communicate | C0 R2 O2
+        W0   | compute     | HI0 C0 S0 W1
+        O1   | compute     | L1 R1
+        P    | communicate | C2 C1 C0
+        L0   | compute     | LHI0 LHM0 C0 L1 L2 W0 LW1 O2
+        LW0  | compute     | LHI0 L0 W0
+        O0   | compute     | L0 R0
+    """,
+    ("S1", "backward", "local"): """
+        LHI2 | copy in |
+        LHM2 | copy in |
+        LHI1 | copy in |
+        LHM1 | copy in |
+        L2   | compute | LHI2 LHM2
+        LW2  | compute | LHI2 L2
+        O2   | compute | L2
+        LHI0 | copy in | LHI2 L2 LW2
+        LHM0 | copy in | L2 LW2
+        L1   | compute | LHI1 LHM1 L2 LW2 O2
+        LW1  | compute | LHI1 L1 LW2
+        O1   | compute | L1
+        L0   | compute | LHI0 LHM0 L1 LW1 O1
+        LW0  | compute | LHI0 L0 LW1
+        O0   | compute | L0
+    """,
+    ("S4", "forward", "both"): """
+        G0 | compute     |
+        S0 | communicate | G0
+        P  | communicate |
+        G1 | compute     |
+        S1 | communicate | G1
+        L0 | compute     |
+        C0 | compute     | S0 P L0
+        R0 | communicate | C0
+        G2 | compute     | G0 S0
+        S2 | communicate | G2 S0 C0
+        L1 | compute     | L0 C0
+        C1 | compute     | S1 P C0 L1
+        R1 | communicate | C1
+        O0 | compute     | L0 R0
+        C2 | compute     | S2 P C1 C0 R0
+        R2 | communicate | C2 R0 O0
+        O1 | compute     | L1 R1
+        L2 | compute     | L1 C2 L0 O0
+        O2 | compute     | L2 R2
+    """,
+    ("S4", "forward", "local"): """
+        L0 | compute |
+        O0 | compute | L0
+        L1 | compute | L0 O0
+        O1 | compute | L1
+        L2 | compute | L1 O1
+        O2 | compute | L2
+    """,
+    ("S4", "backward", "both"): """
+        GI2 | compute     |
+        SI2 | communicate | GI2
+        G2  | compute     |
+        S2  | communicate | G2
+        GI1 | compute     |
+        SI1 | communicate | GI1
+        G1  | compute     |
+        S1  | communicate | G1
+        LM2 | compute     |
+        L2  | compute     | LM2
+        LW2 | compute     | LM2 L2
+        M2  | compute     | SI2 L2 LW2
+        C2  | compute     | S2 SI2 M2 L2 LW2
+        R2  | communicate | C2
+        W2  | compute     | SI2 M2 C2 S2 LW2
+        GI0 | compute     | GI2 SI2
+        SI0 | communicate | GI0 SI2 M2 C2 W2
+        G0  | compute     | G2 S2
+        S0  | communicate | G0 S2 C2 W2
+        LM1 | compute     | LM2 C2 L2 LW2 W2
+        L1  | compute     | LM1 C2 L2 W2 LW2
+        LW1 | compute     | LM1 L1 W2
+        M1  | compute     | SI1 M2 L1 C2 W2 LW1
+        C1  | compute     | S1 SI1 M1 L1 C2 LW1 W2
+        R1  | communicate | C1
+        W1  | compute     | SI1 M1 C1 S1 LW1
+        O2  | compute     | L2 R2
+        M0  | compute     | SI0 M1 C1 W1
+        C0  | compute     | S0 SI0 M0 C1 C2 W1 R2
+        R0  | communicate | C0 R2 O2
+        W0  | compute     | SI0 M0 C0 S0 W1
+        O1  | compute     | L1 R1
+        P   | communicate | C2 C1 C0
+        LM0 | compute     | LM1 C0 L1 LW1 W0
+        L0  | compute     | LM0 C0 L1 L2 W0 LW1 O2
+        LW0 | compute     | LM0 L0 W0
+        O0  | compute     | L0 R0
+    """,
+    ("S4", "backward", "local"): """
+        LM2 | compute |
+        L2  | compute | LM2
+        LW2 | compute | LM2 L2
+        O2  | compute | L2
+        LM1 | compute | LM2 L2 LW2
+        L1  | compute | LM1 L2 LW2 O2
+        LW1 | compute | LM1 L1 LW2
+        O1  | compute | L1
+        LM0 | compute | LM1 L1 LW1
+        L0  | compute | LM0 L1 LW1 O1
+        LW0 | compute | LM0 L0 LW1
+        O0  | compute | L0
+    """,
+}
+
+
+def table(text: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    found = []
+    for line in text.strip().splitlines():
+        name, lane, waits = (part.strip() for part in line.split("|"))
+        found.append((name, lane, tuple(waits.split())))
+    return found
+
+
+@pytest.mark.parametrize("strategy, direction, rows", TABLES)
+def test_the_schedule_of_three_chunks_is_this_table(strategy: str, direction: str, rows: str) -> None:
+    rotating = rotating_forward if direction == "forward" else rotating_backward
+    schedule = rotating(3, Stages(**ROWS[rows]), restore=STRATEGIES[strategy])
+    assert [(t.name, t.lane.value, t.waits) for t in schedule.tasks] == table(
+        TABLES[strategy, direction, rows]
+    )

@@ -1,5 +1,6 @@
 """What ranks import, once for all of them: they are forks of a process that has imported this."""
 
+import contextlib
 import gc
 
 import pytest  # noqa: F401
@@ -11,6 +12,10 @@ import torch.profiler
 import torch.utils.checkpoint  # noqa: F401
 
 import pmoe  # noqa: F401
+
+with contextlib.suppress(ImportError):  # both are optional
+    import accelerate  # noqa: F401
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 # A collection of garbage then looks at the objects that tests make, not at those of all these modules.
 gc.collect()

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-GROUP_TIMEOUT_SECONDS = 20
+GROUP_TIMEOUT_SECONDS = 28
 MOST_GROUPS = 24
 """Process groups that a rank may hold before new ranks take its place: gloo wakes a thread of each a hundred
 times a second, and hundreds of them leave no time for anything else."""
@@ -41,6 +41,13 @@ def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: f
             pipe.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
 
 
+def forks() -> Any:
+    """Of multiprocessing: forks of a process that has imported `tests.imported`, and never ran anything."""
+    context = multiprocessing.get_context("forkserver")  # fork hangs after a product by threads
+    context.set_forkserver_preload(["tests.imported"])
+    return context
+
+
 class Pool:
     """``run(function, *args)`` calls function(rank, world, *args) on every rank and returns the results.
 
@@ -49,8 +56,7 @@ class Pool:
     """
 
     def __init__(self, world: int, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
-        context = multiprocessing.get_context("forkserver")  # fork hangs after a product by threads
-        context.set_forkserver_preload(["tests.imported"])
+        context = forks()
         self.world, self.usable, self.num_groups = world, True, 1
         self.processes, self.pipes = [], []
         init_file = os.path.join(tempfile.mkdtemp(prefix="pmoe-pool-"), "rendezvous")
@@ -64,7 +70,7 @@ class Pool:
             self.processes.append(process)
         self._answers(60)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 150) -> list[Any]:
         self.start(function, *args)
         return self._answers(timeout)
 
@@ -72,7 +78,7 @@ class Pool:
         for pipe in self.pipes:
             pipe.send((function, args))
 
-    def answer(self, rank: int, timeout: float = 90) -> Any:
+    def answer(self, rank: int, timeout: float = 150) -> Any:
         """What the job returned on ``rank``; AssertionError where it raised, died or took too long."""
         pipe, process = self.pipes[rank], self.processes[rank]
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,15 +14,26 @@ from pmoe import Restore
 def spread(*axes: Sequence[Any], every: int) -> list[Any]:
     """All combinations, as pytest parameters. Of those, one in ``every`` is not marked slow, chosen along
     diagonals: any two values of two axes meet in some of them, where a third has ``every`` values."""
+    cases = []
+    for is_fast, values in _combinations(axes, every):
+        flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+        cases.append(pytest.param(*flat, marks=() if is_fast else pytest.mark.slow))
+    return cases
+
+
+def parts(*axes: Sequence[Any], every: int) -> list[Any]:
+    """The same choice for a test that goes through all combinations by itself: two lists of them."""
+    found = list(_combinations(axes, every))
+    some, others = ([values for is_fast, values in found if is_fast == wanted] for wanted in (True, False))
+    return [pytest.param(some, id="some"), pytest.param(others, id="others", marks=pytest.mark.slow)]
+
+
+def _combinations(axes: Sequence[Sequence[Any]], every: int) -> Iterator[tuple[bool, tuple[Any, ...]]]:
     # A multiple of ``every`` would leave its axis out of the choice.
     steps = [step for step in range(1, 2 * len(axes) + 1) if step % every]
-    cases = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
-        values = [axis[place] for axis, place in zip(axes, places, strict=True)]
-        flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-        fast = sum(place * step for place, step in zip(places, steps, strict=False)) % every == 0
-        cases.append(pytest.param(*flat, marks=() if fast else pytest.mark.slow))
-    return cases
+        is_fast = sum(place * step for place, step in zip(places, steps, strict=False)) % every == 0
+        yield is_fast, tuple(axis[place] for axis, place in zip(axes, places, strict=True))
 
 
 def named(value: Any) -> str | None:

@@ -54,14 +54,14 @@ def _compiler_version() -> str:
     return subprocess.run([_compiler(), "-v"], capture_output=True, text=True).stderr
 
 
-def run_program(program: Path, *arguments: str, timeout: float = 100) -> str:
+def run_program(program: Path, *arguments: str, timeout: float = 250) -> str:
     """What it prints. Raises AssertionError with that where it ends with anything but 0."""
     ran = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout)
     assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}{ran.stderr}"
     return ran.stdout
 
 
-def compile_and_run(source: str, *arguments: str, flags: tuple[str, ...] = (), timeout: float = 100) -> str:
+def compile_and_run(source: str, *arguments: str, flags: tuple[str, ...] = (), timeout: float = 250) -> str:
     return run_program(compile_program(source, *flags), *arguments, timeout=timeout)
 
 
@@ -77,7 +77,7 @@ def _at_fixed_addresses() -> list[str]:
 
 
 def run_sanitized(
-    program: Path, *arguments: str, reports: bool = True, timeout: float = 100
+    program: Path, *arguments: str, reports: bool = True, timeout: float = 250
 ) -> subprocess.CompletedProcess[str]:
     """How the program ended. The first race ends it with RACE_FOUND, or none is reported at all."""
     options = f"halt_on_error=1 exitcode={RACE_FOUND} report_bugs={int(reports)}"

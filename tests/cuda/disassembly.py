@@ -67,11 +67,12 @@ def declared() -> dict[str, Declared]:
         if kind in "tT":
             symbols[int(address, 16)] = symbol
     found = {}
-    for each in module.declared():
-        offset = each.pop("offset")
+    listed = [(each.pop("offset"), each) for each in module.declared()]
+    signatures = _demangled([symbols.get(offset, "") for offset, _ in listed])
+    for (offset, each), signature in zip(listed, signatures, strict=True):
         assert offset in symbols, f"{_file()} has no symbol for {each['name']}: it must not be stripped"
         assert each["name"] not in found, f"{each['name']} is declared twice"
-        found[each["name"]] = Declared(**each, signature=_demangled(symbols[offset]))
+        found[each["name"]] = Declared(**each, signature=signature)
     return found
 
 
@@ -86,24 +87,24 @@ def sass(arch: str) -> dict[str, list[str]]:
 
 
 def _disassembled(arch: str) -> dict[str, list[str]]:
+    text = _run("cuobjdump", "-sass", "-arch", arch, _file())
+    _, *parts = re.split(r"^\s*Function : (\S+)", text, flags=re.MULTILINE)
+    instruction = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
     found: dict[str, list[str]] = {}
-    code: list[str] = []
-    for line in _run("cuobjdump", "-sass", "-arch", arch, _file()).splitlines():
-        if start := re.match(r"\s*Function : (\S+)", line):
-            code = found.setdefault(_name(start[1]), [])
-            assert not code, f"two kernels are {_name(start[1])}: one must have another name or namespace"
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            code.append(instruction[1])
+    for name, code in zip(_names(parts[::2]), parts[1::2], strict=True):
+        assert name not in found, f"two kernels are {name}: one must have another name or namespace"
+        found[name] = instruction.findall(code)
     return found
 
 
 @cache
 def resources(arch: str) -> dict[str, Resources]:
     text = _run("cuobjdump", "-res-usage", "-arch", arch, _file())
+    listed = re.findall(r"Function (\S+):\n\s+(REG:.*)", text)
     found = {}
-    for symbol, numbers in re.findall(r"Function (\S+):\n\s+(REG:.*)", text):
+    for name, (_, numbers) in zip(_names([symbol for symbol, _ in listed]), listed, strict=True):
         of = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", numbers)}
-        found[_name(symbol)] = Resources(
+        found[name] = Resources(
             registers=of["REG"], stack=of["STACK"], shared=of["SHARED"], local=of["LOCAL"]
         )
     return found
@@ -155,18 +156,18 @@ def _run(tool: str, *arguments: str, stdin: str | None = None) -> str:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env={**os.environ, "PATH": _path()},
     )
     assert done.returncode == 0, f"{found} {' '.join(arguments)}: {done.stderr or done.stdout}"
     return done.stdout
 
 
-@cache
-def _demangled(symbol: str) -> str:
-    return _run("c++filt", stdin=symbol).strip()
+def _demangled(symbols: Sequence[str]) -> list[str]:
+    return _run("c++filt", stdin="\n".join(symbols)).splitlines()
 
 
-def _name(symbol: str) -> str:
-    signature = _demangled(symbol)
-    return next((each.name for each in declared().values() if each.signature == signature), signature)
+def _names(symbols: Sequence[str]) -> list[str]:
+    """Of kernels as their sources declare them, of others their signatures."""
+    by_signature = {each.signature: each.name for each in declared().values()}
+    return [by_signature.get(signature, signature) for signature in _demangled(symbols)]

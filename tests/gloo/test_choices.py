@@ -232,18 +232,18 @@ def budget_job(rank: int, world: int, folder: str, budget: Any, options: dict[st
 @pytest.mark.parametrize("options", [{}, {"pipeline": 4}, {"pipeline": True, "memory_reuse": True}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_budget_is_kept_or_refused_on_every_rank_with_the_least_that_would_do(
-    world: int, options: dict[str, Any], skew: bool, tmp_path: Path
+    world: int, options: dict[str, Any], skew: bool, measured: Path
 ) -> None:
-    messages = ranks(world).run(budget_job, str(tmp_path), 1, options, skew)
+    messages = ranks(world).run(budget_job, str(measured), 1, options, skew)
     assert len(set(messages)) == 1
     assert messages[0].startswith("ValueError: memory_budget (1 bytes) must be at least ")
     least = int(messages[0].split("at least ")[1].split()[0])
-    found = ranks(world).run(budget_job, str(tmp_path), least, options, skew)
+    found = ranks(world).run(budget_job, str(measured), least, options, skew)
     for got in found:
         assert got["told"] == found[0]["told"] and "memory_budget" in got["told"][0]
         assert max(got["errors"].values()) < 1e-12, got["errors"]
     assert all(
-        isinstance(m, str) for m in ranks(world).run(budget_job, str(tmp_path), least - 1, options, skew)
+        isinstance(m, str) for m in ranks(world).run(budget_job, str(measured), least - 1, options, skew)
     )
 
 

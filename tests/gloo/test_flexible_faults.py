@@ -169,7 +169,7 @@ def one_hook_job(rank: int, world: int, point: str) -> str:
 
 @pytest.mark.parametrize("point", [POINTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in POINTS[1:])])
 def test_a_hook_that_fails_on_one_rank_raises_there_and_its_peers_name_a_stage(point: str) -> None:
-    pool = Pool(2, timeout_seconds=6)
+    pool = Pool(2, timeout_seconds=3)
     try:
         first, second = pool.run(one_hook_job, point)
         assert first == "ValueError: this hook fails"

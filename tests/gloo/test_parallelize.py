@@ -37,6 +37,7 @@ from tests.gloo.lm import (
 from tests.own_experts import mlp
 from tests.pool import ranks
 from tests.reference import relative_error
+from tests.spread import spread as grid
 
 MAX_NORM, STEPS, LEARNING_RATE = 0.7, 20, 1e-2
 
@@ -87,14 +88,14 @@ def trained(
 
 
 HOWS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-QUICK = {("ddp", 2, "default"), ("fsdp", 2, "foreach")}
-"""Of the cases with two passes a step."""
+QUICK = {("ddp", 1, "fused"), ("fsdp", 1, "default"), ("ddp", 2, "default"), ("fsdp", 2, "foreach")}
+"""Those of every test run."""
 
 
 @pytest.mark.parametrize(
     ("wrap", "passes", "how"),
     [
-        pytest.param(*case, marks=() if case[1] == 1 or case in QUICK else pytest.mark.slow)
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
         for case in itertools.product(("ddp", "fsdp"), (1, 2), HOWS)
     ],
 )
@@ -159,14 +160,15 @@ def gradients(
     return found
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+@pytest.mark.parametrize("sizes, expert", grid(list(MESHES), ["ffn", "swiglu"], every=2))
 def test_gradients_and_their_norm_are_those_of_one_process(sizes: str, expert: str) -> None:
     check_gradients(MESHES[sizes], expert, spread=False, reduce=True)
 
 
-@pytest.mark.parametrize("sizes", ["copies x experts", "experts x parts", "copies x parts"])
-@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+@pytest.mark.parametrize(
+    "sizes, expert",
+    grid(["copies x experts", "experts x parts", "copies x parts"], ["ffn", "swiglu"], every=2),
+)
 def test_layers_that_each_rank_built_alone_are_spread(sizes: str, expert: str) -> None:
     check_gradients(MESHES[sizes], expert, spread=True, reduce=True)
 

@@ -14,20 +14,12 @@ import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
-from pmoe.measure.profile import Profile, identity, load, load_or_measure, measure, profile_path, save
+from pmoe.measure.profile import Profile, identity, load, load_or_measure, profile_path, save
 from tests.pool import ranks
 from tests.unit.test_profile import Counted, assert_sound
 
 Report = tuple[Profile, int, list[str]]
 """What a rank got, how often it measured, and the warnings that it gave."""
-
-
-def measured(rank: int, world: int) -> Profile:
-    profile = measure(Ranks(), "cpu", quick=True)
-    total = [None] * world
-    dist.all_gather_object(total, rank)  # no rank is out of step
-    assert total == list(range(world))
-    return profile
 
 
 def loaded_or_measured(rank: int, world: int, folders: list[str]) -> Report:
@@ -44,7 +36,11 @@ def loaded_or_measured(rank: int, world: int, folders: list[str]) -> Report:
 
 
 def really_loaded_or_measured(rank: int, world: int, folder: str) -> Profile:
-    return load_or_measure(Ranks(), "cpu", folder=folder)
+    profile = load_or_measure(Ranks(), "cpu", folder=folder)
+    total = [None] * world
+    dist.all_gather_object(total, rank)  # no rank is out of step
+    assert total == list(range(world))
+    return profile
 
 
 def saved(rank: int, world: int, folders: list[str], seconds: list[float]) -> str:
@@ -62,16 +58,11 @@ def folders_of(tmp_path: Path) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def test_both_ranks_measure_the_same_sound_profile() -> None:
-    first, second = ranks(2).run(measured)
+def test_both_ranks_measure_the_same_sound_profile_and_find_it_again(tmp_path: Path) -> None:
+    first, second = ranks(2).run(really_loaded_or_measured, str(tmp_path))
     assert first == second
     assert_sound(first)
     assert (first.num_ranks, first.backend, first.device_type) == (2, "gloo", "cpu")
-
-
-def test_what_was_measured_is_found_again_by_both_ranks(tmp_path: Path) -> None:
-    first, second = ranks(2).run(really_loaded_or_measured, str(tmp_path))
-    assert first == second
     [path] = tmp_path.iterdir()
     assert load(path, expected=first.identity) == first
     again = ranks(2).run(loaded_or_measured, [str(tmp_path)] * 2)

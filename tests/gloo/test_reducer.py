@@ -24,6 +24,7 @@ from pmoe.training import gradient_hooks, gradient_partitioning
 from pmoe.training.gradient_buffers import GradientRange
 from pmoe.training.reducer_steps import PartitionedStep
 from tests.pool import ranks
+from tests.spread import named, spread
 
 D_MODEL, LAYERS = 8, 3
 
@@ -143,9 +144,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "world, options, accumulate", spread([2, 4], OPTIONS, [False, True], every=2), ids=named
+)
 def test_gradients_equal_plain_all_reduces(world: int, options: dict[str, Any], accumulate: bool) -> None:
     dense = sum(p.numel() * 8 for p in build({}).parameters() if getattr(p, "allreduce", True))
     for found in ranks(world).run(job, dict(options), None, accumulate):

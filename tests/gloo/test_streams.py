@@ -231,22 +231,21 @@ def failing_job(
 # ---- tests
 
 
-@pytest.mark.parametrize("bypass_local", [True, False], ids=["bypass", "all rows travel"])
+PLAIN: list[dict[str, Any]] = [
+    {"pipeline": 1},
+    {"pipeline": 3},
+    {"pipeline": 4},
+    {"pipeline": True},
+    {"pipeline": 3, "capacity_factor": 0.6},
+    {"pipeline": 3, "expert": "swiglu", "bias": False},
+    {"pipeline": 3, "expert": linear},
+    {"pipeline": 3, "sequential": True},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"pipeline": 1},
-        {"pipeline": 3},
-        {"pipeline": 4},
-        {"pipeline": True},
-        {"pipeline": 3, "capacity_factor": 0.6},
-        {"pipeline": 3, "expert": "swiglu", "bias": False},
-        {"pipeline": 3, "expert": linear},
-        {"pipeline": 3, "sequential": True},
-    ],
-    ids=["n=1", "n=3", "n=4", "adaptive", "capacity", "swiglu", "module", "sequential"],
+    "world, options, bypass_local", spread([1, 2], PLAIN, [True, False], every=2), ids=named
 )
-@pytest.mark.parametrize("world", [1, 2])
 def test_streams_never_race_and_no_buffer_is_freed_early(
     world: int, options: dict[str, Any], bypass_local: bool
 ) -> None:
@@ -288,15 +287,14 @@ FLEXIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "world, options, reuse", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], every=3)
+    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=4)
 )
 def test_flexible_layers_never_race_and_no_buffer_is_freed_early(
-    world: int, options: dict[str, Any], reuse: Any
+    world: int, options: dict[str, Any], reuse: Any, n: int
 ) -> None:
-    for n in (1, 3):
-        for report in ranks(world).run(steps_job, {**options, "pipeline": n, "memory_reuse": reuse}):
-            assert not report.findings
-            assert report.num_messages >= STEPS * 2 * (2 * n + 1)
+    for report in ranks(world).run(steps_job, {**options, "pipeline": n, "memory_reuse": reuse}):
+        assert not report.findings
+        assert report.num_messages >= STEPS * 2 * (2 * n + 1)
 
 
 @pytest.mark.parametrize("mistake", ["gathering waits for nothing", "messages wait for no gathering"])
@@ -339,9 +337,9 @@ def test_what_does_not_fit_on_the_host_is_made_again_without_a_race(world: int, 
         assert 0 < report.copy_tasks[Lane.COPY_OUT] < STEPS * 4
 
 
-@pytest.mark.parametrize("bypass_local", [True, False], ids=["bypass", "all rows travel"])
-@pytest.mark.parametrize("pair", ["S1", "S2", "S3", "S4"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "world, pair, bypass_local", spread([1, 2], ["S1", "S2", "S3", "S4"], [True, False], every=2)
+)
 def test_layers_on_two_streams_share_lanes_and_host_memory_without_a_race(
     world: int, pair: str, bypass_local: bool
 ) -> None:
@@ -388,9 +386,10 @@ def test_an_error_that_abandons_nothing_is_found_to_free_early(world: int, metho
         assert Finding(first=first, then=FREE) in report.findings
 
 
-@pytest.mark.parametrize("method", ["compute", "input_gradient", "weight_gradient"])
-@pytest.mark.parametrize("pair", ["S1", "S2", "S3", "S4"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "world, pair, method",
+    spread([1, 2], ["S1", "S2", "S3", "S4"], ["compute", "input_gradient", "weight_gradient"], every=2),
+)
 def test_an_error_in_an_expert_leaves_no_copy_in_freed_buffers(world: int, pair: str, method: str) -> None:
     """It comes at the second call, when the first chunk's copies are under way."""
     for report in ranks(world).run(failing_job, method, "none", pair, 2):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +42,7 @@ from lm_arguments import SettingsError, parse_arguments  # noqa: E402
 
 from pmoe.integrations.run_folder import read_run  # noqa: E402
 from pmoe.training.parallel import is_expert  # noqa: E402
+from tests.pool import forks  # noqa: E402
 
 TEXT = ["--data", str(LIBRARY / "json"), str(LIBRARY / "email")]
 TINY = """
@@ -50,35 +53,59 @@ ALONE = lm_ranks.Ranks(rank=0, world=1, device=torch.device("cpu"))
 
 
 class Processes:
-    """The ranks of one training run, started without torchrun so that each can be signalled by itself."""
+    """The ranks of one training run, started without torchrun so that each can be signalled by itself.
+
+    As the ranks of `tests.pool` they are forks of a process that has imported torch.
+    """
 
     def __init__(self, num_ranks: int, command: list[str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="pmoe-train-"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                env=environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=num_ranks, MASTER_PORT=port),
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
+        self.ranks = []
+        for rank in range(num_ranks):
+            variables = environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=num_ranks, MASTER_PORT=port)
+            args = (command, variables, str(self.folder / str(rank)))
+            self.ranks.append(forks().Process(target=run_command, args=args))
+            self.ranks[-1].start()
 
     def signal(self, number: signal.Signals, ranks: list[int]) -> None:
         for rank in ranks:
-            self.ranks[rank].send_signal(number)
+            os.kill(self.ranks[rank].pid, number)
 
-    def finish(self, expected: int = 0) -> str:
-        """Waits for all ranks to end with the expected code; what rank 0 wrote to stderr."""
+    def wait(self) -> list[int | None]:
+        """Their exit codes, once all have ended."""
+        end = time.monotonic() + 90
         try:
-            written = [process.communicate(timeout=60)[1] for process in self.ranks]
+            for process in self.ranks:
+                process.join(max(0.0, end - time.monotonic()))
+            return [process.exitcode for process in self.ranks]
         finally:
             for process in self.ranks:
                 process.kill()
-        assert [process.returncode for process in self.ranks] == [expected] * len(self.ranks), written
+
+    def finish(self, expected: int = 0) -> str:
+        """Waits for all ranks to end with the expected code; what rank 0 wrote to stderr."""
+        codes = self.wait()
+        written = [(self.folder / str(rank)).read_text() for rank in range(len(self.ranks))]
+        assert codes == [expected] * len(self.ranks), written
         return written[0]
+
+
+def run_command(command: list[str], variables: dict[str, str], errors: str) -> None:
+    """What ``python *command`` does, in this process."""
+    os.environ.clear()
+    os.environ.update(variables)
+    with open(errors, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.path[:0] = [str(REPOSITORY), str(EXAMPLES)]
+    if command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        exec(compile(command[1], "command", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def environment(**variables: object) -> dict[str, str]:
@@ -176,14 +203,15 @@ def test_the_gradients_of_two_ranks_are_those_of_one(tmp_path):
 # ---- stopping and going on -----------------------------------------------------------------------
 
 # Long enough that a signal sent after the first checkpoints comes before the end, on a busy machine too.
-LONG = ["--steps", 300, "--eval-every", 45, "--checkpoint-every", 10]
+STEPS = 150
+LONG = ["--steps", STEPS, "--eval-every", 45, "--checkpoint-every", 10]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     written = start(2, out, *LONG).finish()
-    assert "done: 300 steps" in written
+    assert f"done: {STEPS} steps" in written
     return out
 
 
@@ -195,7 +223,7 @@ def assert_same_run(out: Path, reference: Path) -> None:
     assert metrics(out)["summary"]["valid_loss"] == metrics(reference)["summary"]["valid_loss"]
     for name in ("shared.pt", "rank0.pt", "rank1.pt"):
         ours, theirs = (
-            torch.load(folder / "checkpoints" / "step_00000300" / name) for folder in (out, reference)
+            torch.load(folder / "checkpoints" / f"step_{STEPS:08}" / name) for folder in (out, reference)
         )
         kind = "dense" if name == "shared.pt" else "experts"
         assert ours[kind].keys() == theirs[kind].keys()
@@ -214,8 +242,8 @@ def test_ctrl_c_on_any_rank_stops_all_with_a_checkpoint_and_resume_continues_bit
     processes.signal(signal.SIGINT, ranks=[1])
     written = processes.finish(expected=0)
     stopped = last_step(out)
-    assert 20 <= stopped < 300
-    assert f"stopped by another rank after step {stopped} of 300" in written
+    assert 20 <= stopped < STEPS
+    assert f"stopped by another rank after step {stopped} of {STEPS}" in written
     assert (out / "curves.png").exists()
     assert f"resumed after step {stopped}" in start(2, out, *LONG, "--resume").finish()
     assert_same_run(out, uninterrupted)
@@ -228,13 +256,13 @@ def test_a_killed_run_resumes_bit_for_bit_from_its_last_checkpoint(tmp_path, uni
     wait_for_step(out, 30)
     processes.signal(signal.SIGKILL, ranks=[0, 1])
     # Rank 1 may see its peer die and abort before its own signal comes.
-    codes = [process.wait(60) for process in processes.ranks]
+    codes = processes.wait()
     assert codes[0] == -signal.SIGKILL and codes[1] in (-signal.SIGKILL, -signal.SIGABRT, 1)
-    assert 30 <= last_step(out) < 300
+    assert 30 <= last_step(out) < STEPS
     start(2, out, *LONG, "--resume").finish()
     assert_same_run(out, uninterrupted)
     folders = {path.name for path in (out / "checkpoints").iterdir()}
-    assert folders == {"latest.json", "step_00000290", "step_00000300"}
+    assert folders == {"latest.json", f"step_{STEPS - 10:08}", f"step_{STEPS:08}"}
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def ran(folder: Path, env: dict[str, str], *words: str) -> subprocess.CompletedP
         env=env,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
     )
 
 

@@ -21,7 +21,6 @@ from tests.faults import InjectedFaults
 from tests.reference import relative_error
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture(scope="session")

@@ -30,8 +30,6 @@ MISTAKES = {
     "relaxed_signal": "",
 }
 
-pytestmark = pytest.mark.timeout(110)
-
 
 @pytest.fixture(scope="module")
 def program() -> Path:

@@ -39,8 +39,7 @@ def measured(layer: pmoe.MoELayer, tokens: int = TOKENS) -> Allocated:
     return Allocated(step)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
-@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+@pytest.mark.parametrize("pair, n", spread(ALL_PAIRS, [1, 2, 4, 8], every=2), ids=named)
 def test_the_peak_of_a_step_is_within_two_percent_of_the_prediction(pair: pmoe.Restore, n: int) -> None:
     layer = build(pipeline=n, memory_reuse=pair)
     found = measured(layer)

@@ -1,4 +1,4 @@
-"""The part that both hierarchical all-to-alls share: steps inside a node and across nodes, and row orders.
+"""The common part of both hierarchical all-to-alls: steps inside and across nodes, and row orders.
 
 Letters: N rows, W ranks of the layer's group, A nodes, L ranks of a node, F bins of rows, M columns.
 """
@@ -37,7 +37,7 @@ class HierarchicalExchange(Exchange):
         self._nodes = nodes
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
-        """A collective. Raises ValueError or TypeError on every rank alike, before any group is made."""
+        """A collective. Raises ValueError or TypeError on every rank, before any group is made."""
         super().bind(ranks, traffic)
         self.topology = find_topology(ranks, self._nodes)
         self.check_topology()
@@ -48,8 +48,10 @@ class HierarchicalExchange(Exchange):
         """Raises ValueError for nodes that it cannot serve."""
 
     def connect(self) -> NodeGroups:
-        """Process groups are looked up, not held, so that layers can be copied and pickled: an unpickled one
-        makes its own at its first exchange of counts."""
+        """The process groups, looked up and not held, so that layers can be copied and pickled.
+
+        An unpickled layer makes its own at its first exchange of counts.
+        """
         assert self.ranks.group is not None
         return connect(self.ranks.group, self.topology)
 
@@ -154,8 +156,10 @@ class HierarchicalExchange(Exchange):
         *,
         across: bool,
     ) -> None:
-        """A step that brings rows from all ranks, in the order of ``sources``; they go to ``out`` in order
-        of rank. recv_rows: from each rank."""
+        """A step that brings rows from all ranks, in the order of ``sources``.
+
+        They go to ``out`` in order of rank. recv_rows: from each rank.
+        """
         sizes = [recv_rows[rank] for rank in sources]
         pieces = _runs(sizes, sorted(range(len(sources)), key=sources.__getitem__))
         peers = (self.topology.across if across else self.topology.inside)(self.ranks.rank)

@@ -37,7 +37,7 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """Tells groups of this process apart, alike on all their ranks."""
+        """Tells groups of this process apart; the same on all their ranks."""
         if self.group is None:
             return ""
         return f"{self.group.group_name} {dist.get_process_group_ranks(self.group)}"

@@ -97,7 +97,7 @@ class Topology:
 def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
     """The topology of ``ranks``. A collective where there are several: their arguments are compared.
 
-    Raises ValueError or TypeError, on every rank alike, where these differ or cannot be.
+    Raises ValueError or TypeError, on every rank, where these differ or cannot be.
     """
     name = LOCAL_WORLD_SIZE if nodes is None else "nodes"
     value = repr(os.environ.get(LOCAL_WORLD_SIZE) if nodes is None else nodes)

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pmoe.buckets import bucket
 from pmoe.kernels.architecture import device_name
+from pmoe.kernels.buckets import bucket
 
 Form = Literal["forward", "input", "weight"]
 """Rows times a matrix an expert, the gradient of those rows, or that of the matrices."""

@@ -1,4 +1,4 @@
-"""Which kernel computes a product: each candidate is asked why not; of two that would, the faster is taken.
+"""Which kernel computes a product: each is asked why not; of two that would, the faster is taken.
 
 The rule, without any measurement of its own:
 

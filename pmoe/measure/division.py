@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.buckets import bucket
 from pmoe.comm.agree import digest, largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, status
 from pmoe.kernels.architecture import device_name
+from pmoe.kernels.buckets import bucket
 from pmoe.measure.division_file import load_table
 from pmoe.measure.virtual_ranks import time_division
 from pmoe.planner.division import (

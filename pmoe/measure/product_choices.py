@@ -1,4 +1,4 @@
-"""Decides between the two candidates that compete for a product, on every rank alike.
+"""Decides between the two candidates that compete for a product, the same on every rank.
 
 The ranks compare what they know, from this process or from the file, and measure the rest together: the
 seconds of the slowest rank count.

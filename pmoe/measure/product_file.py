@@ -86,14 +86,12 @@ class ChoiceFile:
         return {key: self._choice(key, value) for key, value in choices.items()}
 
     def _choice(self, key: str, value: Any) -> MeasuredChoice:
-        if isinstance(value, dict) and value.get("choice") in self.names:
-            seconds = value.get("seconds")
-            if isinstance(seconds, dict) and set(seconds) == set(self.names):
-                times = seconds.values()
-                if all(isinstance(each, float) and 0 <= each < math.inf for each in times):
-                    return MeasuredChoice(
-                        choice=value["choice"], seconds=seconds, when=str(value.get("when"))
-                    )
+        match value:
+            case {"choice": str(choice), "seconds": dict(seconds)} if (
+                {choice} <= set(self.names) == set(seconds)
+            ):
+                if all(isinstance(each, float) and 0 <= each < math.inf for each in seconds.values()):
+                    return MeasuredChoice(choice=choice, seconds=seconds, when=str(value.get("when")))
         raise ValueError(f"{key} ({value!r}) must have the choice and seconds of {' and '.join(self.names)}")
 
 

@@ -1,4 +1,4 @@
-"""Which kernels compute a layer's products: measured once for sizes like the layer's, agreed by its ranks.
+"""Which kernels compute a layer's products: measured once for its sizes, agreed by its ranks.
 
 The requests follow from the experts' sizes and from the largest number of rows, which all ranks share; so
 does whether anything is measured. See `pmoe.measure.product_choices`.
@@ -8,26 +8,26 @@ Letters: E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of 
 
 from __future__ import annotations
 
-from functools import partial
+import functools
+from typing import TYPE_CHECKING
 
 import torch
 
-from pmoe.buckets import bucket
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm
+from pmoe.kernels.buckets import bucket
 from pmoe.kernels.candidates import PMOE, PRODUCTS
 from pmoe.kernels.product_request import Form, ProductRequest
-from pmoe.measure.product_bench import ProductBench
-from pmoe.measure.product_choices import ProductMeasurer
+
+if TYPE_CHECKING:
+    from pmoe.measure.product_choices import ProductMeasurer
 
 FINEST, LARGEST = 32, 2
 """Products are measured from a 32nd of a rank's even share of rows (chunks, and rows that stay) to twice as
 many (skewed routing). For fewer or more rows the unmeasured rule holds."""
-
-MEASURER = ProductMeasurer(PRODUCTS, ProductBench())
 
 _measured: set[tuple[object, ...]] = set()
 
@@ -41,7 +41,7 @@ def measure_products(
     *,
     needs_grad: bool = True,
 ) -> None:
-    """Has the products of these experts measured, or finds them in the file, the first time for so many rows.
+    """Has the products of these experts measured, the first time for so many rows, or read from the file.
 
     Collective over ``ranks`` then. Later, or for as many rows up to the next power of two, it does nothing.
 
@@ -65,8 +65,18 @@ def measure_products(
     key = (ranks.name, device, dtype, *sizes, bucket(max_rows), needs_grad)
     if key not in _measured:
         requests = product_requests(experts, dtype, device, max_rows, needs_grad=needs_grad)
-        MEASURER.measure(requests, partial(largest, ranks, device, stage="agreeing on kernels"))
+        agree = functools.partial(largest, ranks, device, stage="agreeing on kernels")
+        measurer().measure(requests, agree)
         _measured.add(key)
+
+
+@functools.cache
+def measurer() -> ProductMeasurer:
+    """Measures for the choices of this process."""
+    from pmoe.measure.product_bench import ProductBench
+    from pmoe.measure.product_choices import ProductMeasurer
+
+    return ProductMeasurer(PRODUCTS, ProductBench())
 
 
 def slower_kernels(

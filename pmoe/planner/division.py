@@ -25,8 +25,8 @@ from typing import Literal
 
 import torch
 
-from pmoe.buckets import bucket
 from pmoe.comm.agree import Agree, digest
+from pmoe.kernels.buckets import bucket
 
 Kernel = Literal["dispatch", "combine"]
 Direction = Literal["forward", "backward"]
@@ -53,7 +53,7 @@ class Sizes:
     """What a layer is to its fused kernels, on one rank.
 
     num_blocks: multiprocessors of the device, one thread block each. experts: of this rank. rows: that it
-    receives, a power of two as `pmoe.buckets.bucket` gives. gated: SwiGLU, whose w1 has 2 d_hidden
+    receives, a power of two as `pmoe.kernels.buckets.bucket` gives. gated: SwiGLU, whose w1 has 2 d_hidden
     rows. dtype: as torch names it, "bfloat16". virtual: the ranks share one device, so that rows travel
     through its own memory and over no link. Raises ValueError for sizes that no layer has.
     """

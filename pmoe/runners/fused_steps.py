@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pmoe.buckets import bucket
 from pmoe.comm.agree import digest, largest, same
 from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
 from pmoe.kernels import comet as kernels
+from pmoe.kernels.buckets import bucket
 from pmoe.kernels.comet import Steps
 from pmoe.measure.division import agreed, agreed_layer, layer_sizes
 from pmoe.planner.division import Division, Sizes, kernel_shape

@@ -280,7 +280,7 @@ def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str,
         willing = [replace(each, reasons=lambda request: []) for each in PRODUCTS.candidates]
         registry = Registry(willing, compete=PRODUCTS.compete)
         patch.setattr(settle, "_measured", set())
-        patch.setattr(settle, "MEASURER", ProductMeasurer(registry, bench))
+        patch.setattr(settle, "measurer", lambda: ProductMeasurer(registry, bench))
         patch.setattr(bench, "seconds", lambda works, device: dict.fromkeys(works, 1.0))
         call("on the CPU", device=CPU)
         call("no rows", max_rows=0)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, probe_flag, process_heap
+from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.candidates import PMOE, PRODUCTS
 from pmoe.kernels.comet import DivisionPoint, HeapView, Launcher, kernel_steps
@@ -30,6 +30,7 @@ from tests.faults import FaultyLauncher, InjectedFaults
 from tests.gpu.fused import CPU, DEVICE, Backward, Case, Forward, Player, World, need_kernels
 from tests.gpu.support import NEEDS_GPU, make_batch, make_layer, plain_forward
 from tests.gpu.test_alone import assert_as_near
+from tests.heap_probe import probe_flag
 from tests.pool import Pool
 
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(200)]

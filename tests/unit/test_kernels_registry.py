@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.buckets import bucket
 from pmoe.comm.agree import Agree
 from pmoe.kernels import architecture, extension
 from pmoe.kernels.architecture import Architecture
+from pmoe.kernels.buckets import bucket
 from pmoe.kernels.product_request import ProductRequest
 from pmoe.kernels.registry import ProductCandidate, Registry
 from pmoe.measure.product_bench import ProductBench

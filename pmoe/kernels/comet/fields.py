@@ -1,4 +1,4 @@
-"""The fields of a launch that come from a journey and from where rows leave and arrive: addresses and sizes.
+"""Fields of a launch: addresses and sizes of a journey, and of where rows leave and arrive.
 
 Each function raises ValueError, naming the tensor, for what the kernels would not read right.
 """

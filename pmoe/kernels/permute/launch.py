@@ -1,4 +1,4 @@
-"""Launches of cuda/permute into tensors that are there, on the current stream; without a custom op's cost.
+"""Launches of cuda/permute into given tensors, on the current stream; without a custom op's cost.
 
 position_TK: (T, K) int32, weight_TK: (T, K) float32, both contiguous. Raises ValueError as `permute` does.
 """
@@ -104,7 +104,7 @@ def launch_unpermute_backward(
 def _moving(
     position_TK: Tensor, weight_TK: Tensor | None, num_rows: int, parts: int, **rows: Tensor
 ) -> tuple[Any, list[int]] | None:
-    """What all launches take, and address and row stride of each of ``rows``; None if nothing is to be moved.
+    """The common part of a launch, and address and stride of each of ``rows``; None if nothing moves.
 
     rows: those whose name ends with "rows" are routed, (num_rows, M); the others are by token, (T, M).
     """

@@ -1,4 +1,4 @@
-"""Routing in one launch: softmax, top-k, rows by chunk and expert, places in sorted order, auxiliary loss.
+"""Routing in one launch: softmax, top-k, counts, places in sorted order, auxiliary loss.
 
 ``torch.ops.pmoe.route`` and ``torch.ops.pmoe.route_backward`` are the kernels of cuda/route on CUDA, and the
 PyTorch expressions of `reference` elsewhere, for float64, and for what `refusal` names. No host

@@ -1,4 +1,4 @@
-"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the PyTorch reference.
+"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the reference.
 
 Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
 """

@@ -1,4 +1,4 @@
-"""Routing and its gradient as PyTorch expressions: for the CPU, for float64 and for what the kernels refuse.
+"""Routing and its gradient as PyTorch expressions: for the CPU, for float64, and where kernels refuse.
 
 Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
 """
@@ -17,7 +17,7 @@ ROUNDS = 16
 
 
 def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
-    """Indices of the top_k largest scores, (T, K), best first, ties to the lowest index; NaN is the largest.
+    """Indices (T, K) of the top_k largest scores, best first, ties to the lowest index; NaN is largest.
 
     torch.topk promises nothing on ties. Distinct whatever the scores are; negative infinity counts as the
     lowest finite number.

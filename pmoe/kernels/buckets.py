@@ -1,4 +1,4 @@
-"""Numbers of rows in buckets, so that few numbers are measured, agreed on or looked up."""
+"""Numbers of rows in buckets, so that kernels are measured, and heaps are made, for few numbers."""
 
 from __future__ import annotations
 

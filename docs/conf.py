@@ -202,8 +202,23 @@ def point_inside(app: Sphinx, docname: str, source: list[str]) -> None:
 def read_sections(app: Sphinx, kind: str, name: str, each: object, options: object, lines: list[str]) -> None:
     """Args, Returns, Attributes of a docstring; those of attributes have none, and may have colons."""
     if kind not in ("attribute", "data", "property"):
+        lines[:] = listed(lines)
         config = Config(napoleon_use_ivar=True)  # attributes that it lists become no entries of their own
         lines[:] = GoogleDocstring(lines, config, app, kind, name, each, options).lines()
+
+
+def listed(lines: list[str]) -> list[str]:
+    """Paragraphs of ``name: text`` with indented continuations as a list, an item a name."""
+    found: list[str] = []
+    for paragraph in "\n".join(lines).split("\n\n"):
+        rows = paragraph.split("\n")
+        starts = [re.match(r"\w[\w, ]*: \S", row) is not None for row in rows]
+        if starts[0] and any(row.startswith("    ") for row in rows):
+            rows = [
+                "* " + row if start else "  " + row.strip() for row, start in zip(rows, starts, strict=True)
+            ]
+        found += [*rows, ""]
+    return found
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -43,43 +43,47 @@ class MoELayer(nn.Module):
     routing weight. Rank r of W holds experts [r * E / W, (r + 1) * E / W); rows travel by all-to-all, hidden
     behind the experts' computation (MPipeMoE, section III.B). docs/choosing.md says when to use which.
 
-    Sizes:
-        d_model, d_hidden: M, columns of input and output; H, width of an expert.
-        num_experts, top_k: E, over all ranks, a multiple of their number; K, experts a token.
+    Args:
+        d_model: M, columns of input and output.
+        d_hidden: H, width of an expert.
+        num_experts: E, over all ranks; a multiple of their number.
+        top_k: K, experts a token.
         device, dtype: of the parameters.
-    Experts:
+
         expert: "ffn", "swiglu", a callable that builds one module from (N, M) to (N, M), a ModuleList of this
             rank's experts, or a `pmoe.experts.Experts`.
-        activation, bias: of "ffn": "relu", "gelu" (exact) or "silu"; of both: whether there are b1 and b2.
+        activation: of "ffn": "relu", "gelu" (exact) or "silu".
+        bias: whether "ffn" and "swiglu" have b1 and b2.
         shared_expert: a dense expert for every token: its width, or a module from (T, M) to (T, M).
         shared_gate: scales the shared expert's output by sigmoid(shared_gate(x)).
-    Gate:
+
         gate: a name of `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
         normalize_gate: whether "topk" scales a token's weights to sum 1; None is its default.
         z_loss_weight: adds this much of the router z-loss to l_aux.
         capacity_factor: each rank keeps its first ceil(factor * T * K / E) rows for each expert; None all.
         pad_to_capacity: sends every expert as many rows as its capacity: the host then waits for nothing.
         check_finite: raises on every rank where any rank's gate logits hold NaN or infinity.
-    Pipelining:
+
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1),
             "solve" from measured costs (FSMoE, Algorithm 1).
         pipeline_backward: n of the backward pass, a divisor or a multiple of pipeline; None is the same.
         fused: COMET's fused kernels: True in both passes, "forward", or "auto" where measured to be faster.
-    Memory:
+
         memory_reuse: what becomes of T_DI and T_M between the passes: False gives each chunk memory of its
             own, "S1" to "S4" or a `pmoe.Restore` reuse it in rings, True takes the cheapest pair by Eq. 10.
         memory_budget: bytes, or a string such as "2GiB", that hold for any routing; n and the pair, where
             True, are chosen for it.
         slack: slot_rows = ceil(slack * T * K / n); routing that is more skewed is cut into more chunks.
-    Ranks:
+
         group: the process group; None is the default group, `Ranks.alone()` one rank.
         mesh: instead of group, a device mesh of "ep" and "esp"; experts' hidden columns are split over "esp".
-        dispatch, combine: "flat", "hierarchical_1d", "hierarchical_2d", or a `pmoe.Dispatch`, `pmoe.Combine`.
+        dispatch: "flat", "hierarchical_1d", "hierarchical_2d", or a `pmoe.Dispatch`.
+        combine: the same of the way back, or a `pmoe.Combine`; None is as dispatch.
         nodes: for hierarchical ones, ranks a node or the node of each rank; None asks LOCAL_WORLD_SIZE.
         send_once: with top_k > 1 a token goes once to a rank that holds several of its experts.
         order: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points.
-        bypass_local, sequential, one_lane: see `pmoe.layer.switches.Switches`.
+        bypass_local, sequential, one_lane: to measure; see `pmoe.layer.switches.Switches`.
 
     Options (all but objects, device and dtype) may be set on a built layer; all ranks must set the same.
     `l_aux`, `tokens_per_expert`, `row_counts`, `ran` and `traffic` (bytes sent) tell of the last call.

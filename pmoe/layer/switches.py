@@ -16,7 +16,7 @@ class Switches:
     sequential: every step waits for the one before: the baseline of overlap measurements.
     one_lane: collectives inside a node wait for those between nodes: the baseline of FSMoE's schedule.
 
-    All ranks must set the same. Raises TypeError where a value is not a bool.
+    All ranks must set the same. Raises TypeError where a value is not True or False.
     """
 
     bypass_local: bool = True
@@ -27,4 +27,4 @@ class Switches:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, bool):
-                raise TypeError(f"{field.name} ({value!r}) must be a bool")
+                raise TypeError(f"{field.name} ({value!r}) must be True or False")

@@ -45,7 +45,7 @@ class GradientReducer:
     passes whose gradients shall only add up go in ``with reducer.no_sync():``. A parameter without a gradient
     counts as zero, and gets one.
 
-    model: its `MoELayer`s carry the gradients. group: None is the default group. average: divide by its size.
+    model: its MoE layers carry the gradients. group: None is the default group. average: divide by its size.
     partition: how many bytes travel where; None finds it after the first step, from costs that are measured
         then (`pmoe.runners.solved.operations_of`). False never overlaps.
 

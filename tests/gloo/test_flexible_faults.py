@@ -246,7 +246,7 @@ BUILT = [
     "z_loss_weight (0.1) must be left out with gate='hash'",
     "shared_expert (8) must be None with SoftMoE",
     "capacity_factor (1.0) must be given to the gate (ExpertChoiceGate)",
-    "memory_budget ('1GiB') must be left out where gate is a module",
+    "memory_budget ('1GiB') must be left out where gate (TopKGate) is a module",
     "must hold this rank's part of the hidden columns",
     "mesh (3) must be a torch.distributed.device_mesh.DeviceMesh",
     "must be a list of pmoe.Callback objects",

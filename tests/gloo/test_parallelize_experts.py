@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
+from pmoe.layer import searched
 from tests.gloo.lm import (
     D_HIDDEN,
     D_MODEL,
@@ -242,7 +243,7 @@ def plain_tools(rank: int, world: int) -> list[Any]:
             pmoe.parallelize(layer, mesh)
         layer(torch.ones(3, 8)).sum().backward()
         memory = layer.predict_memory(16)
-        answers.append([memory, repr(layer), layer._granularity_key, layer.memory_shape()])
+        answers.append([memory, repr(layer), searched.key_of(layer.parts), layer.memory_shape()])
     dense = pmoe.GradientReducer(pmoe.parallelize(build(mesh["ep"]), mesh))
     answers.append(any(".experts." in name for name in dense.names))
     dense.remove()

@@ -278,22 +278,28 @@ class OneEach(torch.nn.Module):
         return gate_of_tokens(x)
 
 
+PICKS = "mixes tokens or picks them for each expert"
+
+
 @pytest.mark.parametrize(
     "options, reason",
     [
         ({"memory_reuse": "S1"}, "memory_reuse (offload/offload) offloads"),
-        ({"memory_budget": "1GiB"}, "there is a memory_budget"),
+        ({"memory_budget": "1GiB"}, "there is a memory_budget ('1GiB')"),
         ({"shared_expert": 4}, "there is a shared expert"),
         ({"callbacks": [pmoe.Callback()]}, "there are callbacks"),
         ({"send_once": True}, "rows travel once (send_once=True)"),
         ({"bypass_local": False}, "rows are sent to their own rank (bypass_local=False)"),
         ({"order": "einsum"}, "the order is a EinsumOrder"),
-        ({"gate": "expert_choice", "top_k": 1}, "the gate is a ExpertChoiceGate"),
-        ({"gate": "soft", "top_k": 1}, "the gate is a SoftGate"),
+        (
+            {"gate": "expert_choice", "top_k": 1},
+            "the gate (ExpertChoiceGate) mixes tokens or picks them for each expert",
+        ),
+        ({"gate": "soft", "top_k": 1}, "the gate (SoftGate) mixes tokens or picks them for each expert"),
         ({"gate": OneEach(), "top_k": 1}, "the gate (OneEach) does not give every token top_k (1) rows"),
         ({"sequential": True}, "steps are timed one after the other (sequential=True)"),
         ({"one_lane": True}, "collectives wait for each other (one_lane=True)"),
-        ({"expert": lambda: torch.nn.Linear(M, M)}, "the experts are ModuleExperts"),
+        ({"expert": lambda: torch.nn.Linear(M, M)}, "experts (ModuleExperts) are modules of one's own"),
     ],
     ids=lambda value: value if isinstance(value, str) else "_".join(value),
 )

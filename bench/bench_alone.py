@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,9 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.device import WARMUP, difference, file_name, need_gpu, part_seconds, show_gpu
-from bench.timing import Timing, table, turns, write_json
+from bench.timing import Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.candidates import GROUPED_MM, PMOE, PRODUCTS
+from pmoe.measure.rounds import in_turns
 from pmoe.runners import one_rank as alone
 
 DEVICE = torch.device("cuda", 0)
@@ -167,15 +169,16 @@ def check(step: Step) -> dict[str, float]:
 
 def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
     """(forward, backward) of each way, every way once a round."""
-    samples: dict[str, list[list[float]]] = {name: [] for name in WAYS}
-    for round_, name in turns(list(WAYS), rounds, WARMUP):
+
+    def timed(name: str) -> list[float]:
         with WAYS[name]():
-            seconds = part_seconds(step.parts(), lead_cycles=LEAD_CYCLES)
-        if round_ >= 0:
-            samples[name].append(seconds)
+            return part_seconds(step.parts(), lead_cycles=LEAD_CYCLES)
+
+    runs = [functools.partial(timed, name) for name in WAYS]
+    samples = in_turns(runs, rounds, warm_up=WARMUP, rotate=True)
     return {
         name: (Timing(tuple(a for a, _ in taken)), Timing(tuple(b for _, b in taken)))
-        for name, taken in samples.items()
+        for name, taken in zip(WAYS, samples, strict=True)
     }
 
 

@@ -26,6 +26,7 @@ Letters: T tokens, K choices, N routed rows, E experts, W ranks, M = d_model, H 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
@@ -51,9 +52,11 @@ from bench.device import (
     show_gpu,
 )
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
-from bench.timing import Timing, table, turns, write_json
+from bench.timing import Timing, table, write_json
+from bench.virtual_ranks import VirtualRanks
 from pmoe.kernels import comet, grouped_gemm
-from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, even_choices, routes_of
+from pmoe.measure.fused_timing import FusedParameters, even_choices, routes_of
+from pmoe.measure.rounds import in_turns
 from pmoe.planner.division import Division
 
 DEVICE = torch.device("cuda", 0)
@@ -135,7 +138,7 @@ class Fused:
         )
         self.launcher, self.journeys = self.virtual.launcher, self.virtual.journeys(routes)
         nothing: list[Tensor | None] = [None] * num_ranks
-        self.given = Parameters(
+        self.given = FusedParameters(
             w1=scenario.w1.chunk(num_ranks),
             w2=scenario.w2.chunk(num_ranks),
             b1=nothing,
@@ -193,12 +196,14 @@ def in_turn(
     runs: Mapping[Any, Callable[[], Sequence[Callable[[], object]]]], rounds: int, flush: Tensor
 ) -> dict[Any, list[Times]]:
     """The parts' milliseconds, a sample a round: every run once in each, which begins with another."""
-    samples: dict[Any, list[Times]] = {name: [] for name in runs}
-    for round_, name in turns(list(runs), rounds, WARMUP):
-        seconds = part_seconds(runs[name](), flush, LEAD_CYCLES)
-        if round_ >= 0:
-            samples[name].append([1e3 * part for part in seconds])
-    return samples
+
+    def timed(parts: Callable[[], Sequence[Callable[[], object]]]) -> Times:
+        return [1e3 * part for part in part_seconds(parts(), flush, LEAD_CYCLES)]
+
+    samples = in_turns(
+        [functools.partial(timed, parts) for parts in runs.values()], rounds, warm_up=WARMUP, rotate=True
+    )
+    return dict(zip(runs, samples, strict=True))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.timing import table, write_json
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import profile
-from pmoe.planner.choose import cheapest_pair
+from pmoe.measure.rates import measure
+from pmoe.planner.equation10 import cheapest_pair
+from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 
@@ -100,7 +101,7 @@ class Passes:
         return torch.cuda.max_memory_allocated() - before, predicted
 
 
-def copy_seconds(found: profile.Profile, pair: Restore, sizes: argparse.Namespace, size: int) -> list[float]:
+def copy_seconds(found: Profile, pair: Restore, sizes: argparse.Namespace, size: int) -> list[float]:
     """Of all copies of forward, which go out, and of backward, which come in."""
     columns = sizes.d_model * (pair.dispatched == "offload") + sizes.d_hidden * (pair.hidden == "offload")
     total = sizes.tokens * columns * size
@@ -124,7 +125,7 @@ def main() -> None:
     device, dtype = torch.device(sizes.device), getattr(torch, sizes.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("bench_gpu_memory: not run, torch sees no CUDA device")
-    found = profile.measure(Ranks(), device, dtype)
+    found = measure(Ranks(), device, dtype)
     passes = Passes(sizes, device, dtype)
     samples: dict[Restore, list[tuple[float, float]]] = {pair: [] for pair in ALL_PAIRS}
     for round_ in range(-2, sizes.rounds):
@@ -158,7 +159,12 @@ def main() -> None:
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu"
     path = sizes.out / f"gpu_memory_{''.join(c if c.isalnum() else '_' for c in name.lower())}.json"
     write_json(
-        path, device=name, torch_cuda=torch.version.cuda, profile=found.to_json(), rows=rows, picks=str(pick)
+        path,
+        device=name,
+        torch_cuda=torch.version.cuda,
+        profile=asdict(found),
+        rows=rows,
+        picks=str(pick),
     )
     print(f"written: {path}")
 

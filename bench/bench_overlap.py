@@ -46,7 +46,7 @@ from bench.passes import (
 )
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import Span, recording
-from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import Bar, bars, chrome_trace, draw
 from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
@@ -111,7 +111,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
     compute: dict[str, dict[str, LineCost]] = {direction: {} for direction in DIRECTIONS}
     for (direction, kind), points in samples.items():
         if kind not in (Kind.DISPATCH, Kind.COMBINE, Kind.WEIGHTS):
-            compute[direction][kind.value] = fit_line(points)
+            compute[direction][kind.value] = fit(points).line
     return Costs(
         compute=compute,
         message=message,

@@ -48,7 +48,7 @@ from bench.passes import (
 )
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import recording
-from pmoe.planner.costs import LineCost, fit_line
+from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.schedule import Kind, Stages
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
@@ -212,7 +212,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
     messages = (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE, Kind.WEIGHTS)
     for (pair_name, direction, kind), points in samples.items():
         if kind not in messages:
-            tasks[pair_name][direction][kind.value] = fit_line(points)
+            tasks[pair_name][direction][kind.value] = fit(points).line
     return Costs(
         tasks=tasks,
         message=message,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from bench.timing import Name, Timing, turns
+from bench.timing import Timing
 from pmoe.kernels.grouped_gemm import launch
+from pmoe.measure.rounds import in_turns
+
+Name = TypeVar("Name")
 
 WARMUP = 3
 FLUSH_BYTES = 1 << 28
@@ -53,12 +57,9 @@ def time_in_turn(
 ) -> dict[Name, Timing]:
     """Every run once a round behind a write that empties the L2 cache. Each round begins with another run."""
     flush = flush_buffer()
-    samples: dict[Name, list[float]] = {name: [] for name in runs}
-    for round_, name in turns(list(runs), rounds, WARMUP):
-        seconds = part_seconds([runs[name]], flush, lead_cycles)
-        if round_ >= 0:
-            samples[name] += seconds
-    return {name: Timing(tuple(seconds)) for name, seconds in samples.items()}
+    timed = [functools.partial(part_seconds, [run], flush, lead_cycles) for run in runs.values()]
+    samples = in_turns(timed, rounds, warm_up=WARMUP, rotate=True)
+    return {name: Timing(tuple(each for (each,) in taken)) for name, taken in zip(runs, samples, strict=True)}
 
 
 def in_clusters(blocks: int, run: Callable[[], object]) -> Callable[[], object]:

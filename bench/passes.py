@@ -5,6 +5,7 @@ Every rank calls these functions with the same arguments in the same order.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import pmoe
 from bench.links import measure_rate
 from bench.timing import Timing
 from pmoe.engine import Journal, Span
+from pmoe.measure.rounds import in_turns
 from pmoe.planner.costs import LineCost
 
 DIRECTIONS = ("forward", "backward")
@@ -127,15 +129,16 @@ def messages_alone(sent: Sequence[int], d_model: int, group: dist.ProcessGroup |
 
 def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dict[str, Timing]]:
     """Every run once a round, so that a drifting machine hits all alike; the slowest rank's times."""
-    samples = torch.zeros(len(runs), 3, rounds, dtype=torch.float64)
-    for turn in range(-warmup, rounds):
-        for i, run in enumerate(runs.values()):
-            times = run()
-            if turn >= 0:
-                samples[i, :, turn] = torch.tensor([times[part] for part in PARTS])
+
+    def timed(run: Run) -> list[float]:
+        times = run()
+        return [times[part] for part in PARTS]
+
+    taken = in_turns([functools.partial(timed, run) for run in runs.values()], rounds, warm_up=warmup)
+    samples = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(samples, op=dist.ReduceOp.MAX)
     return {
-        name: {part: Timing(tuple(samples[i, j].tolist())) for j, part in enumerate(PARTS)}
+        name: {part: Timing(tuple(samples[i, :, j].tolist())) for j, part in enumerate(PARTS)}
         for i, name in enumerate(runs)
     }
 

@@ -22,11 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from pmoe.measure.profile import Profile, Versions
-from pmoe.planner.choose import cheapest_pair, step_seconds
 from pmoe.planner.cost_model import NO_INTERFERENCE, Interference
 from pmoe.planner.costs import LineCost
-from pmoe.planner.footprint import Shape, shape_of_sizes
+from pmoe.planner.equation10 import cheapest_pair
+from pmoe.planner.layer_seconds import step_seconds
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.profile import Profile, Versions
+from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -67,8 +69,8 @@ REGIMES = [
 
 
 @functools.cache
-def shape_of(ranks: int) -> Shape:
-    return shape_of_sizes(M, H, 64, num_ranks=ranks, dtype=torch.bfloat16, device_type="cuda")
+def shape_of(ranks: int) -> LayerSizes:
+    return sizes_from_options(M, H, 64, num_ranks=ranks, dtype=torch.bfloat16, device_type="cuda")
 
 
 def profile_of_rates(

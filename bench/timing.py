@@ -12,18 +12,18 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 
 from pmoe import text
-
-Name = TypeVar("Name")
+from pmoe.measure.rounds import in_turns
 
 
 @dataclass(frozen=True)
@@ -86,31 +86,22 @@ def interleaved(
     starts with another variant, so none always runs behind the same neighbour.
     A run on an accelerator must end with its own synchronisation.
     """
-    if rounds < 1 or warmup < 0:
-        raise ValueError(f"rounds ({rounds}) must be at least 1 and warmup ({warmup}) at least 0")
     grouped = dist.is_initialized()
-    if barrier is None:
-        barrier = dist.barrier if grouped else _nothing
-    names = list(runs)
-    seconds = torch.zeros(len(names), rounds, dtype=torch.float64)
-    for round_, variant in turns(range(len(names)), rounds, warmup):
-        barrier()
-        start = time.perf_counter()
-        runs[names[variant]]()
-        taken = time.perf_counter() - start
-        if round_ >= 0:
-            seconds[variant, round_] = taken
+    if barrier is None and grouped:
+        barrier = dist.barrier
+    timed = [partial(_seconds_of, run) for run in runs.values()]
+    samples = in_turns(timed, rounds, warm_up=warmup, begin=barrier, rotate=True)
+    seconds = torch.tensor(samples, dtype=torch.float64)
     if grouped:
         seconds = seconds.cuda() if dist.get_backend() == "nccl" else seconds
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # one reduction at the end: none between the samples
-    return {name: Timing(tuple(row)) for name, row in zip(names, seconds.tolist(), strict=True)}
+    return {name: Timing(tuple(row)) for name, row in zip(runs, seconds[:, :, 0].tolist(), strict=True)}
 
 
-def turns(names: Sequence[Name], rounds: int, warmup: int) -> Iterator[tuple[int, Name]]:
-    """(round, name) of every run, rounds from -warmup to rounds - 1. Each round begins with another name."""
-    for round_ in range(-warmup, rounds):
-        for turn in range(len(names)):
-            yield round_, names[(turn + round_) % len(names)]
+def _seconds_of(run: Callable[[], Any]) -> tuple[float]:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start,)
 
 
 def machine() -> dict[str, Any]:
@@ -151,10 +142,6 @@ def write_json(path: str | Path, **content: Any) -> None:
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(json.dumps(document, indent=1, default=_plain) + "\n")
     unfinished.replace(path)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _cpu_name() -> str:

@@ -22,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from pmoe import Restore, cli
 from pmoe.cli.arguments import byte_count
 from pmoe.cli.plan import time_over_memory
+from pmoe.measure.profile_file import save_profile
 from pmoe.planner.advise import advise, step_bars
-from pmoe.planner.choose import Candidate, evaluate
+from pmoe.planner.candidates import PricedChoice, evaluate
 from pmoe.planner.cost_model import NO_INTERFERENCE
 from pmoe.planner.costs import LineCost
-from pmoe.planner.footprint import Shape, shape_of_sizes
-from pmoe.planner.profile import FORMAT, Profile, Versions, save
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.profile import FORMAT, Profile, Versions
+from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.planner.timeline import draw
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
@@ -63,16 +65,16 @@ NUM_COLOURS = 64
 """Of a picture: a third of the bytes, and nothing that an eye would miss."""
 
 
-def shape() -> Shape:
-    return shape_of_sizes(2048, 8192, 64, top_k=2, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
+def shape() -> LayerSizes:
+    return sizes_from_options(2048, 8192, 64, top_k=2, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
 
 
-def candidates(degrees: tuple[int, ...], pairs: tuple[Restore, ...]) -> list[Candidate]:
+def candidates(degrees: tuple[int, ...], pairs: tuple[Restore, ...]) -> list[PricedChoice]:
     both = [(n, n) for n in degrees]
     return list(evaluate(shape(), TOKENS, degrees=both, pairs=pairs, profile=PROFILE, slack=1.25))
 
 
-def draw_steps(path: Path, drawn: dict[str, Candidate]) -> None:
+def draw_steps(path: Path, drawn: dict[str, PricedChoice]) -> None:
     panels = {name: step_bars(shape(), PROFILE, TOKENS, each) for name, each in drawn.items()}
     draw(path, panels, f"One step of {LAYER}, simulated")
 
@@ -99,7 +101,7 @@ def plan_page() -> str:
     """What `pmoe plan --html` writes; plan.png shows its first picture."""
     with tempfile.TemporaryDirectory() as scratch:
         profile, page = Path(scratch, "profile.json"), Path(scratch, "plan.html")
-        save(PROFILE, profile)
+        save_profile(PROFILE, profile)
         with contextlib.redirect_stdout(io.StringIO()):
             cli.main(["plan", *PLAN, "--profile", str(profile), "--html", str(page)])
         return page.read_text(encoding="utf-8")

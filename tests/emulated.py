@@ -15,12 +15,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from bench import virtual_ranks as bench_virtual_ranks
 from pmoe.comm.heap import Heap, HeapShape, process_heap, virtual_heaps
 from pmoe.comm.heap import shape as heap_shape
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from pmoe.kernels.comet import availability, launcher
-from pmoe.measure import virtual_ranks as comet_virtual
 from pmoe.planner.division import Division
 from pmoe.runners import fused_steps as passes
 from tests.cuda.compiled import compile_program
@@ -68,7 +68,7 @@ def emulated(
         patch.setattr(passes, "_agreed", {})  # without the emulator the kernels were refused
         patch.setattr(passes, "process_heap", of_processes)
         patch.setattr(passes, "_division", lambda request, kernel, direction: division)
-        patch.setattr(comet_virtual, "virtual_heaps", of_virtual_ranks)
+        patch.setattr(bench_virtual_ranks, "virtual_heaps", of_virtual_ranks)
         availability.path_facts.cache_clear()
         heap_shape._places.cache_clear()
         try:

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from pmoe.measure.profile import WIDTH
-from pmoe.planner.numbers import parse_bytes
+from pmoe.arguments import parse_bytes
+from pmoe.measure.identity import WIDTH
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 Number = TypeVar("Number", int, float)

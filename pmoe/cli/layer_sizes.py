@@ -7,7 +7,8 @@ from typing import Any
 
 from pmoe.cli.arguments import DTYPES, slack, whole_number
 from pmoe.cli.output import plural
-from pmoe.planner.footprint import STACKED, Shape, shape_of_sizes
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.sizes_from_options import STACKED, sizes_from_options
 
 NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
 
@@ -38,9 +39,9 @@ def layer_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ("tokens", "ranks")}
 
 
-def layer_shape(args: argparse.Namespace, device_type: str) -> Shape:
+def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
     """Raises ValueError for sizes that no layer has."""
-    return shape_of_sizes(**layer_arguments(args), num_ranks=args.ranks, device_type=device_type)
+    return sizes_from_options(**layer_arguments(args), num_ranks=args.ranks, device_type=device_type)
 
 
 def describe_layer(args: argparse.Namespace) -> str:

@@ -15,7 +15,7 @@ from pmoe.cli.output import Output, mib, pair_name
 from pmoe.engine.arena import pool
 from pmoe.layer import MoELayer
 from pmoe.measure.allocations import StepMemory, step_memory
-from pmoe.planner.choose import bound
+from pmoe.planner.candidates import bound
 from pmoe.planner.degree import check_backward
 from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, Restore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from pmoe.measure.profile import Profile
+from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import Restore
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from pmoe.cli.arguments import BadInputError, byte_count, refused_as
 from pmoe.cli.layer_sizes import add_layer_sizes, describe_layer, layer_fields, layer_shape
 from pmoe.cli.output import Output, describe_profile, mib, ms, pair_name
-from pmoe.measure.profile import Profile, load
-from pmoe.measure.stored import find_profile
+from pmoe.measure.profile_file import find_profile, load_profile
 from pmoe.planner.advise import Advice, advise, step_bars
-from pmoe.planner.choose import Candidate
+from pmoe.planner.candidates import PricedChoice
 from pmoe.planner.drawing import Point, inline_svg, scatter_figure
-from pmoe.planner.footprint import Shape
+from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.page import page, part
+from pmoe.planner.profile import Profile
 from pmoe.planner.timeline import drawing
 from pmoe.text import table
 
@@ -54,7 +54,7 @@ def _profile_for(args: argparse.Namespace) -> tuple[Path, Profile]:
         refused_as(f"--profile ({args.profile}) must be a file to read", OSError),
         refused_as(f"--profile ({args.profile}) must hold a profile", ValueError),
     ):
-        profile = load(args.profile)
+        profile = load_profile(args.profile)
     for name, asked, held in (
         ("--ranks", args.ranks, profile.num_ranks),
         ("--dtype", args.dtype, profile.dtype),
@@ -64,7 +64,7 @@ def _profile_for(args: argparse.Namespace) -> tuple[Path, Profile]:
     return args.profile, profile
 
 
-def _advice(args: argparse.Namespace, shape: Shape, profile: Profile) -> Advice:
+def _advice(args: argparse.Namespace, shape: LayerSizes, profile: Profile) -> Advice:
     try:
         return advise(shape, profile, args.tokens, budget=args.budget, slack=args.slack)
     except ValueError as error:
@@ -96,7 +96,7 @@ def _candidate_rows(advice: Advice, budget: int | None) -> list[list[str]]:
     return rows if budget is not None else [row[:-1] for row in rows]
 
 
-def _fits(candidate: Candidate, budget: int | None) -> bool:
+def _fits(candidate: PricedChoice, budget: int | None) -> bool:
     return budget is None or candidate.memory.promised <= budget
 
 
@@ -107,7 +107,7 @@ def _conclusions(advice: Advice) -> list[str]:
     return lines
 
 
-def _candidate_line(candidate: Candidate) -> str:
+def _candidate_line(candidate: PricedChoice) -> str:
     memory, pair = candidate.memory, candidate.restore
     on_host = f" and {mib(memory.host)} on the host" if memory.host else ""
     name = str(pair) if pair.strategy is None else f"{pair.strategy} ({pair})"
@@ -120,7 +120,7 @@ def _candidate_line(candidate: Candidate) -> str:
 # ---- the page
 
 
-def _write_page(args: argparse.Namespace, shape: Shape, profile: Profile, advice: Advice) -> None:
+def _write_page(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> None:
     path = args.html
     with refused_as(f"--html ({path}) must be left out without matplotlib", ImportError):
         pictures = _pictures(args, shape, profile, advice)
@@ -154,7 +154,7 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
     return scatter_figure(points, "numbers: n; ringed: the decision", budget)
 
 
-def _pictures(args: argparse.Namespace, shape: Shape, profile: Profile, advice: Advice) -> list[str]:
+def _pictures(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> list[str]:
     name = f"n={advice.decision.forward}, {pair_name(advice.decision.restore)}"
     bars = {name: step_bars(shape, profile, args.tokens, advice.decision)}
     figures = {
@@ -181,7 +181,7 @@ def _fields(args: argparse.Namespace, path: Path, profile: Profile, advice: Advi
     }
 
 
-def _candidate_fields(each: Candidate, advice: Advice, budget: int | None) -> dict[str, Any]:
+def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) -> dict[str, Any]:
     return {
         "n": each.forward,
         "restore": str(each.restore),

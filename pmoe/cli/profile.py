@@ -15,18 +15,13 @@ from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
 from pmoe.cli.output import Output, describe_profile
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.profile import (
-    LINE_SECONDS,
-    Operations,
-    Profile,
-    identity,
-    measure,
-    measure_operations,
-    profile_path,
-    save,
-)
+from pmoe.measure.identity import identity
+from pmoe.measure.operations import LINE_SECONDS, measure_operations
+from pmoe.measure.profile_file import profile_path, save_profile
+from pmoe.measure.rates import measure
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
+from pmoe.planner.profile import Operations, Profile
 from pmoe.text import table
 
 ABOUT = "measure what this machine, or this group of ranks, can do"
@@ -62,7 +57,7 @@ def run(args: argparse.Namespace) -> Output | None:
         if ranks.rank:
             return None
         with refused_as(f"{'--out' if args.out else '--folder'} ({path}) must be a file to write", OSError):
-            save(profile, path)
+            save_profile(profile, path)
     return Output({"path": str(path), **asdict(profile)}, _lines(profile, operations, path))
 
 

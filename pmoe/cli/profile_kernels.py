@@ -17,18 +17,13 @@ from pmoe.cli.output import Output, ms
 from pmoe.comm.agree import gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
-from pmoe.measure.division import (
-    forget,
-    fused_refusal,
-    kernel_shapes,
-    layer_sizes,
-    measure_kernels,
-    time_layers,
-)
-from pmoe.measure.division_file import as_fields, load_table, save_table
-from pmoe.measure.stored import profile_folder
-from pmoe.planner.division import Entry, LayerTimes, Sizes, Table, now, rule, sizes_of
-from pmoe.planner.footprint import STACKED
+from pmoe.measure.division import forget, fused_layer_sizes
+from pmoe.measure.division_file import as_fields, load_divisions, save_divisions
+from pmoe.measure.fused_kernels import measure_kernels, now, time_layers, timing_refusal
+from pmoe.measure.store import cache_folder
+from pmoe.planner.division import FusedLayerSizes, all_kernel_sizes, rule, sizes_of
+from pmoe.planner.division_table import DivisionTable, Entry, LayerTimes
+from pmoe.planner.sizes_from_options import STACKED
 from pmoe.text import table
 
 LAYER: dict[str, Any] = {
@@ -81,13 +76,15 @@ def _fused_device(args: argparse.Namespace) -> torch.device:
     if virtual is not None and world > 1:
         raise BadInputError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
     device = own_device(args.device or "cuda", must_exist=False)
-    reason = fused_refusal(device)
+    reason = timing_refusal(device)
     if reason is not None:
         raise BadInputError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
     return device
 
 
-def _measured(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> tuple[Table, Path | None]:
+def _measured(
+    args: argparse.Namespace, ranks: Ranks, device: torch.device
+) -> tuple[DivisionTable, Path | None]:
     """The table, and the file in which rank 0 has stored it. Collective."""
     layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
     layer |= {"device": device, "dtype": DTYPES[args.dtype or "bfloat16"]}
@@ -97,14 +94,14 @@ def _measured(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> t
         raise BadInputError("no fused kernel could be measured")
     path = _save(found, ranks, args.folder)
     if args.virtual_ranks is None and ranks.size > 1:  # with the divisions that were just stored
-        found = Table(found.entries, _time_layers(layer, sizes, ranks))
+        found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
         path = _save(found, ranks, args.folder)
     return found, path
 
 
-def _sizes(layer: Mapping[str, Any], tokens: int, virtual: int | None, ranks: Ranks) -> Sizes:
+def _sizes(layer: Mapping[str, Any], tokens: int, virtual: int | None, ranks: Ranks) -> FusedLayerSizes:
     sizes = {name: value for name, value in layer.items() if name != "expert"}
-    return layer_sizes(
+    return fused_layer_sizes(
         **sizes,
         tokens=tokens,
         num_ranks=virtual or ranks.size,
@@ -113,14 +110,14 @@ def _sizes(layer: Mapping[str, Any], tokens: int, virtual: int | None, ranks: Ra
     )
 
 
-def _save(found: Table, ranks: Ranks, folder: Path | None) -> Path | None:
+def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
     """The file in which rank 0 stored the table, None on other ranks. Collective."""
     path, fault = None, ""
     if ranks.rank == 0:
         try:
-            (path,) = save_table(found, folder)
+            (path,) = save_divisions(found, folder)
         except OSError as error:
-            fault = f"--folder ({profile_folder(folder)}) must be a folder to write: {error.strerror}"
+            fault = f"--folder ({cache_folder(folder)}) must be a folder to write: {error.strerror}"
     fault = next(filter(None, gathered(ranks, fault, stage="storing division points")), "")
     if fault:
         raise BadInputError(fault)
@@ -129,8 +126,8 @@ def _save(found: Table, ranks: Ranks, folder: Path | None) -> Path | None:
 
 
 def _time_layers(
-    layer: Mapping[str, Any], sizes: Mapping[int, Sizes], ranks: Ranks
-) -> dict[Sizes, LayerTimes]:
+    layer: Mapping[str, Any], sizes: Mapping[int, FusedLayerSizes], ranks: Ranks
+) -> dict[FusedLayerSizes, LayerTimes]:
     """The times of the fused and of the chunked layer, by sizes; none where the fused one falls back."""
     found = {}
     for tokens, each in sizes.items():
@@ -160,11 +157,11 @@ def _fallback(fused: MoELayer, x_TM: torch.Tensor) -> str:
 
 
 def _stored(folder: Path | None) -> Output:
-    found, folder = load_table(folder), profile_folder(folder)
+    found, folder = load_divisions(folder), cache_folder(folder)
     return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))
 
 
-def _lines(found: Table, folder: Path) -> Iterator[str]:
+def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
     if not (found.entries or found.layers):
         yield f"nothing measured of the fused kernels in {folder}"
         return
@@ -176,18 +173,18 @@ def _lines(found: Table, folder: Path) -> Iterator[str]:
     yield f"\nstored in {folder}"
 
 
-def _divisions(found: Table) -> str:
+def _divisions(found: DivisionTable) -> str:
     """The fastest division of each kernel, and the time of the one that the rule gives, if it was tried."""
     lines = ["thread blocks that communicate (n_c), columns of a chunk (T_N), and ms of the kernel"]
     header = ("kernel", "n_c", "T_N", "ms", "ms by rule", "measured")
     for sizes in sorted({sizes_of(shape) for shape in found.entries}, key=str):
-        entries = [found.entries[shape] for shape in kernel_shapes(sizes) if shape in found.entries]
+        entries = [found.entries[shape] for shape in all_kernel_sizes(sizes) if shape in found.entries]
         lines += ["", str(sizes), table([header, *map(_division_cells, entries)])]
     return "\n".join(lines)
 
 
 def _division_cells(entry: Entry) -> Sequence[str]:
-    shape, division, by_rule = entry.shape, entry.division, entry.seconds.get(rule(entry.shape))
+    shape, division, by_rule = entry.sizes, entry.division, entry.seconds.get(rule(entry.sizes))
     return (
         f"{shape.kernel} {shape.direction}",
         str(division.n_c),

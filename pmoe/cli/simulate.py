@@ -10,9 +10,10 @@ from pathlib import Path
 
 from pmoe.cli.arguments import BadInputError, refused_as, slack
 from pmoe.cli.output import Output, ms
-from pmoe.papers import comet_figures, fsmoe_table5
+from pmoe.papers import comet_figures, fsmoe_assumptions
 from pmoe.papers.comet_figures import Beside, Case, Size
-from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Operation, Table5, table2, table5
+from pmoe.papers.fsmoe_table2 import Table2Row, table2
+from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Table5, table5
 from pmoe.planner.timeline import draw
 from pmoe.text import table
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> Output:
     if args.draw is not None and (not comet or args.assumptions):
         raise BadInputError(f"--draw ({args.draw}) is for comet, without --assumptions")
     if args.assumptions:
-        assumptions = (comet_figures if comet else fsmoe_table5).ASSUMPTIONS
+        assumptions = (comet_figures if comet else fsmoe_assumptions).ASSUMPTIONS
         return Output(assumptions, _wrapped(assumptions))
     return _comet(args.draw) if comet else _table5(args.contention)
 
@@ -140,12 +141,12 @@ def _table5(contention: float | None) -> Output:
         "contended": asdict(contended),
         "paper_differing": PAPER_DIFFERING,
         "table2": [asdict(each) for each in operations],
-        "assumptions": dict(fsmoe_table5.ASSUMPTIONS),
+        "assumptions": dict(fsmoe_assumptions.ASSUMPTIONS),
     }
     return Output(fields, _table5_lines(ideal, contended, operations))
 
 
-def _table5_lines(ideal: Table5, contended: Table5, operations: Sequence[Operation]) -> Iterator[str]:
+def _table5_lines(ideal: Table5, contended: Table5, operations: Sequence[Table2Row]) -> Iterator[str]:
     yield (
         f"speed-up over Tutel, mean of {ideal.num_layers} layers; C: how many times as long communication "
         "between nodes\nand inside the node take beside each other\n"
@@ -169,7 +170,7 @@ def _system_rows(ideal: Table5, contended: Table5) -> Iterator[Sequence[str]]:
         yield name, f"{alone.mean:.3f}", spans[0], f"{beside.mean:.3f}", spans[1], paper
 
 
-def _operation_rows(operations: Sequence[Operation]) -> Iterator[Sequence[str]]:
+def _operation_rows(operations: Sequence[Table2Row]) -> Iterator[Sequence[str]]:
     yield "pass", "operation", "measured", "modelled", "modelled / measured"
     for each in operations:
         ratio = f"{each.modelled / each.measured:.2f}" if each.measured else "-"

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pmoe.gates.arguments import check_positive
+from pmoe.arguments import check_positive
 from pmoe.gates.base import Routing
 from pmoe.gates.selection import rows_for_each_expert
 from pmoe.gates.topk import TopKGate

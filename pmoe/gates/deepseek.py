@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.gates.arguments import (
-    check_count,
-    check_not_negative,
-    check_positive,
-)
+from pmoe.arguments import check_count, check_not_negative, check_positive
 from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_z_loss

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from pmoe.gates.arguments import check_one_of, check_positive, check_sizes, draw_router_weight, router_weight
+from pmoe.arguments import check_one_of, check_positive
+from pmoe.gates.arguments import check_sizes, draw_router_weight, router_weight
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.selection import attached_zero, rows_for_each_expert

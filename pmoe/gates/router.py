@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from pmoe.gates.arguments import (
-    check_normalize,
-    check_not_negative,
-    check_sizes,
-    draw_router_weight,
-    router_weight,
-)
+from pmoe.arguments import check_not_negative
+from pmoe.gates.arguments import check_normalize, check_sizes, draw_router_weight, router_weight
 from pmoe.gates.base import Gate
 
 

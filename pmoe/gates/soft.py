@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pmoe.gates.arguments import check_count, check_sizes
+from pmoe.arguments import check_count
+from pmoe.gates.arguments import check_sizes
 from pmoe.gates.base import Gate, Mix, Routing
 from pmoe.gates.lengths import inverse_length
 from pmoe.gates.logits import router_logits

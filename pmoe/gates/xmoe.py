@@ -11,15 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pmoe.gates.arguments import (
-    check_count,
-    check_normalize,
-    check_not_negative,
-    check_one_of,
-    check_positive,
-    check_sizes,
-    draw_router_weight,
-)
+from pmoe.arguments import check_count, check_not_negative, check_one_of, check_positive
+from pmoe.gates.arguments import check_normalize, check_sizes, draw_router_weight
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.lengths import inverse_length
 from pmoe.gates.logits import router_logits

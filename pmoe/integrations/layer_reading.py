@@ -12,7 +12,7 @@ from pmoe.layer import MoELayer
 from pmoe.layer.memory import check_predictable
 from pmoe.layer.ran import Ran
 from pmoe.planner.exposed import Overlap, overlap
-from pmoe.planner.footprint import Memory
+from pmoe.planner.memory import PredictedMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class LayerReading:
     hidden: int
     num_local_experts: int
     device: torch.device | None
-    predicted: Memory | None
+    predicted: PredictedMemory | None
     unpredicted: str
     forward: Overlap | None
     backward: Overlap | None
@@ -57,7 +57,7 @@ def read_layer(layer: MoELayer, journal: Journal | None) -> LayerReading:
     )
 
 
-def _predicted(layer: MoELayer, ran: Ran) -> tuple[Memory | None, str]:
+def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
     """The bytes, or None and why not."""
     if ran.path != "pipeline":
         return None, f"memory of the path {ran.path!r} is not predicted"

@@ -28,7 +28,7 @@ from pmoe.integrations.layer_reading import LayerReading, read_layer
 from pmoe.layer import MoELayer
 from pmoe.layer.ran import Ran
 from pmoe.planner.exposed import Overlap
-from pmoe.planner.footprint import Memory
+from pmoe.planner.memory import PredictedMemory
 from pmoe.text import table
 
 
@@ -68,7 +68,7 @@ class LayerStats:
     n_backward: int | None = None
     restore: str | None = None
     tensors: dict[str, int] = field(default_factory=dict)
-    predicted: Memory | None = None
+    predicted: PredictedMemory | None = None
     unpredicted: str = "the layer has not run"
     forward: Overlap | None = None
     backward: Overlap | None = None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pmoe.arguments import check_count, check_not_negative
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
@@ -24,7 +25,6 @@ from pmoe.experts.base import Experts, Shard
 from pmoe.experts.initial import initialise, initialise_modules, reset_modules, seeded
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates import GATES
-from pmoe.gates.arguments import check_count, check_not_negative
 from pmoe.gates.base import Gate
 from pmoe.gates.make import make_gate
 from pmoe.layer.parts import Parts

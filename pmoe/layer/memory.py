@@ -7,8 +7,10 @@ from torch import Tensor
 from pmoe.comm.counts import RankCounts
 from pmoe.experts.base import local_part
 from pmoe.layer.parts import Parts
-from pmoe.planner.choose import bound
-from pmoe.planner.footprint import Memory, Shape, counted_rows, predict
+from pmoe.planner.candidates import bound
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.memory import PredictedMemory, predict
+from pmoe.planner.pass_rows import counted_rows
 from pmoe.schedule.restore import KEEP, Restore, parse_restore
 from pmoe.schedule.slots import HiddenColumns
 
@@ -21,7 +23,7 @@ def predict_memory(
     pipeline: int | None,
     pipeline_backward: int | None,
     memory_reuse: str | Restore | None,
-) -> Memory:
+) -> PredictedMemory:
     """As `pmoe.MoELayer.predict_memory`."""
     spec = parts.spec
     check_predictable(parts, "row_counts", row_counts)
@@ -73,7 +75,7 @@ def check_predictable(parts: Parts, name: str, value: object) -> None:
         raise ValueError(f"{refused} where {why}: its memory is not predicted")
 
 
-def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> Shape:
+def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
     """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
     of their parameters."""
     spec, parameter = parts.spec, parts.like
@@ -84,7 +86,7 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> Shape:
     columns = parts.experts.columns(device_type)
     if not columns.hidden:  # modules do not say; only the cost model asks, to compare pairs
         columns = HiddenColumns(hidden=spec.d_hidden, scratch=spec.d_hidden)
-    return Shape(
+    return LayerSizes(
         d_model=spec.d_model,
         num_experts=spec.num_experts,
         top_k=spec.top_k,

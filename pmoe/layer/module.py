@@ -33,7 +33,8 @@ from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.planner.footprint import Memory, Shape
+    from pmoe.planner.layer_sizes import LayerSizes
+    from pmoe.planner.memory import PredictedMemory
 
 
 class MoELayer(nn.Module):
@@ -346,8 +347,8 @@ class MoELayer(nn.Module):
         pipeline: int | None = None,
         pipeline_backward: int | None = None,
         memory_reuse: str | Restore | None = None,
-    ) -> Memory:
-        """The bytes that one forward and backward take on this rank (`pmoe.planner.footprint.Memory`).
+    ) -> PredictedMemory:
+        """The bytes that one forward and backward take on this rank (`pmoe.planner.memory.PredictedMemory`).
 
         num_tokens: of this rank; without row_counts the largest of any rank. row_counts: of a batch, as
         ``layer.row_counts`` holds those of the last one; without them the bytes are upper bounds for any
@@ -368,7 +369,7 @@ class MoELayer(nn.Module):
             memory_reuse=memory_reuse,
         )
 
-    def memory_shape(self, rows_TM: Tensor | None = None) -> Shape:
+    def memory_shape(self, rows_TM: Tensor | None = None) -> LayerSizes:
         """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
         of their parameters."""
         from pmoe.layer import memory

@@ -9,14 +9,15 @@ from typing import Any
 from pmoe.engine.autograd import Runner
 from pmoe.layer.choose import Batch
 from pmoe.layer.parts import Parts
+from pmoe.measure.degrees_file import save_degrees
 from pmoe.planner.degree import LEAST_ROWS, adaptive_degree
-from pmoe.planner.granularity import Degrees, GranularitySearch
+from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
 from pmoe.runners.searched import load_table, search, table
 from pmoe.schedule.restore import Restore
 
 
-def degrees(batch: Batch, restore: Restore) -> Degrees:
+def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     """n known for this many tokens, or found by trials where they are worth it.
 
     Where nothing is differentiated, chunks would be small, nothing travels, or experts are modules, which a
@@ -34,9 +35,9 @@ def degrees(batch: Batch, restore: Restore) -> Degrees:
     shared = parts.shared_expert
     modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
     if not worth or modules or parts.hooks or spec.switches.sequential:
-        return Degrees(ruled, ruled)
+        return PassDegrees(ruled, ruled)
 
-    def runner_of(degrees: Degrees) -> Runner | None:
+    def runner_of(degrees: PassDegrees) -> Runner | None:
         if degrees.forward != degrees.backward and (not spec.rotates or spec.send_once):
             return None
         return PipelineRunner(batch.plan_for(degrees.forward, degrees.backward, restore))
@@ -47,7 +48,7 @@ def degrees(batch: Batch, restore: Restore) -> Degrees:
     return found
 
 
-def granularity(parts: Parts) -> GranularitySearch:
+def granularity(parts: Parts) -> GranularityTable:
     """What trials have found, shared by all layers like this one on this group."""
     return table(parts.ranks, key_of(parts))
 
@@ -59,7 +60,7 @@ def load(parts: Parts, path: str | Path) -> None:
 
 def save(parts: Parts, path: str | Path) -> None:
     """As `pmoe.MoELayer.save_degrees`."""
-    granularity(parts).save(path, key_of(parts))
+    save_degrees(granularity(parts), path, key_of(parts))
 
 
 def key_of(parts: Parts) -> dict[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pmoe.layer.choose import Batch
 from pmoe.layer.memory import memory_shape
-from pmoe.planner.granularity import Degrees
+from pmoe.planner.granularity import PassDegrees
 from pmoe.runners.solved import Solver
 from pmoe.schedule.restore import Restore
 
 
-def degrees(batch: Batch, restore: Restore) -> Degrees:
+def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     """For the largest number of any rank's tokens. Collective the first time."""
     parts, rows_TM = batch.parts, batch.inputs.x_TM
     if parts.ranks.size == 1:
-        return Degrees(1, 1)
+        return PassDegrees(1, 1)
     key = (parts.spec.rotates, restore, parts.spec.switches.one_lane)
     if key not in parts.known.choosers:
         parts.known.choosers[key] = Solver(

@@ -7,10 +7,9 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from pmoe.gates.arguments import check_count, check_number
+from pmoe.arguments import check_count, check_number, parse_bytes
 from pmoe.layer.switches import Switches
 from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
-from pmoe.planner.numbers import parse_bytes
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
 
 if TYPE_CHECKING:

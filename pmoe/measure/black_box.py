@@ -7,8 +7,7 @@ Nothing is sent: a module that communicates inside is no black box of one rank.
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pmoe.measure.rounds import clock_of, median_seconds
 from pmoe.planner.costs import Fit, fit
 
-Inputs = Tensor | tuple[Any, ...]
+ModuleInputs = Tensor | tuple[Any, ...]
 """What a module is called with: one tensor, or all its arguments."""
 
 TABLES = "_parameters", "_buffers", "_modules"
@@ -31,7 +31,7 @@ RUNS = 5
 def profile_module(
     module: nn.Module,
     rows: Sequence[int],
-    make_input: int | Callable[[int], Inputs],
+    make_input: int | Callable[[int], ModuleInputs],
     *,
     now: Callable[[], float] | None = None,
 ) -> tuple[Fit, Fit]:
@@ -61,10 +61,11 @@ def profile_module(
     with _left_as_it_was(module), torch.inference_mode(False), torch.enable_grad():
         for count in rows:
             arguments = _arguments(make_input(count))
-            clock = now or _clock(arguments, module)
-            runs = [_run(module, arguments, clock) for _ in range(RUNS + 1)][1:]
-            for direction, seconds in zip(samples, zip(*runs, strict=True), strict=True):
-                direction.append((float(count), statistics.median(seconds)))
+            tensors = (each for each in (*arguments, *module.parameters()) if isinstance(each, Tensor))
+            clock = now or clock_of(*(tensor.device for tensor in tensors))
+            (medians,) = median_seconds([functools.partial(_run, module, arguments, clock)], RUNS)
+            for direction, seconds in zip(samples, medians, strict=True):
+                direction.append((float(count), seconds))
     return fit(samples[0]), fit(samples[1])
 
 
@@ -87,7 +88,7 @@ def _run(module: nn.Module, arguments: tuple[Any, ...], now: Callable[[], float]
     return forward, now() - begin
 
 
-def _arguments(made: Inputs) -> tuple[Any, ...]:
+def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
     """With gradients asked for; leaves, whatever made them."""
     return tuple(
         each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
@@ -115,18 +116,6 @@ def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
         raise ValueError(f"make_input ({columns}) must be a number of columns of at least 1, or a function")
     like = next((each for each in module.parameters() if each.is_floating_point()), torch.empty(0))
     return lambda count: torch.randn(count, columns, dtype=like.dtype, device=like.device)
-
-
-def _clock(arguments: tuple[Any, ...], module: nn.Module) -> Callable[[], float]:
-    devices = {each.device for each in (*arguments, *module.parameters()) if isinstance(each, Tensor)}
-    on_gpus = [device for device in devices if device.type == "cuda"]
-
-    def when_done() -> float:
-        for device in on_gpus:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return when_done
 
 
 # ---- what is put back

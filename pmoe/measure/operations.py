@@ -21,9 +21,10 @@ from torch import Tensor
 from pmoe.comm.counts import at_stage
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.rounds import COMMUNICATE, COMPUTE, Bench, Group, Piece, open_bench, seconds_of
+from pmoe.measure.bench import COMMUNICATE, COMPUTE, Action, Bench, Group, open_bench, seconds_of
+from pmoe.measure.identity import WIDTH, identity
 from pmoe.planner.costs import FREE, Fit, fit
-from pmoe.planner.profile import WIDTH, Operations, identity
+from pmoe.planner.profile import Operations
 
 MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
 """Section 6.2: from 2^18 to 24 * 2^18 float32 elements. Other types have as many bytes."""
@@ -135,7 +136,7 @@ class _Operation:
     lane: str
     step: int
     steps: int
-    make: Callable[[int], tuple[float, Piece]]
+    make: Callable[[int], tuple[float, Action]]
     travels: bool = True
 
 
@@ -158,29 +159,29 @@ def _operations(
         elements = max(1, size // (others * dtype.itemsize))
         return others, elements, float(others * elements * dtype.itemsize)
 
-    def make_gemm(elements: int) -> tuple[float, Piece]:
+    def make_gemm(elements: int) -> tuple[float, Action]:
         rows = elements // width
         x, weight, y = random(rows), random(width), random(rows)
         return float(rows * width * width), lambda: torch.mm(x, weight, out=y)
 
-    def make_all_to_all(size: int) -> tuple[float, Piece]:
+    def make_all_to_all(size: int) -> tuple[float, Action]:
         others, n, num_bytes = share(size, across)
         sent, received, splits = zeros(others * n), zeros(others * n), _equal_splits(across, n)
         assert across.group is not None
         group = across.group
         return num_bytes, lambda: _wait(all_to_all(sent, splits, received, splits, group))
 
-    def make_all_gather(size: int) -> tuple[float, Piece]:
+    def make_all_gather(size: int) -> tuple[float, Action]:
         others, n, num_bytes = share(size, inside)
         rows, copies, gathered = zeros(n), zeros(others * n if others > 1 else 0), zeros(inside.size * n)
         return num_bytes, lambda: all_gather(rows, copies, gathered, inside)
 
-    def make_reduce_scatter(size: int) -> tuple[float, Piece]:
+    def make_reduce_scatter(size: int) -> tuple[float, Action]:
         others, n, num_bytes = share(size, inside)
         parts, received, out = zeros(inside.size * n), zeros(others * n), zeros(n)
         return num_bytes, lambda: reduce_scatter(parts, received, out, inside)
 
-    def make_all_reduce(size: int) -> tuple[float, Piece]:
+    def make_all_reduce(size: int) -> tuple[float, Action]:
         gradient = zeros(size // dtype.itemsize)
         return float(size), lambda: dist.all_reduce(gradient, group=across.group)
 
@@ -202,11 +203,11 @@ def _operations(
 
 
 def _told(
-    stage: str, ranks: Ranks, make: Callable[[int], tuple[float, Piece]]
-) -> Callable[[int], tuple[float, Piece]]:
+    stage: str, ranks: Ranks, make: Callable[[int], tuple[float, Action]]
+) -> Callable[[int], tuple[float, Action]]:
     """Pieces whose errors name the rank and the stage."""
 
-    def made(size: int) -> tuple[float, Piece]:
+    def made(size: int) -> tuple[float, Action]:
         found, piece = make(size)
 
         def run() -> None:

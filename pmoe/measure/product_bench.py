@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,6 +12,8 @@ from torch import Tensor
 from pmoe.experts.products import GradientSum, RowGroups, input_gradient_by, product_by
 from pmoe.kernels.architecture import Architecture, build_id, loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
+from pmoe.measure.rounds import event_seconds, median_seconds
+from pmoe.measure.store import cache_folder
 
 WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
 """How often each candidate runs before it counts; how often it counts, within about so many seconds."""
@@ -38,11 +38,18 @@ class ProductBench:
 
         They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
         """
+        runs = [functools.partial(_marks, work) for work in works.values()]
+
+        def medians(rounds: int, warm_up: int = 0) -> list[float]:
+            torch.cuda.synchronize(device)
+            torch.cuda._sleep(LEAD_CYCLES)
+            return [part for (part,) in median_seconds(runs, rounds, warm_up=warm_up, seconds=event_seconds)]
+
         with torch.cuda.device(device):
-            span = sum(times[-1] for times in _timed(works, WARM_UP, device).values())
+            span = sum(medians(1, WARM_UP - 1))
             rounds = int(SPAN_SECONDS / span) if span > 0 else MOST_ROUNDS
-            counted = _timed(works, min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS), device)
-        return {name: statistics.median(times) for name, times in counted.items()}
+            counted = medians(min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS))
+        return dict(zip(works, counted, strict=True))
 
     def free_bytes(self, device: torch.device) -> int:
         """What a tensor may still take: the device's own, and what torch holds without using it."""
@@ -62,26 +69,15 @@ class ProductBench:
 
     def folder(self) -> Path:
         """Where choices are stored. Raises RuntimeError where there is no home."""
-        return Path(os.environ.get("PMOE_CACHE") or Path.home() / ".cache" / "pmoe")
+        return cache_folder()
 
 
-def _timed(works: Works, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    torch.cuda.synchronize(device)
-    torch.cuda._sleep(LEAD_CYCLES)
-    marks = [(name, *_marks(work)) for _ in range(rounds) for name, work in works.items()]
-    torch.cuda.synchronize(device)
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for name, begin, end in marks:
-        times[name].append(begin.elapsed_time(end) / 1e3)
-    return times
-
-
-def _marks(work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _marks(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     work()
     end.record()
-    return begin, end
+    return [(begin, end)]
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:

@@ -10,17 +10,14 @@ They lie beside the profiles, in $PMOE_CACHE or ~/.cache/pmoe.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import re
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pmoe.kernels.registry import MeasuredChoice
+from pmoe.measure.store import cache_path, load, save
 from pmoe.warn import warn_once
 
 FORMAT = 1
@@ -36,18 +33,12 @@ class ChoiceFile:
     names: tuple[str, str]
 
     def path(self) -> Path:
-        parts = ["kernels", *self.whose.values(), f"v{FORMAT}"]
-        slugs = (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
-        return self.folder() / ("_".join(slugs) + ".json")
+        return cache_path(["kernels", *self.whose.values(), f"v{FORMAT}"], self.folder())
 
     def load(self) -> dict[str, MeasuredChoice]:
         """By a request's key; empty, with a warning, where the file cannot be used."""
         try:
-            path = self.path()
-            try:
-                return self._parsed(json.loads(path.read_bytes()))
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
+            return load(self.path(), self._parsed)
         except FileNotFoundError:
             return {}
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
@@ -63,20 +54,16 @@ class ChoiceFile:
         held = self.load()
         if all(key in held and held[key].choice == each.choice for key, each in added.items()):
             return  # another rank of this node was here
-        choices = {
-            key: {"choice": each.choice, "seconds": dict(each.seconds), "when": each.when}
-            for key, each in sorted((held | dict(added)).items())
-        }
-        text = json.dumps({"format": FORMAT, **self.whose, "choices": choices}, indent=1) + "\n"
+        choices = {key: asdict(each) for key, each in sorted((held | dict(added)).items())}
         try:
-            write_whole(self.path(), text)
+            save(self.path(), {"format": FORMAT, **self.whose, "choices": choices})
         except (OSError, RuntimeError) as error:
             message = f"measured products could not be saved, and will be measured again: {error}"
             warn_once(message, for_each_reason=True)
 
-    def _parsed(self, held: Any) -> dict[str, MeasuredChoice]:
-        if not isinstance(held, dict) or held.get("format") != FORMAT:
-            raise ValueError(f"must be an object of format {FORMAT}")
+    def _parsed(self, held: dict[str, Any]) -> dict[str, MeasuredChoice]:
+        if held.get("format") != FORMAT:
+            raise ValueError(f"format ({held.get('format')!r}) must be {FORMAT}")
         for name, here in self.whose.items():
             if held.get(name) != here:
                 raise ValueError(f"{name} ({held.get(name)!r}) must be {here!r}")
@@ -93,16 +80,3 @@ class ChoiceFile:
                 if all(isinstance(each, float) and 0 <= each < math.inf for each in seconds.values()):
                     return MeasuredChoice(choice=choice, seconds=seconds, when=str(value.get("when")))
         raise ValueError(f"{key} ({value!r}) must have the choice and seconds of {' and '.join(self.names)}")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes the whole file or none: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".kernels-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

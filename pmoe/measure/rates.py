@@ -24,20 +24,21 @@ from torch import Tensor
 from pmoe.comm.agree import from_first
 from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.rounds import (
+from pmoe.measure.bench import (
     COMMUNICATE,
     COMPUTE,
     COPY,
+    Action,
     Bench,
     Group,
     Marks,
-    Piece,
     open_bench,
     seconds_of,
 )
+from pmoe.measure.identity import WIDTH, identity
 from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import LineCost, fit_line
-from pmoe.planner.profile import WIDTH, Identity, Profile, identity
+from pmoe.planner.costs import LineCost, fit
+from pmoe.planner.profile import Identity, Profile
 
 MOST_ROWS = {"cpu": 8192, "cuda": 16384}
 FIRST_ROWS = {"cpu": 64, "cuda": 256}
@@ -85,7 +86,7 @@ def measure(
     device = torch.device(device)
     who, group, effort = identity(ranks, device, dtype), Group(ranks, device), QUICK if quick else FULL
     lines: dict[str, LineCost] = {}
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, Action] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(group) as bench:
         for name, kind in _kinds(bench, dtype).items():
             units = _units(bench, kind, effort)
@@ -102,21 +103,21 @@ def measure(
         seconds=time.perf_counter() - begin,
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    return Profile.from_json(from_first(group.ranks, profile.to_json(), stage="sharing a profile"))
+    return from_first(ranks, profile, stage="sharing a profile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kind:
+class _LaneWork:
     """A kind of work, in units of ``size`` multiply-adds or bytes. make(units) gives one piece of it."""
 
     lane: str
     size: float
     first_units: int
     most_units: int
-    make: Callable[[int], Piece]
+    make: Callable[[int], Action]
 
 
-def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
+def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
     """By the name of their line in a `Profile`."""
     ranks, device = bench.group.ranks, bench.group.device
     generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay as they are
@@ -128,11 +129,11 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
     width = WIDTH[device.type]
     weight = made(width, width)
 
-    def compute(rows: int) -> Piece:
+    def compute(rows: int) -> Action:
         x, y = made(rows, width), made(rows, width)
         return lambda: torch.mm(x, weight, out=y)
 
-    def message(elements: int) -> Piece:
+    def message(elements: int) -> Action:
         sent, received = made(elements * others), made(elements * others)
         splits = [elements] * ranks.size
         splits[ranks.rank] = 0  # own rows are not sent
@@ -147,16 +148,16 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
 
         return exchange
 
-    def copy_out(elements: int) -> Piece:
+    def copy_out(elements: int) -> Action:
         inside, outside = made(elements), bench.host_buffer(elements, dtype)
         return lambda: outside.copy_(inside, non_blocking=True)
 
-    def copy_in(elements: int) -> Piece:
+    def copy_in(elements: int) -> Action:
         inside, outside = made(elements), bench.host_buffer(elements, dtype)
         return lambda: inside.copy_(outside, non_blocking=True)
 
     kinds = {
-        "compute": _Kind(
+        "compute": _LaneWork(
             lane=COMPUTE,
             size=width * width,
             first_units=FIRST_ROWS[device.type],
@@ -166,7 +167,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
     }
     if others:
         size = others * dtype.itemsize
-        kinds["message"] = _Kind(
+        kinds["message"] = _LaneWork(
             lane=COMMUNICATE,
             size=size,
             first_units=max(16, FIRST_MESSAGE_BYTES // size),
@@ -174,7 +175,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
             make=message,
         )
     for name, make in (("copy_out", copy_out), ("copy_in", copy_in)):
-        kinds[name] = _Kind(
+        kinds[name] = _LaneWork(
             lane=COPY,
             size=dtype.itemsize,
             first_units=FIRST_COPY_BYTES // dtype.itemsize,
@@ -184,7 +185,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _Kind]:
     return kinds
 
 
-def _units(bench: Bench, kind: _Kind, effort: _Effort) -> int:
+def _units(bench: Bench, kind: _LaneWork, effort: _Effort) -> int:
     """Enough for a piece of ``effort.piece_seconds``, and for three times the seconds of the first try: where
     a task costs much whatever its size, size must show beside it. The fastest of a few tries counts, since an
     interruption would make pieces too small."""
@@ -198,18 +199,18 @@ def _units(bench: Bench, kind: _Kind, effort: _Effort) -> int:
     return units
 
 
-def _line(bench: Bench, kind: _Kind, units: int, effort: _Effort) -> LineCost:
+def _line(bench: Bench, kind: _LaneWork, units: int, effort: _Effort) -> LineCost:
     """Through three sizes. Where caches or noise make the smaller cheaper than any line from zero or above,
     the line goes from zero through the largest."""
     samples = [
         (part * kind.size, seconds_of(bench, kind.lane, kind.make(part), effort.repeats))
         for part in (units // 16, units // 4, units)
     ]
-    line = fit_line(samples)
-    if line.alpha_seconds < 0 or line.beta_seconds <= 0:
-        size, seconds = samples[-1]
-        return LineCost(0.0, seconds / size)
-    return line
+    line = fit(samples).line
+    if line.alpha_seconds and line.beta_seconds:
+        return line
+    size, seconds = samples[-1]
+    return LineCost(0.0, seconds / size)
 
 
 FACTORS = {
@@ -226,7 +227,7 @@ FACTORS = {
 """Fig. 3: whose speed, and which lanes are busy."""
 
 
-def _by_lane(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+def _by_lane(pieces: Mapping[str, Action]) -> dict[str, Action]:
     """One piece a lane, in the order of FACTORS; that of the copies goes out and in."""
     copy_out, copy_in = pieces["copy_out"], pieces["copy_in"]
     found = {COMPUTE: pieces["compute"]}
@@ -235,7 +236,7 @@ def _by_lane(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
     return found | {COPY: lambda: (copy_out(), copy_in())}
 
 
-def _interference(bench: Bench, pieces: Mapping[str, Piece], effort: _Effort) -> Interference:
+def _interference(bench: Bench, pieces: Mapping[str, Action], effort: _Effort) -> Interference:
     """Every lane gets so many pieces that they take about the same time alone. Beside messages, whose number
     all ranks must know beforehand, the others get twice as many, to be busy all the while. Speeds are those
     of the time in which all lanes are busy, so it does not matter which of them ends first."""

@@ -1,139 +1,104 @@
-"""Pieces of work, timed alone or side by side on the lanes of a device, alike on all ranks.
+"""The one loop of timing: runs take turns in rounds, medians count, and the slowest rank's of those.
 
-How often a rank runs a piece, and how much, follows from numbers that all ranks have agreed on (`Group`),
-never from its own clock: pieces may be collectives.
+A run is one call that returns the seconds of its parts. In each round every run has a turn: a clock that
+changes, or other work on the machine, meets them all. How often they run follows from the arguments alone,
+never from a clock, so that runs may be collectives.
 """
 
 from __future__ import annotations
 
-import abc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
-from pmoe.comm.agree import largest
+from pmoe.comm.agree import Agree
 from pmoe.comm.ranks import Ranks
 
-COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
-
-Piece = Callable[[], object]
-Marks = list[float]
-"""Seconds on some clock: when a lane began, and when it ended each of its pieces."""
+Part = TypeVar("Part")
 
 
-class Group:
-    """The ranks, with what they agree by."""
+def in_turns(
+    runs: Sequence[Callable[[], Sequence[Part]]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    begin: Callable[[], object] | None = None,
+    rotate: bool = False,
+) -> list[list[Sequence[Part]]]:
+    """The parts that each run returned, one sample a round, after ``warm_up`` rounds that do not count.
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
+    begin: called before each run, such as `begin_together`. rotate: each round begins with the next run, so
+    that none always follows the same one.
 
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each value the largest that a rank has. Every rank gives as many. Also a barrier."""
-        return largest(self.ranks, self.device, values, stage="agreeing on a profile")
-
-
-class Bench(abc.ABC):
-    """Runs pieces of work on three lanes, as the engine would."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    @abc.abstractmethod
-    def run(self, work: Mapping[str, tuple[Piece, int]]) -> dict[str, Marks]:
-        """Each lane repeats its piece so many times, one after another; the lanes side by side."""
-
-    @abc.abstractmethod
-    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """On the host, already touched, and such that copies there need not wait."""
-
-
-class _CpuBench(Bench):
-    """Computes on the calling thread; messages and copies have a thread each."""
-
-    def __init__(self, group: Group, threads: Mapping[str, ThreadPoolExecutor]) -> None:
-        super().__init__(group)
-        self._threads = threads
-
-    def run(self, work: Mapping[str, tuple[Piece, int]]) -> dict[str, Marks]:
-        started = {
-            lane: self._threads[lane].submit(_repeat, *todo) for lane, todo in work.items() if lane != COMPUTE
-        }
-        marks = {COMPUTE: _repeat(*work[COMPUTE])} if COMPUTE in work else {}
-        return marks | {lane: future.result() for lane, future in started.items()}
-
-    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.ones(elements, dtype=dtype, device="cpu")
+    Raises ValueError for rounds below 1 and warm_up below 0.
+    Example: 2 runs, 2 rounds, 1 warm-up, without rotation -> 0 1, then 0 1 0 1, which count.
+    """
+    if rounds < 1 or warm_up < 0:
+        raise ValueError(f"rounds ({rounds}) must be at least 1 and warm_up ({warm_up}) at least 0")
+    samples: list[list[Sequence[Part]]] = [[] for _ in runs]
+    for turn, place in itertools.product(range(-warm_up, rounds), range(len(runs))):
+        at = (place + turn * rotate) % len(runs)
+        if begin is not None:
+            begin()
+        parts = runs[at]()
+        if turn >= 0:
+            samples[at].append(parts)
+    return samples
 
 
-class _CudaBench(Bench):
-    """Computes on the current stream; messages and copies have a stream each. The host runs ahead."""
+def median_seconds(
+    runs: Sequence[Callable[[], Sequence[Part]]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    begin: Callable[[], object] | None = None,
+    seconds: Callable[[Part], float] = float,  # type: ignore[assignment]
+    agree: Agree | None = None,
+) -> list[list[float]]:
+    """Of each run and each of its parts the median over the rounds; with ``agree`` the slowest rank's.
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        device = group.device
-        self._streams = {
-            COMPUTE: torch.cuda.current_stream(device),
-            COMMUNICATE: torch.cuda.Stream(device),
-            COPY: torch.cuda.Stream(device),
-        }
-
-    def run(self, work: Mapping[str, tuple[Piece, int]]) -> dict[str, Marks]:
-        def mark(lane: str) -> torch.cuda.Event:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self._streams[lane])
-            return event
-
-        torch.cuda.synchronize(self.group.device)  # what the caller enqueued, and the buffers' first values
-        origin = mark(COMPUTE)
-        for lane in work:
-            self._streams[lane].wait_event(origin)
-        events = {lane: [mark(lane)] for lane in work}
-        for i in range(max(count for _, count in work.values())):
-            for lane, (piece, count) in work.items():
-                if i < count:
-                    with torch.cuda.stream(self._streams[lane]):
-                        piece()
-                    events[lane].append(mark(lane))
-        torch.cuda.synchronize(self.group.device)  # so the pieces' buffers are free to go, too
-        return {lane: [origin.elapsed_time(event) / 1e3 for event in row] for lane, row in events.items()}
-
-    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.ones(elements, dtype=dtype, device="cpu", pin_memory=True)
+    rounds, warm_up, begin: as `in_turns` takes them. seconds: of a part, read when all rounds are over, so
+    that nothing between runs waits for a device. agree: one reduction of all medians at the end.
+    """
+    medians = [
+        [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]
+        for samples in in_turns(runs, rounds, warm_up=warm_up, begin=begin)
+    ]
+    if agree is None:
+        return medians
+    slowest = iter(agree([each for parts in medians for each in parts]))
+    return [list(itertools.islice(slowest, len(parts))) for parts in medians]
 
 
-@contextmanager
-def open_bench(group: Group) -> Iterator[Bench]:
-    if group.device.type == "cuda":
-        with torch.cuda.device(group.device):
-            yield _CudaBench(group)
-    else:
-        with ThreadPoolExecutor(1) as communicate, ThreadPoolExecutor(1) as copy:
-            yield _CpuBench(group, {COMMUNICATE: communicate, COPY: copy})
+def begin_together(ranks: Ranks) -> Callable[[], object]:
+    """A barrier of these ranks, as the ``begin`` of rounds; nothing for one rank."""
+
+    def barrier() -> None:
+        if ranks.size > 1:
+            dist.barrier(group=ranks.group)
+
+    return barrier
 
 
-def _repeat(piece: Piece, count: int) -> Marks:
-    marks = [time.perf_counter()]
-    for _ in range(count):
-        piece()
-        marks.append(time.perf_counter())
-    return marks
+def clock_of(*devices: torch.device) -> Callable[[], float]:
+    """A clock, in seconds, that waits until the CUDA devices among these have done all work so far."""
+    on_gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+
+    def when_done() -> float:
+        for device in on_gpus:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return when_done
 
 
-def seconds_of(
-    bench: Bench,
-    lane: str,
-    piece: Piece,
-    repeats: int,
-    of: Callable[[list[float]], float] = statistics.median,
-) -> float:
-    """Of one piece alone: the median (or what ``of`` takes) here, the slowest rank's of those. The first is
-    not counted."""
-    bench.group.largest([0.0])  # begin together
-    marks = bench.run({lane: (piece, repeats + 1)})[lane][1:]
-    return bench.group.largest([of([end - begin for begin, end in pairwise(marks)])])[0]
+def event_seconds(part: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
+    """Between two CUDA events. Waits for the second."""
+    begin, end = part
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -14,21 +14,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pmoe.papers.comet_simulator import (
+from pmoe.papers.comet_bars import busy_bars
+from pmoe.papers.comet_division import BestDivision, best_division, fused_run, fused_seconds
+from pmoe.papers.comet_layers import (
     TILE_COLUMNS,
     TILE_ROWS,
     Arriving,
-    Found,
-    Machine,
+    DeviceRates,
     Returning,
-    best_division,
-    busy_bars,
     even_layer,
-    fused_run,
-    fused_seconds,
 )
 from pmoe.planner.simulator import Simulated, makespan, simulate
-from pmoe.planner.timeline import Bar
+from pmoe.planner.task_costs import TaskCost, task_seconds
+from pmoe.planner.timeline import Bar, simulated_bars
 from pmoe.schedule.tasks import Kind, Stages, Task, forward_schedule, local_pieces
 
 ASSUMPTIONS: Mapping[str, str] = {
@@ -62,7 +60,7 @@ ASSUMPTIONS: Mapping[str, str] = {
 simulation, but after an estimate by hand with blocks of 27 GB/s, about half, that gave n_c = 23 for TP = 8.
 Afterwards the order of sums and of tiles that are not full was made that of cuda/comet."""
 
-H800 = Machine(
+H800 = DeviceRates(
     blocks=132,
     block_flops=650e12 / 132,
     block_local_bytes=56e9,
@@ -157,17 +155,17 @@ class Case:
 
 
 @functools.cache
-def figure8(machine: Machine = H800) -> tuple[Case, ...]:
+def figure8(device: DeviceRates = H800) -> tuple[Case, ...]:
     """The moves of n_c in Fig. 8, by model."""
     slower = replace(
-        machine,
-        block_local_bytes=machine.block_local_bytes / 2,
-        block_peer_bytes=machine.block_peer_bytes / 2,
+        device,
+        block_local_bytes=device.block_local_bytes / 2,
+        block_peer_bytes=device.block_peer_bytes / 2,
     )
     cases = []
     for (tp, tokens), paper in PAPER_N_C.items():
         _, layer = _mixtral(tokens, tp)
-        best = _at_one_tile(layer, machine)
+        best = _at_one_tile(layer, device)
         cases.append(
             Case(
                 tp=tp,
@@ -175,9 +173,9 @@ def figure8(machine: Machine = H800) -> tuple[Case, ...]:
                 paper=paper,
                 model=best.division.n_c,
                 seconds=best.seconds,
-                paper_seconds=None if paper is None else fused_seconds(layer, machine, paper),
+                paper_seconds=None if paper is None else fused_seconds(layer, device, paper),
                 half_rate=_at_one_tile(layer, slower).division.n_c,
-                per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], machine).division.n_c,
+                per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], device).division.n_c,
             )
         )
     return tuple(cases)
@@ -206,8 +204,8 @@ def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
 
 
 @functools.cache  # with TP = 8 both readings of M are one
-def _at_one_tile(layer: Returning, machine: Machine) -> Found:
-    return best_division(layer, machine, chunks=[TILE_COLUMNS])
+def _at_one_tile(layer: Returning, device: DeviceRates) -> BestDivision:
+    return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
 def moves(cases: Sequence[Case]) -> list[str]:
@@ -235,7 +233,9 @@ DRAWN_TOKENS = 16384
 """M of the layer that is drawn: that of Fig. 11, Mixtral 8x7B with EP = 8 and TP = 1."""
 
 
-def chunked_run(arriving: Arriving, returning: Returning, machine: Machine, n: int) -> list[Simulated[Task]]:
+def chunked_run(
+    arriving: Arriving, returning: Returning, device: DeviceRates, n: int
+) -> list[Simulated[Task]]:
     """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer.
 
     Raises ValueError for n below 1, and layers of unlike rows.
@@ -246,7 +246,7 @@ def chunked_run(arriving: Arriving, returning: Returning, machine: Machine, n: i
     remote = sum(away) > 0
     stages = Stages(local=sum(here) > 0 or not remote, remote=remote)
     pieces = local_pieces(n, local=stages.local, remote=remote)
-    all_local = machine.blocks * machine.block_local_bytes
+    all_local = device.blocks * device.block_local_bytes
     row_bytes = arriving.row_bytes
     out_bytes = returning.columns * returning.element_size
 
@@ -254,34 +254,35 @@ def chunked_run(arriving: Arriving, returning: Returning, machine: Machine, n: i
         """Seconds of both grouped products, in whole waves of tiles."""
         row_tiles = sum(math.ceil(rows / TILE_ROWS) for rows in rows_E)
         return sum(
-            math.ceil(row_tiles * math.ceil(layer.columns / TILE_COLUMNS) / machine.blocks)
-            * machine.tile_seconds(layer.reduction)
+            math.ceil(row_tiles * math.ceil(layer.columns / TILE_COLUMNS) / device.blocks)
+            * device.tile_seconds(layer.reduction)
             for layer in (arriving, returning)
         )
 
-    def seconds(task: Task) -> float:
-        if task.kind is Kind.LOCAL:
-            # the last of two pieces has the last chunk's rows (`pmoe.ordering.sorted.piece_of`)
-            chunks = [i for i in range(n) if (i if pieces == n else int(i == n - 1)) == task.chunk]
-            return products([sum(_part(rows, i, n) for i in chunks) for rows in here])
-        if task.kind is Kind.COMPUTE:
-            return products([_part(rows, task.chunk, n) for rows in away])
-        sent = sum(_part(rows, task.chunk, n) for rows in away)
-        if task.kind is Kind.GATHER:
-            return 2 * sent * row_bytes / all_local
-        if task.kind is Kind.DISPATCH:
-            return sent * row_bytes / machine.link_bytes + machine.signal_seconds
-        if task.kind is Kind.COMBINE:
-            return sent * out_bytes / machine.link_bytes + machine.signal_seconds
-        if task.kind is Kind.OUTPUT:
-            summed = sent + sum(_part(rows, task.chunk, n) for rows in here)
-            return (summed + _part(returning.tokens, task.chunk, n)) * out_bytes / all_local
-        return 0.0  # routing weights
+    def local(task: Task) -> float:
+        # the last of two pieces has the last chunk's rows (`pmoe.ordering.sorted.piece_of`)
+        chunks = [i for i in range(n) if (i if pieces == n else int(i == n - 1)) == task.chunk]
+        return products([sum(_rows_of_chunk(rows, i, n) for i in chunks) for rows in here])
 
-    return simulate(forward_schedule(n, stages).tasks, seconds)
+    def sent(task: Task) -> int:
+        return sum(_rows_of_chunk(rows, task.chunk, n) for rows in away)
+
+    def output(task: Task) -> float:
+        summed = sent(task) + sum(_rows_of_chunk(rows, task.chunk, n) for rows in here)
+        return (summed + _rows_of_chunk(returning.tokens, task.chunk, n)) * out_bytes / all_local
+
+    costs: Mapping[Kind, TaskCost] = {
+        Kind.LOCAL: local,
+        Kind.COMPUTE: lambda task: products([_rows_of_chunk(rows, task.chunk, n) for rows in away]),
+        Kind.GATHER: lambda task: 2 * sent(task) * row_bytes / all_local,
+        Kind.DISPATCH: lambda task: sent(task) * row_bytes / device.link_bytes + device.signal_seconds,
+        Kind.COMBINE: lambda task: sent(task) * out_bytes / device.link_bytes + device.signal_seconds,
+        Kind.OUTPUT: output,
+    }
+    return simulate(forward_schedule(n, stages).tasks, task_seconds(costs))
 
 
-def _part(rows: int, chunk: int, n: int) -> int:
+def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
     return rows * (chunk + 1) // n - rows * chunk // n
 
 
@@ -291,8 +292,8 @@ class Beside:
     seconds by n."""
 
     tokens: int
-    dispatch: Found
-    combine: Found
+    dispatch: BestDivision
+    combine: BestDivision
     chunked: Mapping[int, float]
 
     @property
@@ -305,40 +306,30 @@ class Beside:
 
 
 @functools.cache
-def beside(tokens: int = DRAWN_TOKENS, machine: Machine = H800) -> Beside:
+def beside(tokens: int = DRAWN_TOKENS, device: DeviceRates = H800) -> Beside:
     """Mixtral's layer with EP = 8: one fused kernel after the other, and chunked in 1, 2, 4 and 8."""
     arriving, returning = _mixtral(tokens, tp=1)
     return Beside(
         tokens=tokens,
-        dispatch=best_division(arriving, machine),
-        combine=best_division(returning, machine),
-        chunked={n: makespan(chunked_run(arriving, returning, machine, n)) for n in DEGREES},
+        dispatch=best_division(arriving, device),
+        combine=best_division(returning, device),
+        chunked={n: makespan(chunked_run(arriving, returning, device, n)) for n in DEGREES},
     )
 
 
-def panels(found: Beside, machine: Machine = H800) -> dict[str, list[Bar]]:
+def panels(found: Beside, device: DeviceRates = H800) -> dict[str, list[Bar]]:
     """The drawing of `beside`: fused, and chunked in n = 2 and the best n."""
     arriving, returning = _mixtral(found.tokens, tp=1)
     first, second = found.dispatch.division, found.combine.division
-    run = fused_run(arriving, machine, first.n_c)
-    fused = busy_bars(run, machine, first.n_c)
-    run = fused_run(returning, machine, second.n_c, second.chunk_columns)
-    fused += busy_bars(run, machine, second.n_c, origin=found.dispatch.seconds)
+    run = fused_run(arriving, device, first.n_c)
+    fused = busy_bars(run, device, first.n_c)
+    run = fused_run(returning, device, second.n_c, second.chunk_columns)
+    fused += busy_bars(run, device, second.n_c, origin=found.dispatch.seconds)
     drawn = {
-        f"fused, n_c = {first.n_c} of {machine.blocks} in layer 0, {second.n_c} in layer 1 "
+        f"fused, n_c = {first.n_c} of {device.blocks} in layer 0, {second.n_c} in layer 1 "
         f"(T_N = {second.chunk_columns})": fused
     }
     for n in dict.fromkeys((2, found.best_n)):
-        drawn[f"chunked, n = {n}"] = [
-            Bar(
-                direction="forward",
-                name=item.task.name,
-                kind=item.task.kind.value,
-                chunk=item.task.chunk,
-                lane=item.task.lane.value,
-                start=item.start,
-                end=item.end,
-            )
-            for item in chunked_run(arriving, returning, machine, n)
-        ]
+        run_in_chunks = chunked_run(arriving, returning, device, n)
+        drawn[f"chunked, n = {n}"] = simulated_bars("forward", run_in_chunks)
     return drawn

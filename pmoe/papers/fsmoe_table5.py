@@ -1,82 +1,42 @@
 """FSMoE's Table 5 on the simulator: 1,458 layers, five systems, one testbed (Section 6.3, Testbed B).
 
-The numbers of one cluster that stand here are the paper's, for this one reproduction; no layer uses them.
-What the paper leaves open is in ASSUMPTIONS, chosen before any result was seen.
+What the paper leaves open is in `pmoe.papers.fsmoe_assumptions`, chosen before any result was seen.
 
-Letters: B samples, L tokens a sample, M = d_model, H = d_hidden, f capacity factor, n chunks.
+Letters: n chunks.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from pmoe.planner.cost_model import Direction
-from pmoe.planner.costs import LineCost
-from pmoe.planner.degree_search import Way, brute_force, pass_seconds, simulated_degrees, task_seconds
-from pmoe.planner.gradient_partition import GeneralizedLayer, all_reduce_seconds, partition
-from pmoe.planner.pipeline_degree import MAX_DEGREE, DegreeSeconds, LayerCosts, Work
+from pmoe.papers.fsmoe_layers import (
+    ALL_REDUCE,
+    Attention,
+    Configured,
+    all_reduce_of,
+    attention,
+    moe_costs,
+    table4,
+)
+from pmoe.planner.degree_search import (
+    ScheduleOptions,
+    brute_force,
+    pass_seconds,
+    simulated_degrees,
+    stage_seconds,
+)
+from pmoe.planner.generalized_layer import GeneralizedLayer
+from pmoe.planner.gradient_partition import partition
+from pmoe.planner.pipeline_degree import MAX_DEGREE
 from pmoe.planner.simulator import makespan, simulate_slowed
-from pmoe.schedule.tasks import Kind, Lane, Stages, finished, make_task
+from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts
+from pmoe.planner.task_costs import task_seconds
+from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, make_task
 
-ASSUMPTIONS: Mapping[str, str] = {
-    "lines": "Fig. 5 (c, d), Testbed B, in ms and ms per byte or per floating-point operation; a product of"
-    " m x k by k x n is 2 m k n operations. Experts are their products and nothing else.",
-    "layers": "Table 4's f, garbled in our text, is 1.2, 2.4 and * (no token dropped); L is 256, 512 or "
-    "1024. 3 B x 3 heads x 3 L x 3 M x 3 H/M x 3 f x 2 ffn = 1,458. Heads change no cost here.",
-    "f = *": "routing is even, so that no token dropped is the volume of f = 1.",
-    "groups": "top_k = 2; E = 8 experts, one a node; N_MP = N_ESP = 4, the GPUs of a node; N_EP = N_DP = 8.",
-    "tokens": "B samples are those of an MP group, and its 4 GPUs share them: a GPU sends k f B L / 4 rows."
-    " Table 2's all-to-alls agree with this, and not with B samples for every GPU.",
-    "bytes": "float32, 4 bytes an element. An all-gather's and a reduce-scatter's size is the whole "
-    "gathered tensor, an all-to-all's what one GPU sends, an all-reduce's the gradients of one GPU.",
-    "experts": "a GPU computes H / 4 columns for the k f B L rows of its node: 2 products for 'simple', 3 "
-    "of the same size for 'Mixtral'. Backward takes twice as long.",
-    "attention": "of one MP rank: queries, keys and values as one product, scores, values, output, M / 4 "
-    "columns each, all heads in one product, nothing for softmax; then a reduce-scatter and, at the "
-    "layer's end, an all-gather of B L rows over the MP group (Fig. 2). Backward computes twice as long"
-    " and sends the same.",
-    "the rest": "routing, ordering, norms, the optimizer and launch gaps take no time.",
-    "gradients": "attention (4 M^2 / 4) and gate (8 M) are all-reduced over the 8 nodes; an expert is on "
-    "one node only. The layer stands in a deep stack of its like: the gradients that travel during its "
-    "backward pass are those of the layer above, as many as its own, ready when it begins.",
-    "degrees": "whole, 1 to 16, each system's best by ideal simulation of its own schedule; under "
-    "contention the degrees and partitions stay, for planners know lanes that were measured alone.",
-    "DeepSpeed-MoE": "one chunk, every task after the one before, one all-reduce at the end.",
-    "Tutel": "with PipeMoE: all-to-alls beside experts; one lane for all communication, so ESP collectives "
-    "wait for all-to-alls; dispatches first, then combines; one degree for both passes; one all-reduce "
-    "at the end.",
-    "Tutel-Improved": "Tutel, with the all-reduce beside attention's backward computing (one lane: not "
-    "beside its collectives); what is longer than that is exposed.",
-    "FSMoE-No-IIO": "degrees of both passes apart, gradients partitioned over experts' part and attention "
-    "(Section 5), all communication on one lane, as in Tutel.",
-    "FSMoE": "the same with a lane for collectives inside the node, also beside attention.",
-    "experts' backward": "one task in all five systems, as in the paper.",
-    "contention": "while a collective between nodes and one inside the node run, each takes C times as "
-    "long; computing slows nothing. C = 1.25 unless --contention says otherwise: by Fig. 5 a node's "
-    "GPUs send 13 GB/s in all-to-alls and 4 x 6 GB/s inside the node, all through host memory over PCIe"
-    " 3.0, for there is neither NVLink nor peer access; C = 1 is two independent networks, C = 2 one "
-    "network and nothing gained. A quarter of that way is an assumption, not a measurement.",
-    "average": "the mean over layers of Tutel's seconds over the system's, forward and backward together.",
-}
-"""What Table 5 needs and the paper does not say, or says in several ways."""
-
-MS = 1e-3
-GEMM = LineCost(9.24e-2 * MS, 4.42e-11 * MS)  # of floating-point operations, the others of bytes
-ALL_TO_ALL = LineCost(1.75e-1 * MS, 3.06e-7 * MS)
-ALL_GATHER = LineCost(3.20e-2 * MS, 1.68e-7 * MS)
-REDUCE_SCATTER = LineCost(3.91e-2 * MS, 1.67e-7 * MS)
-ALL_REDUCE = LineCost(8.37e-2 * MS, 5.99e-7 * MS)
-
-NODES = 8
-GPUS = 4  # of a node
-TOP_K = 2
-ELEMENT_SIZE = 4
 CONTENTION = 1.25
 DEGREES = range(1, MAX_DEGREE + 1)
 
@@ -91,84 +51,11 @@ PAPER_DIFFERING = 912
 """Of 1,458 layers, those whose best degrees of both passes differ (Section 2.3)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Configured:
-    """A layer of Table 4: attention and MoE. f None is '*'."""
-
-    B: int
-    heads: int
-    L: int
-    M: int
-    H: int
-    f: float | None
-    ffn: str
-
-    @property
-    def tokens(self) -> int:
-        """Of an MP group."""
-        return self.B * self.L
-
-    @property
-    def rows(self) -> float:
-        """That a node's experts receive."""
-        return TOP_K * (1.0 if self.f is None else self.f) * self.tokens
-
-    @property
-    def gradient_bytes(self) -> int:
-        return ELEMENT_SIZE * (4 * self.M * self.M // GPUS + NODES * self.M)
-
-
-class Attention(NamedTuple):
-    """Seconds of the dense part in forward: its products, and its two collectives inside the node."""
-
-    compute: float
-    all_gather: float
-    reduce_scatter: float
-
-
-def table4() -> list[Configured]:
-    """The 1,458 layers, Testbed B."""
-    grid = itertools.product(
-        (1, 2, 4), (8, 16, 32), (256, 512, 1024), (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4, None),
-        ("simple", "Mixtral"),
-    )  # fmt: skip
-    return [
-        Configured(B=B, heads=heads, L=L, M=M, H=scale * M, f=f, ffn=ffn)
-        for B, heads, L, M, scale, f, ffn in grid
-    ]
-
-
-def layer_costs(layer: Configured) -> LayerCosts:
-    """Of the forward pass of a layer's MoE part."""
-    bytes_of_node = layer.rows * layer.M * ELEMENT_SIZE
-    products = 3 if layer.ffn == "Mixtral" else 2
-    line = LineCost(products * GEMM.alpha_seconds, products * GEMM.beta_seconds)
-    return LayerCosts(
-        a2a=Work(line=ALL_TO_ALL, size=bytes_of_node / GPUS),
-        ag=Work(line=ALL_GATHER, size=bytes_of_node),
-        rs=Work(line=REDUCE_SCATTER, size=bytes_of_node),
-        exp=Work(line=line, size=2 * layer.rows * layer.M * (layer.H // GPUS)),
-    )
-
-
-def attention(layer: Configured) -> Attention:
-    """Of the forward pass; backward computes twice as long."""
-    share = layer.M // GPUS
-    products = (
-        2 * layer.tokens * layer.M * 3 * share,  # queries, keys, values
-        2 * layer.tokens * layer.L * share,  # scores
-        2 * layer.tokens * layer.L * share,  # values
-        2 * layer.tokens * share * layer.M,  # output
-    )
-    sent = layer.tokens * layer.M * ELEMENT_SIZE
-    return Attention(sum(map(GEMM, products)), ALL_GATHER(sent), REDUCE_SCATTER(sent))
-
-
 # ---- the five systems
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SystemPlan:
     """How a system runs one layer: degrees, and bytes of gradients beside experts, beside attention, at the
     end.
 
@@ -183,25 +70,25 @@ class Plan:
     end_bytes: int = 0
 
 
-def plans(layer: Configured) -> dict[str, Plan]:
+def plans(layer: Configured) -> dict[str, SystemPlan]:
     """Each system's plan, from ideal lanes."""
-    costs, total = layer_costs(layer), layer.gradient_bytes
+    costs, total = moe_costs(layer), layer.gradient_bytes
     dense = attention(layer)
     tutel = _one_degree(costs)
-    improved = Plan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total)
+    improved = SystemPlan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total)
     found = {
-        "DeepSpeed-MoE": Plan(one_lane=True, forward=0, backward=0, end_bytes=total),
-        "Tutel": Plan(one_lane=True, forward=tutel, backward=tutel, end_bytes=total),
+        "DeepSpeed-MoE": SystemPlan(one_lane=True, forward=0, backward=0, end_bytes=total),
+        "Tutel": SystemPlan(one_lane=True, forward=tutel, backward=tutel, end_bytes=total),
         "Tutel-Improved": improved,
     }
     for name, one_lane in (("FSMoE-No-IIO", True), ("FSMoE", False)):
         seconds = 2 * dense.compute + (0 if one_lane else dense.all_gather + dense.reduce_scatter)
-        forward, degrees = _degrees(costs, one_lane)
+        forward, degrees = _best_degrees(costs, one_lane)
         part = partition(
             [GeneralizedLayer(degrees=degrees, dense_seconds=seconds, gradient_bytes=0)], ALL_REDUCE, total
         )
         (share,) = part.shares
-        found[name] = Plan(
+        found[name] = SystemPlan(
             one_lane=one_lane,
             forward=forward,
             backward=share.degree,
@@ -212,50 +99,48 @@ def plans(layer: Configured) -> dict[str, Plan]:
     return found
 
 
-def step_seconds(layer: Configured, plan: Plan, contention: float = 1.0) -> float:
+def plan_seconds(layer: Configured, plan: SystemPlan, contention: float = 1.0) -> float:
     """Forward and backward of attention and MoE with a plan, and the gradients that travel in it."""
-    costs, dense = layer_costs(layer), attention(layer)
-    end = _all_reduce(plan.end_bytes)
+    costs, dense = moe_costs(layer), attention(layer)
+    end = all_reduce_of(plan.end_bytes)
     inside = dense.all_gather + dense.reduce_scatter
     seconds = dense.compute + inside + end
     if not plan.forward:
         a2a, ag, rs, exp = costs.chunk(1)
         moe = 4 * a2a + 2 * (ag + rs) + exp + costs.backward().chunk(1).exp
         return seconds + moe + 2 * dense.compute + inside
-    seconds += _pass(costs, plan.forward, _way("forward", plan.one_lane), 0.0, contention)
-    backward = _way("backward", plan.one_lane)
-    seconds += _pass(costs.backward(), plan.backward, backward, _all_reduce(plan.moe_bytes), contention)
-    return seconds + _dense_backward(dense, _all_reduce(plan.dense_bytes), plan.one_lane, contention)
+    seconds += _pass(costs, plan.forward, _options("forward", plan.one_lane), 0.0, contention)
+    backward = _options("backward", plan.one_lane)
+    seconds += _pass(costs.backward(), plan.backward, backward, all_reduce_of(plan.moe_bytes), contention)
+    return seconds + _dense_backward(dense, all_reduce_of(plan.dense_bytes), plan.one_lane, contention)
 
 
-def _way(direction: Direction, one_lane: bool) -> Way:
-    return Way(direction=direction, one_lane=one_lane, wgrad_share=0.0)
-
-
-def _all_reduce(num_bytes: int) -> float:
-    return all_reduce_seconds(ALL_REDUCE, num_bytes)
+def _options(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
+    return ScheduleOptions(direction=direction, one_lane=one_lane, wgrad_share=0.0)
 
 
 @functools.cache
 def _one_degree(costs: LayerCosts) -> int:
     """Tutel's: the best for both passes together."""
-    forward, backward = _way("forward", True), _way("backward", True)
+    forward, backward = _options("forward", True), _options("backward", True)
     return min(
         DEGREES, key=lambda n: pass_seconds(costs, n, forward) + pass_seconds(costs.backward(), n, backward)
     )
 
 
 @functools.cache
-def _degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
+def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
     """The best degree of forward, and the seconds of backward by degree."""
-    forward = brute_force(costs, _way("forward", one_lane), degrees=DEGREES).degree
-    return forward, simulated_degrees(costs.backward(), _way("backward", one_lane), DEGREES)
+    forward = brute_force(costs, _options("forward", one_lane), degrees=DEGREES).degree
+    return forward, simulated_degrees(costs.backward(), _options("backward", one_lane), DEGREES)
 
 
 @functools.cache
-def _pass(costs: LayerCosts, n: int, way: Way, t_gar: float, contention: float) -> float:
-    tasks = way.schedule(n).tasks
-    return makespan(simulate_slowed(tasks, task_seconds(costs, n, way, t_gar), _speeds(contention)))
+def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, contention: float) -> float:
+    tasks = options.schedule(n).tasks
+    return makespan(
+        simulate_slowed(tasks, stage_seconds(costs, n, options, t_gar), _contended_speeds(contention))
+    )
 
 
 @functools.cache
@@ -268,17 +153,19 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
         make_task(Kind.COMPUTE, -1, ["gathered"], ["partial"]),
         make_task(Kind.REDUCE_SCATTER, -1, ["partial"], ["sum"]),
     ]
-    of = {
-        Kind.ALL_GATHER: dense.all_gather,
-        Kind.GRADIENTS: t_ar,
-        Kind.COMPUTE: 2 * dense.compute,
-        Kind.REDUCE_SCATTER: dense.reduce_scatter,
-    }
+    seconds = task_seconds(
+        {
+            Kind.ALL_GATHER: dense.all_gather,
+            Kind.GRADIENTS: t_ar,
+            Kind.COMPUTE: 2 * dense.compute,
+            Kind.REDUCE_SCATTER: dense.reduce_scatter,
+        }
+    )
     schedule = finished("backward", tasks, Stages(local=False, remote=True, one_lane=one_lane))
-    return makespan(simulate_slowed(schedule.tasks, lambda task: of[task.kind], _speeds(contention)))
+    return makespan(simulate_slowed(schedule.tasks, seconds, _contended_speeds(contention)))
 
 
-def _speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]]:
+def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]]:
     """Both communication lanes slow each other; see ASSUMPTIONS."""
     lanes = (Lane.COMMUNICATE, Lane.INTRA_NODE)
     both: Mapping[str, float] = dict.fromkeys(lanes, 1 / contention)
@@ -290,7 +177,7 @@ def _speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Table5Row:
     """A system's speed-up over Tutel: mean, least and greatest over the layers, and the paper's mean."""
 
     mean: float
@@ -307,7 +194,7 @@ class Table5:
 
     contention: float
     num_layers: int
-    systems: Mapping[str, Row]
+    systems: Mapping[str, Table5Row]
     differing: int
     differing_alone: int
     at_largest: int
@@ -332,88 +219,22 @@ def table5(contention: float = CONTENTION) -> Table5:
         num_layers=len(layers),
         systems={name: _row(name, seconds["Tutel"], each) for name, each in seconds.items()},
         differing=sum(plan.forward != plan.backward for plan in chosen),
-        differing_alone=sum(_differ_alone(layer_costs(layer)) for layer in layers),
+        differing_alone=sum(_differ_alone(moe_costs(layer)) for layer in layers),
         at_largest=sum(DEGREES[-1] in (plan.forward, plan.backward) for plan in chosen),
     )
 
 
 _plans = functools.cache(plans)
-_step = functools.cache(step_seconds)
+_step = functools.cache(plan_seconds)
 
 
-def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> Row:
+def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> Table5Row:
     ratios = [base / each for base, each in zip(tutel, seconds, strict=True)]
-    return Row(mean=statistics.fmean(ratios), least=min(ratios), greatest=max(ratios), paper=PAPER.get(name))
+    return Table5Row(
+        mean=statistics.fmean(ratios), least=min(ratios), greatest=max(ratios), paper=PAPER.get(name)
+    )
 
 
 def _differ_alone(costs: LayerCosts) -> bool:
-    forward, backward = _degrees(costs, False)
+    forward, backward = _best_degrees(costs, False)
     return min(backward, key=lambda each: each.alone).degree != forward
-
-
-# ---- Table 2
-
-
-MEASURED: Mapping[tuple[str, str], Mapping[str, float]] = {
-    ("GPT2-XL", "forward"): {
-        "AlltoAll": 11.2, "AllReduce": 0.0, "AllGather": 15.5, "ReduceScatter": 15.7, "Experts": 6.7,
-    },
-    ("GPT2-XL", "backward"): {
-        "AlltoAll": 11.2, "AllReduce": 7.3, "AllGather": 15.5, "ReduceScatter": 15.2, "Experts": 13.0,
-    },
-    ("Mixtral-7B", "forward"): {
-        "AlltoAll": 28.3, "AllReduce": 0.0, "AllGather": 39.6, "ReduceScatter": 40.8, "Experts": 58.5,
-    },
-    ("Mixtral-7B", "backward"): {
-        "AlltoAll": 30.8, "AllReduce": 32.1, "AllGather": 40.1, "ReduceScatter": 41.8, "Experts": 119.7,
-        "Attention": 18.1,
-    },
-}  # fmt: skip
-"""Table 2, Testbed B, milliseconds. Three of its four attention times are cut off in our text."""
-
-MODELS: Mapping[str, Configured] = {
-    "GPT2-XL": Configured(B=4, heads=25, L=1024, M=1600, H=6400, f=1.2, ffn="simple"),
-    "Mixtral-7B": Configured(B=4, heads=32, L=1024, M=4096, H=14336, f=1.2, ffn="Mixtral"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """Seconds of one operation of a pass of a model's layer, measured (Table 2) and modelled."""
-
-    model: str
-    direction: str
-    name: str
-    measured: float
-    modelled: float
-
-
-def table2() -> list[Operation]:
-    """Table 2's operations beside what ASSUMPTIONS give for them, the dense part's collectives included."""
-    found = []
-    for (model, direction), measured in MEASURED.items():
-        modelled = _operations(MODELS[model], direction == "backward")
-        for name, milliseconds in measured.items():
-            found.append(
-                Operation(
-                    model=model,
-                    direction=direction,
-                    name=name,
-                    measured=milliseconds * MS,
-                    modelled=modelled[name],
-                )
-            )
-    return found
-
-
-def _operations(layer: Configured, backward: bool) -> dict[str, float]:
-    costs, dense = layer_costs(layer), attention(layer)
-    a2a, ag, rs, exp = (costs.backward() if backward else costs).chunk(1)
-    return {
-        "AlltoAll": 2 * a2a,
-        "AllReduce": _all_reduce(layer.gradient_bytes) if backward else 0.0,
-        "AllGather": ag + dense.all_gather,
-        "ReduceScatter": rs + dense.reduce_scatter,
-        "Experts": exp,
-        "Attention": dense.compute * (2 if backward else 1),
-    }

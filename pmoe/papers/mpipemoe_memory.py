@@ -1,4 +1,7 @@
-"""The schedules that MPipeMoE's memory formulas (Eq. 2-5) are about, for comparison: no layer runs them.
+"""The schedules that MPipeMoE's memory formulas (Eq. 2-5) are about: no layer runs them.
+
+`pmoe.papers.lifetimes.held` says what they hold, and tests/unit/test_memory_model.py that this is Eq. 2-6
+(`pmoe.planner.theory`), and that the slots of this layer's own schedules are the paper's.
 
 They differ from this layer's own (`pmoe.schedule.rings`) in what they keep: T_DO and T_O are activations,
 and all rows travel. Tasks are those of Fig. 7a: S of chunk i + 1 before R of chunk i.

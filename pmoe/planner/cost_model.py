@@ -1,8 +1,9 @@
-"""Which way to restore T_DI and T_M is fastest: MPipeMoE's Eq. 7-10 and Table II, for all nine pairs.
+"""How long each lane works to restore T_DI and T_M: MPipeMoE's Eq. 7-10 and Table II, for all nine pairs.
 
-Each lane has an amount of work (Table II) in units (Eq. 7-9), and a rate that suffers from what runs beside
-it (Section II.C). The slowest lane sets the time (Eq. 10). That is a pipeline in its steady state: filling
-and emptying it, and what a task costs whatever its size, are the simulator's business.
+Each lane has an amount of work (Table II) in units (Eq. 7-9), and a rate that suffers from the lanes that run
+beside it (Section II.C). The slowest lane sets the time (Eq. 10, `pmoe.planner.equation10`). That is a
+pipeline in its steady state: filling and emptying it, and the part of a task's seconds that does not depend
+on its size, are left to the simulator.
 
 b rows that the experts of a rank receive, M = d_model, H = d_hidden.
 """
@@ -10,27 +11,22 @@ b rows that the experts of a rank receive, M = d_model, H = d_hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import get_args
 
-from pmoe.planner.theory import check_sizes
+from pmoe.arguments import check_count, check_number
 from pmoe.schedule.restore import Restore
-
-Direction = Literal["forward", "backward"]
-
-
-def _check_number(name: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} ({value!r}) must be a number")
+from pmoe.schedule.tasks import PassDirection
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What each lane does in a second while it runs alone: W_comp, W_comm and W_mem of Section II.C.
+    """Work of each lane in a second while it runs alone: W_comp, W_comm and W_mem of Section II.C.
 
     compute: multiply-adds. communicate: elements that a rank sends in the all-to-all, of rows that really
     travel. copy: elements between device and host, in one direction.
+
+    Raises TypeError for a rate that is no number, ValueError for one that is not positive and finite.
     """
 
     compute: float
@@ -40,7 +36,7 @@ class Rates:
     def __post_init__(self) -> None:
         for field in fields(self):
             rate = getattr(self, field.name)
-            _check_number(field.name, rate)
+            check_number(**{field.name: rate})
             if not 0 < rate < math.inf:
                 raise ValueError(f"{field.name} ({rate}) must be a positive finite number")
 
@@ -49,8 +45,10 @@ class Rates:
 class Interference:
     """Speeds beside other lanes, relative to running alone: over 0, at most 1 (Section II.C, Fig. 3).
 
-    mu is for communication, sigma for computation, eta for copies; the suffix names what runs beside it:
+    mu is for communication, sigma for computation, eta for copies; the suffix names the lanes beside it:
     comm, comp, mem (copies), or all three lanes. The paper takes sigma = 1.
+
+    Raises TypeError for a speed that is no number, ValueError for one that is not over 0 and at most 1.
     """
 
     mu_comp: float = 1.0
@@ -66,7 +64,7 @@ class Interference:
     def __post_init__(self) -> None:
         for field in fields(self):
             speed = getattr(self, field.name)
-            _check_number(field.name, speed)
+            check_number(**{field.name: speed})
             if not 0 < speed <= 1:
                 raise ValueError(f"{field.name} ({speed}) must be over 0 and at most 1")
 
@@ -90,7 +88,7 @@ NO_INTERFERENCE = Interference()
 
 
 def workload(
-    restore: Restore, direction: Direction, *, hidden_per_model: float = 4.0, swiglu: bool = False
+    restore: Restore, direction: PassDirection, *, hidden_per_model: float = 4.0, swiglu: bool = False
 ) -> tuple[float, float, float]:
     """Table II's [q1, q2, q3]: units of compute (Eq. 7), of all-to-all (Eq. 8), of copies (Eq. 9).
 
@@ -102,9 +100,9 @@ def workload(
     Raises ValueError for an unknown direction or hidden_per_model not positive and finite.
     Example: S4 -> [2, 2, 0] forward, [5, 3, 0] backward.
     """
-    if direction not in get_args(Direction):
+    if direction not in get_args(PassDirection):
         raise ValueError(f"direction ({direction!r}) must be forward or backward")
-    _check_number("hidden_per_model", hidden_per_model)
+    check_number(hidden_per_model=hidden_per_model)
     if not 0 < hidden_per_model < math.inf:
         raise ValueError(f"hidden_per_model ({hidden_per_model}) must be a positive finite number")
     first = 2.0 if swiglu else 1.0  # products of one unit, and multiples of H that T_M is wide
@@ -127,9 +125,11 @@ def volumes(b: float, M: int, H: int) -> tuple[float, float, float]:
     """Eq. 7-9, one unit of each lane: b H M multiply-adds, b M elements sent, b M elements copied.
 
     b is a number of rows, at least 0; a mean over chunks need not be whole.
+
+    Raises TypeError or ValueError for other numbers.
     """
-    check_sizes(M=M, H=H)
-    _check_number("b", b)
+    check_count(M=M, H=H)
+    check_number(b=b)
     if not 0 <= b < math.inf:
         raise ValueError(f"b ({b}) must be a finite number of at least 0")
     return b * H * M, b * M, b * M
@@ -137,7 +137,7 @@ def volumes(b: float, M: int, H: int) -> tuple[float, float, float]:
 
 def lane_seconds(
     restore: Restore,
-    direction: Direction,
+    direction: PassDirection,
     *,
     b: float,
     M: int,
@@ -156,9 +156,11 @@ def lane_seconds(
 
     travelling: the share of the b rows that change rank, 1 in the paper, (W - 1) / W for even routing over W
     ranks, 0 on one rank, where communicating T_DI again is a local gather and counts as free.
+
+    Raises TypeError or ValueError for b, M, H or travelling that cannot be.
     """
     v_comp, v_comm, v_mem = volumes(b, M, H)
-    _check_number("travelling", travelling)
+    check_number(travelling=travelling)
     if not 0 <= travelling <= 1:
         raise ValueError(f"travelling ({travelling}) must be between 0 and 1")
     q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
@@ -168,69 +170,3 @@ def lane_seconds(
         q2 * v_comm * travelling / (mu * rates.communicate),
         q3 * v_mem / (eta * rates.copy),
     )
-
-
-def closed_form_seconds(
-    restore: Restore,
-    direction: Direction,
-    *,
-    b: float,
-    M: int,
-    H: int,
-    rates: Rates,
-    interference: Interference = NO_INTERFERENCE,
-    swiglu: bool = False,
-    travelling: float = 1.0,
-) -> float:
-    """Eq. 10: seconds of b rows, the largest of `lane_seconds`, which has the same arguments."""
-    return max(
-        lane_seconds(
-            restore,
-            direction,
-            b=b,
-            M=M,
-            H=H,
-            rates=rates,
-            interference=interference,
-            swiglu=swiglu,
-            travelling=travelling,
-        )
-    )
-
-
-def cheapest(
-    candidates: Iterable[Restore],
-    *,
-    b: float,
-    M: int,
-    H: int,
-    rates: Rates,
-    interference: Interference = NO_INTERFERENCE,
-    swiglu: bool = False,
-    travelling: float = 1.0,
-) -> tuple[Restore, dict[Restore, float]]:
-    """The candidate with the fewest seconds a step, and the seconds of each: forward and backward together.
-
-    Of equals the one that comes first is taken, so ranks that share these numbers choose alike.
-    Raises ValueError without candidates.
-    """
-    seconds = {
-        restore: sum(
-            closed_form_seconds(
-                restore,
-                direction,
-                b=b,
-                M=M,
-                H=H,
-                rates=rates,
-                interference=interference,
-                swiglu=swiglu,
-                travelling=travelling,
-            )
-            for direction in get_args(Direction)
-        )
-        for restore in candidates
-    }
-    if not seconds:
-        raise ValueError("candidates (none) must name at least one way to restore")
-    return min(seconds, key=seconds.__getitem__), seconds

@@ -10,32 +10,44 @@ Letters: n chunks, t_gar seconds of other layers' gradients in the backward pass
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pmoe.planner.cost_model import Direction
-from pmoe.planner.pipeline_degree import MAX_DEGREE, DegreeSeconds, LayerCosts, check, find_degree
+from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
 from pmoe.planner.simulator import makespan, simulate
+from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts, check_gradient_seconds
+from pmoe.planner.task_costs import task_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
-from pmoe.schedule.tasks import Kind, Schedule, Stages, Task, backward_schedule, forward_schedule
+from pmoe.schedule.tasks import (
+    Kind,
+    PassDirection,
+    Schedule,
+    Stages,
+    Task,
+    backward_schedule,
+    forward_schedule,
+)
 
 WGRAD_SHARE = 0.5
 """Of experts' backward, what its weight gradients take: the layer makes them in tasks of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """Which schedule a pass has. costs of a backward pass are `LayerCosts.backward` of those of its forward.
+class ScheduleOptions:
+    """Which schedule a pass has. The costs of a backward pass are `LayerCosts.backward` of its forward's.
 
+    direction: of the pass.
+    one_lane: collectives inside the node wait for those between nodes (FSMoE-No-IIO, Tutel).
+    wgrad_share: of the experts' seconds in backward, those of tasks of their own; 0 is the paper's schedule,
+        where experts' backward is one task.
     restore: of a layer whose buffers rotate; its copies to the host and back are taken to be free.
-    one_lane: collectives inside the node wait for those between nodes (FSMoE-No-IIO, Tutel). wgrad_share: of
-    the experts' seconds in backward, those of tasks of their own; 0 is the paper's schedule, where experts'
-    backward is one task.
+
+    Raises ValueError for a wgrad_share outside 0 to 1.
     """
 
-    direction: Direction
+    direction: PassDirection
     one_lane: bool = False
     wgrad_share: float = WGRAD_SHARE
     restore: Restore | None = None
@@ -45,14 +57,11 @@ class Way:
             raise ValueError(f"wgrad_share ({self.wgrad_share}) must be between 0 and 1")
 
     def schedule(self, n: int) -> Schedule:
+        """Of the pass in n chunks."""
         return _schedule(n, self.direction, self.one_lane, self.restore)
 
 
-FORWARD = Way(direction="forward")
-BACKWARD = Way(direction="backward")
-
-
-class Found(NamedTuple):
+class BestDegree(NamedTuple):
     """A degree, its simulated seconds, and how many degrees were simulated to find it."""
 
     degree: int
@@ -60,36 +69,38 @@ class Found(NamedTuple):
     simulated: int
 
 
-def task_seconds(costs: LayerCosts, n: int, way: Way, t_gar: float = 0.0) -> Callable[[Task], float]:
-    """Seconds of each task in n chunks. What the paper's model has no term for takes none: arranging rows,
-    the routing weights, the sum of returned rows."""
+def stage_seconds(
+    costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float = 0.0
+) -> Callable[[Task], float]:
+    """Seconds of each task in n chunks. Tasks that the paper's model has no term for take none: arranging
+    rows, the routing weights, the sum of returned rows."""
     a2a, ag, rs, exp = costs.chunk(n)
-    apart = way.wgrad_share if way.direction == "backward" else 0.0
-    of: Mapping[Kind, float] = {
-        Kind.DISPATCH: a2a,
-        Kind.COMBINE: a2a,
-        Kind.ALL_GATHER: ag,
-        Kind.REDUCE_SCATTER: rs,
-        Kind.COMPUTE: exp * (1 - apart),
-        Kind.WGRAD: exp * apart,
-        Kind.DISPATCH_AGAIN: a2a,
-        Kind.ALL_GATHER_AGAIN: ag,
-        Kind.RECOMPUTE: exp / 4,  # the first of two products, of a pass of twice two
-        Kind.GRADIENTS: t_gar,
-    }
-    return lambda task: of.get(task.kind, 0.0)
+    apart = options.wgrad_share if options.direction == "backward" else 0.0
+    return task_seconds(
+        {
+            Kind.DISPATCH: a2a,
+            Kind.ALL_GATHER: ag,
+            Kind.REDUCE_SCATTER: rs,
+            Kind.COMPUTE: exp * (1 - apart),
+            Kind.WGRAD: exp * apart,
+            Kind.RECOMPUTE: exp / 4,  # the first of two products, of a pass of twice two
+            Kind.GRADIENTS: t_gar,
+        }
+    )
 
 
-def pass_seconds(costs: LayerCosts, n: int, way: Way, t_gar: float = 0.0) -> float:
+def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float = 0.0) -> float:
     """Simulated seconds of a pass in n chunks.
 
     Raises ValueError for n below 1, t_gar below 0, and t_gar above 0 in a forward pass, which carries none.
     """
-    _check(way, t_gar)
-    return makespan(simulate(way.schedule(n).tasks, task_seconds(costs, n, way, t_gar)))
+    _check(options, t_gar)
+    return makespan(simulate(options.schedule(n).tasks, stage_seconds(costs, n, options, t_gar)))
 
 
-def simulated_degrees(costs: LayerCosts, way: Way, degrees: Sequence[int]) -> tuple[DegreeSeconds, ...]:
+def simulated_degrees(
+    costs: LayerCosts, options: ScheduleOptions, degrees: Sequence[int]
+) -> tuple[DegreeSeconds, ...]:
     """`pass_seconds` of each degree, for any t_gar, from two simulations of it.
 
     Gradients are one task: the longest path either has it or has not, so seconds are max(alone, beside +
@@ -97,24 +108,30 @@ def simulated_degrees(costs: LayerCosts, way: Way, degrees: Sequence[int]) -> tu
     """
     found = []
     for n in degrees:
-        alone = pass_seconds(costs, n, way)
-        found.append(DegreeSeconds(n, alone, pass_seconds(costs, n, way, 2 * alone) - 2 * alone))
+        alone = pass_seconds(costs, n, options)
+        found.append(DegreeSeconds(n, alone, pass_seconds(costs, n, options, 2 * alone) - 2 * alone))
     return tuple(found)
 
 
 def brute_force(
-    costs: LayerCosts, way: Way, t_gar: float = 0.0, degrees: Sequence[int] = range(1, MAX_DEGREE + 1)
-) -> Found:
+    costs: LayerCosts,
+    options: ScheduleOptions,
+    t_gar: float = 0.0,
+    degrees: Sequence[int] = range(1, MAX_DEGREE + 1),
+) -> BestDegree:
     """The fastest of all degrees on the simulator; of equals the first."""
     _check_degrees(degrees)
-    seconds = {n: pass_seconds(costs, n, way, t_gar) for n in degrees}
+    seconds = {n: pass_seconds(costs, n, options, t_gar) for n in degrees}
     best = min(seconds, key=seconds.__getitem__)
-    return Found(best, seconds[best], len(seconds))
+    return BestDegree(best, seconds[best], len(seconds))
 
 
 def refined(
-    costs: LayerCosts, way: Way, t_gar: float = 0.0, degrees: Sequence[int] = range(1, MAX_DEGREE + 1)
-) -> Found:
+    costs: LayerCosts,
+    options: ScheduleOptions,
+    t_gar: float = 0.0,
+    degrees: Sequence[int] = range(1, MAX_DEGREE + 1),
+) -> BestDegree:
     """Algorithm 1's degree, made better on the simulator: a neighbour is taken while it is faster.
 
     degrees: those allowed, in rising order, such as `pmoe.planner.degree.DEGREES`. Algorithm 1's own need not
@@ -124,9 +141,9 @@ def refined(
 
     Raises ValueError as `pass_seconds` does, and for degrees that do not rise from 1 on.
     """
-    _check(way, t_gar)
+    _check(options, t_gar)
     _check_degrees(degrees)
-    asked = functools.cache(lambda at: pass_seconds(costs, degrees[at], way, t_gar))
+    asked = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
     found = find_degree(costs, t_gar, degrees[-1]).degree
     below = max((at for at, n in enumerate(degrees) if n <= found), default=0)
     at = min((below, min(below + 1, len(degrees) - 1)), key=asked)
@@ -134,12 +151,12 @@ def refined(
         near = [each for each in (at, at - 1, at + 1) if 0 <= each < len(degrees)]
         best = min(near, key=asked)
         if best == at:
-            return Found(degrees[at], asked(at), asked.cache_info().currsize)
+            return BestDegree(degrees[at], asked(at), asked.cache_info().currsize)
         at = best
 
 
 @functools.lru_cache(maxsize=256)
-def _schedule(n: int, direction: Direction, one_lane: bool, restore: Restore | None) -> Schedule:
+def _schedule(n: int, direction: PassDirection, one_lane: bool, restore: Restore | None) -> Schedule:
     backward = direction == "backward"
     stages = Stages(local=False, remote=True, sharded=True, gradients=backward, one_lane=one_lane)
     if restore is not None:
@@ -147,9 +164,9 @@ def _schedule(n: int, direction: Direction, one_lane: bool, restore: Restore | N
     return (backward_schedule if backward else forward_schedule)(n, stages)
 
 
-def _check(way: Way, t_gar: float) -> None:
-    check(t_gar)
-    if t_gar and way.direction == "forward":
+def _check(options: ScheduleOptions, t_gar: float) -> None:
+    check_gradient_seconds(t_gar)
+    if t_gar and options.direction == "forward":
         raise ValueError(f"t_gar ({t_gar}) must be 0 in a forward pass: gradients travel in backward")
 
 

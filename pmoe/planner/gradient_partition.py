@@ -1,134 +1,47 @@
 """Where data-parallel gradients are all-reduced in the backward pass (FSMoE, Section 5).
 
 An all-reduce between nodes hides beside the dense part of a layer, and beside experts where all-to-alls leave
-the lane idle. Step 1 fills what costs nothing; step 2 gives the rest to experts' parts, where a longer
-all-reduce may pay for another degree, or leaves it for the end.
+the lane idle. Step 1 fills what costs nothing; step 2 (`pmoe.planner.gradient_evolution`) gives the rest to
+experts' parts, where a longer all-reduce may pay for another degree, or leaves it for the end.
 
-The paper's Eq. 4 drops a layer's own gradient, the inverse of its line is negative below alpha, and Eq. 5 as
-printed is least where nothing is placed. What is meant, and done here: every byte is placed once, in a layer
-whose backward pass comes after its gradient is made, or at the end; the exposed seconds are minimised.
+The paper's Eq. 4 drops a layer's own gradient, and the inverse of its line is negative below alpha. What is
+meant, and done here: every byte is placed once, in a layer whose backward pass comes after its gradient is
+made, or at the end; the exposed seconds are minimised.
 
-Layers are in the order of the backward pass: the last of the model is the first here. D layers, S candidates.
+Layers are in the order of the backward pass: the last of the model is the first here.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pmoe.planner.costs import LineCost
-from pmoe.planner.pipeline_degree import MAX_DEGREE, DegreeSeconds, LayerCosts, seconds_by_degree
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-SEED = 0
-"""Of the differential evolution: ranks that share the numbers find the same partition."""
-
-GENERATIONS = 100
-"""At most; it ends earlier where all candidates are alike."""
-
-Place = Literal["dense", "moe", "end"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneralizedLayer:
-    """An MoE layer and the dense part up to the next one (Section 5.2), in the backward pass.
-
-    degrees: its MoE part's seconds by degree (`generalized_layer` has those of the paper's schedule,
-    `pmoe.planner.degree_search.simulated_degrees` those of any). dense_seconds: of the dense part, that an
-    all-reduce may run beside. gradient_bytes: made in this layer, and there when its backward pass has ended.
-
-    Raises ValueError for no degrees and for a negative number.
-    """
-
-    degrees: tuple[DegreeSeconds, ...]
-    dense_seconds: float
-    gradient_bytes: int
-
-    def __post_init__(self) -> None:
-        if not self.degrees:
-            raise ValueError("degrees (none) must hold at least one")
-        if not 0 <= self.dense_seconds < math.inf:
-            raise ValueError(f"dense_seconds ({self.dense_seconds}) must be a finite number of at least 0")
-        _check_bytes("gradient_bytes", self.gradient_bytes)
-
-    def best(self, t_gar: float) -> DegreeSeconds:
-        """The fastest degree that carries t_gar; of equals the lower: what Algorithm 1 is asked in Eq. 5."""
-        return min(self.degrees, key=lambda each: (each.seconds(t_gar), each.degree))
-
-    @property
-    def hidden_seconds(self) -> float:
-        """t_olp,moe: the longest t_gar that costs the MoE part nothing."""
-        least = self.best(0.0).alone
-        return max(each.alone - each.beside for each in self.degrees if each.alone <= least)
-
-
-def generalized_layer(
-    backward: LayerCosts, dense_seconds: float, gradient_bytes: int, max_degree: int = MAX_DEGREE
-) -> GeneralizedLayer:
-    """A layer whose MoE part runs the paper's schedule with these costs of its backward pass."""
-    degrees = seconds_by_degree(backward, range(1, max_degree + 1))
-    return GeneralizedLayer(degrees=degrees, dense_seconds=dense_seconds, gradient_bytes=gradient_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one layer carries of earlier layers' gradients, and the degree of its MoE part that fits."""
-
-    moe_bytes: int
-    dense_bytes: int
-    t_gar: float
-    degree: int
-
-
-class Piece(NamedTuple):
-    """Bytes ``begin`` to ``end`` of the gradients of layer ``source`` travel in layer ``layer``.
-
-    source -1: those that were there before the first layer. layer is the number of layers for the end.
-    """
-
-    source: int
-    begin: int
-    end: int
-    layer: int
-    place: Place
+from pmoe.planner.generalized_layer import (
+    GeneralizedLayer,
+    Share,
+    all_reduce_seconds,
+    bytes_within,
+    check_bytes,
+)
+from pmoe.planner.gradient_evolution import ExposedSeconds, evolve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """Where all bytes go, and the predicted seconds that they add to the backward pass.
 
-    plain_seconds: one all-reduce of everything at the end. filled_seconds: after step 1. exposed_seconds:
-    after step 2, never more than either.
+    shares: of each layer. end_bytes: those left for the end. plain_seconds: one all-reduce of everything at
+    the end. filled_seconds: after step 1. exposed_seconds: after step 2, never more than either.
     """
 
     shares: tuple[Share, ...]
     end_bytes: int
-    sources: tuple[int, ...]
     plain_seconds: float
     filled_seconds: float
     exposed_seconds: float
-
-    def pieces(self) -> Iterator[Piece]:
-        """Which bytes travel where, the oldest first: every byte in one piece, and none before it is made."""
-        rooms: list[tuple[int, Place, int]] = []
-        for at, share in enumerate(self.shares):
-            rooms += [(at, "dense", share.dense_bytes), (at, "moe", share.moe_bytes)]
-        rooms.append((len(self.shares), "end", self.end_bytes))
-        source, begin = 0, 0
-        for layer, place, room in rooms:
-            while room:
-                taken = min(room, self.sources[source] - begin)
-                if taken:
-                    yield Piece(source - 1, begin, begin + taken, layer, place)
-                room, begin = room - taken, begin + taken
-                if begin == self.sources[source]:
-                    source, begin = source + 1, 0
 
 
 def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int = 0) -> Partition:
@@ -149,9 +62,9 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     spare = [there - gone for there, gone in zip(made, placed, strict=True)]
     rooms = [min(spare[at:]) for at in range(len(spare))]  # what one takes, no later layer has
     nothing = [0] * len(layers)
-    filled = _Problem(layers, all_reduce, dense, moe, sum(sources))
-    plain = _Problem(layers, all_reduce, nothing, nothing, sum(sources))
-    candidates = [(filled, nothing), (filled, _evolved(filled, rooms)), (plain, nothing)]
+    filled = ExposedSeconds(layers, all_reduce, dense, moe, sum(sources))
+    plain = ExposedSeconds(layers, all_reduce, nothing, nothing, sum(sources))
+    candidates = [(filled, nothing), (filled, evolve(filled, rooms)), (plain, nothing)]
     chosen, extra = min(candidates, key=lambda each: each[0].exposed(each[1]))
     shares = [chosen.share(at, more) for at, more in enumerate(extra)]
     left = chosen.left(extra)
@@ -161,7 +74,6 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     return Partition(
         shares=tuple(shares),
         end_bytes=left,
-        sources=sources,
         plain_seconds=all_reduce_seconds(all_reduce, sum(sources)),
         filled_seconds=filled.exposed(nothing),
         exposed_seconds=chosen.exposed(extra),
@@ -183,171 +95,6 @@ def _filled(
     return dense, moe
 
 
-def all_reduce_seconds(all_reduce: LineCost, num_bytes: int) -> float:
-    """t_ar (Section 5.1); nothing is sent, and takes no time, where there are no bytes."""
-    return all_reduce(num_bytes) if num_bytes else 0.0
-
-
-def bytes_within(all_reduce: LineCost, seconds: float) -> int:
-    """The inverse of t_ar, in whole bytes: the most that take no longer; 0 where alpha alone does."""
-    left = seconds - all_reduce.alpha_seconds
-    if left <= 0:
-        return 0
-    most = left / all_reduce.beta_seconds if all_reduce.beta_seconds else 2.0**53
-    found = int(min(most, 2.0**53))
-    while found and all_reduce(found) > seconds:  # the quotient may be rounded up
-        found -= 1
-    return found
-
-
-# ---- step 2
-
-
-class _Problem:
-    """Eq. 5: exposed seconds as a function of the bytes that each MoE part carries beyond step 1."""
-
-    def __init__(
-        self,
-        layers: Sequence[GeneralizedLayer],
-        all_reduce: LineCost,
-        dense: Sequence[int],
-        moe: Sequence[int],
-        total: int,
-    ) -> None:
-        self.layers, self.all_reduce = layers, all_reduce
-        self.dense, self.moe, self.total = list(dense), list(moe), total
-
-    def share(self, at: int, more: int) -> Share:
-        t_gar = all_reduce_seconds(self.all_reduce, self.moe[at] + more)
-        degree = self.layers[at].best(t_gar).degree
-        return Share(moe_bytes=self.moe[at] + more, dense_bytes=self.dense[at], t_gar=t_gar, degree=degree)
-
-    def exposed(self, extra: Sequence[int]) -> float:
-        """Seconds over those of a backward pass without gradients."""
-        seconds = 0.0
-        for layer, moe, more in zip(self.layers, self.moe, extra, strict=True):
-            t_gar = all_reduce_seconds(self.all_reduce, moe + more)
-            seconds += layer.best(t_gar).seconds(t_gar) - layer.best(0.0).alone
-        left = self.left(extra)
-        return seconds + min(all_reduce_seconds(self.all_reduce, left), self.joined_seconds(left))
-
-    def left(self, extra: Sequence[int]) -> int:
-        return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
-
-    def joins(self, left: int) -> bool:
-        """Does what is left better follow the last dense part's bytes, in one message?"""
-        return left > 0 and self.joined_seconds(left) < all_reduce_seconds(self.all_reduce, left)
-
-    def joined_seconds(self, left: int) -> float:
-        """Of that message, what is longer than the dense part; no way where the last layer makes gradients of
-        its own, for those come after its dense part."""
-        if self.layers[-1].gradient_bytes:
-            return math.inf
-        whole = all_reduce_seconds(self.all_reduce, self.dense[-1] + left)
-        return max(0.0, whole - self.layers[-1].dense_seconds)
-
-
-def _evolved(problem: _Problem, rooms: Sequence[int]) -> list[int]:
-    """Extra bytes of each MoE part by scipy's differential evolution, as the paper does.
-
-    A candidate is a share of what is still to be had in each layer, between 0 and 1, so that all candidates
-    are possible. Where two degrees change places the function has steps and plateaus, whose ends an evolution
-    comes near but does not hit: the end of every plateau is tried last, layer by layer.
-    """
-    if not any(rooms):
-        return [0] * len(rooms)
-    import numpy as np
-    from scipy.optimize import differential_evolution  # not needed to import pmoe
-
-    seconds = _vectorized(problem)
-
-    def decoded(shares_DS: NDArray[np.float64]) -> NDArray[np.float64]:
-        extra_DS = np.zeros_like(shares_DS)
-        gone_S = np.zeros(shares_DS.shape[1])
-        for at, room in enumerate(rooms):
-            extra_DS[at] = np.floor(np.clip(shares_DS[at], 0, 1) * np.maximum(room - gone_S, 0))
-            gone_S += extra_DS[at]
-        return extra_DS
-
-    found: Any = differential_evolution(
-        lambda shares_DS: seconds(decoded(shares_DS)),
-        [(0.0, 1.0)] * len(rooms),
-        rng=SEED,
-        maxiter=GENERATIONS,
-        polish=False,
-        vectorized=True,
-        updating="deferred",
-    )
-    extra = [int(each) for each in decoded(found.x[:, None])[:, 0]]
-    return _polished(problem, seconds, rooms, extra)
-
-
-def _vectorized(problem: _Problem) -> Any:
-    """`_Problem.exposed` of many candidates."""
-    import numpy as np
-
-    line, last = problem.all_reduce, problem.layers[-1]
-    alone_D = np.array([layer.best(0.0).alone for layer in problem.layers])[:, None]
-    moe_D = np.array(problem.moe, dtype=float)[:, None]
-    most = max(len(layer.degrees) for layer in problem.layers)
-    rows = [[*layer.degrees, *[layer.degrees[-1]] * (most - len(layer.degrees))] for layer in problem.layers]
-    each_DN1 = np.array([[each.alone for each in row] for row in rows])[:, :, None]
-    beside_DN1 = np.array([[each.beside for each in row] for row in rows])[:, :, None]
-    total = problem.left([0] * len(problem.layers))
-
-    def all_reduced(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.where(num_bytes > 0, line.alpha_seconds + line.beta_seconds * num_bytes, 0.0)
-
-    def seconds(extra_DS: NDArray[np.float64]) -> NDArray[np.float64]:
-        t_gar_DS = all_reduced(moe_D + extra_DS)
-        pass_DS = np.maximum(each_DN1, beside_DN1 + t_gar_DS[:, None, :]).min(axis=1)
-        left_S = total - extra_DS.sum(axis=0)
-        end_S = all_reduced(left_S)
-        if not last.gradient_bytes:
-            longer_S = np.maximum(all_reduced(problem.dense[-1] + left_S) - last.dense_seconds, 0.0)
-            end_S = np.minimum(end_S, longer_S)
-        return np.asarray((pass_DS - alone_D).sum(axis=0) + end_S)
-
-    return seconds
-
-
-def _polished(problem: _Problem, seconds: Any, rooms: Sequence[int], extra: list[int]) -> list[int]:
-    """Each layer in turn takes the end of that plateau which helps most, until none does."""
-    import numpy as np
-
-    best = float(seconds(np.array(extra, dtype=float)[:, None])[0])
-    for _ in range(len(rooms) + 1):
-        before = best
-        for at, layer in enumerate(problem.layers):
-            ends = _plateau_ends(layer, problem.all_reduce, problem.moe[at])
-            free = _free(rooms, extra, at)
-            tried = sorted({min(end, free) for end in (*ends, 0, free)})
-            columns = np.repeat(np.array(extra, dtype=float)[:, None], len(tried), axis=1)
-            columns[at] = tried
-            found = seconds(columns)
-            least = int(np.argmin(found))
-            if found[least] < best * (1 - 1e-12):
-                best, extra = float(found[least]), [*extra[:at], tried[least], *extra[at + 1 :]]
-        if best >= before:
-            break
-    return extra
-
-
-def _plateau_ends(layer: GeneralizedLayer, all_reduce: LineCost, carried: int) -> list[int]:
-    """Extra bytes with which a degree's longest path begins to have the gradients on it."""
-    ends = (bytes_within(all_reduce, each.alone - each.beside) - carried for each in layer.degrees)
-    return [end for end in ends if end > 0]
-
-
-def _free(rooms: Sequence[int], extra: Sequence[int], at: int) -> int:
-    """The most that layer ``at`` may take beside what all others take: no layer takes bytes not yet made."""
-    taken = list(itertools.accumulate([*extra[:at], 0, *extra[at + 1 :]]))
-    return max(0, min(room - gone for room, gone in zip(rooms[at:], taken[at:], strict=True)))
-
-
-# ---- checks
-
-
 def _check(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int) -> None:
     if not layers:
         raise ValueError("layers (none) must hold at least one")
@@ -355,11 +102,4 @@ def _check(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes
         number = getattr(all_reduce, name)
         if not 0 <= number < math.inf:
             raise ValueError(f"{name} ({number}) of all_reduce must be a finite number of at least 0")
-    _check_bytes("ready_bytes", ready_bytes)
-
-
-def _check_bytes(name: str, number: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{name} ({number!r}) must be an int")
-    if number < 0:
-        raise ValueError(f"{name} ({number}) must be at least 0")
+    check_bytes("ready_bytes", ready_bytes)

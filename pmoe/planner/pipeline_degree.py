@@ -7,7 +7,8 @@ longest decides which of four formulas holds; each is solved where it holds, and
 
 Where all-gather and reduce-scatter take the same time, which the paper assumes, its formula of the case that
 holds is the length of that schedule, and a convex function of r: so rounding its minimum down and up finds
-the best whole r. Where they do not, `schedule_seconds` is still that length; the four formulas are not.
+the best whole r. Where they do not, the formulas may be too short: `pmoe.planner.degree_search` goes on from
+here on the schedule itself.
 
 Letters: r chunks; a2a, ag, rs, exp: all-to-all (each of two), all-gather, reduce-scatter, experts; t_gar
 seconds.
@@ -15,14 +16,12 @@ seconds.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pmoe.planner.costs import LineCost
+from pmoe.planner.stage_costs import LayerCosts, check_gradient_seconds
 
 MAX_DEGREE = 16
 """The largest r that is looked at where the caller names none."""
@@ -32,68 +31,6 @@ STEP = 1e-5
 
 TOLERANCE = 1e-7
 """Of a constraint, as a share of the time in one chunk: SLSQP ends that far outside at times."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a stage does in one pass: ``size`` on ``line``. A chunk of r takes alpha + size / r * beta (Eq.
-    1).
-
-    Raises ValueError for a number that is negative or not finite: `pmoe.planner.costs.least_squares` fits no
-    such line.
-    """
-
-    line: LineCost
-    size: float
-
-    def __post_init__(self) -> None:
-        for name, number in (
-            ("alpha_seconds", self.line.alpha_seconds),
-            ("beta_seconds", self.line.beta_seconds),
-            ("size", self.size),
-        ):
-            if not 0 <= number < math.inf:
-                raise ValueError(f"{name} ({number}) must be a finite number of at least 0")
-
-    def twice(self) -> Work:
-        """The same work two times in each chunk."""
-        return Work(line=LineCost(2 * self.line.alpha_seconds, 2 * self.line.beta_seconds), size=self.size)
-
-
-class Chunk(NamedTuple):
-    """Seconds of one chunk on each stage."""
-
-    a2a: float
-    ag: float
-    rs: float
-    exp: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerCosts:
-    """The work of one pass of a layer; a2a is one of its two all-to-alls."""
-
-    a2a: Work
-    ag: Work
-    rs: Work
-    exp: Work
-
-    def chunk(self, r: float) -> Chunk:
-        """Eq. 1: seconds of a chunk of r."""
-        return Chunk(*(alpha + whole / r for alpha, whole in self._pairs))
-
-    def backward(self) -> LayerCosts:
-        """The backward pass of a layer whose forward pass this is: experts take twice as long (Section 4.4).
-
-        They make the gradients of their inputs and those of their weights. The paper doubles alpha, beta and
-        n, which read literally is four times; its Table 2 measures twice, so alpha and beta double here.
-        """
-        return LayerCosts(a2a=self.a2a, ag=self.ag, rs=self.rs, exp=self.exp.twice())
-
-    @functools.cached_property
-    def _pairs(self) -> tuple[tuple[float, float], ...]:
-        works = (getattr(self, field.name) for field in fields(self))
-        return tuple((w.line.alpha_seconds, w.line.beta_seconds * w.size) for w in works)
 
 
 class Solved(NamedTuple):
@@ -107,20 +44,6 @@ class Solved(NamedTuple):
     case: int
     continuous: float
     case_before: int
-
-
-class DegreeSeconds(NamedTuple):
-    """A backward pass in ``degree`` chunks that carries t_gar takes max(alone, beside + t_gar) seconds.
-
-    alone: without gradients. beside: the longest path through the gradients' task, less that task.
-    """
-
-    degree: int
-    alone: float
-    beside: float
-
-    def seconds(self, t_gar: float) -> float:
-        return max(self.alone, self.beside + t_gar)
 
 
 # ---- the paper's cases
@@ -183,19 +106,6 @@ def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
     return case_seconds(case_of(costs, r, t_gar), costs, r, t_gar)
 
 
-def overlappable_seconds(costs: LayerCosts, r: float) -> float:
-    """t_olp,moe (Section 5.2): the longest t_gar that r chunks hide, by the case that holds without any."""
-    a2a, ag, rs, exp = costs.chunk(r)
-    match case_of(costs, r):
-        case 2:
-            return r * exp + ag + rs - 2 * (r - 1) * a2a
-        case 3:
-            return ag + rs
-        case 4:
-            return r * (ag + rs) - 2 * (r - 1) * a2a
-    return 0.0  # case 1: the inter-node lane never idles; only where nothing costs anything
-
-
 def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> Solved:
     """Algorithm 1: the degree that is fastest by the four formulas, each minimised by SLSQP where it holds.
 
@@ -208,7 +118,9 @@ def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEG
     Example: experts of 8 s whatever r is, all else free -> degree 1; experts of 8 s in all and two
     all-to-alls of 4 s, nothing per chunk -> the largest degree.
     """
-    check(t_gar, max_degree)
+    check_gradient_seconds(t_gar)
+    if max_degree < 1:
+        raise ValueError(f"max_degree ({max_degree}) must be at least 1")
     best, before, case = math.inf, 1.0, 0
     for branch, stretch in itertools.groupby(
         range(1, max_degree + 1), key=lambda r: _branch_of(costs, r, t_gar)
@@ -220,47 +132,6 @@ def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEG
     whole = {min(max(side(before), 1), max_degree) for side in (math.floor, math.ceil)}
     degree = min(sorted(whole), key=lambda r: formula_seconds(costs, r, t_gar))
     return Solved(degree, formula_seconds(costs, degree, t_gar), case_of(costs, degree, t_gar), before, case)
-
-
-def find_degrees(
-    forward: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE
-) -> tuple[Solved, Solved]:
-    """Algorithm 1 for both passes, apart (Section 4.4): only backward carries gradients."""
-    return find_degree(forward, 0.0, max_degree), find_degree(forward.backward(), t_gar, max_degree)
-
-
-# ---- the schedule itself
-
-
-def schedule_seconds(costs: LayerCosts, r: int, t_gar: float = 0.0) -> float:
-    """How long the paper's schedule is, whatever all-gather and reduce-scatter take: its longest path."""
-    return _degree_seconds(costs, r).seconds(t_gar)
-
-
-def seconds_by_degree(costs: LayerCosts, degrees: Iterable[int]) -> tuple[DegreeSeconds, ...]:
-    """`schedule_seconds` of each degree, for any t_gar."""
-    return tuple(_degree_seconds(costs, r) for r in degrees)
-
-
-def check(t_gar: float, max_degree: int = MAX_DEGREE) -> None:
-    """Raises ValueError for what no degree can be found for."""
-    if not 0 <= t_gar < math.inf:
-        raise ValueError(f"t_gar ({t_gar}) must be a finite number of at least 0")
-    if max_degree < 1:
-        raise ValueError(f"max_degree ({max_degree}) must be at least 1")
-
-
-def _degree_seconds(costs: LayerCosts, r: int) -> DegreeSeconds:
-    """A path goes along lanes and down from one lane to the next in one chunk; its length is linear in the
-    chunks where it goes down, so a longest one goes down in the first or in the last: it stays on one lane
-    for r chunks and passes every other once. Beside that there are two lanes that turn round: AG before RS,
-    and S before the gradients before R."""
-    a2a, ag, rs, exp = costs.chunk(r)
-    once = 2 * a2a + ag + rs
-    through_experts = once + exp + (r - 1) * max(a2a, ag, rs, exp)
-    through_node = once + (r - 1) * (max(a2a, ag) + max(a2a, rs))
-    between_nodes = 2 * r * a2a
-    return DegreeSeconds(r, max(through_experts, through_node, between_nodes), between_nodes)
 
 
 # ---- SLSQP

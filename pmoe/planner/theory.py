@@ -1,4 +1,4 @@
-"""The memory of a layer as MPipeMoE's Eq. 1-6 give it: what the memory model must agree with.
+"""The memory of a layer as MPipeMoE's Eq. 1-6 give it.
 
 All results are elements of a rank, not bytes: ints where they are whole. The paper's setting: one expert a
 rank, top-1, even routing, Adam, a two-layer expert without gate or bias; routing data is not counted.
@@ -8,22 +8,24 @@ B tokens of a rank, M = d_model, H = d_hidden, E experts in all, n chunks (which
 
 from __future__ import annotations
 
+from pmoe.arguments import check_count
+
 
 def model_states(M: int, H: int, E: int) -> int:
     """Eq. 1: 4 (E M + 2 H M), the gate and one expert: parameters, gradients, momentum, variance."""
-    check_sizes(M=M, H=H, E=E)
+    check_count(M=M, H=H, E=E)
     return 4 * (E * M + 2 * H * M)
 
 
 def activations(B: int, M: int, H: int) -> int:
     """Eq. 2: 4 B M + B H, that is T_I, T_DI, T_DO, T_O and T_M, all at once."""
-    check_sizes(B=B, M=M, H=H)
+    check_count(B=B, M=M, H=H)
     return 4 * B * M + B * H
 
 
 def buffers(B: int, M: int, H: int) -> int:
     """Eq. 3: B M + B H, the gradients of two neighbouring tensors, where one runs after the other."""
-    check_sizes(B=B, M=M, H=H)
+    check_count(B=B, M=M, H=H)
     return B * M + B * H
 
 
@@ -45,7 +47,7 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
     be more than there is to share and the saving negative, so the saving of a tensor is at least 0 here.
     Example: B = 16384, M = 2048, H = 8192, n = 8 -> 16384 (3072 + 7168) = 167772160.
     """
-    check_sizes(B=B, M=M, H=H, n=n)
+    check_count(B=B, M=M, H=H, n=n)
     saved_n_times = B * (2 * M * max(n - 2, 0) + H * (n - 1))
     whole, rest = divmod(saved_n_times, n)
     return saved_n_times / n if rest else whole
@@ -71,12 +73,3 @@ def theory(B: int, M: int, H: int, E: int, n: int) -> dict[str, int | float]:
         "saved": 2 * saved_each(B, M, H, n),
         "saving_ratio": saving_ratio(B, M, H, E, n),
     }
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raises TypeError unless each is an int (a bool is not), ValueError for one below 1."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} ({size!r}) must be an int")
-        if size < 1:
-            raise ValueError(f"{name} ({size}) must be at least 1")

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from pmoe.planner.simulator import Simulated
+from pmoe.schedule.tasks import Task
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -85,6 +88,22 @@ def bars(spans: Iterable[TimedTask], origin: float | None = None) -> list[Bar]:
     return drawn
 
 
+def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin: float = 0.0) -> list[Bar]:
+    """A simulated pass that begins at ``origin`` seconds, as bars."""
+    return [
+        Bar(
+            direction=direction,
+            name=each.task.name,
+            kind=each.task.kind.value,
+            chunk=each.task.chunk,
+            lane=each.task.lane.value,
+            start=origin + each.start,
+            end=origin + each.end,
+        )
+        for each in simulated
+    ]
+
+
 COLOURS: Mapping[str, str] = {
     "S": "#4477aa",
     "R": "#66ccee",
@@ -153,7 +172,7 @@ LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """From the top. Copies are shown where there are any."""
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks")
-"""Those of a fused kernel (`pmoe.papers.comet_simulator.busy_bars`), from the top."""
+"""Those of a fused kernel (`pmoe.papers.comet_bars.busy_bars`), from the top."""
 
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], title: str) -> None:

@@ -16,8 +16,9 @@ from pmoe.experts import Experts, FFNExperts, SwiGLUExperts
 from pmoe.kernels import comet as kernels
 from pmoe.kernels.buckets import bucket
 from pmoe.kernels.comet import Steps
-from pmoe.measure.division import agreed, agreed_layer, layer_sizes
-from pmoe.planner.division import Division, Sizes, kernel_shape
+from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
+from pmoe.planner.division import Division, FusedLayerSizes, kernel_sizes
+from pmoe.schedule.tasks import PassDirection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +143,8 @@ def heap_shape(request: Request) -> HeapShape:
     )
 
 
-def _division(request: Request, kernel: kernels.FusedKernel, direction: kernels.PassDirection) -> Division:
-    return agreed(request.ranks, kernel_shape(layer_sizes_of(request), kernel, direction), request.device)
+def _division(request: Request, kernel: kernels.FusedKernel, direction: PassDirection) -> Division:
+    return agreed(request.ranks, kernel_sizes(layer_sizes_of(request), kernel, direction), request.device)
 
 
 def worth(request: Request) -> bool:
@@ -156,9 +157,9 @@ def worth(request: Request) -> bool:
     return seconds is not None and seconds.fused_is_faster(training=request.needs_grad)
 
 
-def layer_sizes_of(request: Request) -> Sizes:
+def layer_sizes_of(request: Request) -> FusedLayerSizes:
     """As the tables of measured divisions and layers are asked."""
-    return layer_sizes(
+    return fused_layer_sizes(
         request.device,
         d_model=request.d_model,
         d_hidden=request.d_hidden,

@@ -6,41 +6,41 @@ the batch at hand, through the plan that the layer itself would make, and leaves
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pmoe.comm.agree import from_first, largest
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
-from pmoe.planner.granularity import Degrees, GranularitySearch
+from pmoe.measure.degrees_file import load_degrees
+from pmoe.measure.rounds import begin_together, clock_of, median_seconds
+from pmoe.planner.granularity import GranularityTable, PassDegrees
 
 log = logging.getLogger("pmoe")
 
 REPEATS = 3
 
-_tables: dict[tuple[str, str], GranularitySearch] = {}
+_tables: dict[tuple[str, str], GranularityTable] = {}
 
 
-def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularitySearch:
+def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularityTable:
     """What is known of layers like this one on this group. key: sizes, types and strategy."""
-    return _tables.setdefault(_name(ranks, key), GranularitySearch())
+    return _tables.setdefault(_name(ranks, key), GranularityTable())
 
 
 def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> None:
-    """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `GranularitySearch.load`."""
-    found: GranularitySearch | Exception | None = None
+    """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `load_degrees`."""
+    found: GranularityTable | Exception | None = None
     if ranks.rank == 0:
         try:
-            loaded = GranularitySearch.load(path, key)
+            loaded = load_degrees(path, key)
             unknown = [
                 degrees
                 for degrees in loaded.ranges.points.values()
@@ -63,13 +63,13 @@ def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def search(
-    known: GranularitySearch,
+    known: GranularityTable,
     max_tokens: int,
     candidates: Sequence[int],
-    runner_of: Callable[[Degrees], Runner | None],
+    runner_of: Callable[[PassDegrees], Runner | None],
     inputs: Inputs,
     ranks: Ranks,
-) -> Degrees:
+) -> PassDegrees:
     """Finds by trials the degrees for ``max_tokens`` tokens, the largest number of a rank, and records them.
 
     runner_of: what runs a call with these degrees, None where a layer does not allow them. inputs: rows,
@@ -78,11 +78,11 @@ def search(
     rank's medians.
     """
     forward, backward, seconds = {}, {}, {}
-    same = [Degrees(n, n) for n in candidates]
+    same = [PassDegrees(n, n) for n in candidates]
     for degrees, (ahead, back) in zip(same, _trials(same, runner_of, inputs, ranks), strict=True):
         forward[degrees.forward], backward[degrees.backward] = ahead, back
         seconds[degrees] = ahead + back
-    apart = Degrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
+    apart = PassDegrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
     if apart not in seconds and runner_of(apart) is not None:
         ((ahead, back),) = _trials([apart], runner_of, inputs, ranks)
         seconds[apart] = ahead + back
@@ -98,41 +98,34 @@ def search(
 
 
 def _trials(
-    candidates: Sequence[Degrees],
-    runner_of: Callable[[Degrees], Runner | None],
+    candidates: Sequence[PassDegrees],
+    runner_of: Callable[[PassDegrees], Runner | None],
     inputs: Inputs,
     ranks: Ranks,
 ) -> list[tuple[float, float]]:
     """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns."""
     device = inputs.x_TM.device
-    times: list[list[tuple[float, float]]] = [[] for _ in candidates]
-    runners = [runner_of(degrees) for degrees in candidates]
+    clock = clock_of(device)
 
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+    def trial(degrees: PassDegrees) -> Callable[[], tuple[float, float]]:
+        runner = runner_of(degrees)
+        assert runner is not None
+        return functools.partial(_run_both, runner, inputs, clock)
 
-    for turn in range(-1, REPEATS):
-        for runner, taken in zip(runners, times, strict=True):
-            assert runner is not None
-            if ranks.size > 1:
-                dist.barrier(group=ranks.group)
-            marks = _run_both(runner, inputs, now)
-            if turn >= 0:
-                taken.append((marks[1] - marks[0], marks[2] - marks[1]))
-    medians = [statistics.median(each[i] for each in taken) for taken in times for i in (0, 1)]
-    slowest = largest(ranks, device, medians, stage="agreeing on a number of chunks")
-    return list(zip(slowest[::2], slowest[1::2], strict=True))
+    agree = functools.partial(largest, ranks, device, stage="agreeing on a number of chunks")
+    medians = median_seconds(
+        [trial(degrees) for degrees in candidates], REPEATS, begin=begin_together(ranks), agree=agree
+    )
+    return [(ahead, back) for ahead, back in medians]
 
 
 @torch.no_grad()
-def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float, float]:
-    """Runs both passes, T_O as its own gradient, drops all results: the times before, between and after."""
+def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
+    """Runs both passes, T_O as its own gradient, and drops all results: the seconds of each."""
     start = now()
     y_TM, saved = runner.forward(inputs, keep=True)
     middle = now()
     assert saved is not None
     wanted = [tensor is not None and tensor.requires_grad for tensor in inputs.all]
     saved.backward(saved.tensors, wanted, y_TM)
-    return start, middle, now()
+    return middle - start, now() - middle

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from pmoe.comm.agree import largest
 from pmoe.comm.grid import Grid
 from pmoe.measure.black_box import profile_module
-from pmoe.measure.profile import Operations, load_or_measure
+from pmoe.measure.profile import load_or_measure
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES
-from pmoe.planner.degree_search import Way, pass_seconds, refined
-from pmoe.planner.footprint import Shape
-from pmoe.planner.granularity import Degrees
-from pmoe.planner.pipeline_degree import LayerCosts, Work
+from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, refined
+from pmoe.planner.granularity import PassDegrees
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.profile import Operations
+from pmoe.planner.stage_costs import LayerCosts, StageWork
 from pmoe.schedule.restore import Restore
 
 BLACK_BOX_ROWS = (64, 256, 1024)
@@ -45,7 +46,7 @@ def operations_of(grid: Grid, device: torch.device, dtype: torch.dtype) -> Opera
 
 
 def layer_costs(
-    shape: Shape, operations: Operations, num_tokens: int, expert: LineCost | None = None
+    shape: LayerSizes, operations: Operations, num_tokens: int, expert: LineCost | None = None
 ) -> LayerCosts:
     """The work of a forward pass over ``num_tokens`` tokens of each rank. expert: seconds of an expert's rows
     where it is a black box."""
@@ -63,10 +64,10 @@ def layer_costs(
         size = float(gathered * shape.d_model * (shape.columns.hidden + shape.columns.scratch))
     shared = rows * (inside - 1) * row_bytes
     return LayerCosts(
-        a2a=Work(line=operations.all_to_all.line, size=rows * (across - 1) / across * row_bytes),
-        ag=Work(line=operations.all_gather.line, size=shared),
-        rs=Work(line=operations.reduce_scatter.line, size=shared),
-        exp=Work(line=line, size=size),
+        a2a=StageWork(line=operations.all_to_all.line, size=rows * (across - 1) / across * row_bytes),
+        ag=StageWork(line=operations.all_gather.line, size=shared),
+        rs=StageWork(line=operations.reduce_scatter.line, size=shared),
+        exp=StageWork(line=line, size=size),
     )
 
 
@@ -77,15 +78,15 @@ class Solver:
         """restore: None where buffers do not rotate; both passes then have the same chunks."""
         self._grid, self._restore = grid, restore
         self._ways = tuple(
-            Way(direction=direction, one_lane=one_lane, restore=restore)
+            ScheduleOptions(direction=direction, one_lane=one_lane, restore=restore)
             for direction in ("forward", "backward")
         )
         self._black_box: tuple[LineCost, LineCost] | None = None
-        self._found: dict[tuple[int, float], Degrees] = {}
+        self._found: dict[tuple[int, float], PassDegrees] = {}
 
     def degrees(
-        self, shape: Shape, rows_TM: Tensor, num_tokens: int, t_gar: float, modules: Sequence[nn.Module]
-    ) -> Degrees:
+        self, shape: LayerSizes, rows_TM: Tensor, num_tokens: int, t_gar: float, modules: Sequence[nn.Module]
+    ) -> PassDegrees:
         """modules: this rank's experts, where they are modules. t_gar: seconds of other layers' gradients in
         the backward pass. Collective the first time."""
         key = (num_tokens, t_gar)
@@ -96,7 +97,7 @@ class Solver:
             self._found[key] = self._solve(shape, operations, num_tokens, t_gar)
         return self._found[key]
 
-    def _solve(self, shape: Shape, operations: Operations, num_tokens: int, t_gar: float) -> Degrees:
+    def _solve(self, shape: LayerSizes, operations: Operations, num_tokens: int, t_gar: float) -> PassDegrees:
         ahead, back = (None, None) if self._black_box is None else self._black_box
         forward = layer_costs(shape, operations, num_tokens, ahead)
         if back is None:
@@ -106,13 +107,13 @@ class Solver:
         way, way_back = self._ways
         if self._restore is not None:
             found = refined(forward, way, degrees=DEGREES).degree
-            return Degrees(found, refined(backward, way_back, t_gar, DEGREES).degree)
+            return PassDegrees(found, refined(backward, way_back, t_gar, DEGREES).degree)
 
         def step(n: int) -> float:
             return pass_seconds(forward, n, way) + pass_seconds(backward, n, way_back, t_gar)
 
         best = min(DEGREES, key=step)
-        return Degrees(best, best)
+        return PassDegrees(best, best)
 
 
 def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:

@@ -27,8 +27,11 @@ import enum
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from pmoe.text import table
+
+PassDirection = Literal["forward", "backward"]
 
 
 class Lane(str, enum.Enum):

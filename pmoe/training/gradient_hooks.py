@@ -12,8 +12,8 @@ from torch import Tensor
 from pmoe.engine.plan import Gradients
 from pmoe.layer import MoELayer
 from pmoe.planner.degree import DEGREES, fixed_degree
-from pmoe.planner.degree_search import Way, simulated_degrees
-from pmoe.planner.pipeline_degree import DegreeSeconds
+from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
+from pmoe.planner.stage_costs import DegreeSeconds
 from pmoe.runners.solved import layer_costs, operations_of
 from pmoe.schedule.restore import Restore
 
@@ -77,6 +77,6 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     operations = operations_of(layer.grid, rows.device, rows.dtype)
     costs = layer_costs(layer.memory_shape(), operations, layer.max_tokens).backward()
     restore = layer.restore if isinstance(layer.restore, Restore) else None
-    way = Way(direction="backward", one_lane=layer.switches.one_lane, restore=restore)
+    way = ScheduleOptions(direction="backward", one_lane=layer.switches.one_lane, restore=restore)
     fixed = layer.pipeline_backward or fixed_degree(layer.pipeline)
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))

@@ -18,10 +18,11 @@ from torch import Tensor
 from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
-from pmoe.measure.rounds import COMMUNICATE, Group, open_bench, seconds_of
-from pmoe.planner.costs import LineCost, least_squares
-from pmoe.planner.gradient_partition import GeneralizedLayer, Partition, partition
-from pmoe.planner.pipeline_degree import DegreeSeconds
+from pmoe.measure.bench import COMMUNICATE, Group, open_bench, seconds_of
+from pmoe.planner.costs import LineCost, fit
+from pmoe.planner.generalized_layer import GeneralizedLayer
+from pmoe.planner.gradient_partition import Partition, partition
+from pmoe.planner.stage_costs import DegreeSeconds
 from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
 from pmoe.training.gradient_hooks import backward_degrees
 
@@ -125,4 +126,4 @@ def measure_all_reduce(ranks: Ranks, like: Tensor) -> LineCost:
             message = like.new_zeros(max(num_bytes // like.element_size(), 1))
             piece = partial(dist.all_reduce, message, group=ranks.group)
             seconds.append(seconds_of(bench, COMMUNICATE, piece, REPEATS))
-    return least_squares(MESSAGE_BYTES, seconds)[0]
+    return fit(zip(MESSAGE_BYTES, seconds, strict=True)).line

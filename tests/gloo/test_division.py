@@ -13,14 +13,16 @@ import torch.distributed as dist
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.division import agreed, agreed_layer, forget
-from pmoe.measure.division_file import save_table
-from pmoe.planner.division import Division, Shape, Table, fill
+from pmoe.measure.division_file import save_divisions
+from pmoe.measure.fused_kernels import sweep
+from pmoe.planner.division import Division, FusedKernelSizes
+from pmoe.planner.division_table import DivisionTable
 from tests.gloo.test_settle import counted_reductions
 from tests.pool import ranks
 from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, layer, table
 
 
-def taken(rank: int, world: int, folder: str, given: list[Shape]) -> list[Any]:
+def taken(rank: int, world: int, folder: str, given: list[FusedKernelSizes]) -> list[Any]:
     """What each rank takes, its reductions, and its error; of a folder a rank."""
     forget()
     group, own, found, error = Ranks(), Path(folder) / str(rank), None, None
@@ -36,21 +38,21 @@ def taken(rank: int, world: int, folder: str, given: list[Shape]) -> list[Any]:
 
 
 def test_ranks_whose_files_differ_take_rank_0s_with_one_reduction_each(tmp_path: Path) -> None:
-    save_table(Table({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path / "0")
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path / "0")
     slower = replace(layer(), seconds=replace(SECONDS, fused_step=9.0))
-    save_table(Table({SHAPE: entry(SHAPE, 40, 256)}, {SIZES: slower}), tmp_path / "1")
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 40, 256)}, {SIZES: slower}), tmp_path / "1")
     expected = [[Division(26, 1024)] * 2, SECONDS, 2, 0, None]
     assert ranks(2).run(taken, str(tmp_path), [SHAPE] * 2) == [expected] * 2
 
 
 def test_where_rank_0_has_nothing_the_rule_holds_whatever_rank_1_has(tmp_path: Path) -> None:
-    save_table(Table({SHAPE: entry(SHAPE, 40)}, {SIZES: layer()}), tmp_path / "1")
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 40)}, {SIZES: layer()}), tmp_path / "1")
     expected: list[Any] = [[Division(11, 512)] * 2, None, 2, 0, None]
     assert ranks(2).run(taken, str(tmp_path), [SHAPE] * 2) == [expected] * 2
 
 
 def test_where_rank_0s_file_is_corrupt_it_tells_and_all_go_on(tmp_path: Path) -> None:
-    (path,) = save_table(table(entry(SHAPE, 40)), tmp_path / "0")
+    (path,) = save_divisions(table(entry(SHAPE, 40)), tmp_path / "0")
     path.write_text("{")
     first, second = ranks(2).run(taken, str(tmp_path), [SHAPE] * 2)
     assert first == [[Division(11, 512)] * 2, None, 2, 2, None]
@@ -69,7 +71,7 @@ def test_unlike_shapes_are_an_error_on_every_rank(tmp_path: Path) -> None:
 def filled(rank: int, world: int) -> tuple[Division, dict[Division, float]]:
     """Rank 0 is fast with few blocks, rank 1 with many; n_c=4 fails on rank 1."""
 
-    def time(shape: Shape, division: Division) -> float:
+    def time(shape: FusedKernelSizes, division: Division) -> float:
         if rank == 1 and division.n_c == 4:
             raise RuntimeError("no memory")
         return float(division.n_c if rank == 0 else 9 - division.n_c)
@@ -77,7 +79,7 @@ def filled(rank: int, world: int) -> tuple[Division, dict[Division, float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         agree = partial(largest, Ranks(), CPU, stage="a test")
-        (found,) = fill([replace(SHAPE, kernel="dispatch", num_blocks=18)], time, agree)
+        (found,) = sweep([replace(SHAPE, kernel="dispatch", num_blocks=18)], time, agree)
     dist.barrier()
     return found.division, dict(found.seconds)
 

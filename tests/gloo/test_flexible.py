@@ -19,8 +19,8 @@ import pmoe
 import pmoe.gates
 import pmoe.layer.orders
 from pmoe.engine.plan import make_plan
-from pmoe.measure.profile import Operations
 from pmoe.planner.costs import Fit, LineCost
+from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
 from tests.gloo.flexible import (
     D_HIDDEN,

@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
-from pmoe.measure.profile import Profile, identity, load, load_or_measure, profile_path, save
+from pmoe.measure.identity import identity
+from pmoe.measure.profile import load_or_measure
+from pmoe.measure.profile_file import load_profile, profile_path, save_profile
+from pmoe.planner.profile import Identity, Profile
 from tests.pool import ranks
 from tests.unit.test_profile import Counted, assert_sound
 
@@ -47,7 +50,7 @@ def saved(rank: int, world: int, folders: list[str], seconds: list[float]) -> st
     """Each rank saves a profile of what is here that took so many seconds."""
     made = Counted()(Ranks(), "cpu", torch.float32, quick=True)
     path = profile_path(made, folders[rank])
-    save(replace(made, seconds=seconds[rank]), path)
+    save_profile(replace(made, seconds=seconds[rank]), path)
     return str(path)
 
 
@@ -64,7 +67,7 @@ def test_both_ranks_measure_the_same_sound_profile_and_find_it_again(tmp_path: P
     assert_sound(first)
     assert (first.num_ranks, first.backend, first.device_type) == (2, "gloo", "cpu")
     [path] = tmp_path.iterdir()
-    assert load(path, expected=first.identity) == first
+    assert load_profile(path, expected=first.identity) == first
     again = ranks(2).run(loaded_or_measured, [str(tmp_path)] * 2)
     assert again == [(first, 0, [])] * 2, "measured though there was a file"
 
@@ -111,7 +114,7 @@ def test_where_files_differ_all_ranks_take_the_profile_of_rank_0(tmp_path: Path)
     assert [(profile.seconds, calls) for profile, calls, _ in reports] == [(7.0, 0), (7.0, 0)]
 
 
-def identity_of_rank(rank: int, world: int) -> module.Identity:
+def identity_of_rank(rank: int, world: int) -> Identity:
     return identity(Ranks(), "cpu")
 
 

@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
-from pmoe.measure.operations import all_gather, reduce_scatter
-from pmoe.measure.profile import Operations, Profile, load, load_or_measure, measure_operations
+from pmoe.measure.operations import all_gather, measure_operations, reduce_scatter
+from pmoe.measure.profile import load_or_measure
+from pmoe.measure.profile_file import load_profile
+from pmoe.planner.profile import Operations, Profile
 from tests.pool import ranks
 from tests.unit.test_profile import Counted
 from tests.unit.test_profile_operations import assert_lines
@@ -76,7 +78,7 @@ def test_operations_join_the_profile_in_its_file(tmp_path: Path) -> None:
     assert calls == 1
     assert_lines(found.operations, 2, 2)
     [path] = tmp_path.iterdir()
-    assert load(path) == found
+    assert load_profile(path) == found
     assert ranks(2).run(kept, str(tmp_path)) == [(found, found, 0)] * 2
 
 

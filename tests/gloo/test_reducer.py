@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.engine import run as engine
-from pmoe.measure.profile import Operations
 from pmoe.planner.costs import Fit, LineCost
-from pmoe.planner.gradient_partition import Partition, Share
+from pmoe.planner.generalized_layer import Share
+from pmoe.planner.gradient_partition import Partition
+from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
 from pmoe.training import gradient_hooks, gradient_partitioning
@@ -165,7 +166,6 @@ def pieces(*sizes: int) -> Partition:
             for at, size in enumerate(shares)
         ),
         end_bytes=end,
-        sources=(sum(sizes),),
         plain_seconds=1.0,
         filled_seconds=1.0,
         exposed_seconds=1.0,

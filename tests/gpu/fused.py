@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.virtual_ranks import VirtualRanks
 from pmoe.comm.heap import Heap
 from pmoe.comm.heap.device_memory import tensor_at
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
-from pmoe.measure.virtual_ranks import Parameters, VirtualRanks
+from pmoe.measure.fused_timing import FusedParameters
 from pmoe.planner.division import Division
 from tests.gpu import support
 from tests.gpu.grouped import (
@@ -195,14 +196,14 @@ class World:
             for rank in range(case.num_ranks)
         ]
 
-    def parameters(self) -> Parameters:
+    def parameters(self) -> FusedParameters:
         """Of all ranks, on the device."""
 
         def by_rank(tensor: Tensor) -> list[Tensor]:
             return [each.contiguous().to(DEVICE) for each in tensor.chunk(self.case.num_ranks)]
 
         nothing: list[Tensor | None] = [None] * self.case.num_ranks
-        return Parameters(
+        return FusedParameters(
             w1=by_rank(self.w1),
             w2=by_rank(self.w2),
             b1=nothing if self.b1 is None else by_rank(self.b1),
@@ -378,7 +379,7 @@ class Player:
         here = [heap.rank for heap in heaps]
         self.journeys = [(journeys or world.journeys())[rank] for rank in here]
         every = world.parameters()
-        self.given = Parameters(
+        self.given = FusedParameters(
             activation=every.activation,
             **{name: [getattr(every, name)[rank] for rank in here] for name in ("w1", "w2", "b1", "b2")},
         )

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.virtual_ranks import VirtualRanks
 from pmoe.kernels import route as routing
 from pmoe.kernels.comet import Journey
 from pmoe.kernels.route import Routes
-from pmoe.measure.virtual_ranks import Parameters, VirtualRanks
+from pmoe.measure.fused_timing import FusedParameters
 from pmoe.planner.division import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, Regions
@@ -68,7 +69,7 @@ class Integers:
         self.w1 = self.draw(self.num_experts, d_hidden, d_model)
         self.w2 = self.draw(self.num_experts, d_model, d_hidden)
         nothing: list[Tensor | None] = [None] * num_ranks
-        self.given = Parameters(
+        self.given = FusedParameters(
             w1=self.w1.to(torch.bfloat16).chunk(num_ranks),
             w2=self.w2.to(torch.bfloat16).chunk(num_ranks),
             b1=nothing,

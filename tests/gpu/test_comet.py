@@ -13,10 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.virtual_ranks import VirtualRanks
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import comet, route
 from pmoe.kernels.comet import availability
-from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, routes_of
+from pmoe.measure.fused_timing import FusedParameters, routes_of
 from pmoe.planner.division import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual
@@ -304,7 +305,7 @@ def test_a_forward_pass_of_virtual_ranks_is_six_kernels_at_most(path: str) -> No
         num_ranks, experts, rows=num_tokens * top_k, home_rows=num_tokens * top_k, d_model=d_model,
         dtype=torch.bfloat16, device=DEVICE, division=Division(8, 512),
     )  # fmt: skip
-    given = Parameters.random(num_ranks, experts, d_model, 768, "swiglu", bias=False, like=x)
+    given = FusedParameters.random(num_ranks, experts, d_model, 768, "swiglu", bias=False, like=x)
 
     def forward() -> torch.Tensor:
         logits = router_logits(x, gate)

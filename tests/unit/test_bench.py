@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from bench import device
-from bench.timing import turns
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "bench").rglob("*.py"))
@@ -62,14 +61,6 @@ def test_a_script_of_a_clone_prints_its_help_in_any_folder(
 
 
 # ---- times of a GPU, by a clock that the test sets
-
-
-def test_every_round_begins_with_another_run() -> None:
-    assert list(turns(["a", "b", "c"], 2, warmup=1)) == [
-        (-1, "c"), (-1, "a"), (-1, "b"),
-        (0, "a"), (0, "b"), (0, "c"),
-        (1, "b"), (1, "c"), (1, "a"),
-    ]  # fmt: skip
 
 
 class Device:

@@ -19,9 +19,10 @@ from pmoe import MoELayer, Restore, cli
 from pmoe.integrations.run_folder import SCALARS, append
 from pmoe.integrations.run_rows import ScalarRow
 from pmoe.kernels import extension, status
-from pmoe.measure.profile import Profile, load, profile_path, save
-from pmoe.planner.choose import bound
-from pmoe.planner.footprint import shape_of_sizes
+from pmoe.measure.profile_file import load_profile, profile_path, save_profile
+from pmoe.planner.candidates import bound
+from pmoe.planner.profile import Profile
+from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from tests.unit.test_profile import MADE
@@ -66,7 +67,7 @@ def one_thread() -> Any:
 def folder(tmp_path: Path) -> Path:
     """Holds one profile, of 4 ranks in float32, and somebody else's file."""
     folder = tmp_path / "cache"
-    save(MADE, profile_path(MADE, folder))
+    save_profile(MADE, profile_path(MADE, folder))
     (folder / "trials.json").write_text('{"something": "else"}')
     return folder
 
@@ -100,7 +101,9 @@ def test_the_paper_example_prints_eq_1_to_6(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shape_from_sizes_is_that_of_the_layer(expert: str, bias: bool, dtype: torch.dtype) -> None:
     layer = MoELayer(16, 64, 8, 2, expert=expert, bias=bias, dtype=dtype)
-    assert shape_of_sizes(16, 64, 8, top_k=2, expert=expert, bias=bias, dtype=dtype) == layer.memory_shape()
+    assert (
+        sizes_from_options(16, 64, 8, top_k=2, expert=expert, bias=bias, dtype=dtype) == layer.memory_shape()
+    )
 
 
 def test_memory_prints_what_the_layer_predicts_for_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +119,7 @@ def test_memory_prints_what_the_layer_predicts_for_every_pair(capsys: pytest.Cap
 def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "memory", *LAYER, "--ranks", "4", "--n", "8", "--memory-reuse", "S3")
     (row,) = found["pairs"]
-    memory = bound(shape_of_sizes(16, 64, 8, num_ranks=4), 512, 8, 8, STRATEGIES["S3"], 1.25)
+    memory = bound(sizes_from_options(16, 64, 8, num_ranks=4), 512, 8, 8, STRATEGIES["S3"], 1.25)
     assert (row["restore"], row["strategy"]) == ("offload/recompute", "S3")
     assert (row["peak"], row["promised"], row["host"]) == (memory.peak, memory.promised, memory.host)
     run("memory", *LAYER, "--memory-reuse", "keep/recompute")
@@ -183,7 +186,7 @@ def test_plan_without_a_fitting_profile_says_what_there_is_and_how_to_measure(
     assert "trials" not in message
     assert "torchrun --nproc-per-node 2 -m pmoe profile --dtype float32" in message
     other = replace(MADE, device="Abacus 4000")
-    save(other, profile_path(other, folder))
+    save_profile(other, profile_path(other, folder))
     message = refused(capsys, "plan", *LAYER, "--ranks", "4", "--folder", str(folder))
     assert "2 profiles fit" in message
     assert "--profile FILE" in message
@@ -222,7 +225,7 @@ def test_profile_stores_what_it_measured(
     found = printed(capsys, "profile", *options, "--out", str(file))
     assert asked == [(1, "cpu", torch.bfloat16, True)]
     assert found["path"] == str(file)
-    assert found["interference"]["eta_all"] == load(file).interference.eta_all == 0.1 + 0.2
+    assert found["interference"]["eta_all"] == load_profile(file).interference.eta_all == 0.1 + 0.2
     run("profile", *options, "--folder", str(tmp_path / "cache"))
     out = capsys.readouterr().out
     assert re.search(r"compute +G multiply-adds / s +30", out)
@@ -421,7 +424,7 @@ def test_copies_are_drawn_on_lanes_of_their_own() -> None:
     from pmoe.planner.advise import advise, step_bars
     from pmoe.planner.timeline import COLOURS, MEANING, SHARED, draw
 
-    shape = shape_of_sizes(16, 64, 8, num_ranks=4)
+    shape = sizes_from_options(16, 64, 8, num_ranks=4)
     kinds = set()
     for pair in ALL_PAIRS:
         candidates = advise(shape, MADE, 512).candidates

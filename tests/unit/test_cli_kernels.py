@@ -13,9 +13,10 @@ import torch
 
 from pmoe.kernels import comet, extension, status
 from pmoe.measure import division as among_ranks
-from pmoe.measure.division import kernel_shapes
-from pmoe.measure.division_file import as_fields, load_table, save_table, table_path
-from pmoe.planner.division import Division, Shape, Table
+from pmoe.measure import fused_kernels
+from pmoe.measure.division_file import as_fields, division_path, load_divisions, save_divisions
+from pmoe.planner.division import Division, FusedKernelSizes, all_kernel_sizes
+from pmoe.planner.division_table import DivisionTable
 from tests.unit.test_cli import printed, refused, run
 from tests.unit.test_division import (
     SHAPE,
@@ -53,7 +54,7 @@ def test_without_a_device_that_runs_them_one_message_says_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fine: dict[str, Any] = {"no_devices": None, "reason": None, "devices": (device(),)}
-    monkeypatch.setattr(among_ranks, "status", lambda: replace(status(), **fine | found))
+    monkeypatch.setattr(fused_kernels, "status", lambda: replace(status(), **fine | found))
     monkeypatch.setattr(comet, "path", lambda device: (None, "no code for this device"))
     assert refused(capsys, *KERNELS, *options).endswith(f"{NEEDS}{told}\n")
 
@@ -90,17 +91,17 @@ def test_virtual_ranks_are_of_one_process(
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shape, Division, dict[str, Any]]]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FusedKernelSizes, Division, dict[str, Any]]]:
     """As if there were an H200 whose fused kernels are fastest with 16 communicating blocks."""
-    asked: list[tuple[Shape, Division, dict[str, Any]]] = []
+    asked: list[tuple[FusedKernelSizes, Division, dict[str, Any]]] = []
 
-    def time_division(shape: Shape, division: Division, **options: Any) -> float:
+    def time_division(shape: FusedKernelSizes, division: Division, **options: Any) -> float:
         asked.append((shape, division, options))
         return 1e-3 + abs(division.n_c - 16) * 1e-5 + division.chunk_columns * 1e-9
 
-    monkeypatch.setattr(among_ranks, "time_division", time_division)
+    monkeypatch.setattr(fused_kernels, "time_division", time_division)
     monkeypatch.setattr(comet, "path", lambda device: ("sm_90a", None))
-    monkeypatch.setattr(among_ranks, "status", lambda: replace(
+    monkeypatch.setattr(fused_kernels, "status", lambda: replace(
         status(), no_devices=None, reason=None, devices=(device(),)
     ))  # fmt: skip
     monkeypatch.setattr(among_ranks, "device_name", lambda device: "NVIDIA H200")
@@ -115,11 +116,11 @@ def test_profile_kernels_fills_the_table(
 ) -> None:
     options = ["--folder", str(tmp_path), "--tokens", "1000", "1024", "--virtual-ranks", "8"]
     found = printed(capsys, *KERNELS, *options)
-    assert found["path"] == str(table_path("NVIDIA H200", tmp_path))
+    assert found["path"] == str(division_path("NVIDIA H200", tmp_path))
     sizes = replace(SIZES, experts=1, rows=2048, d_hidden=14336, virtual=True)  # Mixtral 8x7B's, K = 2
-    assert list(dict.fromkeys(shape for shape, _, _ in timed)) == kernel_shapes(sizes)
+    assert list(dict.fromkeys(shape for shape, _, _ in timed)) == all_kernel_sizes(sizes)
     assert timed[0][2] | {"group": None} == {"top_k": 2, "device": torch.device("cuda:0"), "group": None}
-    stored = load_table(tmp_path)
+    stored = load_divisions(tmp_path)
     assert {each.division for each in stored.entries.values()} == {Division(16, 512), Division(16, 256)}
     assert as_fields(stored) == {"entries": found["entries"], "layers": []}
     layer_options = ["--d-model", "64", "--d-hidden", "96", "--num-experts", "2", "--top-k", "1"]
@@ -130,7 +131,7 @@ def test_profile_kernels_fills_the_table(
     assert re.search(r"^dispatch forward +16 +- +1\.000 +1\.050 ", out, re.MULTILINE)
     assert re.search(r"^combine backward +16 +256 +1\.000 +1\.050 ", out, re.MULTILINE)
     assert out.endswith(f"\nwrote {found['path']}\n")
-    assert len(load_table(tmp_path).entries) == 8
+    assert len(load_divisions(tmp_path).entries) == 8
 
 
 def test_show_prints_what_is_stored_and_measures_nothing(
@@ -139,8 +140,8 @@ def test_show_prints_what_is_stored_and_measures_nothing(
     show = [*KERNELS, "--show", "--folder", str(tmp_path)]
     run(*show)
     assert capsys.readouterr().out == f"nothing measured of the fused kernels in {tmp_path}\n"
-    stored = Table({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()})
-    save_table(stored, tmp_path)
+    stored = DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()})
+    save_divisions(stored, tmp_path)
     assert printed(capsys, *show) == {"folder": str(tmp_path), **as_fields(stored)}
     run(*show)
     out = capsys.readouterr().out
@@ -163,7 +164,7 @@ def test_bad_sizes_and_kernels_that_cannot_be_timed_end_with_one_message(
     def fail(*args: Any, **options: Any) -> float:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(among_ranks, "time_division", fail)
+    monkeypatch.setattr(fused_kernels, "time_division", fail)
     with pytest.warns(UserWarning, match="could not be measured: no memory"):
         message = refused(capsys, *KERNELS, "--tokens", "4", "--folder", str(tmp_path))
     assert "no fused kernel could be measured" in message

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import pmoe
+from bench.virtual_ranks import VirtualRanks
 from pmoe.comm.heap import HeapError, close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import launches
-from pmoe.measure.virtual_ranks import Parameters, VirtualRanks, routes_of
+from pmoe.measure.fused_timing import FusedParameters, routes_of
 from pmoe.planner.division import Division
 from tests.emulated import compile_kernels, emulated
 from tests.faults import InjectedFaults
@@ -141,7 +142,7 @@ def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num
             make_launcher=InjectedFaults(nap_seed=5).launcher,
         )  # fmt: skip
         for turn in range(2):
-            given = Parameters.random(
+            given = FusedParameters.random(
                 num_ranks, experts, d_model, d_hidden, "swiglu", bias=bool(turn), like=like
             )
             choice = torch.rand(tokens, num_ranks * experts, generator=generator).argsort(1)[:, :top_k]
@@ -164,7 +165,7 @@ def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num
 
 
 def defined(
-    x: Tensor, weight: Tensor, dy: Tensor, choice: Tensor, keep: Tensor, given: Parameters
+    x: Tensor, weight: Tensor, dy: Tensor, choice: Tensor, keep: Tensor, given: FusedParameters
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output and gradients of tokens and weights, token by token, in float64."""
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()

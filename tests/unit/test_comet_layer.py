@@ -20,7 +20,7 @@ import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import Steps
-from pmoe.planner.division import LayerSeconds
+from pmoe.planner.division_table import LayerSeconds
 from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from pmoe.runners.fused_forward import unit_index
@@ -383,7 +383,7 @@ def test_worth_is_what_was_measured_of_such_a_layer(monkeypatch: pytest.MonkeyPa
         activation="swiglu", experts=4, top_k=2, max_tokens=100, most_rows=400, needs_grad=True,
     )  # fmt: skip
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(comet, "layer_sizes", lambda device, **sizes: asked.append(sizes))
+    monkeypatch.setattr(comet, "fused_layer_sizes", lambda device, **sizes: asked.append(sizes))
     times = LayerSeconds(fused_forward=2.0, fused_step=3.0, chunked_forward=1.0, chunked_step=4.0)
     for found, in_training, in_inference in ((None, False, False), (times, True, False)):
         monkeypatch.setattr(comet, "agreed_layer", lambda *_, found=found: found)

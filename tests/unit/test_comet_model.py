@@ -15,35 +15,20 @@ from pathlib import Path
 import pytest
 
 from pmoe import cli
-from pmoe.papers import comet_figures
-from pmoe.papers import comet_simulator as comet
+from pmoe.papers import comet_figures, comet_tasks
+from pmoe.papers.comet_bars import busy_bars
+from pmoe.papers.comet_combine import fused_combine_tasks
+from pmoe.papers.comet_division import all_chunks, best_division, fused_run, fused_seconds, least_seconds
 from pmoe.papers.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
-from pmoe.papers.comet_simulator import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    Arriving,
-    Machine,
-    Returning,
-    Tile,
-    all_chunks,
-    best_division,
-    busy_bars,
-    combine_tasks,
-    dispatch_tasks,
-    even_layer,
-    fused_run,
-    fused_seconds,
-    least_seconds,
-    piece_rows,
-    tile_order,
-)
+from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
+from pmoe.papers.comet_tasks import Tile, fused_dispatch_tasks, piece_rows, tile_order
 from pmoe.planner.division import Division
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import COLOURS, FUSED_LANES, MEANING, draw
 
 # A tile of reduction 4 takes a second. A piece of 16 such rows has 128 bytes: half a second to read, half to
 # write here, one to write to a peer, half on the link.
-BY_HAND = Machine(
+BY_HAND = DeviceRates(
     blocks=3,
     block_flops=2 * 128 * 256 * 4,
     block_local_bytes=256,
@@ -54,7 +39,7 @@ BY_HAND = Machine(
 FREE = {"block_local_bytes": math.inf, "block_peer_bytes": math.inf, "link_bytes": math.inf}
 
 
-def spans(layer: Arriving | Returning, machine: Machine, n_c: int, width: int = 256) -> dict[str, tuple]:
+def spans(layer: Arriving | Returning, machine: DeviceRates, n_c: int, width: int = 256) -> dict[str, tuple]:
     run = fused_run(layer, machine, n_c, width)
     return {item.task.name: (item.start, item.end) for item in run}
 
@@ -174,7 +159,7 @@ def _columns(tile: Tile) -> range:
 def test_many_tiles_and_pieces_are_fewer_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = arriving([[3000, 700], [1000, 2000]], columns=2560)
     exact = fused_seconds(layer, BY_HAND, 1)
-    monkeypatch.setattr(comet, "MAX_TILES", 200)
+    monkeypatch.setattr(comet_tasks, "MAX_TILES", 200)
     order = tile_order(layer)
     assert len(order) == 54 * 3 and {tile.width for tile in order} == {3, 4}  # 10 columns in three
     assert sorted((tile.expert, tile.row, column) for tile in order for column in _columns(tile)) == [
@@ -185,9 +170,9 @@ def test_many_tiles_and_pieces_are_fewer_tasks(monkeypatch: pytest.MonkeyPatch) 
     ]
     assert fused_seconds(layer, BY_HAND, 1) == pytest.approx(exact, rel=0.05)
     assert piece_rows(layer) == 16
-    monkeypatch.setattr(comet, "MAX_PIECES", 250)
+    monkeypatch.setattr(comet_tasks, "MAX_PIECES", 250)
     assert piece_rows(layer) == 32
-    monkeypatch.setattr(comet, "MAX_PIECES", 1)
+    monkeypatch.setattr(comet_tasks, "MAX_PIECES", 1)
     assert piece_rows(layer) == 128
 
 
@@ -196,7 +181,7 @@ def test_many_tiles_and_pieces_are_fewer_tasks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_chunks_leave_as_they_are_computed_and_are_summed_a_chunk_later() -> None:
     """16 rows, one of each of 8 tokens here and 8 of rank 1; 8 sums of a chunk have 4096 bytes."""
-    machine = Machine(
+    machine = DeviceRates(
         blocks=2,
         block_flops=2 * 128 * 256 * 4,
         block_local_bytes=4096,
@@ -230,7 +215,7 @@ def test_what_a_block_does_of_a_chunk_is_all_that_there_is() -> None:
         layer = random_returning(seed)
         for n_c, width in ((1, 256), (3, 512), (9, 1024)):
             machine = replace(BY_HAND, blocks=10)
-            tasks = combine_tasks(layer, machine, n_c, width)
+            tasks = fused_combine_tasks(layer, machine, n_c, width)
             of = {
                 kind: sum(t.seconds for t in tasks if t.kind == kind and t.lane != "link") for kind in "ERO"
             }
@@ -272,20 +257,22 @@ def test_where_communication_is_free_one_block_communicates_and_tiles_are_all(ma
 
 
 def test_of_one_rank_nothing_passes_the_link() -> None:
-    tasks = dispatch_tasks(arriving([[300, 5]]), BY_HAND, 1)
-    tasks += combine_tasks(returning([300, 5], [200], tokens=200), BY_HAND, 1, 256)
+    tasks = fused_dispatch_tasks(arriving([[300, 5]]), BY_HAND, 1)
+    tasks += fused_combine_tasks(returning([300, 5], [200], tokens=200), BY_HAND, 1, 256)
     assert "link" not in {task.lane for task in tasks}
     assert {task.kind for task in tasks} == {"S", "L", "E", "R", "O"}
 
 
 def test_without_rows_nothing_is_computed() -> None:
     nothing = arriving([[0, 0], [0, 0]])
-    assert dispatch_tasks(nothing, BY_HAND, 1) == []
+    assert fused_dispatch_tasks(nothing, BY_HAND, 1) == []
     assert best_division(nothing, BY_HAND).division.n_c == 1
     found = best_division(returning([0], [0, 0], tokens=0), BY_HAND)
     assert (found.division, found.seconds) == (Division(1, 512), 0.0)
     # tokens whose experts are all on other ranks that send nothing: an output of zeros is written
-    assert {t.kind for t in combine_tasks(returning([0], [0], 4), BY_HAND, 1, 256) if t.seconds} == {"O"}
+    assert {t.kind for t in fused_combine_tasks(returning([0], [0], 4), BY_HAND, 1, 256) if t.seconds} == {
+        "O"
+    }
 
 
 def test_experts_without_rows_change_nothing() -> None:
@@ -305,7 +292,7 @@ def test_experts_without_rows_change_nothing() -> None:
 def test_the_best_division_is_that_of_brute_force(make, seed: int) -> None:
     layer = make(seed)
     pick = random.Random(seed)
-    machine = Machine(
+    machine = DeviceRates(
         blocks=9,
         block_flops=2 * 128 * 256 * 4,
         block_local_bytes=pick.choice((1e3, 1e4, 1e5)),

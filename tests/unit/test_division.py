@@ -17,27 +17,24 @@ import torch
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import division as among_ranks
-from pmoe.measure.division import agreed, agreed_layer, kernel_shapes, time_layers
-from pmoe.measure.division_file import save_table
+from pmoe.measure.division import agreed, agreed_layer
+from pmoe.measure.division_file import save_divisions
+from pmoe.measure.fused_kernels import sweep, time_layers
 from pmoe.planner.division import (
     Division,
-    Entry,
-    LayerSeconds,
-    LayerTimes,
-    Shape,
-    Sizes,
-    Table,
+    FusedKernelSizes,
+    FusedLayerSizes,
     all_columns,
+    all_kernel_sizes,
     candidates,
-    distance,
-    fill,
     rule,
     sizes_of,
 )
+from pmoe.planner.division_table import DivisionTable, Entry, LayerSeconds, LayerTimes, distance
 
 CPU = torch.device("cpu")
 WHEN = "2026-01-31T12:00:00+00:00"
-SIZES = Sizes(
+SIZES = FusedLayerSizes(
     device_name="NVIDIA H200",
     num_blocks=132,
     num_ranks=8,
@@ -48,17 +45,17 @@ SIZES = Sizes(
     gated=True,
     dtype="bfloat16",
 )
-SHAPE = Shape(**asdict(SIZES), kernel="combine", direction="forward")
+SHAPE = FusedKernelSizes(**asdict(SIZES), kernel="combine", direction="forward")
 SECONDS = LayerSeconds(fused_forward=1e-3, fused_step=4e-3, chunked_forward=2e-3, chunked_step=3e-3)
 
 
-def entry(shape: Shape, n_c: int, chunk_columns: int = 512) -> Entry:
+def entry(shape: FusedKernelSizes, n_c: int, chunk_columns: int = 512) -> Entry:
     division = Division(n_c, chunk_columns)
-    return Entry(shape=shape, division=division, seconds={division: 1e-3, Division(1): 2e-3}, when=WHEN)
+    return Entry(sizes=shape, division=division, seconds={division: 1e-3, Division(1): 2e-3}, when=WHEN)
 
 
-def table(*entries: Entry) -> Table:
-    return Table({each.shape: each for each in entries})
+def table(*entries: Entry) -> DivisionTable:
+    return DivisionTable({each.sizes: each for each in entries})
 
 
 def alone(values: Sequence[float]) -> list[float]:
@@ -103,13 +100,13 @@ def test_divisions_that_no_kernel_takes_are_refused(n_c: Any, columns: Any, told
 
 def test_an_entry_takes_one_of_the_divisions_that_were_timed() -> None:
     with pytest.raises(ValueError, match="must be among those measured"):
-        Entry(shape=SHAPE, division=Division(2), seconds={Division(1): 1.0}, when=WHEN)
+        Entry(sizes=SHAPE, division=Division(2), seconds={Division(1): 1.0}, when=WHEN)
     with pytest.raises(ValueError, match=r"seconds of Division.* \(inf\) must be a finite float"):
-        Entry(shape=SHAPE, division=Division(1), seconds={Division(1): math.inf}, when=WHEN)
+        Entry(sizes=SHAPE, division=Division(1), seconds={Division(1): math.inf}, when=WHEN)
 
 
 def test_the_kernels_of_a_layer_have_its_sizes() -> None:
-    shapes = kernel_shapes(SIZES)
+    shapes = all_kernel_sizes(SIZES)
     assert [(each.kernel, each.direction) for each in shapes] == [
         ("dispatch", "forward"), ("dispatch", "backward"), ("combine", "forward"), ("combine", "backward"),
     ]  # fmt: skip
@@ -234,7 +231,7 @@ def test_what_is_found_is_clamped_to_what_the_kernel_takes() -> None:
 def test_where_nothing_is_measured_a_twelfth_of_the_blocks_communicates() -> None:
     for blocks, n_c in ((132, 11), (148, 12), (24, 2), (11, 1), (2, 1)):
         assert rule(replace(SHAPE, num_blocks=blocks)) == Division(n_c, 512)
-    assert Table().find(SHAPE) == (
+    assert DivisionTable().find(SHAPE) == (
         Division(11, 512), "rule: nothing measured of combine forward in bfloat16",
     )  # fmt: skip
     assert rule(replace(SHAPE, d_model=256)).chunk_columns == 256
@@ -247,8 +244,8 @@ def layer(rows: int = 4096, **changes: Any) -> LayerTimes:
     return LayerTimes(sizes=replace(SIZES, rows=rows, **changes), seconds=SECONDS, when=WHEN)
 
 
-def times(*layers: LayerTimes) -> Table:
-    return Table(layers={each.sizes: each for each in layers})
+def times(*layers: LayerTimes) -> DivisionTable:
+    return DivisionTable(layers={each.sizes: each for each in layers})
 
 
 def test_layer_times_are_those_of_equal_sizes_and_rows_within_a_power_of_two() -> None:
@@ -295,16 +292,16 @@ def test_a_sweep_tries_ever_fewer_of_more_blocks() -> None:
 
 
 def test_fill_takes_the_fastest_division_of_each_shape() -> None:
-    asked: list[tuple[Shape, Division]] = []
+    asked: list[tuple[FusedKernelSizes, Division]] = []
 
-    def time(shape: Shape, division: Division) -> float:
+    def time(shape: FusedKernelSizes, division: Division) -> float:
         asked.append((shape, division))
         return 1e-3 * (1 + abs(division.n_c - 26)) + abs(division.chunk_columns - 1024) * 1e-9
 
     dispatch = replace(SHAPE, kernel="dispatch")
-    first, second = fill([dispatch, SHAPE], time, alone)
-    assert (first.shape, first.division) == (dispatch, Division(26, 512))
-    assert (second.shape, second.division) == (SHAPE, Division(26, 1024))
+    first, second = sweep([dispatch, SHAPE], time, alone)
+    assert (first.sizes, first.division) == (dispatch, Division(26, 512))
+    assert (second.sizes, second.division) == (SHAPE, Division(26, 1024))
     assert first.seconds[Division(20)] == pytest.approx(7e-3 + 512e-9)
     # Those of the sweep and of the rule: what is stored tells what measuring gained.
     assert set(first.seconds) == {*candidates(132), rule(dispatch)}
@@ -322,27 +319,27 @@ def test_fill_counts_the_slowest_rank_with_one_reduction_a_shape() -> None:
         return list(values) if len(values) == 2 else [max(values[0], 9.0), *values[1:]]
 
     shape = replace(SHAPE, kernel="dispatch", num_blocks=10)
-    (found,) = fill([shape], lambda shape, division: division.n_c, slower_elsewhere)
+    (found,) = sweep([shape], lambda shape, division: division.n_c, slower_elsewhere)
     assert found.division == Division(2)
     assert found.seconds == {Division(1): 9.0, Division(2): 2.0, Division(4): 4.0}
     assert calls == [2, 3]  # whether the shapes are alike, and the seconds of the one shape
 
 
 def test_of_equally_fast_divisions_the_one_with_fewer_blocks_is_taken() -> None:
-    (found,) = fill([SHAPE], lambda shape, division: 1.0, alone)
+    (found,) = sweep([SHAPE], lambda shape, division: 1.0, alone)
     assert found.division == Division(1, 256)
 
 
 def test_a_division_that_fails_on_one_rank_counts_on_none_and_is_told_once() -> None:
-    def time(shape: Shape, division: Division) -> float:
+    def time(shape: FusedKernelSizes, division: Division) -> float:
         if shape.rows == 1 or division.n_c == 26:
             raise RuntimeError("no such launch")
         return math.nan if division.n_c == 20 else abs(division.n_c - 26.0)
 
     dispatch = replace(SHAPE, kernel="dispatch")
     with pytest.warns(UserWarning) as caught:
-        found = fill([dispatch, replace(dispatch, rows=1)], time, alone)
-    assert [(each.shape, each.division) for each in found] == [(dispatch, Division(32))]
+        found = sweep([dispatch, replace(dispatch, rows=1)], time, alone)
+    assert [(each.sizes, each.division) for each in found] == [(dispatch, Division(32))]
     assert not {Division(20), Division(26)} & set(found[0].seconds)
     told = [str(each.message) for each in caught]
     assert len(told) == 2
@@ -355,7 +352,7 @@ def test_fill_refuses_unlike_shapes_before_anything_is_measured() -> None:
         return [value + 1 for value in values]
 
     with pytest.raises(ValueError, match="shapes to measure must be the same on every rank"):
-        fill([SHAPE], lambda shape, division: pytest.fail("measured"), unlike)
+        sweep([SHAPE], lambda shape, division: pytest.fail("measured"), unlike)
 
 
 # ---- one rank's agreement
@@ -372,7 +369,7 @@ def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path) -> None:
     ranks = Ranks.alone()
     assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
     assert agreed_layer(ranks, SHAPE, CPU, folder=tmp_path) is None
-    save_table(Table({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path)
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path)
     assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
     assert agreed_layer(ranks, SIZES, CPU, folder=tmp_path) is None
     among_ranks.forget()

@@ -11,45 +11,51 @@ from typing import Any
 
 import pytest
 
-from pmoe.measure.division_file import as_fields, load_table, read_table, save_table, table_path
-from pmoe.measure.stored import stored_profiles
-from pmoe.planner.division import Table
+from pmoe.measure.division_file import (
+    as_fields,
+    division_path,
+    load_divisions,
+    read_divisions,
+    save_divisions,
+)
+from pmoe.measure.profile_file import stored_profiles
+from pmoe.planner.division_table import DivisionTable
 from tests.unit.test_division import SHAPE, SIZES, entry, layer, table, times
 
 
 def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     here = entry(SHAPE, 26, 1024)
     other = entry(replace(SHAPE, device_name="NVIDIA B200", virtual=True), 20)
-    found = Table({each.shape: each for each in (here, other)}, {SIZES: layer()})
-    paths = save_table(found, tmp_path / "new")
+    found = DivisionTable({each.sizes: each for each in (here, other)}, {SIZES: layer()})
+    paths = save_divisions(found, tmp_path / "new")
     assert [path.name for path in paths] == ["division_nvidia-h200_v1.json", "division_nvidia-b200_v1.json"]
     assert sorted((tmp_path / "new").iterdir()) == sorted(paths)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_table(tmp_path / "new") == found
-    assert read_table(paths[0]) == Table({here.shape: here}, {SIZES: layer()})
+        assert load_divisions(tmp_path / "new") == found
+    assert read_divisions(paths[0]) == DivisionTable({here.sizes: here}, {SIZES: layer()})
     assert json.loads(paths[1].read_text()) == {"format": 1, **as_fields(table(other))}
     assert as_fields(table(other))["entries"][0]["seconds"] == [[1, 512, 2e-3], [20, 512, 1e-3]]
 
 
 def test_it_lies_beside_the_profiles_and_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
-    (path,) = save_table(table(entry(SHAPE, 26)))
-    assert path == table_path("NVIDIA H200") == tmp_path / "division_nvidia-h200_v1.json"
+    (path,) = save_divisions(table(entry(SHAPE, 26)))
+    assert path == division_path("NVIDIA H200") == tmp_path / "division_nvidia-h200_v1.json"
     assert stored_profiles() == {}
-    assert load_table().find(SHAPE)[0].n_c == 26
+    assert load_divisions().find(SHAPE)[0].n_c == 26
 
 
 def test_saving_merges_with_what_is_there(tmp_path: Path) -> None:
     old, kept = entry(SHAPE, 26), entry(replace(SHAPE, rows=1), 4)
-    save_table(table(old, kept), tmp_path)
-    save_table(times(layer()), tmp_path)
+    save_divisions(table(old, kept), tmp_path)
+    save_divisions(times(layer()), tmp_path)
     # Names that differ in a hyphen share a file.
     alike = entry(replace(SHAPE, device_name="NVIDIA-H200"), 3)
-    save_table(table(entry(SHAPE, 40), alike), tmp_path)
-    found = load_table(tmp_path)
+    save_divisions(table(entry(SHAPE, 40), alike), tmp_path)
+    found = load_divisions(tmp_path)
     assert {shape: each.division.n_c for shape, each in found.entries.items()} == {
-        SHAPE: 40, kept.shape: 4, alike.shape: 3,
+        SHAPE: 40, kept.sizes: 4, alike.sizes: 3,
     }  # fmt: skip
     assert found.layers == {SIZES: layer()}
     assert len(list(tmp_path.iterdir())) == 1
@@ -58,15 +64,15 @@ def test_saving_merges_with_what_is_there(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_file_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (path,) = save_table(table(entry(SHAPE, 26)), tmp_path)
+    (path,) = save_divisions(table(entry(SHAPE, 26)), tmp_path)
     before = path.read_bytes()
 
     def refuse(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("pmoe.measure.product_file.os.replace", refuse)
+    monkeypatch.setattr("pmoe.measure.store.os.fsync", refuse)
     with pytest.raises(OSError, match="disk full"):
-        save_table(table(entry(SHAPE, 40)), tmp_path)
+        save_divisions(table(entry(SHAPE, 40)), tmp_path)
     monkeypatch.undo()
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -109,18 +115,18 @@ def test_a_file_that_cannot_be_used_is_told_of_and_the_others_are_used(
     tmp_path: Path, content: Any, told: str
 ) -> None:
     other = entry(replace(SHAPE, device_name="NVIDIA B200"), 20)
-    (path,) = save_table(table(entry(SHAPE, 26)), tmp_path)
-    save_table(table(other), tmp_path)
+    (path,) = save_divisions(table(entry(SHAPE, 26)), tmp_path)
+    save_divisions(table(other), tmp_path)
     if callable(content):
         content = json.dumps(content(json.loads(path.read_text())))
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(UserWarning, match=f"are not used: .*{path.name}: {told}") as caught:
-        assert load_table(tmp_path) == table(other)
+        assert load_divisions(tmp_path) == table(other)
     assert len(caught) == 1
     assert str(caught[0].message).endswith("; measure again with: pmoe profile --kernels")
     with pytest.warns(UserWarning, match=told):
-        save_table(table(entry(SHAPE, 40)), tmp_path)
-    assert read_table(path) == table(entry(SHAPE, 40))
+        save_divisions(table(entry(SHAPE, 40)), tmp_path)
+    assert read_divisions(path) == table(entry(SHAPE, 40))
 
 
 def test_the_file_of_an_older_version_is_told_of_and_left_alone(tmp_path: Path) -> None:
@@ -128,16 +134,16 @@ def test_the_file_of_an_older_version_is_told_of_and_left_alone(tmp_path: Path) 
     old.write_text('{"format": 0}')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save_table(table(entry(SHAPE, 26)), tmp_path)
+        save_divisions(table(entry(SHAPE, 26)), tmp_path)
     assert old.read_text() == '{"format": 0}'
     with pytest.warns(UserWarning, match=r"_v0.json: format \(0\) must be 1"):
-        assert load_table(tmp_path).find(SHAPE)[0].n_c == 26
+        assert load_divisions(tmp_path).find(SHAPE)[0].n_c == 26
 
 
 def test_where_there_is_no_folder_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load_table(tmp_path / "none") == Table()
+    assert load_divisions(tmp_path / "none") == DivisionTable()
     monkeypatch.delenv("PMOE_CACHE", raising=False)
 
     def homeless() -> Path:
@@ -145,4 +151,4 @@ def test_where_there_is_no_folder_nothing_is_measured(
 
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.warns(UserWarning, match="not used: no home"):
-        assert load_table() == Table()
+        assert load_divisions() == DivisionTable()

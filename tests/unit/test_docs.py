@@ -23,8 +23,8 @@ from PIL import Image
 import pmoe
 from docs import pictures
 from pmoe import cli
+from pmoe.measure.profile_file import save_profile
 from pmoe.papers import comet_figures
-from pmoe.planner.profile import save
 from pmoe.schedule.restore import STRATEGIES
 from tests.browser import Page
 from tests.snippets import PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
@@ -119,7 +119,7 @@ def test_the_commands_of_choosing_options_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
-    save(pictures.PROFILE, tmp_path / "profile.json")
+    save_profile(pictures.PROFILE, tmp_path / "profile.json")
     ran = []
     for command in commands(DOCS / "choosing.md"):
         if command.whole and command.words[:2] in (("pmoe", "memory"), ("pmoe", "plan")):

@@ -28,9 +28,10 @@ from bench.restore_regions import (
     simulated,
     table,
 )
-from pmoe.planner.choose import cheapest_pair, eq10_seconds, simulated_pass, step_seconds
 from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, lane_seconds
-from pmoe.planner.footprint import shape_of_sizes
+from pmoe.planner.equation10 import cheapest_pair, eq10_seconds
+from pmoe.planner.layer_seconds import simulated_pass, step_seconds
+from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.tasks import Lane
 
@@ -159,7 +160,7 @@ def test_with_an_h200s_ratios_the_hidden_activation_is_not_offloaded(
 def test_with_an_h200s_ratios_and_wide_rows_offloading_the_hidden_activation_pays() -> None:
     """An element of T_M costs a copy, or M multiply-adds: the wider the rows, the dearer is making T_M again.
     M = 8192 is past the turn, which without interference is near 8 * 300e12 / (12 * 50e9) = 4000."""
-    shape = shape_of_sizes(8192, 4 * 8192, 64, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
+    shape = sizes_from_options(8192, 4 * 8192, 64, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
     for interference in (NO_INTERFERENCE, SLOWED):
         profile = h200(8, interference)
         pair, _ = cheapest_pair(shape, profile, B, STRATEGIES.values())

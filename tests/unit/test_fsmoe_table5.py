@@ -8,25 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.papers.fsmoe_table5 import (
-    ALL_REDUCE,
-    ASSUMPTIONS,
-    MODELS,
-    PAPER,
-    Configured,
-    Plan,
-    attention,
-    layer_costs,
-    plans,
-    step_seconds,
-    table2,
-    table4,
-    table5,
-)
-from pmoe.planner.degree_search import Way, pass_seconds, task_seconds
-from pmoe.planner.pipeline_degree import schedule_seconds
+from pmoe.papers.fsmoe_assumptions import ASSUMPTIONS
+from pmoe.papers.fsmoe_layers import ALL_REDUCE, Configured, attention, moe_costs, table4
+from pmoe.papers.fsmoe_table2 import MODELS, table2
+from pmoe.papers.fsmoe_table5 import PAPER, SystemPlan, plan_seconds, plans, table5
+from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, stage_seconds
 from pmoe.planner.simulator import makespan, simulate, simulate_slowed
 from pmoe.schedule.tasks import Kind, Lane, make_task
+from tests.unit.test_pipeline_degree import longest_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +24,7 @@ SOME = random.Random(1).sample(table4(), 30)
 
 def one_lane_seconds(layer: Configured) -> float:
     """All communication of both passes and no computing: no one-lane system can be faster."""
-    a2a, ag, rs, _ = layer_costs(layer).chunk(1)
+    a2a, ag, rs, _ = moe_costs(layer).chunk(1)
     dense = attention(layer)
     return 4 * a2a + 2 * (ag + rs + dense.all_gather + dense.reduce_scatter)
 
@@ -54,7 +43,7 @@ def test_table_4_has_1458_layers_and_none_twice() -> None:
 def test_a_layers_costs_by_hand() -> None:
     """GPT2-XL, B = 4, L = 1024: 2 * 1.2 * 4096 = 9830.4 rows of 1600 floats on a node, 62.9 MB."""
     layer = MODELS["GPT2-XL"]
-    a2a, ag, rs, exp = layer_costs(layer).chunk(1)
+    a2a, ag, rs, exp = moe_costs(layer).chunk(1)
     size = 9830.4 * 1600 * 4
     assert a2a == pytest.approx(1e-3 * (0.175 + 3.06e-7 * size / 4))
     assert ag == pytest.approx(1e-3 * (0.0320 + 1.68e-7 * size))
@@ -70,7 +59,7 @@ def test_a_layers_costs_by_hand() -> None:
 def test_a_mixtral_expert_has_three_products() -> None:
     simple = Configured(B=1, heads=8, L=256, M=1024, H=2048, f=1.2, ffn="simple")
     mixtral = Configured(B=1, heads=8, L=256, M=1024, H=2048, f=1.2, ffn="Mixtral")
-    assert layer_costs(mixtral).chunk(1).exp == pytest.approx(1.5 * layer_costs(simple).chunk(1).exp)
+    assert moe_costs(mixtral).chunk(1).exp == pytest.approx(1.5 * moe_costs(simple).chunk(1).exp)
 
 
 def test_table_2_is_met_as_the_errata_say() -> None:
@@ -100,10 +89,10 @@ def test_two_lanes_at_half_speed_beside_each_other() -> None:
 def test_lanes_that_do_not_slow_each_other_are_the_simulators() -> None:
     for layer in SOME[:5]:
         for one_lane in (False, True):
-            way = Way(direction="backward", one_lane=one_lane)
+            options = ScheduleOptions(direction="backward", one_lane=one_lane)
             for n in (1, 3, 8):
-                seconds = task_seconds(layer_costs(layer), n, way, 0.002)
-                tasks = way.schedule(n).tasks
+                seconds = stage_seconds(moe_costs(layer), n, options, 0.002)
+                tasks = options.schedule(n).tasks
                 slowed = simulate_slowed(tasks, seconds, lambda busy: {})
                 for one, other in zip(simulate(tasks, seconds), slowed, strict=True):
                     assert (one.start, one.end) == pytest.approx((other.start, other.end), rel=1e-12)
@@ -112,9 +101,9 @@ def test_lanes_that_do_not_slow_each_other_are_the_simulators() -> None:
 def test_a_slowed_lane_is_slower_by_at_most_its_factor() -> None:
     both = {Lane.COMMUNICATE: 0.8, Lane.INTRA_NODE: 0.8}
     for layer in SOME[:5]:
-        way = Way(direction="forward")
-        seconds = task_seconds(layer_costs(layer), 4, way)
-        tasks = way.schedule(4).tasks
+        options = ScheduleOptions(direction="forward")
+        seconds = stage_seconds(moe_costs(layer), 4, options)
+        tasks = options.schedule(4).tasks
         slowed = makespan(simulate_slowed(tasks, seconds, lambda busy: both if busy >= set(both) else {}))
         ideal = makespan(simulate(tasks, seconds))
         assert ideal < slowed < 1.25 * ideal
@@ -137,7 +126,7 @@ def test_tutel_has_one_degree_and_only_fsmoe_partitions_gradients() -> None:
 
 def test_each_system_is_at_least_as_fast_as_the_one_it_adds_to() -> None:
     for layer in SOME:
-        seconds = {name: step_seconds(layer, plan) for name, plan in plans(layer).items()}
+        seconds = {name: plan_seconds(layer, plan) for name, plan in plans(layer).items()}
         ordered = list(seconds.values())
         assert list(seconds) == ["DeepSpeed-MoE", *PAPER]
         assert all(
@@ -150,7 +139,7 @@ def test_each_system_is_at_least_as_fast_as_the_one_it_adds_to() -> None:
 def test_tutel_improved_hides_beside_attentions_computing_and_no_more() -> None:
     for layer in SOME:
         plan = plans(layer)
-        gained = step_seconds(layer, plan["Tutel"]) - step_seconds(layer, plan["Tutel-Improved"])
+        gained = plan_seconds(layer, plan["Tutel"]) - plan_seconds(layer, plan["Tutel-Improved"])
         hidden = min(ALL_REDUCE(layer.gradient_bytes), 2 * attention(layer).compute)
         assert gained == pytest.approx(hidden)
 
@@ -158,21 +147,21 @@ def test_tutel_improved_hides_beside_attentions_computing_and_no_more() -> None:
 def test_fsmoes_passes_are_the_schedules_length() -> None:
     """Attention, the longest paths of both passes, and gradients that outlast attention's backward."""
     for layer in SOME:
-        plan, costs, dense = plans(layer)["FSMoE"], layer_costs(layer), attention(layer)
+        plan, costs, dense = plans(layer)["FSMoE"], moe_costs(layer), attention(layer)
         t_gar = ALL_REDUCE(plan.moe_bytes) if plan.moe_bytes else 0.0
-        forward = schedule_seconds(costs, plan.forward)
-        backward = schedule_seconds(costs.backward(), plan.backward, t_gar)
+        forward = longest_path(costs, plan.forward)
+        backward = longest_path(costs.backward(), plan.backward, t_gar)
         inside = dense.all_gather + dense.reduce_scatter
         beside = ALL_REDUCE(plan.dense_bytes) if plan.dense_bytes else 0.0
         end = ALL_REDUCE(plan.end_bytes) if plan.end_bytes else 0.0
         whole = dense.compute + inside + forward + backward + max(inside + 2 * dense.compute, beside) + end
-        assert step_seconds(layer, plan) == pytest.approx(whole, rel=1e-12)
+        assert plan_seconds(layer, plan) == pytest.approx(whole, rel=1e-12)
 
 
 def test_contention_slows_two_lanes_only_and_a_factor_of_2_is_one_network() -> None:
     for layer in SOME[:8]:
         for name, plan in plans(layer).items():
-            ideal, some, much = (step_seconds(layer, plan, contention) for contention in (1.0, 1.25, 2.0))
+            ideal, some, much = (plan_seconds(layer, plan, contention) for contention in (1.0, 1.25, 2.0))
             if name == "FSMoE":
                 assert ideal < some < much
                 assert much >= one_lane_seconds(layer)
@@ -182,13 +171,14 @@ def test_contention_slows_two_lanes_only_and_a_factor_of_2_is_one_network() -> N
 
 def test_a_sequential_step_is_the_sum_of_its_tasks() -> None:
     layer = SOME[0]
-    plan = Plan(one_lane=True, forward=0, backward=0)
-    costs, dense = layer_costs(layer), attention(layer)
+    plan = SystemPlan(one_lane=True, forward=0, backward=0)
+    costs, dense = moe_costs(layer), attention(layer)
     passes = sum(
-        pass_seconds(each, 1, Way(direction="forward", one_lane=True)) for each in (costs, costs.backward())
+        pass_seconds(each, 1, ScheduleOptions(direction="forward", one_lane=True))
+        for each in (costs, costs.backward())
     )
     whole = passes + 3 * dense.compute + 2 * (dense.all_gather + dense.reduce_scatter)
-    assert step_seconds(layer, plan) == pytest.approx(whole)
+    assert plan_seconds(layer, plan) == pytest.approx(whole)
 
 
 # ---- the table ----

@@ -16,26 +16,29 @@ from pathlib import Path
 
 import pytest
 
+from pmoe.measure import store
+from pmoe.measure.degrees_file import load_degrees, save_degrees
 from pmoe.planner import granularity
-from pmoe.planner.granularity import CANDIDATES, Degrees, GranularitySearch, Range, RangeSet
+from pmoe.planner.degree import DEGREES
+from pmoe.planner.granularity import GranularityTable, PassDegrees, Range, RangeSet
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = {"device": "cpu", "ranks": 4, "sizes": (1024, 4096)}
 
 
-def both(n: int) -> Degrees:
-    return Degrees(n, n)
+def both(n: int) -> PassDegrees:
+    return PassDegrees(n, n)
 
 
 class LiteralAlgorithm1:
     """The paper's lines in their order, with its two misprints put right; every find looks at every range."""
 
     def __init__(self) -> None:
-        self.S: dict[Degrees, list[int]] = {}  # n -> [lower, upper]
-        self.cache_table: dict[int, Degrees] = {}
+        self.S: dict[PassDegrees, list[int]] = {}  # n -> [lower, upper]
+        self.cache_table: dict[int, PassDegrees] = {}
         self.searched: list[int] = []
 
-    def degrees_for(self, B, best) -> Degrees:
+    def degrees_for(self, B, best) -> PassDegrees:
         if B in self.cache_table:
             return self.cache_table[B]
         n = next((n for n, (lower, upper) in self.S.items() if lower <= B <= upper), None)
@@ -53,10 +56,10 @@ class LiteralAlgorithm1:
 
 def random_monotone(draw: random.Random):
     """B -> degrees that never fall, neither forward nor backward."""
-    forward = sorted(draw.sample(range(1, 400), len(CANDIDATES) - 1))
-    backward = sorted(draw.sample(range(1, 400), len(CANDIDATES) - 1))
-    return lambda B: Degrees(
-        CANDIDATES[sum(edge <= B for edge in forward)], CANDIDATES[sum(edge <= B for edge in backward)]
+    forward = sorted(draw.sample(range(1, 400), len(DEGREES) - 1))
+    backward = sorted(draw.sample(range(1, 400), len(DEGREES) - 1))
+    return lambda B: PassDegrees(
+        DEGREES[sum(edge <= B for edge in forward)], DEGREES[sum(edge <= B for edge in backward)]
     )
 
 
@@ -78,13 +81,13 @@ def plain(ranges: RangeSet) -> list[tuple[int, int, int]]:
 def test_every_answer_and_every_trial_is_that_of_the_literal_algorithm(seed: int) -> None:
     draw = random.Random(seed)
     best = random_monotone(draw)
-    literal, search, searched = LiteralAlgorithm1(), GranularitySearch(), []
+    literal, search, searched = LiteralAlgorithm1(), GranularityTable(), []
     for _ in range(300):
         B = draw.randrange(400)
         found = search.lookup(B)
         if found is None:
             searched.append(B)
-            found = search.search(B, lambda degrees: float(degrees != best(B)), [best(B), Degrees(3, 3)], 1)  # noqa: B023
+            found = search.record(B, {best(B): 0.0, PassDegrees(3, 3): 1.0})
         assert found == literal.degrees_for(B, best) == best(B)
     assert searched == literal.searched and len(searched) < 300
     assert search.cache_table == literal.cache_table
@@ -101,7 +104,7 @@ def test_ranges_do_not_depend_on_the_order_of_measurements_even_of_those_inside_
     best = random_monotone(draw)
     points = [draw.randrange(400) for _ in range(60)]
     there, back = RangeSet(), RangeSet()
-    hull: dict[Degrees, list[int]] = {}
+    hull: dict[PassDegrees, list[int]] = {}
     for B in points:
         there.insert(B, best(B))
         lower, upper = hull.get(best(B), [B, B])
@@ -129,12 +132,12 @@ def test_no_tokens_are_a_batch_size_and_fewer_are_refused() -> None:
 
 
 def test_degrees_are_ordered_forward_first_and_must_be_positive() -> None:
-    assert Degrees(1, 8) < Degrees(2, 1) < Degrees(2, 2)
+    assert PassDegrees(1, 8) < PassDegrees(2, 1) < PassDegrees(2, 2)
     for forward, backward in ((0, 1), (1, 0), (-2, 4)):
         with pytest.raises(
             ValueError, match=re.escape(f"degrees ({forward}, {backward}) must be at least 1")
         ):
-            Degrees(forward, backward)
+            PassDegrees(forward, backward)
 
 
 # Where it does not
@@ -183,7 +186,7 @@ def test_any_measurements_leave_disjoint_ranges_in_which_the_last_ones_stand(see
     ranges, last = RangeSet(), {}
     for _ in range(80):
         B = draw.randrange(100)
-        last[B] = Degrees(draw.choice((1, 2, 4)), draw.choice((1, 2)))
+        last[B] = PassDegrees(draw.choice((1, 2, 4)), draw.choice((1, 2)))
         ranges.insert(B, last[B])
         found = ranges.ranges()
         assert all(lower <= upper for lower, upper, _ in found)
@@ -200,7 +203,7 @@ def test_contradictions_are_counted_exactly_where_what_was_measured_is_not_monot
     draw = random.Random(seed)
     ranges, points = RangeSet(), {}
     for B in draw.sample(range(1000), 12):
-        points[B] = both(draw.choice((1, 2)) if seed % 2 else CANDIDATES[B // 200])
+        points[B] = both(draw.choice((1, 2)) if seed % 2 else DEGREES[B // 200])
         ranges.insert(B, points[B])
         by_B = [value for _, value in sorted(points.items())]
         assert (ranges.contradictions == 0) == (by_B == sorted(by_B))
@@ -210,7 +213,7 @@ def test_contradictions_are_counted_exactly_where_what_was_measured_is_not_monot
 
 
 def test_a_found_answer_is_cached_and_a_missing_one_is_not() -> None:
-    search = GranularitySearch()
+    search = GranularityTable()
     assert search.lookup(5) is None and search.cache_table == {}
     search.record(0, {both(2): 1.0})
     search.record(10, {both(2): 1.0})
@@ -218,7 +221,7 @@ def test_a_found_answer_is_cached_and_a_missing_one_is_not() -> None:
 
 
 def test_a_contradiction_takes_back_the_cached_answers_beside_it_and_no_others() -> None:
-    search = GranularitySearch()
+    search = GranularityTable()
     for B in (0, 10, 20, 30):
         search.record(B, {both(2): 1.0})
     for B in (5, 15, 25):
@@ -235,7 +238,7 @@ def test_a_contradiction_takes_back_the_cached_answers_beside_it_and_no_others()
 @pytest.mark.parametrize("seed", range(20))
 def test_the_cache_never_knows_anything_but_what_the_ranges_say(seed: int) -> None:
     draw = random.Random(seed)
-    search = GranularitySearch()
+    search = GranularityTable()
     for _ in range(200):
         B = draw.randrange(50)
         if draw.random() < 0.2:
@@ -245,15 +248,17 @@ def test_the_cache_never_knows_anything_but_what_the_ranges_say(seed: int) -> No
 
 
 def test_the_fastest_is_recorded_and_of_equal_ones_that_with_fewer_chunks() -> None:
-    search = GranularitySearch()
+    search = GranularityTable()
     assert search.record(1, {both(8): 1.0, both(2): 2.0}) == both(8)
-    assert search.record(2, {Degrees(4, 1): 1.0, Degrees(1, 2): 1.0, Degrees(2, 1): 1.0}) == Degrees(1, 2)
+    assert search.record(
+        2, {PassDegrees(4, 1): 1.0, PassDegrees(1, 2): 1.0, PassDegrees(2, 1): 1.0}
+    ) == PassDegrees(1, 2)
     assert search.record(3, {both(1): math.inf, both(4): 9.0}) == both(4)
 
 
 def test_seconds_that_mean_nothing_are_refused_and_leave_nothing_behind() -> None:
-    search = GranularitySearch()
-    with pytest.raises(ValueError, match=r"seconds of Degrees\(.*\) at B = 7 \(nan\) must be at least 0"):
+    search = GranularityTable()
+    with pytest.raises(ValueError, match=r"seconds of PassDegrees\(.*\) at B = 7 \(nan\) must be at least 0"):
         search.record(7, {both(1): 1.0, both(2): math.nan})
     with pytest.raises(ValueError, match=r"at B = 7 \(-1.0\) must be at least 0"):
         search.record(7, {both(1): -1.0})
@@ -263,81 +268,25 @@ def test_seconds_that_mean_nothing_are_refused_and_leave_nothing_behind() -> Non
     assert search.lookup(7) is None and search.ranges.ranges() == []
 
 
-# Trials
-
-
-def test_candidates_take_turns_after_one_untimed_step_each_and_the_median_decides() -> None:
-    journal = []
-    # n = 1: the warm-up is slow; n = 2: one slow step; n = 4: one fast step.
-    script = {1: [90, 3, 3, 3], 2: [2, 2, 80, 2], 4: [5, 1, 5, 5]}
-
-    def trial(degrees: Degrees) -> float:
-        journal.append(degrees.forward)
-        return script[degrees.forward].pop(0)
-
-    told = []
-
-    def agree(seconds: list[float]) -> list[float]:
-        told.append(list(seconds))
-        return seconds
-
-    search = GranularitySearch()
-    assert search.search(640, trial, (1, 2, 4), repeats=3, agree=agree) == both(2)
-    assert journal == [1, 2, 4] + [1, 2, 4] + [1, 2, 4] + [1, 2, 4]
-    assert told == [[3, 2, 5]]
-    assert search.lookup(640) == both(2)
-
-
-def test_ranks_that_differ_agree_on_the_slowest_ranks_seconds() -> None:
-    seconds = [{1: 3.0, 2: 1.0, 4: 2.0}, {1: 3.0, 2: 9.0, 4: 2.5}]
-    slowest = [max(rank[n] for rank in seconds) for n in (1, 2, 4)]
-    chosen = [
-        GranularitySearch().search(64, lambda d, own=own: own[d.forward], (1, 2, 4), agree=lambda _: slowest)
-        for own in seconds
-    ]
-    assert chosen == [both(4), both(4)]
-
-
-def test_every_degree_of_the_list_is_tried_once_where_no_candidates_are_named() -> None:
-    journal = []
-    search = GranularitySearch(measure=lambda B, degrees: journal.append((B, degrees)) or 1.0)
-    assert search.search(32, repeats=1) == both(1)
-    assert journal == [(32, both(n)) for n in CANDIDATES] * 2
-
-
-def test_pairs_are_candidates_too_and_one_named_twice_is_tried_once() -> None:
-    journal = []
-    pair = Degrees(2, 4)
-    GranularitySearch().search(1, lambda d: journal.append(d) or 1.0, [pair, 2, pair, both(2)], repeats=1)
-    assert journal == [pair, both(2)] * 2
-
-
-def test_a_search_that_cannot_be_made_is_refused() -> None:
-    search = GranularitySearch()
-    with pytest.raises(ValueError, match="needs a trial"):
-        search.search(1)
-    with pytest.raises(ValueError, match=r"repeats \(0\) must be at least 1"):
-        search.search(1, lambda _: 1.0, repeats=0)
-    with pytest.raises(ValueError, match="candidates must not be empty"):
-        search.search(1, lambda _: 1.0, [])
-    with pytest.raises(ValueError, match="agree returned 1 seconds for 5 candidates"):
-        search.search(1, lambda _: 1.0, agree=lambda seconds: seconds[:1])
-    assert search.cache_table == {}
-
-
 # The file, copies
 
 
-def learnt() -> GranularitySearch:
+def learnt() -> GranularityTable:
     """Contradicted twice: 900 was measured again, and what fell at 950 stands."""
-    search = GranularitySearch()
-    points = ((100, Degrees(1, 2)), (400, Degrees(1, 2)), (900, both(8)), (900, both(4)), (950, both(2)))
+    search = GranularityTable()
+    points = (
+        (100, PassDegrees(1, 2)),
+        (400, PassDegrees(1, 2)),
+        (900, both(8)),
+        (900, both(4)),
+        (950, both(2)),
+    )
     for B, degrees in points:
         search.record(B, {degrees: 1.0})
     return search
 
 
-def same(one: GranularitySearch, other: GranularitySearch) -> bool:
+def same(one: GranularityTable, other: GranularityTable) -> bool:
     return one.ranges.points == other.ranges.points and (
         one.ranges.contradictions == other.ranges.contradictions == 2
     )
@@ -345,15 +294,15 @@ def same(one: GranularitySearch, other: GranularitySearch) -> bool:
 
 def test_a_saved_table_is_loaded_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    learnt().save(path, KEY)
-    loaded = GranularitySearch.load(str(path), KEY)
+    save_degrees(learnt(), path, KEY)
+    loaded = load_degrees(str(path), KEY)
     assert same(loaded, learnt())
-    assert [loaded.lookup(B) for B in (99, 250, 900)] == [None, Degrees(1, 2), both(4)]
+    assert [loaded.lookup(B) for B in (99, 250, 900)] == [None, PassDegrees(1, 2), both(4)]
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_the_file_reads_as_what_it_is(tmp_path: Path) -> None:
-    learnt().save(tmp_path / "table.json", KEY)
+    save_degrees(learnt(), tmp_path / "table.json", KEY)
     assert json.loads((tmp_path / "table.json").read_text()) == {
         "format": 1,
         "key": {"device": "cpu", "ranks": 4, "sizes": [1024, 4096]},
@@ -364,26 +313,29 @@ def test_the_file_reads_as_what_it_is(tmp_path: Path) -> None:
 
 def test_a_table_of_another_key_or_format_is_refused_with_both(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    learnt().save(path, KEY)
+    save_degrees(learnt(), path, KEY)
     with pytest.raises(ValueError, match=re.escape(str(path))) as refused:
-        GranularitySearch.load(path, {**KEY, "ranks": 8})
+        load_degrees(path, {**KEY, "ranks": 8})
     assert "'ranks': 4" in str(refused.value) and "'ranks': 8" in str(refused.value)
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match=re.escape(f"{path}: found format 2, expected 1")):
-        GranularitySearch.load(path, KEY)
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path}: found format 2, expected 1: save_degrees of a layer")
+    ):
+        load_degrees(path, KEY)
 
 
-def broken_files() -> dict[str, bytes]:
+def broken_files() -> dict[str, tuple[bytes, str]]:
+    """Content, and what is said of it."""
     table = {"format": 1, "key": {}, "contradictions": 0, "points": [[1, 2, 2]]}
     return {
-        "empty": b"",
-        "cut short": json.dumps(table).encode()[:-9],
-        "not text": b"\xff\xfe\xfd\x00\x01",
-        "nested without end": b"[" * 100_000,
-        "a list": b"[]",
-        "no points": json.dumps({"format": 1, "key": {}, "contradictions": 0}).encode(),
+        "empty": (b"", "no JSON"),
+        "cut short": (json.dumps(table).encode()[:-9], "no JSON"),
+        "not text": (b"\xff\xfe\xfd\x00\x01", "no JSON"),
+        "nested without end": (b"[" * 100_000, "no JSON"),
+        "a list": (b"[]", "must be an object, not list"),
+        "no points": (json.dumps({"format": 1, "key": {}, "contradictions": 0}).encode(), "no granularity"),
     } | {
-        f"{name} {value}": json.dumps({**table, name: value}).encode()
+        f"{name} {value}": (json.dumps({**table, name: value}).encode(), "no granularity table: ")
         for name, value in [
             ("points", 5),
             ("points", [[1, 2]]),
@@ -399,40 +351,38 @@ def broken_files() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("content", broken_files().values(), ids=broken_files())
-def test_a_corrupt_file_is_refused_by_its_path(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(("content", "told"), broken_files().values(), ids=broken_files())
+def test_a_corrupt_file_is_refused_by_its_path(tmp_path: Path, content: bytes, told: str) -> None:
     path = tmp_path / "table.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{path} is not a granularity table")):
-        GranularitySearch.load(path, {})
+    with pytest.raises(ValueError, match=re.escape(f"{path}: ") + told):
+        load_degrees(path, {})
 
 
 def test_saving_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.json"
-    learnt().save(path, KEY)
+    save_degrees(learnt(), path, KEY)
     before = path.read_bytes()
     with pytest.raises(TypeError, match="JSON"):
-        GranularitySearch().save(path, {"device": object()})
+        save_degrees(GranularityTable(), path, {"device": object()})
 
     def full(descriptor: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(granularity.os, "fsync", full)
+    monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        GranularitySearch().save(path, KEY)
+        save_degrees(GranularityTable(), path, KEY)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda search: pickle.loads(pickle.dumps(search))])
-def test_a_copy_knows_the_same_learns_apart_and_leaves_the_measure_behind(duplicate) -> None:
+def test_a_copy_knows_the_same_and_learns_apart(duplicate) -> None:
     original = learnt()
-    original.measure = lambda B, degrees: 1.0  # cannot be pickled
     twin = duplicate(original)
     assert same(twin, original) and twin.cache_table == original.cache_table
-    assert twin.measure is None and original.measure is not None
     twin.record(5000, {both(16): 1.0})
     assert original.lookup(5000) is None
 
@@ -440,18 +390,18 @@ def test_a_copy_knows_the_same_learns_apart_and_leaves_the_measure_behind(duplic
 # The house
 
 
-def test_the_search_runs_where_there_is_no_torch() -> None:
+def test_the_table_works_where_there_is_no_torch() -> None:
     program = (
         "import importlib.util, sys\n"
         "sys.modules['torch'] = None\n"
         f"spec = importlib.util.spec_from_file_location('granularity', {granularity.__file__!r})\n"
         "module = sys.modules['granularity'] = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
-        "search = module.GranularitySearch()\n"
-        "print(search.search(64, lambda degrees: 1 / degrees.forward))"
+        "table = module.GranularityTable()\n"
+        "print(table.record(64, {module.PassDegrees(n, n): 1 / n for n in (1, 16)}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "Degrees(forward=16, backward=16)\n"
+    assert done.stdout == "PassDegrees(forward=16, backward=16)\n"
 
 
 def test_no_other_module_imports_sortedcontainers() -> None:
@@ -466,9 +416,9 @@ def test_no_other_module_imports_sortedcontainers() -> None:
 
 def test_a_lookup_reports_what_it_costs() -> None:
     """Printed (pytest -s), not judged: the machine may be busy."""
-    search = GranularitySearch()
+    search = GranularityTable()
     for B in range(0, 64_000, 1000):
-        search.record(B, {both(CANDIDATES[B // 16_000]): 1.0})
+        search.record(B, {both(DEGREES[B // 16_000]): 1.0})
     search.lookup(500)
     cases = {
         "cached": lambda: search.lookup(500),

@@ -29,7 +29,7 @@ FLOORS: list[set[str]] = [
     {"pmoe.gates", "pmoe.ordering", "pmoe.experts", "pmoe.comm"},
     {"pmoe.kernels"},
     {"pmoe.schedule"},
-    {"pmoe.text", "pmoe.warn"},
+    {"pmoe.arguments", "pmoe.text", "pmoe.warn"},
 ]
 # Imports between parts of one floor. The stages know nothing of each other.
 NEIGHBOURS: set[tuple[str, str]] = set()

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from pmoe.papers.lifetimes import Held, held
 from pmoe.papers.mpipemoe_memory import paper_backward, paper_forward, paper_sequential_backward
 from pmoe.planner import theory
-from pmoe.planner.footprint import PassRows, predict, shape_of_sizes
-from pmoe.planner.memory import Held, held
+from pmoe.planner.memory import predict
+from pmoe.planner.pass_rows import PassRows
+from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.rings import rotating_backward, rotating_forward
 from pmoe.schedule.slots import BufferSizes, ChunkRows, HiddenColumns, slot_elements
@@ -313,7 +315,7 @@ def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_wh
     memory of its own in backward, and rows that travel are arranged before and after they do. So the peak is
     not below Eq. 2 and 4 together, though less is held between the passes."""
     H, size = factor * M, 4
-    shape = shape_of_sizes(M, H, 8, num_ranks=8 if travel else 1)
+    shape = sizes_from_options(M, H, 8, num_ranks=8 if travel else 1)
     there, none = (B,), (0,)
     extent = ChunkRows(
         send=there if travel else none,

@@ -18,38 +18,34 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.papers.fsmoe_table5 import layer_costs, table4
+from pmoe.papers.fsmoe_layers import moe_costs, table4
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import (
-    BACKWARD,
-    FORWARD,
-    Way,
+    ScheduleOptions,
     brute_force,
     pass_seconds,
     refined,
     simulated_degrees,
+    stage_seconds,
 )
-from pmoe.planner.degree_search import task_seconds as seconds_of_tasks
 from pmoe.planner.pipeline_degree import (
     BRANCHES,
     MAX_DEGREE,
-    LayerCosts,
-    Work,
     case_of,
     case_seconds,
     find_degree,
-    find_degrees,
     formula_seconds,
     margins,
-    overlappable_seconds,
-    schedule_seconds,
 )
 from pmoe.planner.simulator import makespan, simulate
+from pmoe.planner.stage_costs import LayerCosts, StageWork
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PAPERS = Way(direction="backward", wgrad_share=0.0)
+FORWARD, BACKWARD = ScheduleOptions(direction="forward"), ScheduleOptions(direction="backward")
+
+PAPERS = ScheduleOptions(direction="backward", wgrad_share=0.0)
 """The paper's backward schedule: experts' backward is one task."""
 
 FEW, ALL = 300, 2000
@@ -63,7 +59,7 @@ class Drawn:
     forward: LayerCosts
     t_gar: float
 
-    def passes(self, backward: Way) -> list[tuple[LayerCosts, Way, float]]:
+    def passes(self, backward: ScheduleOptions) -> list[tuple[LayerCosts, ScheduleOptions, float]]:
         return [(self.forward, FORWARD, 0.0), (self.forward.backward(), backward, self.t_gar)]
 
 
@@ -74,8 +70,8 @@ def drawn(count: int, *, alike: bool) -> list[Drawn]:
     it; else it is drawn too."""
     rng = random.Random(2026)
 
-    def work() -> Work:
-        return Work(line=LineCost(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-4, -1)), size=1.0)
+    def work() -> StageWork:
+        return StageWork(line=LineCost(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-4, -1)), size=1.0)
 
     found = []
     for at in range(ALL):
@@ -89,9 +85,9 @@ def both(count: int) -> list[Drawn]:
     return drawn(count, alike=True) + drawn(count, alike=False)
 
 
-def over_best(costs: LayerCosts, degree: int, way: Way, t_gar: float) -> float:
+def over_best(costs: LayerCosts, degree: int, options: ScheduleOptions, t_gar: float) -> float:
     """Simulated seconds of a degree over those of the best, less 1."""
-    return pass_seconds(costs, degree, way, t_gar) / brute_force(costs, way, t_gar).seconds - 1
+    return pass_seconds(costs, degree, options, t_gar) / brute_force(costs, options, t_gar).seconds - 1
 
 
 def layer(
@@ -100,10 +96,37 @@ def layer(
     """Seconds in all of each stage, and alpha a chunk."""
     return LayerCosts(
         **{
-            name: Work(line=LineCost(alpha, seconds), size=1.0)
+            name: StageWork(line=LineCost(alpha, seconds), size=1.0)
             for name, seconds in (("a2a", a2a), ("ag", ag), ("rs", rs), ("exp", exp))
         }
     )
+
+
+def longest_path(costs: LayerCosts, r: int, t_gar: float = 0.0) -> float:
+    """How long the paper's schedule is, whatever all-gather and reduce-scatter take.
+
+    A path goes along lanes and down from one lane to the next in one chunk; its length is linear in the
+    chunks where it goes down, so a longest one goes down in the first or in the last: it stays on one lane
+    for r chunks and passes every other once. Beside that there are two lanes that turn round: AG before RS,
+    and S before the gradients before R."""
+    a2a, ag, rs, exp = costs.chunk(r)
+    once = 2 * a2a + ag + rs
+    through_experts = once + exp + (r - 1) * max(a2a, ag, rs, exp)
+    through_node = once + (r - 1) * (max(a2a, ag) + max(a2a, rs))
+    return max(through_experts, through_node, 2 * r * a2a + t_gar)
+
+
+def t_olp_moe(costs: LayerCosts, r: float) -> float:
+    """Section 5.2: the longest t_gar that r chunks hide, by the case that holds without any."""
+    a2a, ag, rs, exp = costs.chunk(r)
+    match case_of(costs, r):
+        case 2:
+            return r * exp + ag + rs - 2 * (r - 1) * a2a
+        case 3:
+            return ag + rs
+        case 4:
+            return r * (ag + rs) - 2 * (r - 1) * a2a
+    return 0.0  # case 1: the inter-node lane never idles; only where nothing costs anything
 
 
 # ---- the formulas and the schedule ----
@@ -112,12 +135,11 @@ def layer(
 def test_a_schedule_by_hand() -> None:
     """r = 2, chunks of S 1, AG 2, C 3, RS 2, R 1: S 0-1 1-2, AG 1-3 3-5, C 3-6 6-9, RS 6-8 9-11, R to 12."""
     costs = layer(a2a=2, ag=4, rs=4, exp=6)
-    assert pass_seconds(costs, 2, FORWARD) == schedule_seconds(costs, 2) == 12
+    assert pass_seconds(costs, 2, FORWARD) == longest_path(costs, 2) == 12
     assert case_of(costs, 2) == 2
     assert case_seconds(2, costs, 2) == 2 * 1 + 2 + 2 + 6
-    assert (
-        overlappable_seconds(costs, 2) == 8
-    )  # the lane is idle from 2 to 8, and R0 and R1 may wait to 10, 11
+    # The lane is idle from 2 to 8, and R0 and R1 may wait to 10, 11.
+    assert t_olp_moe(costs, 2) == 8
 
 
 def test_exactly_one_branch_holds_at_any_degree() -> None:
@@ -129,9 +151,9 @@ def test_exactly_one_branch_holds_at_any_degree() -> None:
 
 def test_where_gathering_and_scattering_cost_the_same_the_papers_formula_is_the_schedule() -> None:
     for each in drawn(FEW, alike=True):
-        for costs, way, t_gar in each.passes(PAPERS):
+        for costs, options, t_gar in each.passes(PAPERS):
             for r in (1, 2, 3, 7, 16):
-                simulated = pass_seconds(costs, r, way, t_gar)
+                simulated = pass_seconds(costs, r, options, t_gar)
                 assert formula_seconds(costs, r, t_gar) == pytest.approx(simulated, rel=1e-12)
 
 
@@ -140,7 +162,7 @@ def test_where_they_do_not_the_papers_formula_is_never_longer_than_the_schedule(
     shorter = 0
     for each in drawn(FEW, alike=False):
         for r in range(1, MAX_DEGREE + 1):
-            longest = schedule_seconds(each.forward, r, each.t_gar)
+            longest = longest_path(each.forward, r, each.t_gar)
             ratio = formula_seconds(each.forward, r, each.t_gar) / longest
             assert ratio <= 1 + 1e-12
             shorter += ratio < 1 - 1e-12
@@ -149,29 +171,29 @@ def test_where_they_do_not_the_papers_formula_is_never_longer_than_the_schedule(
 
 def test_the_longest_path_is_the_schedule_whatever_stages_cost() -> None:
     for each in both(FEW):
-        for costs, way, t_gar in each.passes(PAPERS):
+        for costs, options, t_gar in each.passes(PAPERS):
             for r in (1, 2, 3, 7, 16):
-                simulated = pass_seconds(costs, r, way, t_gar)
-                assert schedule_seconds(costs, r, t_gar) == pytest.approx(simulated, rel=1e-12)
+                simulated = pass_seconds(costs, r, options, t_gar)
+                assert longest_path(costs, r, t_gar) == pytest.approx(simulated, rel=1e-12)
 
 
 def test_what_a_case_of_algorithm_1_hides_is_what_the_schedule_hides() -> None:
     for each in drawn(FEW, alike=True):
         for r in (1, 2, 5, 16):
-            longest, alone = overlappable_seconds(each.forward, r), schedule_seconds(each.forward, r)
-            assert schedule_seconds(each.forward, r, longest) == pytest.approx(alone, rel=1e-12)
-            longer = schedule_seconds(each.forward, r, longest + 1e-3)
+            longest, alone = t_olp_moe(each.forward, r), longest_path(each.forward, r)
+            assert longest_path(each.forward, r, longest) == pytest.approx(alone, rel=1e-12)
+            longer = longest_path(each.forward, r, longest + 1e-3)
             assert longer == pytest.approx(alone + 1e-3, rel=1e-12)
 
 
 @pytest.mark.parametrize("one_lane", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_gradients_make_a_pass_longer_as_one_line_says(one_lane: bool, share: float) -> None:
-    way = Way(direction="backward", one_lane=one_lane, wgrad_share=share)
+    options = ScheduleOptions(direction="backward", one_lane=one_lane, wgrad_share=share)
     for each in drawn(20, alike=False):
-        for found in simulated_degrees(each.forward, way, (1, 2, 5, 16)):
+        for found in simulated_degrees(each.forward, options, (1, 2, 5, 16)):
             for t_gar in (0.0, 1e-4, 1e-3, 1e-2, 1e-1):
-                simulated = pass_seconds(each.forward, found.degree, way, t_gar)
+                simulated = pass_seconds(each.forward, found.degree, options, t_gar)
                 assert found.seconds(t_gar) == pytest.approx(simulated, rel=1e-12)
 
 
@@ -184,8 +206,8 @@ def test_algorithm_1_finds_the_best_degree_where_gathering_and_scattering_cost_t
     """Not within 3 %, but the best: the formula is the schedule, and convex in r, so both whole numbers
     around its minimum hold the best one. Forward and backward, with gradients and without."""
     for each in drawn(count, alike=True):
-        for costs, way, t_gar in each.passes(PAPERS):
-            assert over_best(costs, find_degree(costs, t_gar).degree, way, t_gar) < 1e-6
+        for costs, options, t_gar in each.passes(PAPERS):
+            assert over_best(costs, find_degree(costs, t_gar).degree, options, t_gar) < 1e-6
 
 
 GAPS = {FEW: (41, 0, 1.0512), ALL: (394, 2, 1.0512)}
@@ -204,12 +226,12 @@ def test_where_they_do_not_algorithm_1_is_off_because_its_formulas_are(count: in
     cases, and so between the two whole numbers that are compared."""
     gaps, by_formula = [], 0
     for each in drawn(count, alike=False):
-        for costs, way, t_gar in each.passes(PAPERS):
+        for costs, options, t_gar in each.passes(PAPERS):
             found = find_degree(costs, t_gar).degree
-            gaps.append(over_best(costs, found, way, t_gar))
+            gaps.append(over_best(costs, found, options, t_gar))
             if gaps[-1] > 0.03:
-                assert formula_seconds(costs, found, t_gar) < 0.98 * schedule_seconds(costs, found, t_gar)
-                by_formula += over_best(costs, best_by_formula(costs, t_gar), way, t_gar) > 0.03
+                assert formula_seconds(costs, found, t_gar) < 0.98 * longest_path(costs, found, t_gar)
+                by_formula += over_best(costs, best_by_formula(costs, t_gar), options, t_gar) > 0.03
     over = sum(gap > 0.03 for gap in gaps)
     assert (over, over - by_formula) == GAPS[count][:2]
     assert max(gaps) == pytest.approx(GAPS[count][2], abs=0.001)
@@ -221,8 +243,8 @@ def best_by_formula(costs: LayerCosts, t_gar: float) -> int:
 
 def test_on_the_papers_1458_layers_algorithm_1_finds_the_best_degrees() -> None:
     """Their all-gather and reduce-scatter differ by 0.6 % and 7 us."""
-    for costs in dict.fromkeys(layer_costs(each) for each in table4()[::7]):
-        forward, backward = find_degrees(costs)
+    for costs in dict.fromkeys(moe_costs(each) for each in table4()[::7]):
+        forward, backward = find_degree(costs), find_degree(costs.backward())
         assert over_best(costs, forward.degree, FORWARD, 0.0) < 0.002
         assert over_best(costs.backward(), backward.degree, PAPERS, 0.0) < 0.002
 
@@ -242,10 +264,9 @@ def test_forward_and_backward_have_degrees_of_their_own() -> None:
     """Experts of 8 ms and all-to-alls of 20: 2 ms of experts a chunk hide at once. In backward they take
     16."""
     costs = layer(a2a=0.008, ag=0.004, rs=0.004, exp=0.02, alpha=0.0005)
-    forward, backward = find_degrees(costs)
+    forward, backward = find_degree(costs), find_degree(costs.backward())
     assert forward.degree != backward.degree
     assert backward.seconds > forward.seconds
-    assert find_degree(costs.backward()) == backward
 
 
 def test_in_backward_experts_take_twice_as_long_and_nothing_else_does() -> None:
@@ -272,9 +293,9 @@ def test_what_costs_nothing_a_chunk_is_cut_as_fine_as_may_be() -> None:
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_the_unit_of_time_does_not_matter(scale: float) -> None:
-    def scaled(work: Work) -> Work:
+    def scaled(work: StageWork) -> StageWork:
         line = LineCost(work.line.alpha_seconds * scale, work.line.beta_seconds * scale)
-        return Work(line=line, size=work.size)
+        return StageWork(line=line, size=work.size)
 
     for each in drawn(40, alike=False):
         names = [field.name for field in dataclasses.fields(LayerCosts)]
@@ -306,10 +327,10 @@ def test_refined_is_within_3_percent_of_brute_force_on_the_layers_own_schedule(
     valley."""
     simulated = []
     for each in drawn(count, alike=alike):
-        for costs, way, t_gar in each.passes(BACKWARD):
-            found = refined(costs, way, t_gar)
-            assert found.seconds == pass_seconds(costs, found.degree, way, t_gar)
-            assert found.seconds <= brute_force(costs, way, t_gar).seconds * (1 + 1e-6)
+        for costs, options, t_gar in each.passes(BACKWARD):
+            found = refined(costs, options, t_gar)
+            assert found.seconds == pass_seconds(costs, found.degree, options, t_gar)
+            assert found.seconds <= brute_force(costs, options, t_gar).seconds * (1 + 1e-6)
             simulated.append(found.simulated)
     assert statistics.fmean(simulated) < 5
 
@@ -337,14 +358,14 @@ def test_one_lane_is_never_faster_than_two() -> None:
     for each in drawn(40, alike=False):
         for n in (1, 2, 5):
             two = pass_seconds(each.forward, n, FORWARD)
-            one = pass_seconds(each.forward, n, Way(direction="forward", one_lane=True))
+            one = pass_seconds(each.forward, n, ScheduleOptions(direction="forward", one_lane=True))
             assert one >= two * (1 - 1e-12)
 
 
 def test_every_task_that_costs_has_its_stages_seconds() -> None:
     costs = layer(a2a=1, ag=2, rs=3, exp=4)
     tasks = BACKWARD.schedule(2).tasks
-    seconds = seconds_of_tasks(costs, 2, BACKWARD, 7.0)
+    seconds = stage_seconds(costs, 2, BACKWARD, 7.0)
     told = {task.name: seconds(task) for task in tasks if seconds(task)}
     assert told == {
         "S0": 0.5, "AG0": 1, "S1": 0.5, "GAR": 7, "AG1": 1,
@@ -360,9 +381,9 @@ def test_every_task_that_costs_has_its_stages_seconds() -> None:
 def test_bad_numbers_are_refused_by_name(bad: float) -> None:
     costs = drawn(1, alike=False)[0].forward
     with pytest.raises(ValueError, match=r"alpha_seconds \(.*\) must be a finite number of at least 0"):
-        Work(line=LineCost(bad, 1.0), size=1.0)
+        StageWork(line=LineCost(bad, 1.0), size=1.0)
     with pytest.raises(ValueError, match=r"size \(.*\) must be a finite number of at least 0"):
-        Work(line=LineCost(0.0, 1.0), size=bad)
+        StageWork(line=LineCost(0.0, 1.0), size=bad)
     with pytest.raises(ValueError, match=r"t_gar \(.*\) must be a finite number of at least 0"):
         find_degree(costs, bad)
     with pytest.raises(ValueError, match=r"t_gar \(.*\) must be a finite number of at least 0"):
@@ -379,7 +400,7 @@ def test_bad_degrees_are_refused() -> None:
     with pytest.raises(ValueError, match=r"t_gar \(0.1\) must be 0 in a forward pass"):
         pass_seconds(costs, 2, FORWARD, 0.1)
     with pytest.raises(ValueError, match=r"wgrad_share \(2\) must be between 0 and 1"):
-        Way(direction="forward", wgrad_share=2)
+        ScheduleOptions(direction="forward", wgrad_share=2)
     with pytest.raises(ValueError, match=r"case \(5\) must be 1, 2, 3 or 4"):
         case_seconds(5, costs, 1)
 

@@ -1,4 +1,4 @@
-"""The simulator checked by hand, cost lines, the degree rule, and what the timeline draws."""
+"""The simulator checked by hand, the degree rule, and what the timeline draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 
 from pmoe.planner import timeline
-from pmoe.planner.costs import fit_line
 from pmoe.planner.degree import adaptive_degree, check_pipeline, fixed_degree
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace, draw
@@ -80,21 +79,6 @@ def test_weight_gradients_hide_the_return_of_gradients_even_in_one_chunk() -> No
     seconds[Kind.LOCAL_WGRAD] = 1
     schedule = backward_schedule(1, Stages(local=True, remote=True))
     assert makespan(simulate(schedule.tasks, lambda task: seconds.get(task.kind, 0))) == 4
-
-
-def test_a_line_passes_through_the_medians_of_its_sizes() -> None:
-    cost = fit_line([(0, 1e-5), (1e6, 1.1e-4), (1e6, 5.0), (1e6, 1e-4)])
-    assert (cost.alpha_seconds, cost.beta_seconds) == pytest.approx((1e-5, 1e-10))
-    assert cost(5e5) == pytest.approx(6e-5)
-
-
-def test_a_line_needs_two_sizes() -> None:
-    with pytest.raises(ValueError, match=r"two distinct sizes, not \[8\]"):
-        fit_line([(8, 1.0), (8, 2.0)])
-
-
-def test_a_cost_is_never_negative() -> None:
-    assert fit_line([(10, 1.0), (20, 3.0)])(1) == 0.0
 
 
 def test_the_adaptive_degree_leaves_enough_rows_in_a_chunk() -> None:

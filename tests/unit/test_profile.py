@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,16 @@ import torch
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
 from pmoe.measure import rates as measuring
-from pmoe.measure.profile import (
-    FACTORS,
-    CorruptProfileError,
-    Identity,
-    Operations,
-    Profile,
-    Versions,
-    identity,
-    load,
-    load_or_measure,
-    measure,
-    profile_path,
-    save,
-    speeds,
-)
-from pmoe.measure.rounds import Group, Marks, Piece
-from pmoe.planner import profile as profile_file
+from pmoe.measure import store
+from pmoe.measure.bench import Action, Group, Marks
+from pmoe.measure.identity import identity
+from pmoe.measure.profile import load_or_measure
+from pmoe.measure.profile_file import load_profile, profile_from, profile_path, save_profile
+from pmoe.measure.rates import FACTORS, measure, speeds
+from pmoe.measure.store import CorruptFileError
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import FREE, Fit, LineCost
+from pmoe.planner.profile import Identity, Operations, Profile, Versions
 
 MADE = Profile(
     device="Abacus (R) 3000, 2 threads",
@@ -79,6 +70,14 @@ def assert_sound(profile: Profile) -> None:
     assert profile.seconds > 0
 
 
+def to_json(profile: Profile) -> str:
+    return json.dumps(asdict(profile))
+
+
+def from_json(text: str) -> Profile:
+    return profile_from(json.loads(text))
+
+
 # ---- the file
 
 
@@ -103,18 +102,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 def test_a_profile_survives_json_to_the_last_bit() -> None:
-    assert Profile.from_json(MADE.to_json()) == MADE
+    assert from_json(to_json(MADE)) == MADE
     with_cuda = replace(MADE, versions=Versions(torch="2.13.0", cuda="12.8", file=2))
-    assert Profile.from_json(with_cuda.to_json().encode()) == with_cuda
+    assert from_json(to_json(with_cuda)) == with_cuda
     with_operations = replace(MADE, operations=OPERATIONS)
-    assert Profile.from_json(with_operations.to_json()) == with_operations
+    assert from_json(to_json(with_operations)) == with_operations
     assert with_operations.identity == MADE.identity, "the same file holds them"
 
 
 def test_a_saved_profile_loads_for_the_identity_that_it_has(tmp_path: Path) -> None:
     path = profile_path(MADE, tmp_path / "not" / "yet")
-    save(MADE, path)
-    assert load(path) == load(path, expected=MADE.identity) == MADE
+    save_profile(MADE, path)
+    assert load_profile(path) == load_profile(path, expected=MADE.identity) == MADE
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -137,16 +136,16 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = profile_path(MADE, tmp_path)
-    save(MADE, path)
+    save_profile(MADE, path)
 
-    def full(source: str, target: Path) -> None:
+    def full(descriptor: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(profile_file.os, "replace", full)
+    monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        save(replace(MADE, seconds=9.0), path)
+        save_profile(replace(MADE, seconds=9.0), path)
     assert list(tmp_path.iterdir()) == [path]
-    assert load(path) == MADE
+    assert load_profile(path) == MADE
 
 
 @pytest.mark.parametrize(
@@ -166,46 +165,49 @@ def test_a_profile_of_something_else_is_refused_naming_file_content_and_place(
     change: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.json"
-    save(MADE, path)
+    save_profile(MADE, path)
     with pytest.raises(ValueError) as caught:
-        load(path, expected=replace(MADE.identity, **change))
+        load_profile(path, expected=replace(MADE.identity, **change))
     assert str(caught.value) == f"{path}: holds the profile of {told}"
-    assert not isinstance(caught.value, CorruptProfileError)
+    assert not isinstance(caught.value, CorruptFileError)
 
 
 def test_another_format_version_is_refused_but_not_called_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"versions": {"file": 7}, "all": "else is different"}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"profile.json: format version \(7\) must be 2") as caught:
-        load(path)
-    assert not isinstance(caught.value, CorruptProfileError)
+    told = r"profile.json: format version \(7\) must be 2 \(`pmoe profile` writes it\)"
+    with pytest.raises(ValueError, match=told) as caught:
+        load_profile(path)
+    assert not isinstance(caught.value, CorruptFileError)
 
 
 def test_a_file_of_the_format_before_is_refused_by_name_and_measured_again_without_a_word(
     tmp_path: Path, counted: Counted
 ) -> None:
-    fields = json.loads(MADE.to_json())
+    fields = asdict(MADE)
     del fields["operations"]
     fields["versions"]["file"] = 1
     here = identity(Ranks(), "cpu")
     old = profile_path(replace(here, versions=replace(here.versions, file=1)), tmp_path)
     old.write_text(json.dumps(fields), encoding="utf-8")
     with pytest.raises(ValueError, match=r"format version \(1\) must be 2"):
-        load(old)
+        load_profile(old)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_or_measure(Ranks(), "cpu", folder=tmp_path)
     assert counted.calls == 1
     assert len(list(tmp_path.iterdir())) == 2, "the old file is left alone"
     profile_path(here, tmp_path).write_bytes(old.read_bytes())  # and under the new name it costs a warning
-    with pytest.warns(UserWarning, match=r"format version \(1\) must be 2; measured again"):
+    with pytest.warns(
+        UserWarning, match=r"format version \(1\) must be 2 \(`pmoe profile` writes it\); measured again"
+    ):
         load_or_measure(Ranks(), "cpu", folder=tmp_path)
     assert counted.calls == 2
 
 
 def broken(**changes: Any) -> str:
     """MADE as JSON, with fields replaced; None takes one away."""
-    fields = json.loads(MADE.to_json()) | changes
+    fields = asdict(MADE) | changes
     gone = [name for name, value in changes.items() if value is None]
     return json.dumps({name: value for name, value in fields.items() if name not in gone})
 
@@ -214,7 +216,7 @@ def broken(**changes: Any) -> str:
     ("content", "told"),
     [
         (b"", "no JSON"),
-        (MADE.to_json()[:200].encode(), "no JSON"),
+        (to_json(MADE)[:200].encode(), "no JSON"),
         (b"\xff\xfe\xfd", "no JSON"),
         (b"[1, 2]", "must be an object"),
         (broken(compute=None, when=None), "profile has no compute, when"),
@@ -233,8 +235,8 @@ def test_what_is_no_profile_is_called_corrupt_with_the_file_and_the_field(
 ) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(CorruptProfileError, match=f"{path}.*{told}"):
-        load(path)
+    with pytest.raises(CorruptFileError, match=f"{path}.*{told}"):
+        load_profile(path)
 
 
 # ---- the numbers
@@ -268,7 +270,7 @@ class Slowed:
         self.group = Group(Ranks(), torch.device("cpu"))
         self.relative = relative
 
-    def run(self, work: Mapping[str, tuple[Piece, int]]) -> dict[str, Marks]:
+    def run(self, work: Mapping[str, tuple[Action, int]]) -> dict[str, Marks]:
         return {
             lane: [i / self.relative.get((lane, *sorted({*work} - {lane})), 1.0) for i in range(count + 1)]
             for lane, (_, count) in work.items()
@@ -284,16 +286,16 @@ class Priced:
 
     group = Group(Ranks(), torch.device("cpu"))
 
-    def run(self, work: Mapping[str, tuple[Piece, int]]) -> dict[str, Marks]:
+    def run(self, work: Mapping[str, tuple[Action, int]]) -> dict[str, Marks]:
         return {
             lane: [0.0, *(60 + (i + 1) * piece() for i in range(count))]
             for lane, (piece, count) in work.items()
         }
 
 
-def priced(seconds: Callable[[int], float]) -> measuring._Kind:
+def priced(seconds: Callable[[int], float]) -> measuring._LaneWork:
     """Work in units of 10 bytes; so many units take seconds(units)."""
-    return measuring._Kind(
+    return measuring._LaneWork(
         lane="copy", size=10, first_units=16, most_units=4096, make=lambda units: lambda: seconds(units)
     )
 
@@ -375,7 +377,7 @@ def test_measured_costs_are_positive_and_factors_at_most_one(dtype: torch.dtype)
     assert profile.identity == identity(Ranks(), "cpu", dtype)
     assert (profile.num_ranks, profile.backend, profile.message) == (1, "none", LineCost(0.0, 0.0))
     assert profile.rates(dtype.itemsize).compute > 0
-    assert Profile.from_json(profile.to_json()) == profile
+    assert from_json(to_json(profile)) == profile
     assert torch.equal(torch.get_rng_state(), before), "measuring drew from the caller's random numbers"
 
 
@@ -405,14 +407,14 @@ def test_a_corrupt_file_is_measured_again_with_one_warning(tmp_path: Path, count
     assert str(caught[0].message).startswith(f"{path}: no JSON")
     assert str(caught[0].message).endswith("; measured again")
     assert counted.calls == 1
-    assert load(path) == profile
+    assert load_profile(path) == profile
 
 
 def test_a_file_of_another_device_under_our_name_is_measured_again_with_a_warning(
     tmp_path: Path, counted: Counted
 ) -> None:
     here = identity(Ranks(), "cpu")
-    save(MADE, profile_path(here, tmp_path))
+    save_profile(MADE, profile_path(here, tmp_path))
     with pytest.warns(UserWarning, match=r"holds the profile of .*num_ranks 4, here 1"):
         profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
     assert profile.identity == here
@@ -424,7 +426,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_profile(
     def refuse(profile: Profile, path: Path) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(module, "save", refuse)
+    monkeypatch.setattr(module, "save_profile", refuse)
     with pytest.warns(UserWarning, match="could not be saved.*read-only"):
         profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
     assert profile.seconds == 1.0

@@ -13,16 +13,11 @@ import torch
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
-from pmoe.measure.operations import multiples
-from pmoe.measure.profile import (
-    Operations,
-    load,
-    load_or_measure,
-    measure_operations,
-    profile_path,
-    save,
-)
+from pmoe.measure.operations import measure_operations, multiples
+from pmoe.measure.profile import load_or_measure
+from pmoe.measure.profile_file import load_profile, profile_path, save_profile
 from pmoe.planner.costs import FREE, Fit
+from pmoe.planner.profile import Operations
 from tests.unit.test_profile import OPERATIONS, Counted
 
 LINES = ("gemm", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
@@ -128,8 +123,10 @@ def test_operations_of_other_nodes_are_measured_again(
 ) -> None:
     base, operations = counted
     profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
-    save(replace(profile, operations=OPERATIONS), profile_path(profile, tmp_path))  # of 2 ranks a node
+    save_profile(
+        replace(profile, operations=OPERATIONS), profile_path(profile, tmp_path)
+    )  # of 2 ranks a node
     found = load_or_measure(Ranks(), "cpu", folder=tmp_path, operations=True).operations
     assert found is not None and (found.num_across, found.num_inside) == (1, 1)
     assert (base.calls, operations.calls) == (1, 1)
-    assert load(profile_path(profile, tmp_path)).operations == found
+    assert load_profile(profile_path(profile, tmp_path)).operations == found

@@ -46,10 +46,10 @@ from pmoe.integrations.run_folder import (
 from pmoe.integrations.run_rows import LayerRow, ScalarRow, layer_row
 from pmoe.integrations.statistics import LayerStats, imbalance
 from pmoe.planner.exposed import Overlap
-from pmoe.planner.footprint import Memory
+from pmoe.planner.memory import PredictedMemory
 from tests.browser import Page, driver, started
 
-MEMORY = Memory(
+MEMORY = PredictedMemory(
     saved=2 << 20,
     temporary=5 << 20,
     gradients=1,

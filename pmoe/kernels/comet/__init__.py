@@ -20,7 +20,6 @@ from pmoe.kernels.comet.launcher import (
     FusedKernel,
     HeapView,
     Launcher,
-    PassDirection,
 )
 from pmoe.kernels.comet.launches import (
     dispatch,
@@ -39,7 +38,6 @@ __all__ = [
     "Journey",
     "KernelSteps",
     "Launcher",
-    "PassDirection",
     "Steps",
     "dispatch",
     "dispatch_hidden",

@@ -13,6 +13,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.comet import availability
 from pmoe.kernels.comet.availability import SPARE_BLOCKS
 from pmoe.kernels.gemm import ELEMENTS, PLAIN
+from pmoe.schedule.tasks import PassDirection
 
 MOST_VIRTUAL = 4
 """Ranks of one launch, as in cuda/comet/fused.h."""
@@ -21,7 +22,6 @@ DISPATCH, COMBINE = 0, 1
 """`Kernel` of cuda/comet/launch.h."""
 
 FusedKernel = Literal["dispatch", "combine"]
-PassDirection = Literal["forward", "backward"]
 
 
 class DivisionPoint(Protocol):

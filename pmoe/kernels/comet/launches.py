@@ -20,9 +20,10 @@ from pmoe.kernels.comet.fields import (
     dispatch_fields,
 )
 from pmoe.kernels.comet.journey import Journey
-from pmoe.kernels.comet.launcher import COMBINE, DISPATCH, DivisionPoint, Launcher, PassDirection
+from pmoe.kernels.comet.launcher import COMBINE, DISPATCH, DivisionPoint, Launcher
 from pmoe.kernels.gemm import ACTIVATIONS, FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT
 from pmoe.kernels.operands import address, check_memory, check_tensor
+from pmoe.schedule.tasks import PassDirection
 
 
 def dispatch(launcher: Launcher, journeys: Sequence[Journey], x_TM: Tensor, weight_TK: Tensor) -> None:

@@ -1,0 +1,78 @@
+"""Values that outlive a run: one JSON object a file, written whole or not at all.
+
+Files that pmoe names itself lie in $PMOE_CACHE, or ~/.cache/pmoe where that is not set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+PathLike = str | os.PathLike[str]
+T = TypeVar("T")
+
+
+class CorruptFileError(ValueError):
+    """The file is not what it is named for: no JSON, a field missing, or one of another type."""
+
+
+def cache_folder(folder: PathLike | None = None) -> Path:
+    """``folder``, or $PMOE_CACHE, or ~/.cache/pmoe. Raises RuntimeError where there is no home."""
+    if folder is not None:
+        return Path(folder)
+    return Path(os.environ.get("PMOE_CACHE") or Path.home() / ".cache" / "pmoe")
+
+
+def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
+    """The file of a key in `cache_folder`.
+
+    Example: ("division", "NVIDIA H200", "v1") -> division_nvidia-h200_v1.json
+    """
+    slugs = (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in key)
+    return cache_folder(folder) / ("_".join(slugs) + ".json")
+
+
+def load(path: PathLike, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What ``parse`` makes of the file's JSON object.
+
+    Raises OSError where the file cannot be read; CorruptFileError where it holds no JSON object; the
+    ValueError of ``parse``, with the path in front.
+    """
+    try:
+        return parse(_object(Path(path).read_bytes()))
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def save(path: PathLike, fields: Mapping[str, Any]) -> None:
+    """Writes the whole file or none: a reader never sees half of it. Makes the folder.
+
+    Raises OSError where it cannot be written, TypeError or ValueError for values that JSON cannot hold.
+    """
+    path, text = Path(path), json.dumps(fields, indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own beside the target: several ranks may save at once, and a rename stays on one disk.
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise CorruptFileError(f"must be an object, not {type(found).__name__}")
+    return found

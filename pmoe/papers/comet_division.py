@@ -1,0 +1,166 @@
+"""How long COMET's fused kernels take on the simulator, and how many blocks should communicate (3.2.2).
+
+Letters: n_c communicating blocks, T_N columns of a chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pmoe.papers.comet_combine import (
+    check_chunk,
+    chunk_widths,
+    dealt,
+    fused_combine_tasks,
+    row_tiles,
+    touched_elements,
+)
+from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning
+from pmoe.papers.comet_tasks import PIECE_ROWS, FusedTask, check_division, fused_dispatch_tasks
+from pmoe.planner.division import COLUMNS, Division, all_columns
+from pmoe.planner.simulator import Simulated, makespan, simulate
+
+
+def fused_run(
+    layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
+) -> list[Simulated[FusedTask]]:
+    """A fused kernel, simulated; chunk_columns is for layer 1. Raises ValueError as its tasks do."""
+    if isinstance(layer, Arriving):
+        tasks = fused_dispatch_tasks(layer, device, n_c)
+    else:
+        tasks = fused_combine_tasks(layer, device, n_c, chunk_columns)
+    return simulate(tasks, lambda task: task.seconds)
+
+
+def fused_seconds(
+    layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
+) -> float:
+    """Of one fused kernel. Raises ValueError as its tasks do."""
+    return makespan(fused_run(layer, device, n_c, chunk_columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestDivision:
+    """A division of a kernel's blocks and its seconds (of layer 0, chunk_columns mean nothing). simulated:
+    how many divisions were simulated to find it."""
+
+    division: Division
+    seconds: float
+    simulated: int
+
+
+def best_division(
+    layer: Arriving | Returning,
+    device: DeviceRates,
+    *,
+    divisions: Iterable[int] | None = None,
+    chunks: Iterable[int] | None = None,
+) -> BestDivision:
+    """The fastest n_c, for layer 1 with its T_N: that of all candidates on the simulator; of equals the least
+    n_c, then the fewest chunks (the division point of section 3.2.2, simulated where COMET profiles).
+
+    divisions: n_c to choose from, default 1 to blocks - 1. chunks: T_N, default 256, 512, ... and all
+    columns. Candidates are simulated in the order of `least_seconds` until that exceeds what has been found.
+    Raises ValueError for none to choose from, chunks for layer 0, and bad ones among them.
+    """
+    if isinstance(layer, Arriving):
+        if chunks is not None:
+            raise ValueError(f"chunks ({chunks}) must be left out for layer 0, which has none")
+        widths = [TILE_COLUMNS]
+    else:
+        widths = list(all_chunks(layer.columns) if chunks is None else chunks)
+    allowed = list(range(1, device.blocks) if divisions is None else divisions)
+    if not allowed or not widths:
+        raise ValueError(f"divisions ({allowed}) and chunks ({widths}) must hold something to choose from")
+    candidates = sorted(
+        (least_seconds(layer, device, n_c, width), n_c, -width)
+        for n_c in dict.fromkeys(allowed)
+        for width in dict.fromkeys(widths)
+    )
+    best = (math.inf, 0, 0)
+    simulated = 0
+    for least, n_c, negative in candidates:
+        if least * (1 - 1e-9) > best[0]:  # sums in another order differ by rounding
+            break
+        simulated += 1
+        best = min(best, (fused_seconds(layer, device, n_c, -negative), n_c, negative))
+    seconds, n_c, negative = best
+    division = Division(n_c) if isinstance(layer, Arriving) else Division(n_c, -negative)
+    return BestDivision(division=division, seconds=seconds, simulated=simulated)
+
+
+def all_chunks(columns: int) -> list[int]:
+    """T_N to choose from: 256, 512, ... and what holds all columns.
+
+    Example: 1100 -> 256, 512, 1024, 1280.
+    """
+    every = all_columns(columns)
+    doubled = (COLUMNS << i for i in itertools.count())
+    return [*itertools.takewhile(lambda width: width < every, doubled), every]
+
+
+def least_seconds(
+    layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
+) -> float:
+    """What no simulation of a division falls below: the computing blocks' work with what must come before or
+    after it, that of the communicating blocks, and the link's.
+
+    Raises ValueError as the kernels' tasks do.
+    """
+    check_division(n_c, device)
+    if isinstance(layer, Arriving):
+        return _least_of_layer_0(layer, device, n_c)
+    check_chunk(chunk_columns)
+    return _least_of_layer_1(layer, device, n_c, chunk_widths(layer, chunk_columns))
+
+
+def _least_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
+    tile, local = device.tile_seconds(layer.reduction), device.block_local_bytes
+    tiles = sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
+    tiles *= math.ceil(layer.columns / TILE_COLUMNS)
+    if not tiles:
+        return 0.0
+    here, away = sum(layer.rows_WE[0]), sum(map(sum, layer.rows_WE[1:]))
+    written = layer.row_bytes * (here * 2 / local + away * (1 / local + 1 / device.block_peer_bytes))
+    return max(
+        device.signal_seconds + math.ceil(tiles / (device.blocks - n_c)) * tile,
+        written / n_c + device.signal_seconds + tile,
+        layer.row_bytes * away / device.link_bytes + (device.signal_seconds + tile) * (away > 0),
+    )
+
+
+def _least_of_layer_1(layer: Returning, device: DeviceRates, n_c: int, widths: Sequence[int]) -> float:
+    tile, computing = device.tile_seconds(layer.reduction), device.blocks - n_c
+    here, partials = layer.partials_W[0], sum(layer.partials_W)
+    sums, outputs = _seconds_a_column(layer, device, n_c)
+    busiest = max(one + other for one, other in zip(sums, outputs, strict=True))
+    tiles, free, done, first = 0, 0.0, 0.0, 0.0
+    for columns in widths:
+        tiles += row_tiles(layer) * math.ceil(columns / TILE_COLUMNS)
+        done = math.ceil(tiles / computing) * tile
+        first = first or done
+        free = max(free, done) + columns * busiest
+    sent = max(
+        done + widths[-1] * max(sums),
+        first + layer.columns * layer.element_size * (partials - here) / device.link_bytes,
+    )
+    return max(free, sent + device.signal_seconds * (partials > 0) + widths[-1] * max(outputs))
+
+
+def _seconds_a_column(layer: Returning, device: DeviceRates, n_c: int) -> tuple[list[float], list[float]]:
+    """Of each communicating block, for each column: to sum and send rows, and to sum this rank's tokens. A
+    block has as much to do in every chunk."""
+    local, partials = device.block_local_bytes, sum(layer.partials_W)
+    sums_WB = dealt(layer.partials_W, n_c, PIECE_ROWS)
+    (tokens_B,) = dealt([layer.tokens], n_c, 1)
+    read = sum(layer.rows_E) / partials if partials else 0.0
+    sums: list[float] = [
+        layer.element_size
+        * (sum(each) * read / local + each[0] / local + sum(each[1:]) / device.block_peer_bytes)
+        for each in zip(*sums_WB, strict=True)
+    ]
+    outputs = [layer.element_size * touched_elements(layer, tokens) / local for tokens in tokens_B]
+    return sums, outputs

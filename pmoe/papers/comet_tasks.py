@@ -1,0 +1,192 @@
+"""The tasks of COMET's fused kernels: blocks and links are lanes, tiles and pieces are tasks (section 3.1).
+
+Of the B persistent blocks of a rank n_c communicate and G = B - n_c compute, block b the tiles b, b + G, ...
+of one list. The warps of a communicating block take a piece each (cuda/comet); here a block takes one piece
+after another, at its whole rate.
+
+Layer 0: the rows of an expert lie by the level of their source, this rank's own (0) first, then those of
+rank + 1, rank + 2, ... Communicating blocks write pieces of rows, level by level (to this rank, to rank - 1,
+...), so that every rank receives level 1, 2, ... in turn. A tile begins when its pieces have arrived.
+
+    computing blocks      . L L L C1 C1 C1 C2 C2 ...     tiles by the level that completes their rows
+    communicating blocks  S0 S1 S1 S2 S2 S3 ...
+    link                  . . S1 S1 S2 S2 ...
+
+Letters: E experts of a rank, n_c communicating blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates
+
+BAND = 16
+"""Row tiles that are computed beside each other, column after column: their rows stay in the cache."""
+PIECE_ROWS = 16
+"""Rows that are signalled together."""
+
+MAX_TILES = 20_000
+MAX_PIECES = 8_192
+"""Beyond these, neighbouring tiles and pieces are one task: see `tile_order` and `piece_rows`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedTask:
+    """A task of a fused kernel. kind: of `pmoe.planner.timeline.MEANING`. part: its level, or its chunk.
+    lane: "block 17" computes, "comm 3" communicates, "link"; a signal and the end of a chunk have lanes of
+    their own, for they hold up nothing but who waits for them."""
+
+    name: str
+    lane: str
+    waits: tuple[str, ...]
+    kind: str
+    part: int
+    seconds: float
+
+
+class Launch:
+    """The tasks of one launch, as they are added."""
+
+    def __init__(self, device: DeviceRates, n_c: int) -> None:
+        check_division(n_c, device)
+        self.tasks: list[FusedTask] = []
+        self._device = device
+        self._on_link: list[list[str]] = [[] for _ in range(n_c)]  # by block: what it has sent
+
+    def add(
+        self, name: str, lane: str, kind: str, part: int, seconds: float, waits: Iterable[str] = ()
+    ) -> str:
+        step = FusedTask(name=name, lane=lane, waits=tuple(waits), kind=kind, part=part, seconds=seconds)
+        self.tasks.append(step)
+        return name
+
+    def meet(self, name: str, kind: str, part: int, seconds: float, waits: Iterable[str]) -> str:
+        """What several wait for: it has a lane to itself, and holds up nobody else."""
+        return self.add(name, name, kind, part, seconds, waits)
+
+    def write(
+        self,
+        name: str,
+        block: int,
+        level: int,
+        kind: str,
+        part: int,
+        *,
+        read_bytes: float,
+        write_bytes: float,
+        waits: Iterable[str] = (),
+    ) -> str:
+        """A communicating block reads here and writes to the rank at a level; returns the task with whose end
+        all is there.
+
+        Bytes for a peer pass the link behind those of other blocks. A block begins nothing before its last
+        but one has passed, so that little is under way.
+        """
+        device, sent = self._device, self._on_link[block]
+        rate = device.block_peer_bytes if level else device.block_local_bytes
+        seconds = read_bytes / device.block_local_bytes + write_bytes / rate
+        self.add(name, f"comm {block}", kind, part, seconds, (*waits, *sent[-2:-1]))
+        if level == 0:
+            return name
+        sent.append(self.add(f"N{name}", "link", kind, part, write_bytes / device.link_bytes, (name,)))
+        return sent[-1]
+
+
+# ---- layer 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """level: of the source that completes its rows. row: of its expert's row tiles. ``width`` tiles of
+    columns from ``column`` on are one task."""
+
+    level: int
+    expert: int
+    row: int
+    column: int
+    width: int = 1
+
+
+def tile_order(layer: Arriving) -> list[Tile]:
+    """Layer 0's tiles in the order in which blocks take them: by level, inside it by expert, inside that in
+    bands of 16 row tiles, column after column (section 3.1.2 and Fig. 5: what needs no other rank goes
+    first). An expert's last tile, where it is not full, goes with the last level, as in cuda/comet/order.h.
+
+    Beyond 20,000 tiles neighbouring columns are one task, as few as it takes to stay below: loads of blocks,
+    over 150 tasks each on 132, are then less even by about a task.
+    """
+    height = sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
+    column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
+    parts = min(column_tiles, max(1, MAX_TILES // max(height, 1)))
+    arrived = [0] * len(layer.rows_E)
+    complete = [0] * len(layer.rows_E)  # row tiles of each expert
+    order = []
+    for level, rows_E in enumerate(layer.rows_WE):
+        last = level + 1 == len(layer.rows_WE)
+        for expert, rows in enumerate(rows_E):
+            arrived[expert] += rows
+            first, end = complete[expert], arrived[expert] // TILE_ROWS
+            complete[expert] = end = end + (last and arrived[expert] % TILE_ROWS > 0)
+            for band in range(first, end, BAND):
+                for part in range(parts):
+                    column, after = column_tiles * part // parts, column_tiles * (part + 1) // parts
+                    order += [
+                        Tile(level=level, expert=expert, row=row, column=column, width=after - column)
+                        for row in range(band, min(band + BAND, end))
+                    ]
+    return order
+
+
+def piece_rows(layer: Arriving) -> int:
+    """Rows of a piece: 16, doubled until there are at most 8,192 pieces or a piece is as high as a tile."""
+    rows = PIECE_ROWS
+    while rows < TILE_ROWS and _num_pieces(layer, rows) > MAX_PIECES:
+        rows *= 2
+    return rows
+
+
+def _num_pieces(layer: Arriving, rows: int) -> int:
+    return sum(math.ceil(count / rows) for level in layer.rows_WE for count in level)
+
+
+def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
+    """Layer 0 with ``n_c`` communicating blocks, which take pieces in turn.
+
+    Raises ValueError for an n_c that leaves no block to compute or to communicate.
+    """
+    kernel = Launch(device, n_c)
+    landed: dict[tuple[int, int], list[str]] = {}  # (expert, row tile) -> what its rows wait for
+    height, piece = piece_rows(layer), itertools.count()
+    before = [0] * len(layer.rows_E)  # rows of each expert from lower levels
+    for level, rows_E in enumerate(layer.rows_WE):
+        for expert, rows in enumerate(rows_E):
+            for first in range(0, rows, height):
+                p, count = next(piece), min(height, rows - first)
+                size = count * layer.row_bytes
+                end = kernel.write(f"S{p}", p % n_c, level, "S", level, read_bytes=size, write_bytes=size)
+                at = before[expert] + first
+                for row in range(at // TILE_ROWS, (at + count - 1) // TILE_ROWS + 1):
+                    landed.setdefault((expert, row), []).append(end)
+            before[expert] += rows
+    for (expert, row), ends in landed.items():
+        kernel.meet(f"A{expert}.{row}", "S", 0, device.signal_seconds, ends)
+    seconds = device.tile_seconds(layer.reduction)
+    for i, tile in enumerate(tile_order(layer)):
+        kernel.add(
+            f"T{i}",
+            f"block {i % (device.blocks - n_c)}",
+            "C" if tile.level else "L",
+            tile.level,
+            seconds * tile.width,
+            (f"A{tile.expert}.{tile.row}",),
+        )
+    return kernel.tasks
+
+
+def check_division(n_c: int, device: DeviceRates) -> None:
+    if not 1 <= n_c < device.blocks:
+        raise ValueError(f"n_c ({n_c}) must be at least 1 and below blocks ({device.blocks})")

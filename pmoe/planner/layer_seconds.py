@@ -1,0 +1,92 @@
+"""Seconds of a layer's passes for evenly routed tokens: its own schedules on the simulator, with a profile.
+
+Letters: n chunks, K choices, L ranks inside a node, M = d_model, H columns of T_M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.profile import Profile
+from pmoe.planner.simulator import Simulated, makespan, simulate
+from pmoe.planner.task_costs import LOCAL_TWIN, task_seconds
+from pmoe.schedule.restore import Restore
+from pmoe.schedule.rings import rotating
+from pmoe.schedule.tasks import Kind, Lane, Task
+
+
+def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int) -> dict[Kind, float]:
+    """Seconds of each kind of task alone, in n chunks of ``num_tokens`` tokens of this rank.
+
+    Products cost by their multiply-adds, messages and copies by their bytes. What only moves rows inside the
+    device costs nothing here.
+    """
+    rows = num_tokens * sizes.top_k / n
+    crossing = (sizes.num_across - 1) / sizes.num_across  # what a rank sends to itself crosses no link
+    travelling = crossing if sizes.bypass_local else 1.0
+    shared = profile.message(rows * (sizes.inside - 1) * sizes.d_model * sizes.element_size)
+    remote = _costs_of_rows(sizes, profile, rows * travelling * sizes.inside)
+    local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.inside)
+    return {
+        Kind.DISPATCH: profile.message(rows * crossing * sizes.d_model * sizes.element_size),
+        Kind.ALL_GATHER: shared,
+        Kind.REDUCE_SCATTER: shared,
+        Kind.WEIGHTS: profile.message(n * (rows * travelling) * sizes.weight_size),
+        **remote,
+        **{LOCAL_TWIN[kind]: seconds for kind, seconds in local.items()},
+    }
+
+
+def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kind, float]:
+    """Of the kinds that work on the experts' rows, as many as are multiplied at once."""
+    hidden, active, size = sizes.columns.hidden, sizes.columns.scratch, sizes.element_size
+    both_products = profile.compute(rows * sizes.d_model * (hidden + active))
+    return {
+        Kind.COMPUTE: both_products,
+        Kind.WGRAD: both_products,
+        Kind.RECOMPUTE: profile.compute(rows * sizes.d_model * hidden),
+        Kind.COPY_ROWS_OUT: profile.copy_out(rows * sizes.d_model * size),
+        Kind.COPY_HIDDEN_OUT: profile.copy_out(rows * hidden * size),
+        Kind.COPY_ROWS_IN: profile.copy_in(rows * sizes.d_model * size),
+        Kind.COPY_HIDDEN_IN: profile.copy_in(rows * hidden * size),
+    }
+
+
+def simulated_pass(
+    sizes: LayerSizes,
+    profile: Profile,
+    num_tokens: int,
+    n: int,
+    direction: str,
+    restore: Restore,
+    rearranged: bool,
+) -> list[Simulated[Task]]:
+    """The schedule of a pass on the lanes of ``profile``, slowed by what they do to each other (Fig. 3).
+
+    direction: "forward" or "backward". rearranged: the passes have different chunks.
+    """
+    schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
+    alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
+    speed = _lane_speeds(profile, {task.lane for task in schedule.tasks})
+    return simulate(schedule.tasks, lambda task: alone(task) / speed[task.lane])
+
+
+def step_seconds(
+    sizes: LayerSizes, profile: Profile, num_tokens: int, forward: int, backward: int, restore: Restore
+) -> float:
+    """Simulated seconds of a forward in ``forward`` chunks and a backward in ``backward`` chunks."""
+    return sum(
+        makespan(simulated_pass(sizes, profile, num_tokens, n, direction, restore, forward != backward))
+        for direction, n in (("forward", forward), ("backward", backward))
+    )
+
+
+def _lane_speeds(profile: Profile, lanes: set[Lane]) -> Mapping[Lane, float]:
+    """Of each lane beside the others that a schedule uses, relative to running alone."""
+    copies = bool(lanes & {Lane.COPY_OUT, Lane.COPY_IN})
+    sigma, mu, eta = profile.interference.speeds(
+        compute=True, communicate=Lane.COMMUNICATE in lanes, copy=copies
+    )
+    links = dict.fromkeys((Lane.COMMUNICATE, Lane.INTRA_NODE), mu)
+    return {Lane.COMPUTE: sigma, **links, Lane.COPY_OUT: eta, Lane.COPY_IN: eta}

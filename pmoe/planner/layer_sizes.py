@@ -1,0 +1,53 @@
+"""What of a layer its predicted bytes and seconds depend on, as numbers that all its ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pmoe.schedule.slots import HiddenColumns
+from pmoe.schedule.tasks import Stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """Sizes of one layer: elements, ranks, and bytes of an element.
+
+    d_model: M. num_experts: E, on all ranks together. top_k: K. num_ranks: W.
+    columns: of what the experts hold for a row between their products.
+    element_size: bytes of an element of the rows. weight_size: bytes of a routing weight.
+    expert_parameters: elements of this rank's experts. gate_parameters: elements of the gate.
+    bypass_local: rows for this rank's own experts are not sent.
+    has_drops: some choices of a token may have no row.
+    gate_scores: tensors of a score for each token and expert that the gate saves.
+    cast_from: under autocast the bytes of an element of the tokens and parameters, else 0.
+    inside: ranks that each expert is split over.
+    """
+
+    d_model: int
+    num_experts: int
+    top_k: int
+    num_ranks: int
+    columns: HiddenColumns
+    element_size: int
+    weight_size: int
+    expert_parameters: int
+    gate_parameters: int
+    bypass_local: bool = True
+    has_drops: bool = False
+    gate_scores: int = 1
+    cast_from: int = 0
+    inside: int = 1
+
+    @property
+    def num_across(self) -> int:
+        """Ranks that experts are spread over; each expert's hidden columns are split over those inside."""
+        return self.num_ranks // self.inside
+
+    @property
+    def travels(self) -> bool:
+        """Whether any rows are sent."""
+        return self.num_ranks > 1 or not self.bypass_local
+
+    @property
+    def stages(self) -> Stages:
+        return Stages(local=self.bypass_local, remote=self.travels, sharded=self.inside > 1)

@@ -61,8 +61,8 @@ PMOE_HD uint32_t bits_of(float value) {
   return bits;
 }
 
-// Orders scores as pmoe.kernels.route.largest does: NaN above all, both zeros equal, negative infinity as the
-// lowest finite number. Never 0, which stands for an expert that is taken or that there is not.
+// Orders scores as pmoe.kernels.route.top_indices does: NaN above all, both zeros equal, negative infinity as
+// the lowest finite number. Never 0, which stands for an expert that is taken or that there is not.
 PMOE_HD uint32_t order_key(float score) {
   if (score != score) return 0xFFFFFFFFu;
   const uint32_t bits = bits_of(larger(score, -FLT_MAX) + 0.0f);  // -0 + 0 is +0

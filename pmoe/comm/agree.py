@@ -6,7 +6,8 @@ One rank alone sends nothing. Where a peer is missing, RuntimeError names the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,14 @@ from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
 
 T = TypeVar("T")
+
+Agree = Callable[[Sequence[float]], list[float]]
+"""`largest` of some ranks: of each value the largest that a rank has, exactly (float64). Collective."""
+
+
+def digest(parts: Iterable[str]) -> int:
+    """48 bits of texts, which ranks compare in place of them: a float holds them exactly."""
+    return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
 
 
 def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[float]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pmoe.comm.base import Combine, Dispatch
 from pmoe.comm.flat import all_to_all
-from pmoe.comm.topology import HierarchicalExchange, in_order
+from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
 class HierarchicalAllToAll2D(HierarchicalExchange):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch.distributed as dist
 
 
@@ -34,7 +37,7 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """Tells groups of this process apart, alike on all their ranks."""
+        """Tells groups of this process apart; the same on all their ranks."""
         if self.group is None:
             return ""
         return f"{self.group.group_name} {dist.get_process_group_ranks(self.group)}"
@@ -65,3 +68,13 @@ def _describe(group: object) -> str:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return "GroupMember.NON_GROUP_MEMBER"
     return f"ranks {dist.get_process_group_ranks(group)}"  # type: ignore[arg-type]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Of a group's collectives; a new group would have torch's default. None where it cannot be read."""
+    try:
+        backend: Any = group._get_backend(group._device_types[0])
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return timeout

@@ -1,8 +1,8 @@
 """Grouped matrix products: rows sorted by expert times that expert's matrix.
 
-On CUDA one of three computes each product, as `pmoe.kernels.registry` chooses: pmoe's own kernels, one launch
-of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is the loop. All see the same
-`RowGroups`; rows of experts without rows cost nothing.
+On CUDA one of three computes each product, as `pmoe.kernels.candidates` chooses: pmoe's own kernels, one
+launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is the loop. All see the
+same `RowGroups`; rows of experts without rows cost nothing.
 
 Letters: N rows, E experts of this rank, I in-features, O out-features.
 """
@@ -12,25 +12,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.architecture import device_name
-from pmoe.kernels.registry import Candidate, Form, Registry, Request, bucket
-
-PMOE, GROUPED_MM, LOOP = "pmoe", "grouped_mm", "loop"
+from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
+from pmoe.kernels.product_request import Form, ProductOperands
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroups:
     """How many of N consecutive rows belong to each local expert.
 
-    counts: one number an expert, on the host. ends: (E,) int32 on the device, their running sum, as
-    one launch wants it; None on the CPU.
+    counts: one number an expert, on the host.
+    ends: (E,) int32 on the device, the running sum of counts, for one launch; None on the CPU.
     """
 
     counts: tuple[int, ...]
@@ -54,56 +51,6 @@ class RowGroups:
             start += count
 
 
-# ---- who computes a product, and why not
-
-
-class Operands(NamedTuple):
-    """Of one product: rows (N, I) and weight (E, O, I) of "forward", grad (N, O) and weight of "input", grad
-    and rows of "weight". out: where the result is to lie, None for memory of its own."""
-
-    form: Form
-    first: Tensor
-    second: Tensor
-    groups: RowGroups
-    bias: Tensor | None = None
-    out: Tensor | None = None
-
-
-def request_of(operands: Operands) -> Request:
-    """With the number of rows as a bucket."""
-    form, first, second, groups, bias, _ = operands
-    if form == "weight":
-        num_out, num_in = first.shape[1], second.shape[1]
-    else:
-        num_out, num_in = second.shape[1], second.shape[2]
-    return make_request(
-        form, first.device, first.dtype, len(groups.counts), first.shape[0], num_in, num_out, bias is not None
-    )
-
-
-def make_request(
-    form: Form,
-    device: torch.device,
-    dtype: torch.dtype,
-    experts: int,
-    rows: int,
-    in_features: int,
-    out_features: int,
-    bias: bool = False,
-) -> Request:
-    return Request(
-        form=form,
-        device=device,
-        device_name=device_name(device),
-        dtype=dtype,
-        experts=experts,
-        rows=bucket(rows),
-        in_features=in_features,
-        out_features=out_features,
-        bias=bias,
-    )
-
-
 def choice(
     form: Form,
     first: Tensor,
@@ -112,11 +59,11 @@ def choice(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> str:
-    """PMOE, GROUPED_MM or LOOP: who is to compute this product; see `Operands`."""
+    """PMOE, GROUPED_MM or LOOP: who is to compute this product; see `ProductOperands`."""
     if not _asks(first) or not groups.num_rows:
         return LOOP
-    operands = Operands(form, first, second, groups, bias, out)
-    return PRODUCTS.choose(request_of(operands), operands)
+    operands = ProductOperands(form, first, second, len(groups.counts), bias, out)
+    return PRODUCTS.choose(operands.request, operands)
 
 
 def _asks(rows: Tensor) -> bool:
@@ -124,136 +71,7 @@ def _asks(rows: Tensor) -> bool:
     return rows.is_cuda or PRODUCTS.forced is not None
 
 
-BIAS = "bias: grouped_mm has none, and adding it afterwards rounds twice"
-
-
-def _pmoe_reasons(request: Request) -> list[str]:
-    columns = {"in_features": request.in_features, "out_features": request.out_features}
-    why = grouped_gemm.refusal(request.device, request.dtype, **columns)
-    return [] if why is None else [why]
-
-
-def _pmoe_misfit(operands: Operands) -> str | None:
-    form, first, second, _, bias, out = operands
-    if not first.is_cuda:
-        return None  # the plain definition takes everything
-    rows = {"grad" if form != "forward" else "rows": first}
-    whole = {"bias": bias}
-    if form == "weight":
-        rows["rows"], whole["out"] = second, out
-    else:
-        whole["weight"] = second
-        if out is not None:
-            rows["out"] = out
-    for name, tensor in rows.items():
-        apart = tensor.stride(0) * tensor.element_size() if tensor.shape[0] > 1 else 0
-        if tensor.stride(1) != 1 or apart % 16:
-            return f"{name}: of strides {tensor.stride()}, not rows a multiple of 16 bytes apart"
-    for name, each in whole.items():
-        if each is not None and not each.is_contiguous():
-            return f"{name}: not contiguous"
-    for name, each in (rows | whole).items():
-        if each is not None and each.data_ptr() % 16:
-            return f"{name}: not aligned to 16 bytes"
-    return None
-
-
-def _grouped_mm_reasons(request: Request) -> list[str]:
-    device = request.device
-    if device.type != "cuda":
-        return [f"device {device.type}: a loop is as fast there and writes in place"]
-    found = []
-    if request.dtype != torch.bfloat16:
-        found.append(f"dtype {request.dtype}: grouped_mm has one launch for bfloat16 only")
-    if request.bias:
-        found.append(BIAS)
-    major, minor = torch.cuda.get_device_capability(device)
-    if major not in (9, 10):
-        found.append(
-            f"compute capability {major}.{minor}: grouped_mm loops there, reading the offsets on the host"
-        )
-    if request.experts >= 1024:
-        found.append(f"{request.experts} experts: grouped_mm takes fewer than 1024")
-    columns = {"in_features": request.in_features}
-    if request.form != "forward":  # the columns of a result are padded
-        columns["out_features"] = request.out_features
-    for name, count in columns.items():
-        if count * request.dtype.itemsize % 16:
-            found.append(f"{name}: a row of {count} elements is no multiple of 16 bytes")
-    return found
-
-
-def _grouped_mm_misfit(operands: Operands) -> str | None:
-    form, first, second, _, bias, _ = operands
-    if bias is not None:
-        return BIAS
-    if not first.is_cuda:
-        return None
-    names = {"forward": ("rows", "weight"), "input": ("grad", "weight"), "weight": ("grad", "rows")}[form]
-    for name, tensor in zip(names, (first, second), strict=True):
-        if not tensor.is_contiguous():
-            return f"{name}: not contiguous"
-        if tensor.data_ptr() % 16:
-            return f"{name}: not aligned to 16 bytes"
-    return None
-
-
-def _run(way: str, request: Request, operands: Operands) -> None:
-    """What is measured: as a layer does it, the result in its place."""
-    form, first, second, groups, bias, out = operands
-    if form == "forward":
-        _product(way, first, second, groups, bias, out)
-    elif form == "input":
-        _input_gradient(way, first, second, groups, out)
-    else:
-        like = first.new_empty(1).expand(request.experts, request.out_features, request.in_features)
-        GradientSum(like, 1).add_weight_by(way, first, second, groups)
-
-
-def _random_operands(request: Request) -> Operands:
-    """Rows spread evenly over all experts but one, which has none. The caller's random numbers stay."""
-    device, experts = request.device, request.experts
-    generator = torch.Generator(device).manual_seed(0)
-
-    def made(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=request.dtype, device=device, generator=generator)
-
-    busy = max(experts - 1, 1)
-    counts = [request.rows // busy + (i < request.rows % busy) for i in range(busy)]
-    counts += [0] * (experts - busy)
-    groups = RowGroups(
-        counts=tuple(counts), ends=torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-    )
-    rows, num_in, num_out = request.rows, request.in_features, request.out_features
-    if request.form == "weight":
-        return Operands("weight", made(rows, num_out), made(rows, num_in), groups)
-    taken, given = (num_in, num_out) if request.form == "forward" else (num_out, num_in)
-    first, weight = made(rows, taken), made(experts, num_out, num_in)
-    bias = made(experts, num_out) if request.bias else None
-    return Operands(request.form, first, weight, groups, bias, first.new_empty(rows, given))
-
-
-PRODUCTS = Registry(
-    [
-        Candidate(name=PMOE, reasons=_pmoe_reasons, run=functools.partial(_run, PMOE), misfit=_pmoe_misfit),
-        Candidate(
-            name=GROUPED_MM,
-            reasons=_grouped_mm_reasons,
-            run=functools.partial(_run, GROUPED_MM),
-            misfit=_grouped_mm_misfit,
-        ),
-        Candidate(name=LOOP, reasons=lambda request: [], run=functools.partial(_run, LOOP)),
-    ],
-    compete=(PMOE, GROUPED_MM),
-    operands=_random_operands,
-)
-"""The choices of this process, for all layers. `pmoe.measure.products` has them measured."""
-
-
-# ---- the products
-
-
-def product(
+def expert_product(
     rows_NI: Tensor,
     weight_EOI: Tensor,
     groups: RowGroups,
@@ -266,16 +84,16 @@ def product(
     if way == PMOE and scale_N is not None:  # before the only rounding
         scale = scale_of(scale_N, rows_NI)
         return grouped_gemm.product(rows_NI, weight_EOI, groups.ends_E, bias_EO=bias_EO, scale=scale, out=out)
-    found = _product(way, rows_NI, weight_EOI, groups, bias_EO, out)
+    found = product_by(way, rows_NI, weight_EOI, groups, bias_EO, out)
     return found if scale_N is None else found.mul_(scale_N.unsqueeze(1))
 
 
 def scale_of(weight_N: Tensor, rows: Tensor) -> Tensor:
-    """Routing weights as pmoe's kernels want them; the layer's are so already."""
+    """(N,) routing weights in float32 or wider and contiguous, as kernels read them."""
     return weight_N.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
 
 
-def _product(
+def product_by(
     way: str,
     rows_NI: Tensor,
     weight_EOI: Tensor,
@@ -283,6 +101,7 @@ def _product(
     bias_EO: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
+    """As `expert_product`, computed by PMOE, GROUPED_MM or LOOP."""
     if way == PMOE:
         return grouped_gemm.product(rows_NI, weight_EOI, groups.ends_E, bias_EO=bias_EO, out=out)
     if way == GROUPED_MM:
@@ -298,17 +117,18 @@ def _product(
     return out
 
 
-def input_gradient(
+def expert_input_gradient(
     grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups, out: Tensor | None = None
 ) -> Tensor:
     """grad @ weight[e] for the rows of each expert e, (N, I)."""
     way = choice("input", grad_NO, weight_EOI, groups, None, out)
-    return _input_gradient(way, grad_NO, weight_EOI, groups, out)
+    return input_gradient_by(way, grad_NO, weight_EOI, groups, out)
 
 
-def _input_gradient(
+def input_gradient_by(
     way: str, grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups, out: Tensor | None
 ) -> Tensor:
+    """As `expert_input_gradient`, computed by PMOE, GROUPED_MM or LOOP."""
     if way == PMOE:
         return grouped_gemm.input_gradient(grad_NO, weight_EOI, groups.ends_E, out=out)
     if way == GROUPED_MM:
@@ -344,7 +164,7 @@ class GradientSum:
         self.add_weight_by(way, grad_NO, rows_NI, groups)
 
     def add_weight_by(self, way: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> None:
-        """The same, computed by PMOE, GROUPED_MM or LOOP."""
+        """As `add_weight`, computed by PMOE, GROUPED_MM or LOOP."""
         if way == PMOE:
             if self._first or self.total.dtype == torch.float32:  # straight into its place, rounded once
                 grouped_gemm.weight_gradient(

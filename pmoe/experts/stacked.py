@@ -25,9 +25,17 @@ from pmoe.experts.base import (
     replace_parameter,
     row_dot,
 )
-from pmoe.experts.products import PMOE, GradientSum, RowGroups, choice, input_gradient, product, scale_of
+from pmoe.experts.products import (
+    GradientSum,
+    RowGroups,
+    choice,
+    expert_input_gradient,
+    expert_product,
+    scale_of,
+)
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.registry import Form
+from pmoe.kernels.candidates import PMOE
+from pmoe.kernels.product_request import Form
 from pmoe.schedule.slots import HiddenColumns
 
 V = TypeVar("V")
@@ -182,7 +190,7 @@ class StackedExperts(Experts):
         w1, w2, b1, b2 = self._named(parameters)
         hidden_NG, active_NH = self._activated(rows_NM, groups, w1, b1, space, keep)
         out = space("T_DO", rows_NM.shape[0], w2.shape[1]) if out is None else out
-        product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
+        expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
 
     def _activated(
@@ -212,7 +220,7 @@ class StackedExperts(Experts):
             )  # fmt: skip
         else:
             assert hidden_NG is not None
-            product(rows_NM, w1, groups, b1, out=hidden_NG)
+            expert_product(rows_NM, w1, groups, b1, out=hidden_NG)
             self.activate(hidden_NG, active_NH)
         return hidden_NG if keep else None, active_NH
 
@@ -239,7 +247,7 @@ class StackedExperts(Experts):
         space = fresh(rows_NM) if space is None else space
         w1, _, b1, _ = self._named(parameters)
         hidden_NG = space("T_M", rows_NM.shape[0], w1.shape[1])
-        return Hidden(tensors=[product(rows_NM, w1, groups, b1, out=hidden_NG)], expendable=True)
+        return Hidden(tensors=[expert_product(rows_NM, w1, groups, b1, out=hidden_NG)], expendable=True)
 
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
@@ -286,7 +294,7 @@ class StackedExperts(Experts):
             grad_weight_N = grad_weight_N.to(weight_N.dtype)
         else:
             grad_active_NH = grad_hidden_NG[:, :num_hidden]
-            input_gradient(grad_NM, w2, groups, out=grad_active_NH)
+            expert_input_gradient(grad_NM, w2, groups, out=grad_active_NH)
             grad_weight_N = torch.empty_like(weight_N)
             if in_place:
                 scratch = space("scratch", min(columns.scratch_rows, num_rows), num_hidden)
@@ -303,7 +311,7 @@ class StackedExperts(Experts):
             for expert, at in groups.slices():
                 grad_weight_N[at] += (grad_NM[at] @ b2[expert]).to(grad_weight_N.dtype)
         out = space("dT_DI", num_rows, w1.shape[2]) if out is None else out
-        input_gradient(grad_hidden_NG, w1, groups, out=out)
+        expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
         return out, grad_weight_N, (rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
 
     def weight_gradient(

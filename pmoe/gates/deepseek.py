@@ -19,7 +19,7 @@ from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_z_loss
 from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import largest
+from pmoe.gates.selection import top_indices
 from pmoe.gates.sigmoid import sigmoid_shares
 
 
@@ -106,11 +106,11 @@ class DeepSeekGate(TopKRouter):
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):
             logits_TE = router_logits(x_TM, self.weight)
-            expert_TK = largest(self._biased(logits_TE.detach().sigmoid()), self.top_k)
+            expert_TK = top_indices(self._biased(logits_TE.detach().sigmoid()), self.top_k)
             chosen_TK = logits_TE.gather(-1, expert_TK)
             weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
             l_aux = sequence_balance_loss(
-                sigmoid_shares(logits_TE), largest(logits_TE, self.top_k), self.sequence_length
+                sigmoid_shares(logits_TE), top_indices(logits_TE, self.top_k), self.sequence_length
             )
             if self.z_loss_weight:
                 l_aux = l_aux + self.z_loss_weight * router_z_loss(logits_TE)
@@ -142,7 +142,7 @@ class DeepSeekGate(TopKRouter):
         size = num_experts // self.num_groups
         grouped_TGX = biased_TE.view(num_tokens, self.num_groups, size)
         group_score_TG = grouped_TGX.topk(min(2, size), dim=-1).values.sum(-1)
-        group = largest(group_score_TG, self.top_groups)
+        group = top_indices(group_score_TG, self.top_groups)
         outside_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(-1, group, False)
         return grouped_TGX.masked_fill(outside_TG.unsqueeze(-1), -math.inf).view(num_tokens, num_experts)
 

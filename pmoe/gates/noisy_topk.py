@@ -16,7 +16,7 @@ from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
 from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import largest
+from pmoe.gates.selection import top_indices
 
 
 class NoisyTopKGate(TopKRouter):
@@ -64,7 +64,7 @@ class NoisyTopKGate(TopKRouter):
         with torch.autocast(x_TM.device.type, enabled=False):
             logits_TE = self._logits(x_TM)
             probability_TE = logits_TE.softmax(-1)
-            expert_TK = largest(logits_TE, self.top_k)
+            expert_TK = top_indices(logits_TE, self.top_k)
             if self.normalize:
                 weight_TK = logits_TE.gather(-1, expert_TK).softmax(-1)
             else:

@@ -10,13 +10,13 @@ import math
 import torch
 from torch import Tensor
 
-from pmoe.kernels.route import ROUNDS, largest
+from pmoe.kernels.route import ROUNDS, top_indices
 
 __all__ = [
     "ROUNDS",
     "attached_zero",
     "distinct",
-    "largest",
+    "top_indices",
     "rows_for_each_expert",
     "scaled",
 ]

@@ -14,7 +14,7 @@ from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
 from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import largest
+from pmoe.gates.selection import top_indices
 
 
 def sigmoid_shares(logits_TE: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class SigmoidGate(TopKRouter):
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):
             logits_TE = router_logits(x_TM, self.weight)
-            expert_TK = largest(logits_TE, self.top_k)
+            expert_TK = top_indices(logits_TE, self.top_k)
             chosen_TK = logits_TE.gather(-1, expert_TK)
             weight_TK = sigmoid_shares(chosen_TK) if self.normalize else chosen_TK.sigmoid()
             l_aux = router_loss(sigmoid_shares(logits_TE), expert_TK, logits_TE, self.z_loss_weight)

@@ -12,7 +12,7 @@ from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
 from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import largest, scaled
+from pmoe.gates.selection import scaled, top_indices
 
 
 class TopKGate(TopKRouter):
@@ -35,7 +35,7 @@ class TopKGate(TopKRouter):
         with torch.autocast(x_TM.device.type, enabled=False):
             logits_TE = router_logits(x_TM, self.weight)
             probability_TE = logits_TE.softmax(-1)
-            expert_TK = largest(logits_TE, self.top_k)
+            expert_TK = top_indices(logits_TE, self.top_k)
             weight_TK = scaled(probability_TE.gather(-1, expert_TK), self.normalize)
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
         routing = Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)

@@ -17,7 +17,7 @@ from pmoe.gates.base import Gate, Routing
 from pmoe.gates.lengths import inverse_length
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
-from pmoe.gates.selection import largest, scaled
+from pmoe.gates.selection import scaled, top_indices
 
 TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}
 """What the temperature begins at, by score (section 4.1)."""
@@ -90,7 +90,7 @@ class XMoEGate(Gate):
         with torch.autocast(x_TM.device.type, enabled=False):
             cosine_TE = self._cosine(x_TM)
             logits_TE = cosine_TE / self.log_temperature.to(cosine_TE.dtype).exp()
-            expert_TK = largest(cosine_TE, self.top_k)
+            expert_TK = top_indices(cosine_TE, self.top_k)
             if self.score == "softmax":
                 weight_TK = logits_TE.softmax(-1).gather(-1, expert_TK)
             else:

@@ -157,8 +157,10 @@ def ask_device(index: int) -> Device:
 
 
 def nvshmem_library() -> str | None:
-    """The path of NVSHMEM's host library: in $NVSHMEM_HOME, else in the package nvidia-nvshmem-cu12 or cu13.
-    None where it is in neither; nothing is opened."""
+    """The path of NVSHMEM's host library; None where it is not found. Nothing is opened.
+
+    In $NVSHMEM_HOME, else in the package nvidia-nvshmem-cu12 or nvidia-nvshmem-cu13.
+    """
     if home := os.environ.get("NVSHMEM_HOME"):
         places = [Path(home)]
     else:

@@ -17,7 +17,7 @@ MOST_ROWS = 2**31 - 1
 """Positions of rows are int32."""
 
 
-def check(
+def check_tensor(
     name: str,
     tensor: Tensor,
     *,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pmoe.comm.agree import gathered, same
-from pmoe.kernels.registry import digest
+from pmoe.comm.agree import digest, gathered, same
 from pmoe.layer.parts import Parts
 
 

@@ -10,7 +10,7 @@ from pmoe.engine.passes import Inputs
 from pmoe.layer.orders import Orders, PlanFor
 from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed
-from pmoe.measure.products import settle_products
+from pmoe.measure.products import measure_products
 from pmoe.planner.degree import SOLVE, Choice
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import ALIGNMENT
@@ -82,9 +82,9 @@ def _measure_products(batch: Batch) -> None:
     parts, routed, counts = batch.parts, batch.routed, batch.counts
     most, dtype, device = counts.max_tokens, routed.dtype, routed.x.device
     even_rows = most * parts.spec.top_k * parts.grid.inside.size
-    settle_products(parts.experts, parts.ranks, dtype, device, even_rows, needs_grad=counts.needs_grad)
+    measure_products(parts.experts, parts.ranks, dtype, device, even_rows, needs_grad=counts.needs_grad)
     if parts.shared_expert is not None:
-        settle_products(parts.shared_expert, parts.ranks, dtype, device, most, needs_grad=counts.needs_grad)
+        measure_products(parts.shared_expert, parts.ranks, dtype, device, most, needs_grad=counts.needs_grad)
 
 
 def slots_to_ask(parts: Parts, routed: Routed) -> Slots | None:

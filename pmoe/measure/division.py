@@ -12,10 +12,10 @@ from dataclasses import fields
 
 import torch
 
-from pmoe.comm.agree import largest
+from pmoe.comm.agree import digest, largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.architecture import device_name
-from pmoe.kernels.registry import bucket, digest
+from pmoe.kernels.buckets import bucket
 from pmoe.measure.division_file import load_divisions
 from pmoe.measure.store import PathLike
 from pmoe.planner.division import Division, FusedKernelSizes, FusedLayerSizes, sizes_of

@@ -11,10 +11,9 @@ from datetime import datetime, timezone
 import torch
 from torch import Tensor, nn
 
-from pmoe.comm.agree import largest
+from pmoe.comm.agree import Agree, digest, largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, status
-from pmoe.kernels.registry import Agree, digest
 from pmoe.measure.division import AGREEING
 from pmoe.measure.fused_timing import time_division
 from pmoe.measure.rounds import begin_together, clock_of, median_seconds

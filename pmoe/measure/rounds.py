@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from pmoe.comm.agree import Agree
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.registry import Agree
 
 Part = TypeVar("Part")
 

@@ -29,7 +29,7 @@ from pmoe.kernels import grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.route import Routes
-from pmoe.measure.products import settle_products, slower_kernels
+from pmoe.measure.products import measure_products, slower_kernels
 
 
 def activation_of(experts: StackedExperts) -> str:
@@ -61,7 +61,7 @@ def kernel_refusal(
     )
     why = next((why for why in reasons if why is not None), None)
     if why is None:
-        settle_products(experts, ranks, dtype, device, num_rows, needs_grad=needs_grad)
+        measure_products(experts, ranks, dtype, device, num_rows, needs_grad=needs_grad)
         why = slower_kernels(experts, dtype, device, num_rows, needs_grad=needs_grad)
     return why
 

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pmoe.comm.agree import gathered
-from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import timeout_of
+from pmoe.comm.ranks import Ranks, timeout_of
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.gradient_partition import Partition

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pmoe.comm import flat, sharing, topology
+from pmoe.comm import flat, hierarchical, sharing
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.engine import lanes
@@ -307,7 +307,7 @@ def watching() -> Iterator[Watch]:
         mock.patch.object(engine, "lanes_for", watched_lanes),
         mock.patch.object(flat, "all_to_all", watched_message),
         mock.patch.object(sharing, "all_to_all", watched_message),
-        mock.patch.object(topology, "all_to_all", watched_message),
+        mock.patch.object(hierarchical, "all_to_all", watched_message),
         mock.patch.object(HostPool, "take", watched_take),
         mock.patch.object(lanes, "current_stream", lambda tensor: watch.current),
         mock.patch.object(lanes, "hold_for", watch.hold_for),

@@ -28,7 +28,6 @@ from pmoe.comm.heap import (
     heap_for,
     nvshmem,
     nvshmem_heap,
-    probe_flag,
     process_heap,
     wait_seconds,
 )
@@ -39,6 +38,7 @@ from pmoe.comm.heap.shared import heaps_of
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from pmoe.kernels.comet.availability import SPARE_BLOCKS
+from tests.heap_probe import probe_flag
 from tests.heaps import CPU, FileMemory, use_layout
 from tests.pool import GROUP_TIMEOUT_SECONDS, Pool, ranks
 

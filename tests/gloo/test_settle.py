@@ -19,12 +19,16 @@ import torch.distributed as dist
 
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.experts import FFNExperts, ModuleExperts, StackedExperts, SwiGLUExperts, products
+from pmoe.experts import FFNExperts, ModuleExperts, StackedExperts, SwiGLUExperts
 from pmoe.experts.base import Shard
-from pmoe.experts.products import GROUPED_MM, PRODUCTS
+from pmoe.kernels import product_request
 from pmoe.kernels.architecture import Architecture
+from pmoe.kernels.candidates import GROUPED_MM, PRODUCTS
+from pmoe.kernels.registry import Registry
 from pmoe.measure import products as settle
-from pmoe.measure.products import product_requests, settle_products
+from pmoe.measure.product_choices import ProductMeasurer
+from pmoe.measure.products import measure_products, product_requests
+from pmoe.warn import GIVEN
 from tests.pool import ranks
 from tests.unit.test_kernels_registry import (
     CUDA,
@@ -33,7 +37,7 @@ from tests.unit.test_kernels_registry import (
     INPUT,
     SLOWER,
     WEIGHT,
-    FakeMachine,
+    FakeBench,
     make_registry,
 )
 
@@ -71,24 +75,25 @@ def counted_reductions() -> Iterator[list[int]]:
         dist.all_reduce = real
 
 
-def settled(rank: int, world: int, folders: list[str], given: list[dict[str, Any]]) -> Report:
-    """Each rank settles what ``given`` says of it: times, architecture, free memory, requests."""
+def measured(rank: int, world: int, folders: list[str], given: list[dict[str, Any]]) -> Report:
+    """Each rank measures what ``given`` says of it: times, architecture, free memory, requests."""
     mine = given[rank]
-    machine = FakeMachine(Path(folders[rank]), mine.get("times", FASTER), mine.get("architecture", HOPPER))
-    machine.free = mine.get("free", machine.free)
-    registry = make_registry(machine, mine.get("refusals"))
+    GIVEN.clear()
+    bench = FakeBench(Path(folders[rank]), mine.get("times", FASTER), mine.get("architecture", HOPPER))
+    bench.free = mine.get("free", bench.free)
+    registry = make_registry(bench, mine.get("refusals"))
     requests = mine.get("requests", [FORWARD, INPUT])
     error = None
     with warnings.catch_warnings(record=True) as caught, counted_reductions() as reductions:
         warnings.simplefilter("always")
         try:
-            registry.settle(requests, partial(largest, Ranks(), CPU, stage="a test"))
+            registry.measure(requests, partial(largest, Ranks(), CPU, stage="a test"))
         except ValueError as failure:
             error = str(failure)
         choices = [registry.choose(each) for each in (FORWARD, INPUT)]
     dist.barrier()  # no rank is out of step
     told = [str(each.message) for each in caught]
-    return Report(choices, len(machine.measured) // 2, len(reductions), told, error)
+    return Report(choices, len(bench.measured) // 2, len(reductions), told, error)
 
 
 def folders_of(tmp_path: Path, world: int = 2) -> list[str]:
@@ -99,7 +104,7 @@ def folders_of(tmp_path: Path, world: int = 2) -> list[str]:
 
 
 def run(tmp_path: Path, *given: dict[str, Any], folders: list[str] | None = None) -> list[Report]:
-    return ranks(len(given)).run(settled, folders or folders_of(tmp_path, len(given)), list(given))
+    return ranks(len(given)).run(measured, folders or folders_of(tmp_path, len(given)), list(given))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +255,7 @@ EXPERTS = {
 def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str, int]:
     """How many reductions each of several calls has, on devices that are as if they were CUDA's."""
     found: dict[str, int] = {}
-    machine, experts = FakeMachine(Path(folders[rank]), FASTER), EXPERTS["swiglu"]()
+    bench, experts = FakeBench(Path(folders[rank]), FASTER), EXPERTS["swiglu"]()
     group, capturing = Ranks(), [False]
 
     def call(
@@ -262,25 +267,21 @@ def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str,
         needs_grad: bool = True,
     ) -> None:
         with counted_reductions() as sizes:
-            settle_products(of, group, dtype, device, max_rows, needs_grad=needs_grad)
+            measure_products(of, group, dtype, device, max_rows, needs_grad=needs_grad)
         found[name] = len(sizes)
 
     patched = pytest.MonkeyPatch()
     with patched.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-        patch.setattr(products, "device_name", lambda device: "NVIDIA H200")
+        patch.setattr(product_request, "device_name", lambda device: "NVIDIA H200")
         patch.setattr(
             settle, "largest", lambda ranks, device, values, **how: largest(ranks, CPU, values, **how)
         )
-        patch.setattr(settle, "_settled", set())
-        patch.setattr(PRODUCTS, "machine", machine)
-        patch.setattr(PRODUCTS, "_settled", {})
-        patch.setattr(PRODUCTS, "_ranked", {})
         willing = [replace(each, reasons=lambda request: []) for each in PRODUCTS.candidates]
-        patch.setattr(PRODUCTS, "candidates", tuple(willing))
-        patch.setattr(PRODUCTS, "_by_name", {each.name: each for each in willing})
-        patch.setattr(PRODUCTS, "_operands", lambda request: None)
-        patch.setattr(machine, "seconds", lambda pieces, device: dict.fromkeys(pieces, 1.0))
+        registry = Registry(willing, compete=PRODUCTS.compete)
+        patch.setattr(settle, "_measured", set())
+        patch.setattr(settle, "measurer", lambda: ProductMeasurer(registry, bench))
+        patch.setattr(bench, "seconds", lambda works, device: dict.fromkeys(works, 1.0))
         call("on the CPU", device=CPU)
         call("no rows", max_rows=0)
         call("modules", of=EXPERTS["modules"]())
@@ -298,7 +299,7 @@ def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str,
         call("in the next bucket", max_rows=1025)
         call("without a backward", needs_grad=False)
         [request, *_] = product_requests(experts, torch.bfloat16, CUDA, 1000)
-        assert PRODUCTS.settled(request).choice == GROUPED_MM
+        assert registry.measured(request).choice == GROUPED_MM
     dist.barrier()
     return found
 

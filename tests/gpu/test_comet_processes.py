@@ -21,15 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, probe_flag, process_heap
+from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.experts.products import PMOE, PRODUCTS
+from pmoe.kernels.candidates import PMOE, PRODUCTS
 from pmoe.kernels.comet import DivisionPoint, HeapView, Launcher, kernel_steps
 from pmoe.kernels.comet.launcher import DISPATCH
 from tests.faults import FaultyLauncher, InjectedFaults
 from tests.gpu.fused import CPU, DEVICE, Backward, Case, Forward, Player, World, need_kernels
 from tests.gpu.support import NEEDS_GPU, make_batch, make_layer, plain_forward
 from tests.gpu.test_alone import assert_as_near
+from tests.heap_probe import probe_flag
 from tests.pool import Pool
 
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(200)]
@@ -225,7 +226,7 @@ def stepped(rank: int, world: int, options: dict[str, Any], parted: bool) -> dic
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message=".*falls back.*")
-        patch.setattr("pmoe.layer.choose.settle_products", lambda *_, **__: None)  # nothing is measured
+        patch.setattr("pmoe.layer.choose.measure_products", lambda *_, **__: None)  # nothing is measured
         patch.setattr(Launcher, "launch", counted)
         if parted:
             patch.setattr(kernel_steps, "Launcher", Parted)

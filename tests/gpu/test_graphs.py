@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.experts.products import PMOE, PRODUCTS
 from pmoe.kernels import grouped_gemm, permute
+from pmoe.kernels.candidates import PMOE, PRODUCTS
 from tests.gpu.support import (
     AUX,
     DEVICE,

@@ -21,18 +21,16 @@ from pmoe.comm.heap import (
     Heap,
     HeapError,
     HeapShape,
-    await_flag,
     close_heaps,
     heap_for,
-    probe_flag,
     process_heap,
-    raise_flag,
     virtual_heaps,
 )
 from pmoe.comm.heap.device_memory import DeviceMemory, tensor_at
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from tests.gpu.support import DEVICE, NEEDS_GPU
+from tests.heap_probe import await_flag, probe_flag, raise_flag
 from tests.pool import ranks
 
 pytestmark = NEEDS_GPU

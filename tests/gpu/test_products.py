@@ -14,18 +14,13 @@ from torch import Tensor
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts, products
-from pmoe.experts.products import (
-    GROUPED_MM,
-    LOOP,
-    PMOE,
-    PRODUCTS,
-    GradientSum,
-    Operands,
-    RowGroups,
-    make_request,
-    request_of,
-)
-from pmoe.kernels.registry import Machine, Registry
+from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.kernels.architecture import loaded_architecture
+from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
+from pmoe.kernels.product_request import ProductOperands, ProductRequest
+from pmoe.kernels.registry import Registry
+from pmoe.measure.product_bench import ProductBench
+from pmoe.measure.product_choices import ProductMeasurer
 from pmoe.measure.products import product_requests
 from tests.gpu.support import DEVICE, NEEDS_GPU, ROUNDED, poison_memory, relative_norm
 
@@ -63,13 +58,13 @@ def all_products(counts: tuple[int, ...]) -> dict[str, Tensor]:
     found = {}
     for name, one in {"without bias": None, "with bias": bias}.items():
         poison_memory()
-        found[f"product {name}"] = products.product(rows, weight, groups, one)
+        found[f"product {name}"] = products.expert_product(rows, weight, groups, one)
         into = torch.full_like(grad, float("nan"))
-        found[f"product {name}, into a buffer"] = products.product(rows, weight, groups, one, out=into)
+        found[f"product {name}, into a buffer"] = products.expert_product(rows, weight, groups, one, out=into)
     poison_memory()
-    found["input_gradient"] = products.input_gradient(grad, weight, groups)
+    found["input_gradient"] = products.expert_input_gradient(grad, weight, groups)
     into = torch.full_like(rows, float("nan"))
-    found["input_gradient, into a buffer"] = products.input_gradient(grad, weight, groups, out=into)
+    found["input_gradient, into a buffer"] = products.expert_input_gradient(grad, weight, groups, out=into)
     for times in (1, 2):
         poison_memory()
         w, b = GradientSum(weight, times), GradientSum(bias, times)
@@ -108,7 +103,9 @@ def expected_products(counts: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def skip_unless_willing(way: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    request = make_request("forward", DEVICE, dtype, 4, 100, IN, OUT)
+    request = ProductRequest.of(
+        "forward", DEVICE, dtype, experts=4, rows=100, in_features=IN, out_features=OUT
+    )
     [candidate] = [each for each in PRODUCTS.candidates if each.name == way]
     if reasons := candidate.reasons(request):
         pytest.skip(f"{way} refuses: {'; '.join(reasons)}")
@@ -152,7 +149,7 @@ def test_out_features_of_any_number(columns_out: int) -> None:
     for e, count in enumerate(counts):
         expected.append(rows[start : start + count].cpu().double() @ weight[e].cpu().double().t())
         start += count
-    got = products.product(rows, weight, groups)
+    got = products.expert_product(rows, weight, groups)
     assert got.is_contiguous()
     assert relative_norm(got, torch.cat(expected)) <= 2 * ROUNDED[torch.bfloat16]
 
@@ -171,9 +168,9 @@ MISFITS: dict[str, Callable[[], Tensor]] = {
 def test_operands_that_no_launch_can_take_are_computed_by_the_loop(make: Callable[[], Tensor]) -> None:
     rows = make()
     weight = draw(2, OUT, rows.shape[1], seed=3).to(rows.dtype)
-    operands = Operands("forward", rows, weight, make_groups((9, 7)))
-    assert PRODUCTS.choose(request_of(operands), operands) == LOOP
-    got = products.product(rows, weight, make_groups((9, 7)))
+    operands = ProductOperands("forward", rows, weight, 2)
+    assert PRODUCTS.choose(operands.request, operands) == LOOP
+    got = products.expert_product(rows, weight, make_groups((9, 7)))
     wide, of = rows.cpu().double(), weight.cpu().double()
     expected = torch.cat([wide[:9] @ of[0].t(), wide[9:] @ of[1].t()])
     assert relative_norm(got, expected) <= 2 * ROUNDED[torch.bfloat16]
@@ -182,8 +179,8 @@ def test_operands_that_no_launch_can_take_are_computed_by_the_loop(make: Callabl
 def test_rows_with_gaps_are_no_reason_for_a_loop() -> None:
     skip_unless_willing(PMOE)
     rows, weight = draw(16, 2 * IN, seed=0)[:, :IN], draw(2, OUT, IN, seed=3)
-    operands = Operands("forward", rows, weight, make_groups((9, 7)))
-    assert PRODUCTS.choose(request_of(operands), operands) == PMOE
+    operands = ProductOperands("forward", rows, weight, 2)
+    assert PRODUCTS.choose(operands.request, operands) == PMOE
 
 
 # ---- experts, by the launches that fuse both products with what lies between
@@ -240,7 +237,7 @@ def test_fused_experts_are_at_least_as_exact_as_the_loop(kind: str, bias: bool, 
 # ---- the choice
 
 
-class InFolder(Machine):
+class InFolder(ProductBench):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -248,13 +245,8 @@ class InFolder(Machine):
         return self._folder
 
 
-def registry_in(folder: Path) -> Registry:
-    return Registry(
-        PRODUCTS.candidates,
-        compete=PRODUCTS.compete,
-        operands=products._random_operands,
-        machine=InFolder(folder),
-    )
+def measurer_in(folder: Path) -> ProductMeasurer:
+    return ProductMeasurer(Registry(PRODUCTS.candidates, compete=PRODUCTS.compete), InFolder(folder))
 
 
 def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_path: Path) -> None:
@@ -263,25 +255,27 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_p
     experts = SwiGLUExperts(256, 512, 4, bias=False, dtype=torch.bfloat16, device=DEVICE)
     requests = product_requests(experts, torch.bfloat16, DEVICE, 500)
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    found = registry_in(tmp_path)
-    found.settle(requests, partial(largest, Ranks.alone(), DEVICE, stage="a test"))
+    measurer = measurer_in(tmp_path)
+    found = measurer.registry
+    measurer.measure(requests, partial(largest, Ranks.alone(), DEVICE, stage="a test"))
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers have moved"
     for request in requests:
-        settled = found.settled(request)
-        assert settled is not None and found.choose(request) == settled.choice
-        seconds = settled.seconds
+        measured = found.measured(request)
+        assert measured is not None and found.choose(request) == measured.choice
+        seconds = measured.seconds
         assert all(1e-7 < each < 1 for each in seconds.values()), seconds
-        assert (settled.choice == PMOE) == (seconds[PMOE] < 0.99 * seconds[GROUPED_MM])
-    again = registry_in(tmp_path)
-    again.machine.seconds = None  # nothing is measured
-    again.settle(requests, partial(largest, Ranks.alone(), DEVICE, stage="a test"))
+        assert (measured.choice == PMOE) == (seconds[PMOE] < 0.99 * seconds[GROUPED_MM])
+    another = measurer_in(tmp_path)
+    another.bench.seconds = None  # nothing is measured
+    again = another.registry
+    another.measure(requests, partial(largest, Ranks.alone(), DEVICE, stage="a test"))
     assert [again.choose(each) for each in requests] == [found.choose(each) for each in requests]
     print("\n".join(found.explain(each) for each in requests))
 
 
 def test_the_loaded_code_is_that_of_this_device() -> None:
     skip_unless_willing(PMOE)
-    found, (major, minor) = Machine().architecture(DEVICE), torch.cuda.get_device_capability(DEVICE)
+    found, (major, minor) = loaded_architecture(DEVICE), torch.cuda.get_device_capability(DEVICE)
     assert found.capability == 10 * major + minor
     assert 80 <= found.ptx_version <= found.binary_version <= found.capability

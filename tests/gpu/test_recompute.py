@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.experts.products import PMOE, PRODUCTS
 from pmoe.kernels import grouped_gemm
+from pmoe.kernels.candidates import PMOE, PRODUCTS
 from pmoe.runners import one_rank as alone
 from tests.gpu.support import (
     AUX,

@@ -22,11 +22,11 @@ from pmoe.kernels.route import (
     empty_routes,
     launch,
     launch_route,
-    reference,
     refusal,
     route,
     route_backward,
 )
+from pmoe.kernels.route import reference as plain
 from pmoe.warn import GIVEN
 from tests.gpu.support import DEVICE, NEEDS_GPU, poison_memory, relative_norm, synchronisations
 
@@ -89,7 +89,7 @@ def draw_logits(num_tokens: int, num_experts: int, values: str = "distinct", see
 
 
 def check_routes(found: Routes, logits: Tensor, top_k: int, **options: Any) -> None:
-    expected = reference.route(logits, top_k, **options)
+    expected = plain.route(logits, top_k, **options)
     for name in PLACES:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     torch.testing.assert_close(found.weight_TK, expected.weight_TK, rtol=2e-6, atol=1e-37, equal_nan=True)
@@ -177,11 +177,9 @@ def check_gradient(got: Tensor, given: dict[str, Any], logits: Tensor, routes: R
         def cast(value: Any) -> Any:
             return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        weight = reference.route(
-            cast(logits), routes.expert_TK.shape[1], normalize=given["normalize"]
-        ).weight_TK
+        weight = plain.route(cast(logits), routes.expert_TK.shape[1], normalize=given["normalize"]).weight_TK
         options = {name: cast(value) for name, value in given.items()}
-        return reference.route_backward(cast(logits), routes.expert_TK, weight, routes.counts_nE, **options)
+        return plain.route_backward(cast(logits), routes.expert_TK, weight, routes.counts_nE, **options)
 
     exact = reference(torch.float64)
     if not exact.numel():
@@ -226,7 +224,7 @@ def test_autograd_reaches_the_kernel() -> None:
         found = function(given, 2, normalize=True, z_loss_weight=0.1)
         return torch.autograd.grad((found.weight_TK * grad.to(dtype)).sum() + 0.3 * found.l_aux, given)[0]
 
-    assert relative_norm(gradient(route, torch.float32), gradient(reference.route, torch.float64)) < 1e-5
+    assert relative_norm(gradient(route, torch.float32), gradient(plain.route, torch.float64)) < 1e-5
 
 
 @pytest.mark.parametrize("num_tokens", [0, 10])

@@ -37,8 +37,8 @@ EXPERTS = (
         name="recomputed-without-bias",
         breaks="T_M is made again without its bias",
         file=STACKED,
-        old="tensors=[product(rows_NM, w1, groups, b1, out=hidden_NG)]",
-        new="tensors=[product(rows_NM, w1, groups, None, out=hidden_NG)]",
+        old="tensors=[expert_product(rows_NM, w1, groups, b1, out=hidden_NG)]",
+        new="tensors=[expert_product(rows_NM, w1, groups, None, out=hidden_NG)]",
         tests=f"{TESTS} tests/unit/test_reuse.py",
     ),
     Plant(

@@ -43,7 +43,7 @@ PLANNER = (
     Plant(
         name="buffers-die-a-task-early",
         breaks="a buffer is given back while its last reader runs",
-        file="pmoe/planner/memory.py",
+        file="pmoe/papers/mpipemoe_memory.py",
         old="    during = tuple(living(at, at) for at in range(len(tasks)))\n",
         new="    during = tuple(living(at, at + 1) for at in range(len(tasks)))\n",
         tests="tests/unit/test_memory_model.py",
@@ -51,7 +51,7 @@ PLANNER = (
     Plant(
         name="bound-of-balanced-routing",
         breaks="the memory bound forgets rows that no cutting avoids",
-        file="pmoe/planner/footprint.py",
+        file="pmoe/planner/pass_rows.py",
         old="    received = min(sources * own, max(slot_rows, sources * finest))\n",
         new="    received = min(sources * own, slot_rows)\n",
         tests="tests/gloo/test_footprint.py -k budget",
@@ -59,9 +59,9 @@ PLANNER = (
     Plant(
         name="arena-of-forward-alone",
         breaks="the prediction of backward takes forward's slots",
-        file="pmoe/planner/footprint.py",
-        old='        "backward": _arena(shape, backward, "backward", restore, rearranged),\n',
-        new='        "backward": _arena(shape, forward, "forward", restore, rearranged),\n',
+        file="pmoe/planner/memory.py",
+        old='    backward_slots = _arena(sizes, backward, "backward", restore, rearranged)\n',
+        new='    backward_slots = _arena(sizes, forward, "forward", restore, rearranged)\n',
         tests="tests/unit/test_footprint.py",
     ),
     Plant(
@@ -89,11 +89,11 @@ PLANNER = (
         tests="tests/unit/test_pipeline_degree.py",
     ),
     Plant(
-        name="path-through-the-node",
-        breaks="the longest path through the intra-node lane has a chunk too few",
+        name="node-lane-without-its-sums",
+        breaks="where the intra-node lane is busiest, summing among the ranks of an expert is free",
         file=DEGREE,
-        old="    through_node = once + (r - 1) * (max(a2a, ag) + max(a2a, rs))\n",
-        new="    through_node = once + max(r - 2, 0) * (max(a2a, ag) + max(a2a, rs))\n",
+        old="            return 2 * a2a + r * (ag + rs)\n",
+        new="            return 2 * a2a + r * ag\n",
         tests="tests/unit/test_pipeline_degree.py",
     ),
     Plant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -9,21 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.experts import products
 from pmoe.experts.products import (
-    GROUPED_MM,
-    LOOP,
-    PMOE,
-    PRODUCTS,
     GradientSum,
-    Operands,
     RowGroups,
     choice,
-    input_gradient,
-    make_request,
-    product,
-    request_of,
+    expert_input_gradient,
+    expert_product,
 )
+from pmoe.kernels import grouped_gemm, product_request
+from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
+from pmoe.kernels.product_request import ProductOperands, ProductRequest
+from pmoe.measure.product_bench import compute, random_operands
+from pmoe.warn import GIVEN
 from tests.reference import relative_error
 
 NAN = float("nan")
@@ -62,11 +61,11 @@ def test_a_product_multiplies_each_row_with_its_experts_matrix(
     expected = torch.einsum("ni,noi->no", rows.double(), weight.double()[expert])
     if b is not None:
         expected = expected + b.double()[expert]
-    got = product(rows, weight, groups_of(*counts), b)
+    got = expert_product(rows, weight, groups_of(*counts), b)
     assert got.dtype == dtype
     assert relative_error(got.double(), expected) < error_limit(dtype)
     out = torch.full((sum(counts) + 2, 8), NAN, dtype=dtype)[1:-1]
-    assert product(rows, weight, groups_of(*counts), b, out=out).data_ptr() == out.data_ptr()
+    assert expert_product(rows, weight, groups_of(*counts), b, out=out).data_ptr() == out.data_ptr()
     assert torch.equal(out, got)
 
 
@@ -80,10 +79,10 @@ def test_the_input_gradient_multiplies_with_the_untransposed_matrix(
     weight = torch.randn(4, 8, 16, dtype=dtype)
     expert = torch.arange(4).repeat_interleave(torch.tensor(counts))
     expected = torch.einsum("no,noi->ni", grad.double(), weight.double()[expert])
-    got = input_gradient(grad, weight, groups_of(*counts))
+    got = expert_input_gradient(grad, weight, groups_of(*counts))
     assert relative_error(got.double(), expected) < error_limit(dtype)
     out = torch.full((sum(counts), 16), NAN, dtype=dtype)
-    assert input_gradient(grad, weight, groups_of(*counts), out=out) is out
+    assert expert_input_gradient(grad, weight, groups_of(*counts), out=out) is out
     assert torch.equal(out, got)
 
 
@@ -140,7 +139,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "device_name", lambda device: "H200")
+    monkeypatch.setattr(product_request, "device_name", lambda device: "H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
@@ -149,7 +148,7 @@ def grouped_mm_reasons(
 ) -> list[str]:
     sizes = {"experts": 8, "rows": 100, "in_features": 64, "out_features": 96, "bias": False} | changes
     [candidate] = [each for each in PRODUCTS.candidates if each.name == GROUPED_MM]
-    return candidate.reasons(make_request(form, CUDA, dtype, **sizes))
+    return candidate.reasons(ProductRequest.of(form, CUDA, dtype, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -196,18 +195,19 @@ def cuda_operand(
         dtype=torch.bfloat16,
         shape=shape,
         element_size=lambda: 2,
+        numel=lambda: math.prod(shape),
         data_ptr=lambda: address,
         stride=lambda dim=None: (stride, 1) if dim is None else (stride, 1)[dim],
         is_contiguous=lambda: contiguous and stride == shape[-1],
     )
 
 
-def forward_operands(**changes: Tensor) -> Operands:
+def forward_operands(**changes: Tensor) -> ProductOperands:
     operands = {"first": cuda_operand(100, 64), "second": cuda_operand(8, 96, 64)} | changes
-    return Operands("forward", groups=RowGroups(counts=(100,) + (0,) * 7), **operands)
+    return ProductOperands("forward", experts=8, **operands)
 
 
-def misfits(operands: Operands) -> dict[str, str | None]:
+def misfits(operands: ProductOperands) -> dict[str, str | None]:
     return {candidate.name: candidate.misfit(operands) for candidate in PRODUCTS.candidates}
 
 
@@ -216,22 +216,41 @@ def test_operands_as_they_should_be_fit_every_way() -> None:
     assert misfits(forward_operands(out=out)) == {PMOE: None, GROUPED_MM: None, LOOP: None}
 
 
+ROWS_APART = "rows of shape (100, 64) and strides (128, 1) must be contiguous"
+
+
 def test_rows_with_gaps_fit_pmoe_alone() -> None:
     found = misfits(forward_operands(first=cuda_operand(100, 64, stride=128)))
-    assert found == {PMOE: None, GROUPED_MM: "rows: not contiguous", LOOP: None}
+    assert found == {PMOE: None, GROUPED_MM: ROWS_APART, LOOP: None}
 
 
 @pytest.mark.parametrize(
     "changes, of_pmoe, of_grouped_mm",
     [
-        ({"first": cuda_operand(100, 64, address=258)}, "rows: not aligned", "rows: not aligned"),
-        ({"second": cuda_operand(8, 96, 64, address=8)}, "weight: not aligned", "weight: not aligned"),
-        ({"second": cuda_operand(8, 96, 64, contiguous=False)}, "weight: not contiguous", "weight: not cont"),
-        ({"first": cuda_operand(100, 64, stride=66)}, r"rows: of strides (66, 1)", "rows: not contiguous"),
-        ({"out": cuda_operand(100, 96, address=8)}, "out: not aligned to 16 bytes", None),
+        (
+            {"first": cuda_operand(100, 64, address=258)},
+            "rows at address 0x102 must",
+            "rows at address 0x102 must be al",
+        ),
+        (
+            {"second": cuda_operand(8, 96, 64, address=8)},
+            "weight at address 0x8",
+            "weight at address 0x8 must be al",
+        ),
+        (
+            {"second": cuda_operand(8, 96, 64, contiguous=False)},
+            "weight of shape (8, 96, 64)",
+            "weight of shape",
+        ),
+        (
+            {"first": cuda_operand(100, 64, stride=66)},
+            "rows of shape (100, 64) and strides (66, 1)",
+            "rows of",
+        ),
+        ({"out": cuda_operand(100, 96, address=8)}, "out at address 0x8 must be aligned to 16 bytes", None),
         (
             {"bias": cuda_operand(8, 96, address=8)},
-            "bias: not aligned to 16 bytes",
+            "bias at address 0x8 must be aligned to 16 bytes",
             "bias: grouped_mm has none",
         ),
     ],
@@ -249,7 +268,7 @@ def test_the_cpu_loops_without_asking_anybody(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(PRODUCTS, "choose", None)
     rows, weight = torch.ones(3, 16), torch.ones(2, 8, 16)
     assert choice("forward", rows, weight, groups_of(1, 2)) == LOOP
-    assert torch.equal(product(rows, weight, groups_of(1, 2)), torch.full((3, 8), 16.0))
+    assert torch.equal(expert_product(rows, weight, groups_of(1, 2)), torch.full((3, 8), 16.0))
 
 
 def test_on_a_gpu_the_registry_is_asked_with_the_rows_in_a_bucket(
@@ -276,15 +295,18 @@ def test_without_the_extension_grouped_mm_computes_and_a_warning_says_so_once(
     h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = "pmoe._cuda is not built"
-    monkeypatch.setattr(products.grouped_gemm, "refusal", lambda device, dtype, **columns: why)
+    monkeypatch.setattr(grouped_gemm, "refusal", lambda device, dtype, **columns: why)
+    sizes = {"rows": 100, "in_features": 64, "out_features": 96}
+    of_experts = functools.partial(ProductRequest.of, "forward", CUDA, torch.bfloat16, **sizes)
     PRODUCTS.forget()
+    GIVEN.clear()
     try:
         with pytest.warns(UserWarning, match=f"without pmoe's kernels: {why}") as caught:
             for experts in (4, 8):
-                request = make_request("forward", CUDA, torch.bfloat16, experts, 100, 64, 96)
+                request = of_experts(experts=experts)
                 assert PRODUCTS.choose(request) == GROUPED_MM
         assert len(caught) == 1
-        request = make_request("forward", CUDA, torch.bfloat16, 8, 100, 64, 96, True)
+        request = of_experts(experts=8, bias=True)
         assert PRODUCTS.choose(request) == LOOP
     finally:
         PRODUCTS.forget()
@@ -294,20 +316,21 @@ def test_without_the_extension_grouped_mm_computes_and_a_warning_says_so_once(
 @pytest.mark.parametrize("form", ["forward", "input", "weight"])
 def test_what_is_measured_has_every_row_and_one_expert_without_any(form: str, experts: int) -> None:
     state = torch.get_rng_state()
-    request = make_request(form, torch.device("cpu"), torch.bfloat16, experts, 100, 16, 8)
-    operands = products._random_operands(request)
-    assert request_of(operands) == request
-    counts = operands.groups.counts
+    sizes = {"experts": experts, "in_features": 16, "out_features": 8}
+    request = ProductRequest.of(form, torch.device("cpu"), torch.bfloat16, rows=100, **sizes)
+    operands, groups = random_operands(request)
+    assert operands.request == request
+    counts = groups.counts
     assert sum(counts) == 128 == operands.first.shape[0]
     assert (len(counts), counts.count(0), min(counts)) == (
         experts,
         int(experts > 1),
         0 if experts > 1 else 128,
     )
-    assert operands.groups.ends.tolist()[-1] == 128
+    assert groups.ends.tolist()[-1] == 128
     for candidate in PRODUCTS.candidates:
         if operands.out is not None:
             operands.out.fill_(NAN)
-        candidate.run(request, operands)
+        compute(candidate.name, operands, groups)
         assert operands.out is None or operands.out.isfinite().all()
     assert torch.equal(torch.get_rng_state(), state)

@@ -10,7 +10,7 @@ import torch
 
 from pmoe.gates.expert_choice import best_tokens
 from pmoe.gates.lengths import inverse_length
-from pmoe.gates.selection import ROUNDS, distinct, largest, rows_for_each_expert
+from pmoe.gates.selection import ROUNDS, distinct, rows_for_each_expert, top_indices
 from pmoe.ordering.capacity import expert_capacity
 
 
@@ -30,7 +30,7 @@ def test_the_largest_are_those_of_a_stable_sort(top_k: int, dtype: torch.dtype, 
         score[1] = math.nan
     before = score.clone()
     expected = score.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    assert torch.equal(largest(score, top_k), expected)
+    assert torch.equal(top_indices(score, top_k), expected)
     assert torch.equal(score.nan_to_num(), before.nan_to_num())
 
 
@@ -38,7 +38,7 @@ def test_the_largest_are_those_of_a_stable_sort(top_k: int, dtype: torch.dtype, 
 def test_negative_infinity_ties_with_the_lowest_finite_number(top_k: int) -> None:
     score = torch.full((2, 24), -math.inf)
     score[0, 3], score[1, 0] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min
-    assert largest(score, top_k).tolist() == [list(range(top_k))] * 2
+    assert top_indices(score, top_k).tolist() == [list(range(top_k))] * 2
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4, 9, 10])

@@ -440,13 +440,13 @@ def test_why_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels, why in (((loaded,), None), ((), "no kernel image is available")):
         device = extension.Device(index=0, name="a GPU", capability=(8, 0), kernels=kernels, reason=why)
         monkeypatch.setattr(extension, "on_device", lambda index, found=device: found)
-        launch._why_missing.cache_clear()
+        launch._device_refusal.cache_clear()
         reason = refusal(cuda, torch.bfloat16, 8)
         assert reason == (None if why is None else f"device 0: {why}")
     monkeypatch.setattr(extension, "load", lambda: None)
-    launch._why_missing.cache_clear()
+    launch._device_refusal.cache_clear()
     assert refusal(cuda, torch.bfloat16, 8) == extension.why_missing()
-    launch._why_missing.cache_clear()
+    launch._device_refusal.cache_clear()
 
 
 def test_a_refusal_is_told_once_and_bad_memory_is_refused_all_the_same() -> None:

@@ -17,15 +17,21 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.kernels import extension, registry
+from pmoe.comm.agree import Agree
+from pmoe.kernels import architecture, extension
 from pmoe.kernels.architecture import Architecture
-from pmoe.kernels.registry import Candidate, Machine, Registry, Request, bucket
+from pmoe.kernels.buckets import bucket
+from pmoe.kernels.product_request import ProductRequest
+from pmoe.kernels.registry import ProductCandidate, Registry
+from pmoe.measure.product_bench import ProductBench
+from pmoe.measure.product_choices import ProductMeasurer
+from pmoe.warn import GIVEN
 
 HOPPER = Architecture(binary_version=90, ptx_version=90, capability=90)
 CUDA = torch.device("cuda", 0)
 
 
-class FakeMachine(Machine):
+class FakeBench(ProductBench):
     """times: seconds of each candidate; by the request's form, where forms differ."""
 
     def __init__(self, folder: Path, times: Mapping[str, Any], architecture: Architecture = HOPPER) -> None:
@@ -34,13 +40,16 @@ class FakeMachine(Machine):
         self.free = 1 << 40
         self.released = 0
 
-    def seconds(self, pieces: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-        for piece in pieces.values():
-            self.measured.append(piece())
+    def works(self, request: ProductRequest, names: tuple[str, str]) -> dict[str, Any]:
+        return {name: lambda name=name: f"{request.form} by {name}" for name in names}
+
+    def seconds(self, works: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+        for work in works.values():
+            self.measured.append(work())
         form = self.measured[-1].split()[0]
         return {
             name: self.times[name][form] if isinstance(self.times[name], dict) else self.times[name]
-            for name in pieces
+            for name in works
         }
 
     def free_bytes(self, device: torch.device) -> int:
@@ -59,30 +68,37 @@ class FakeMachine(Machine):
         return self._folder
 
 
+class MeasuredRegistry(Registry):
+    """A registry with its measurer."""
+
+    bench: ProductBench
+
+    def measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:
+        ProductMeasurer(self, self.bench).measure(requests, agree)
+
+
 def make_registry(
-    machine: Machine,
+    bench: ProductBench,
     refusals: Mapping[str, list[str]] | None = None,
     misfits: Mapping[str, str] | None = None,
-) -> Registry:
+) -> MeasuredRegistry:
     """refusals: by candidate, why it refuses every request; misfits: why every operand."""
 
-    def candidate(name: str) -> Candidate:
-        return Candidate(
+    def candidate(name: str) -> ProductCandidate:
+        return ProductCandidate(
             name=name,
             reasons=lambda request: (refusals or {}).get(name, []),
-            run=lambda request, operands: f"{request.form} by {name}",
             misfit=lambda operands: (misfits or {}).get(name),
         )
 
-    return Registry(
-        [candidate(name) for name in ("pmoe", "grouped_mm", "loop")],
-        compete=("pmoe", "grouped_mm"),
-        operands=lambda request: None,
-        machine=machine,
+    found = MeasuredRegistry(
+        [candidate(name) for name in ("pmoe", "grouped_mm", "loop")], compete=("pmoe", "grouped_mm")
     )
+    found.bench = bench
+    return found
 
 
-def make_request(form: str = "forward", rows: int = 1024, **changes: Any) -> Request:
+def make_request(form: str = "forward", rows: int = 1024, **changes: Any) -> ProductRequest:
     fields: dict[str, Any] = {
         "form": form,
         "device": CUDA,
@@ -93,7 +109,7 @@ def make_request(form: str = "forward", rows: int = 1024, **changes: Any) -> Req
         "in_features": 64,
         "out_features": 128,
     }
-    return Request(**fields | changes)
+    return ProductRequest(**fields | changes)
 
 
 FORWARD, INPUT, WEIGHT = (make_request(form) for form in ("forward", "input", "weight"))
@@ -108,6 +124,11 @@ class Alone:
     def __call__(self, values: Sequence[float]) -> list[float]:
         self.calls.append(len(values))
         return list(values)
+
+
+@pytest.fixture(autouse=True)
+def no_warning_was_given() -> None:
+    GIVEN.clear()
 
 
 @pytest.fixture
@@ -136,7 +157,7 @@ def test_devices_of_one_name_share_their_requests() -> None:
 
 
 def test_what_was_not_measured_never_replaces_grouped_mm(tmp_path: Path) -> None:
-    assert make_registry(FakeMachine(tmp_path, FASTER)).choose(FORWARD) == "grouped_mm"
+    assert make_registry(FakeBench(tmp_path, FASTER)).choose(FORWARD) == "grouped_mm"
 
 
 @pytest.mark.parametrize(
@@ -147,42 +168,42 @@ def test_the_first_willing_is_taken_where_grouped_mm_is_not(
     tmp_path: Path, refusing: list[str], taken: str
 ) -> None:
     refusals = {name: ["no"] for name in refusing}
-    assert make_registry(FakeMachine(tmp_path, FASTER), refusals).choose(FORWARD) == taken
+    assert make_registry(FakeBench(tmp_path, FASTER), refusals).choose(FORWARD) == taken
 
 
 def test_a_willing_but_slower_kernel_is_never_chosen(tmp_path: Path) -> None:
-    found = make_registry(FakeMachine(tmp_path, SLOWER))
-    found.settle([FORWARD, INPUT], Alone())
+    found = make_registry(FakeBench(tmp_path, SLOWER))
+    found.measure([FORWARD, INPUT], Alone())
     assert [found.choose(each) for each in (FORWARD, INPUT, WEIGHT)] == ["grouped_mm"] * 3
 
 
 def test_the_faster_kernel_is_chosen_for_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
     times = {"pmoe": {"forward": 1.0, "input": 3.0}, "grouped_mm": {"forward": 2.0, "input": 2.0}}
-    machine = FakeMachine(tmp_path, times)
-    found = make_registry(machine)
-    found.settle([FORWARD, INPUT], Alone())
+    bench = FakeBench(tmp_path, times)
+    found = make_registry(bench)
+    found.measure([FORWARD, INPUT], Alone())
     others = [make_request(rows=2048), make_request(rows=512), WEIGHT]
     assert [found.choose(each) for each in (FORWARD, INPUT, *others)] == [
         "pmoe", "grouped_mm", "grouped_mm", "grouped_mm", "grouped_mm",
     ]  # fmt: skip
-    assert machine.measured == [
+    assert bench.measured == [
         "forward by pmoe", "forward by grouped_mm", "input by pmoe", "input by grouped_mm",
     ]  # fmt: skip
-    assert machine.released == 1
+    assert bench.released == 1
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.995, "grouped_mm"), (0.985, "pmoe"), (1.0, "grouped_mm")])
 def test_ties_within_one_percent_go_to_grouped_mm(tmp_path: Path, seconds: float, taken: str) -> None:
-    found = make_registry(FakeMachine(tmp_path, {"pmoe": seconds, "grouped_mm": 1.0}))
-    found.settle([FORWARD], Alone())
+    found = make_registry(FakeBench(tmp_path, {"pmoe": seconds, "grouped_mm": 1.0}))
+    found.measure([FORWARD], Alone())
     assert found.choose(FORWARD) == taken
 
 
 def test_a_request_that_one_of_the_two_refuses_is_not_measured(tmp_path: Path) -> None:
-    machine = FakeMachine(tmp_path, FASTER)
-    found, agree = make_registry(machine, {"grouped_mm": ["bias"]}), Alone()
-    found.settle([FORWARD], agree)
-    assert machine.measured == []
+    bench = FakeBench(tmp_path, FASTER)
+    found, agree = make_registry(bench, {"grouped_mm": ["bias"]}), Alone()
+    found.measure([FORWARD], agree)
+    assert bench.measured == []
     assert len(agree.calls) == 1
     assert found.choose(FORWARD) == "pmoe"
 
@@ -190,35 +211,35 @@ def test_a_request_that_one_of_the_two_refuses_is_not_measured(tmp_path: Path) -
 def test_deterministic_mode_pins_the_choice_whatever_was_measured(
     tmp_path: Path, deterministic: None
 ) -> None:
-    machine, agree = FakeMachine(tmp_path, SLOWER), Alone()
-    found = make_registry(machine)
-    found.settle([FORWARD], agree)
-    assert (machine.measured, agree.calls, list(tmp_path.iterdir())) == ([], [], [])
+    bench, agree = FakeBench(tmp_path, SLOWER), Alone()
+    found = make_registry(bench)
+    found.measure([FORWARD], agree)
+    assert (bench.measured, agree.calls, list(tmp_path.iterdir())) == ([], [], [])
     assert found.choose(FORWARD) == "pmoe"
     torch.use_deterministic_algorithms(False)
-    found.settle([FORWARD], agree)
+    found.measure([FORWARD], agree)
     assert found.choose(FORWARD) == "grouped_mm"
     torch.use_deterministic_algorithms(True)
     assert found.choose(FORWARD) == "pmoe"
-    refusing = make_registry(machine, {"pmoe": ["no"]})
+    refusing = make_registry(bench, {"pmoe": ["no"]})
     with pytest.warns(UserWarning, match="no"):
         assert refusing.choose(FORWARD) == "grouped_mm"
 
 
 def test_operands_that_do_not_fit_go_to_the_next(tmp_path: Path) -> None:
-    found = make_registry(FakeMachine(tmp_path, FASTER), misfits={"pmoe": "rows: not aligned"})
-    found.settle([FORWARD], Alone())
+    found = make_registry(FakeBench(tmp_path, FASTER), misfits={"pmoe": "rows: not aligned"})
+    found.measure([FORWARD], Alone())
     with pytest.warns(UserWarning, match="without pmoe's kernels: rows: not aligned") as caught:
         assert found.choose(FORWARD, ()) == found.choose(FORWARD, ()) == "grouped_mm"
     assert len(caught) == 1
-    found = make_registry(FakeMachine(tmp_path, FASTER), misfits={"grouped_mm": "not contiguous"})
+    found = make_registry(FakeBench(tmp_path, FASTER), misfits={"grouped_mm": "not contiguous"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing of pmoe's is passed over
         assert found.choose(INPUT, ()) == "pmoe"
 
 
 def test_a_choice_may_be_forced_for_a_while(tmp_path: Path) -> None:
-    found = make_registry(FakeMachine(tmp_path, SLOWER), misfits={"grouped_mm": "bias"})
+    found = make_registry(FakeBench(tmp_path, SLOWER), misfits={"grouped_mm": "bias"})
     with found.forcing("pmoe"):
         assert found.choose(FORWARD, ()) == "pmoe"
         with found.forcing("grouped_mm"):
@@ -233,7 +254,7 @@ def test_a_choice_may_be_forced_for_a_while(tmp_path: Path) -> None:
 
 def test_where_nobody_would_compute_the_error_explains(tmp_path: Path) -> None:
     refusals = {name: [f"{name} is away"] for name in ("pmoe", "grouped_mm", "loop")}
-    found = make_registry(FakeMachine(tmp_path, FASTER), refusals)
+    found = make_registry(FakeBench(tmp_path, FASTER), refusals)
     with pytest.raises(NotImplementedError, match="loop is away"), pytest.warns(UserWarning):
         found.choose(FORWARD)
 
@@ -242,9 +263,9 @@ def test_where_nobody_would_compute_the_error_explains(tmp_path: Path) -> None:
 
 
 def test_explain_gives_the_request_each_candidates_seconds_and_the_choice(tmp_path: Path) -> None:
-    found = make_registry(FakeMachine(tmp_path, FASTER))
-    found.settle([FORWARD], Alone())
-    when = found.settled(FORWARD).when
+    found = make_registry(FakeBench(tmp_path, FASTER))
+    found.measure([FORWARD], Alone())
+    when = found.measured(FORWARD).when
     assert found.explain(FORWARD) == (
         "forward bfloat16 experts=8 rows=1024 in=64 out=128 on NVIDIA H200\n"
         "  pmoe        1 ms\n"
@@ -256,7 +277,7 @@ def test_explain_gives_the_request_each_candidates_seconds_and_the_choice(tmp_pa
 
 def test_explain_gives_each_candidates_reasons(tmp_path: Path) -> None:
     refusals = {"pmoe": ["not built", "dtype"], "grouped_mm": ["bias"]}
-    found = make_registry(FakeMachine(tmp_path, FASTER), refusals)
+    found = make_registry(FakeBench(tmp_path, FASTER), refusals)
     assert found.explain(replace(FORWARD, bias=True)).splitlines()[1:] == [
         "  pmoe        refuses: not built; dtype",
         "  grouped_mm  refuses: bias",
@@ -266,7 +287,7 @@ def test_explain_gives_each_candidates_reasons(tmp_path: Path) -> None:
 
 
 def test_explain_says_why_nothing_was_measured(tmp_path: Path, deterministic: None) -> None:
-    found = make_registry(FakeMachine(tmp_path, FASTER))
+    found = make_registry(FakeBench(tmp_path, FASTER))
     assert found.explain(FORWARD).endswith(
         "takes pmoe: deterministic mode: the first that is willing, whatever it takes"
     )
@@ -281,7 +302,7 @@ def test_each_choice_is_logged_once_for_each_request_where_asked_for(
     monkeypatch.delenv("PMOE_LOG_KERNELS", raising=False)
     if flag is not None:
         monkeypatch.setenv("PMOE_LOG_KERNELS", flag)
-    found = make_registry(FakeMachine(tmp_path, FASTER))
+    found = make_registry(FakeBench(tmp_path, FASTER))
     with caplog.at_level(logging.DEBUG, "pmoe"):
         for request in (FORWARD, FORWARD, INPUT, FORWARD):
             found.choose(request)
@@ -290,7 +311,7 @@ def test_each_choice_is_logged_once_for_each_request_where_asked_for(
 
 
 def test_a_fallback_is_told_once_for_each_reason_and_only_on_cuda(tmp_path: Path) -> None:
-    found = make_registry(FakeMachine(tmp_path, FASTER), {"pmoe": ["pmoe._cuda is not built"]})
+    found = make_registry(FakeBench(tmp_path, FASTER), {"pmoe": ["pmoe._cuda is not built"]})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found.choose(replace(FORWARD, device=torch.device("cpu"), device_name="cpu"))
@@ -311,30 +332,30 @@ def settled_file(tmp_path: Path) -> Path:
 
 
 def test_another_process_finds_what_was_measured(tmp_path: Path) -> None:
-    make_registry(FakeMachine(tmp_path, FASTER)).settle([FORWARD, INPUT], Alone())
+    make_registry(FakeBench(tmp_path, FASTER)).measure([FORWARD, INPUT], Alone())
     path = settled_file(tmp_path)
     assert path.name.startswith("kernels_nvidia-h200_")
     held = json.loads(path.read_text())
     assert held["format"] == 1
     assert held["choices"][FORWARD.key]["choice"] == "pmoe"
     assert held["choices"][FORWARD.key]["seconds"] == FASTER
-    machine, agree = FakeMachine(tmp_path, SLOWER), Alone()
-    again = make_registry(machine)
-    again.settle([FORWARD, INPUT], agree)
-    assert (machine.measured, len(agree.calls)) == ([], 1)
+    bench, agree = FakeBench(tmp_path, SLOWER), Alone()
+    again = make_registry(bench)
+    again.measure([FORWARD, INPUT], agree)
+    assert (bench.measured, len(agree.calls)) == ([], 1)
     assert again.choose(FORWARD) == "pmoe"
-    again.settle([FORWARD, WEIGHT], agree)
-    assert machine.measured == ["weight by pmoe", "weight by grouped_mm"]
+    again.measure([FORWARD, WEIGHT], agree)
+    assert bench.measured == ["weight by pmoe", "weight by grouped_mm"]
     assert set(json.loads(path.read_text())["choices"]) == {each.key for each in (FORWARD, INPUT, WEIGHT)}
 
 
 def test_nothing_is_looked_up_again_in_the_same_process(tmp_path: Path) -> None:
-    machine = FakeMachine(tmp_path, FASTER)
-    found = make_registry(machine)
-    found.settle([FORWARD], Alone())
+    bench = FakeBench(tmp_path, FASTER)
+    found = make_registry(bench)
+    found.measure([FORWARD], Alone())
     settled_file(tmp_path).unlink()
-    found.settle([FORWARD], Alone())
-    assert len(machine.measured) == 2
+    found.measure([FORWARD], Alone())
+    assert len(bench.measured) == 2
     assert found.choose(FORWARD) == "pmoe"
 
 
@@ -358,81 +379,81 @@ CORRUPT = {
 
 @pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT.keys())
 def test_a_corrupt_or_foreign_file_is_told_of_once_and_replaced(tmp_path: Path, content: Any) -> None:
-    make_registry(FakeMachine(tmp_path, SLOWER)).settle([FORWARD], Alone())
+    make_registry(FakeBench(tmp_path, SLOWER)).measure([FORWARD], Alone())
     path = settled_file(tmp_path)
     if callable(content):
         content = json.dumps(content(json.loads(path.read_text())))
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    found = make_registry(FakeMachine(tmp_path, FASTER))
+    found = make_registry(FakeBench(tmp_path, FASTER))
     with pytest.warns(UserWarning, match="are not used: .*kernels_nvidia") as caught:
-        found.settle([FORWARD], Alone())
-        found.settle([INPUT], Alone())
+        found.measure([FORWARD], Alone())
+        found.measure([INPUT], Alone())
     assert len(caught) == 1
     assert found.choose(FORWARD) == "pmoe"
     assert set(json.loads(path.read_text())["choices"]) == {FORWARD.key, INPUT.key}
 
 
 def test_another_build_of_the_kernels_has_a_file_of_its_own(tmp_path: Path) -> None:
-    make_registry(FakeMachine(tmp_path, FASTER)).settle([FORWARD], Alone())
-    machine = FakeMachine(tmp_path, SLOWER)
-    machine._build = "b2"
-    found = make_registry(machine)
-    found.settle([FORWARD], Alone())
-    assert len(machine.measured) == 2
+    make_registry(FakeBench(tmp_path, FASTER)).measure([FORWARD], Alone())
+    bench = FakeBench(tmp_path, SLOWER)
+    bench._build = "b2"
+    found = make_registry(bench)
+    found.measure([FORWARD], Alone())
+    assert len(bench.measured) == 2
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "a file"
     file.write_text("")
-    found = make_registry(FakeMachine(file / "below", FASTER))
+    found = make_registry(FakeBench(file / "below", FASTER))
     with (
         pytest.warns(UserWarning, match="could not be saved"),
         pytest.warns(UserWarning, match="stored choices of kernels are not used"),
     ):
-        found.settle([FORWARD], Alone())
+        found.measure([FORWARD], Alone())
     assert found.choose(FORWARD) == "pmoe"
 
 
 def test_the_folder_is_that_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
-    assert Machine().folder() == tmp_path
+    assert ProductBench().folder() == tmp_path
     monkeypatch.delenv("PMOE_CACHE")
-    assert Machine().folder() == Path.home() / ".cache" / "pmoe"
+    assert ProductBench().folder() == Path.home() / ".cache" / "pmoe"
 
 
 # ---- what cannot be measured
 
 
 def test_without_memory_nothing_is_measured_and_grouped_mm_computes(tmp_path: Path) -> None:
-    machine = FakeMachine(tmp_path, FASTER)
-    machine.free = 4 * (1024 * 192 + 8 * 64 * 128 + 1024 * 128) - 1  # of 2 bytes each, and half may be used
-    found = make_registry(machine)
+    bench = FakeBench(tmp_path, FASTER)
+    bench.free = 4 * (1024 * 192 + 8 * 64 * 128 + 1024 * 128) - 1  # of 2 bytes each, and half may be used
+    found = make_registry(bench)
     with pytest.warns(
         UserWarning, match=r"could not be measured.*: \d+ bytes are needed, and half of \d+ free"
     ):
-        found.settle([FORWARD], Alone())
-    assert machine.measured == []
+        found.measure([FORWARD], Alone())
+    assert bench.measured == []
     assert found.choose(FORWARD) == "grouped_mm"
     assert "not measured: " in found.explain(FORWARD)
     assert list(tmp_path.iterdir()) == []
-    machine.free += 1
-    found.settle([FORWARD], Alone())
+    bench.free += 1
+    found.measure([FORWARD], Alone())
     assert found.choose(FORWARD) == "pmoe"
 
 
 def test_a_kernel_that_fails_while_measured_is_not_chosen(tmp_path: Path) -> None:
-    machine = FakeMachine(tmp_path, {})
-    machine.seconds = lambda pieces, device: (_ for _ in ()).throw(RuntimeError("launch failed"))  # type: ignore
-    found = make_registry(machine)
+    bench = FakeBench(tmp_path, {})
+    bench.seconds = lambda works, device: (_ for _ in ()).throw(RuntimeError("launch failed"))  # type: ignore
+    found = make_registry(bench)
     with pytest.warns(UserWarning, match="launch failed"):
-        found.settle([FORWARD], Alone())
+        found.measure([FORWARD], Alone())
     assert found.choose(FORWARD) == "grouped_mm"
 
 
 def test_what_another_rank_neither_knows_nor_can_measure_is_settled_no_longer(tmp_path: Path) -> None:
-    found = make_registry(FakeMachine(tmp_path, FASTER))
-    found.settle([FORWARD], Alone())
+    found = make_registry(FakeBench(tmp_path, FASTER))
+    found.measure([FORWARD], Alone())
     assert found.choose(FORWARD) == "pmoe"
 
     def agree(values: Sequence[float]) -> list[float]:
@@ -443,7 +464,7 @@ def test_what_another_rank_neither_knows_nor_can_measure_is_settled_no_longer(tm
         assert values == [*FASTER.values()]
         return [float("inf")] * 2
 
-    found.settle([FORWARD], agree)
+    found.measure([FORWARD], agree)
     assert found.choose(FORWARD) == "grouped_mm"
 
 
@@ -470,7 +491,7 @@ def test_the_architecture_is_that_of_the_code_that_was_loaded(
     module = SimpleNamespace(kernels=lambda index: [dict(zip(names, each, strict=True)) for each in loaded])
     monkeypatch.setattr(extension, "load", lambda: None if loaded is None else module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = Machine().architecture(CUDA)
+    found = ProductBench().architecture(CUDA)
     assert (found.binary_version, found.ptx_version, found.capability) == expected
 
 
@@ -483,9 +504,9 @@ def test_the_build_is_known_by_the_file_or_by_what_it_was_built_with(
     found = []
     for each in (module, module, SimpleNamespace(ARCHS="sm_80", NVCC="12.5"), None):
         monkeypatch.setattr(extension, "load", lambda each=each: each)
-        registry._build.cache_clear()
-        found.append(Machine().build())
+        architecture.build_id.cache_clear()
+        found.append(ProductBench().build())
         file.write_bytes(b"second")
-    registry._build.cache_clear()
+    architecture.build_id.cache_clear()
     assert len(set(found)) == 4
     assert found[-1] == "none"

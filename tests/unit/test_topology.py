@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from pmoe.comm.base import Traffic
+from pmoe.comm.hierarchical import in_order
 from pmoe.comm.hierarchical_1d import Hierarchical1DDispatch
 from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, HierarchicalAllToAll2D
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import Topology, _node_ids, find_topology, in_order
+from pmoe.comm.topology import Topology, _node_ids, find_topology
 
 
 def topology(ids: list[object], global_ranks: list[int] | None = None) -> Topology:

@@ -16,7 +16,6 @@ Letters: W ranks, E experts of a rank, M = d_model.
 """
 
 from pmoe.comm.heap.device_memory import host_name
-from pmoe.comm.heap.probe import await_flag, probe_flag, raise_flag
 from pmoe.comm.heap.providers import nvshmem_heap, process_heap, virtual_heaps
 from pmoe.comm.heap.rank_heap import Heap
 from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape
@@ -31,14 +30,11 @@ __all__ = [
     "Heap",
     "HeapError",
     "HeapShape",
-    "await_flag",
     "close_heaps",
     "heap_for",
     "host_name",
     "nvshmem_heap",
-    "probe_flag",
     "process_heap",
-    "raise_flag",
     "virtual_heaps",
     "wait_seconds",
 ]

@@ -1,4 +1,4 @@
-"""What the ranks of a heap tell each other while one is made: each step is taken by all, whatever fails."""
+"""The exchange between ranks while a heap is made: all take each step, whatever fails on one."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class CollectiveSteps:
 
 
 def agree_on_shape(steps: CollectiveSteps, shape: HeapShape, memory: HeapMemory, *, one_node: bool) -> float:
-    """For how long this rank waits. Raises on every rank alike where the ranks do not fit together."""
+    """For how long this rank waits. Raises on every rank where the ranks do not fit together."""
     ranks = steps.ranks
     facts: dict[str, object] = asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
     host, bound, trouble = "", 0.0, None
     try:
         place, bound = memory.place(steps.device), wait_seconds(ranks)
-        spare_blocks()  # raises for a bad number, while the other ranks can still be told
+        spare_blocks()  # raises for a bad number, while the other ranks still listen
         host = place.host
         facts |= {"bytes": shape.bytes, "kernels": place.kernels}
     except Exception as error:

@@ -20,8 +20,9 @@ from pmoe.comm.ranks import Ranks
 def virtual_heaps(
     shape: HeapShape, device: torch.device | str | int, *, memory: HeapMemory | None = None
 ) -> list[Heap]:
-    """The heaps of all W ranks, in this process and on one device. Each is closed by itself, and the last use
-    of any of them comes before.
+    """The heaps of all W ranks, in this process and on one device.
+
+    Each is closed by itself, and the last use of any of them comes before.
 
     RuntimeError naming rank and bytes where memory does not suffice; nothing is kept then.
     """
@@ -55,10 +56,11 @@ def virtual_heaps(
 def process_heap(
     ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: HeapMemory | None = None
 ) -> Heap:
-    """This rank's heap, with those of its group opened by CUDA IPC. Collective, with the same collectives on
-    every rank whatever fails on one.
+    """This rank's heap, with those of its group opened by CUDA IPC.
 
-    Raises on every rank alike: ValueError with the numbers, rank by rank, where shapes, types, loaded
+    Collective, with the same collectives on every rank whatever fails on one.
+
+    Raises the same on every rank: ValueError with the numbers, rank by rank, where shapes, types, loaded
     kernels, bytes or nodes differ; RuntimeError naming rank and bytes where memory does not suffice, or a
     peer's cannot be opened. Nothing is kept then.
     """
@@ -71,10 +73,12 @@ def process_heap(
 def nvshmem_heap(
     ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: NvshmemMemory | None = None
 ) -> Heap:
-    """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them: on one node, or
-    over NVLink between nodes. Collective, and for one group of ranks a process. Never run by its authors.
+    """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them.
 
-    Raises on every rank alike, as `process_heap` does; also RuntimeError where NVSHMEM is not built in, where
+    That is on one node, or over NVLink between nodes. Collective, and for one group of ranks a process. Never
+    run by its authors.
+
+    Raises on every rank as `process_heap` does; also RuntimeError where NVSHMEM is not built in, where
     it serves another group already, or where a rank is beyond another's loads and stores.
     """
     memory = NvshmemMemory(ranks) if memory is None else memory

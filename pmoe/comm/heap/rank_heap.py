@@ -59,7 +59,6 @@ class Heap:
         self._weights = device_memory.tensor_at(
             base + places["weights"], (shape.rows,), torch.float32, device
         )
-        self.flags_raised = 0
         self._unusable: str | None = None
         self._process_stays = True
         self._release: Callable[[], None] | None = release

@@ -11,7 +11,7 @@ import torch
 from pmoe.comm.heap import device_memory
 
 FLAG_BYTES = 1024
-"""Behind the layout: the flag of `probe_flag`."""
+"""Behind the layout: a flag, by which tests see whether kernels of several processes run together."""
 
 MOST_ROWS = 2**31 - 1
 ROW_ALIGNMENT_BYTES = 16

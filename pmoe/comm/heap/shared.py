@@ -37,7 +37,7 @@ def heap_for(
     communication otherwise.
 
     Rows must follow from numbers that all ranks share: so do the collectives. A heap that is too small is
-    closed before a larger one is made, on every rank alike; tensors on it must not be used any more.
+    closed before a larger one is made, on every rank; tensors on it must not be used any more.
     Raises as ``make`` does, and HeapError where the heap that is there is broken.
     """
     kept, device = heaps_of(ranks), with_index(device)

@@ -1,4 +1,4 @@
-"""Waits of kernels for their peers: how long they may last, and the sentence for one that lasted too long."""
+"""Waits of kernels for their peers: how long they may last, and what an error says of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import timeout_of
+from pmoe.comm.ranks import Ranks, timeout_of
 
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 """The environment variable: for how long a kernel waits for a peer."""
@@ -72,7 +71,7 @@ class HeapError(RuntimeError):
 def wait_seconds(ranks: Ranks) -> float:
     """For how long kernels of this rank wait: $PMOE_WAIT_SECONDS, else 30 s, at most the group's timeout.
 
-    ValueError for a variable that is no such number.
+    Raises ValueError for a variable that is not a number of seconds.
     """
     text = os.environ.get(WAIT_SECONDS)
     seconds = DEFAULT_WAIT_SECONDS

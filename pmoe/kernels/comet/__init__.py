@@ -1,4 +1,4 @@
-"""COMET's two fused kernels: dispatch + grouped product, and grouped product + top-k reduction + combine.
+"""COMET's two fused kernels: dispatch + product, and product + top-k reduction + combine.
 
 Rows are written straight into the heap of the rank that computes them (`pmoe.comm.heap`), and tiles of the
 product start as their rows arrive; on the way back the columns of the result leave as they are computed. The

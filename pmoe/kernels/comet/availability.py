@@ -22,7 +22,7 @@ def path(device: torch.device) -> tuple[str | None, str | None]:
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
-    """Why the fused kernels do not take such rows on this device; None where they do."""
+    """Why the fused kernels do not take rows of this type and width on this device; None where they do."""
     return path(device)[1] or misfit(dtype, d_model=d_model, d_hidden=d_hidden)
 
 
@@ -51,12 +51,13 @@ def path_facts(hopper: bool) -> dict[str, int]:
 
 
 def spare_blocks(num_ranks: int = 1) -> int:
-    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 4 where other processes are
-    waited for, 0 on one rank alone. ValueError for a variable that is no such number.
+    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 4, or 0 for one rank.
 
     A fused kernel takes a whole multiprocessor for each block, and waits for its peers'. A collective that
     runs beside it on another stream, as data-parallel wrappers issue them in backward, may then hold one
     rank's fused kernel up, and be held up by another's, until the wait's bound: unless both have room.
+
+    Raises ValueError for a variable that is not a whole number.
     """
     text = os.environ.get(SPARE_BLOCKS, "0" if num_ranks == 1 else str(DEFAULT_SPARE_BLOCKS))
     if not text.isdecimal():

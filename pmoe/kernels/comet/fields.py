@@ -1,4 +1,4 @@
-"""The fields of a launch that come from a journey and from where rows leave and arrive: addresses and sizes.
+"""Fields of a launch: addresses and sizes of a journey, and of where rows leave and arrive.
 
 Each function raises ValueError, naming the tensor, for what the kernels would not read right.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import DivisionPoint, HeapView
-from pmoe.kernels.operands import check, check_memory
+from pmoe.kernels.operands import check_memory, check_tensor
 
 MOST_CHUNKS = 64
 """Of columns, as in cuda/comet/layout.h."""
@@ -31,11 +31,11 @@ def journey_fields(heap: HeapView, journey: Journey) -> dict[str, int]:
             f"rows that may be sent ({sent}) must be at most the heap's home_rows ({shape.home_rows})"
         )
     sizes = (shape.num_ranks, shape.experts)
-    check("send_WE", journey.send_WE, shape=sizes)
+    check_tensor("send_WE", journey.send_WE, shape=sizes)
     for name in ("expert_TK", "position_TK", "slot_S", "send_WE"):
-        check(name, getattr(journey, name), dtypes=[torch.int32], device=device, contiguous=True)
+        check_tensor(name, getattr(journey, name), dtypes=[torch.int32], device=device, contiguous=True)
     recv_WE = journey.recv_WE
-    check("recv_WE", recv_WE, dtypes=[torch.int32], device=device)
+    check_tensor("recv_WE", recv_WE, dtypes=[torch.int32], device=device)
     if recv_WE.stride(1) != 1:
         raise ValueError(f"recv_WE of strides {recv_WE.stride()} must have a rank's counts side by side")
     return {
@@ -55,9 +55,9 @@ def dispatch_fields(heap: HeapView, journey: Journey, source_TM: Tensor, weight_
     """Rows of tokens leave, and arrive as A of the product."""
     shape = heap.shape
     wanted = (journey.expert_TK.shape[0], shape.d_model)
-    check("rows", source_TM, shape=wanted, dtypes=[shape.dtype], device=heap.device)
+    check_tensor("rows", source_TM, shape=wanted, dtypes=[shape.dtype], device=heap.device)
     check_memory(dense={"rows": source_TM})
-    check(
+    check_tensor(
         "weight", weight_TK, shape=journey.expert_TK.shape, dtypes=[torch.float32], device=heap.device,
         contiguous=True,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def combine_fields(
 ) -> dict[str, int]:
     """Products of A's rows are written where dispatched rows lay, summed, and sent to their tokens."""
     shape = heap.shape
-    check("rows", a, dtypes=[shape.dtype], device=heap.device)
+    check_tensor("rows", a, dtypes=[shape.dtype], device=heap.device)
     check_memory(dense={"rows": a, "result": result_TM})
     return {
         **journey_fields(heap, journey),
@@ -119,8 +119,8 @@ def check_expert_weight(
     shape = heap.shape
     wanted: list[int | str] = [shape.experts, "columns", "columns"]
     wanted[columns] = shape.d_model
-    check(name, weight, shape=wanted, dtypes=[shape.dtype], device=heap.device)
+    check_tensor(name, weight, shape=wanted, dtypes=[shape.dtype], device=heap.device)
     if bias is not None:
-        check("bias", bias, shape=weight.shape[:2], dtypes=[shape.dtype], device=heap.device)
+        check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[shape.dtype], device=heap.device)
     first, second, third = weight.shape
     return first, second, third

@@ -22,7 +22,7 @@ from pmoe.kernels.comet.fields import (
 from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import COMBINE, DISPATCH, DivisionPoint, Launcher
 from pmoe.kernels.gemm import ACTIVATIONS, FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT
-from pmoe.kernels.operands import address, check, check_memory
+from pmoe.kernels.operands import address, check_memory, check_tensor
 from pmoe.schedule.tasks import PassDirection
 
 
@@ -87,7 +87,7 @@ def product_combine(
         launcher.heaps, journeys, active, w2, b2, strict=True
     ):
         _, _, width = check_expert_weight("w2", weight_EMH, bias, heap, columns=1)
-        check("active", active_NH, shape=("rows", width))
+        check_tensor("active", active_NH, shape=("rows", width))
         fields.append(
             {
                 **combine_fields(heap, journey, active_NH, result_TM, chunk_columns=columns),
@@ -172,7 +172,7 @@ def gradient_combine(
         launcher.heaps, journeys, of_hidden, w1, dots, strict=True
     ):
         _, width, _ = check_expert_weight("w1", weight_EGM, None, heap, columns=2)
-        check("gradient of the hidden", grad_NG, shape=("rows", width))
+        check_tensor("gradient of the hidden", grad_NG, shape=("rows", width))
         fields.append(
             {
                 **combine_fields(heap, journey, grad_NG, result_TM, chunk_columns=columns),

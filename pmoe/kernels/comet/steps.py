@@ -43,13 +43,18 @@ class Steps(Protocol):
         activation: str,
         keep: bool,
     ) -> tuple[Tensor | None, Tensor]:
-        """`dispatch`, and T_M = rows w1[e]^T + b1[e], (N, G), None unless ``keep``, and the activated hidden
-        (N, H)."""
+        """`dispatch`, and T_M = rows w1[e]^T + b1[e] and the activated hidden.
+
+        T_M: (N, G), None unless ``keep``. activated hidden: (N, H).
+        """
         ...
 
     def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-        """(T, M): of each token the sum of its rows' (active w2[e]^T + b2[e]) times their weights. Each rank
-        sums its own rows of a token before they travel; the owner sums the ranks' sums in fixed order."""
+        """(T, M): of each token the sum of its rows' (active w2[e]^T + b2[e]) times their weights.
+
+        Each rank sums its own rows of a token before they travel; the owner sums the ranks' sums in fixed
+        order.
+        """
         ...
 
     def dispatch_hidden_gradient(
@@ -63,14 +68,21 @@ class Steps(Protocol):
         *,
         activation: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`dispatch` of dT_O, and from it dT_M times the rows' weights (N, G), the activated hidden times the
-        weights (N, H), and the gradients of the weights by parts of the columns (P, N), to be summed over P
-        in that order: <activated hidden, grad w2[e]>, plus <grad, b2[e]> where there is a bias."""
+        """`dispatch` of dT_O, and three tensors from it.
+
+        dT_M times the rows' weights (N, G)
+        the activated hidden times the weights (N, H)
+        the gradients of the weights by parts of the columns (P, N), to be summed over P in that order:
+            <activated hidden, grad w2[e]>, plus <grad, b2[e]> where there is a bias
+        """
         ...
 
     def gradient_combine(
         self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """dT_I (T, M): of each token the sum of its rows' grad_hidden w1[e], as in `product_combine`; and the
-        gradients of its weights (T, K), 0 for dropped slots."""
+        """dT_I, and the gradients of the weights.
+
+        dT_I: (T, M), of each token the sum of its rows' grad_hidden w1[e], as in `product_combine`.
+        gradients of the weights: (T, K), 0 for dropped slots.
+        """
         ...

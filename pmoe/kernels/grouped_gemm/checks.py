@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import MOST_ROWS, check, check_floating
+from pmoe.kernels.operands import MOST_ROWS, check_floating, check_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +30,20 @@ def check_operands(
     rows: Tensor, weight: Tensor, ends: Tensor, slots: RowSlots | None, gathered: bool, columns: int
 ) -> int:
     """N, the number of rows. columns: which of the weight's dimensions the rows have as columns."""
-    check("weight", weight, shape=("E", "O", "I"))
+    check_tensor("weight", weight, shape=("E", "O", "I"))
     check_floating("weight", weight)
-    num_rows = count_rows(rows, slots, gathered)
+    num_rows = count_gathered_rows(rows, slots, gathered)
     check_rows("rows", rows, ("rows", weight.shape[columns]), weight)
-    check("ends", ends, shape=(weight.shape[0],), dtypes=[torch.int32], device=rows.device, contiguous=True)
+    check_tensor(
+        "ends", ends, shape=(weight.shape[0],), dtypes=[torch.int32], device=rows.device, contiguous=True
+    )
     check_slots(slots, num_rows, rows.device)
     return num_rows
 
 
-def count_rows(rows: Tensor, slots: RowSlots | None, gathered: bool) -> int:
+def count_gathered_rows(rows: Tensor, slots: RowSlots | None, gathered: bool) -> int:
     """N: the slots where rows are gathered by them, else the rows that there are."""
-    check("rows", rows, shape=("rows", "columns"))
+    check_tensor("rows", rows, shape=("rows", "columns"))
     if gathered and slots is None:
         raise ValueError("gathered (True) must be False without slots: they say which rows to gather")
     return slots.slot_N.numel() if gathered and slots is not None else rows.shape[0]
@@ -49,20 +51,22 @@ def count_rows(rows: Tensor, slots: RowSlots | None, gathered: bool) -> int:
 
 def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
     """Rows of the type and on the device of ``like``, at most 2**31 - 1 of them."""
-    check(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
+    check_tensor(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
     if rows.shape[0] > MOST_ROWS:
         raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MOST_ROWS}: places are int32")
 
 
 def check_bias(bias: Tensor | None, weight: Tensor) -> None:
     if bias is not None:
-        check("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
+        check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
 
 
 def check_slots(slots: RowSlots | None, num_rows: int, device: torch.device) -> None:
     if slots is None:
         return
-    check("slot", slots.slot_N, shape=(num_rows,), dtypes=[torch.int32], device=device, contiguous=True)
+    check_tensor(
+        "slot", slots.slot_N, shape=(num_rows,), dtypes=[torch.int32], device=device, contiguous=True
+    )
     if slots.top_k < 1:
         raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
 
@@ -73,7 +77,7 @@ def check_scale(
     """A number a row; by slot where there are slots: one for every slot of the tokens, or for N at least."""
     if scale is None:
         return
-    check("scale", scale, shape=("N",), device=rows.device)
+    check_tensor("scale", scale, shape=("N",), device=rows.device)
     check_floating("scale", scale)
     count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
     fits = scale.numel() >= count if slots is not None and not gathered else scale.numel() == count
@@ -99,11 +103,11 @@ def weight_gradient_shape(
     gathers_rows: bool,
 ) -> tuple[int, int, int]:
     """(E, O, I), of checked operands."""
-    num_rows = count_rows(grad, slots, gathers_grad)
-    if num_rows != count_rows(rows, slots, gathers_rows):
+    num_rows = count_gathered_rows(grad, slots, gathers_grad)
+    if num_rows != count_gathered_rows(rows, slots, gathers_rows):
         raise ValueError(f"grad of {num_rows} rows must have as many as rows ({rows.shape[0]})")
     check_rows("grad", grad, ("rows", "O"), rows)
     check_rows("rows", rows, ("rows", "I"), grad)
-    check("ends", ends_E, shape=("E",), dtypes=[torch.int32], device=rows.device, contiguous=True)
+    check_tensor("ends", ends_E, shape=("E",), dtypes=[torch.int32], device=rows.device, contiguous=True)
     check_slots(slots, num_rows, rows.device)
     return ends_E.numel(), grad.shape[1], rows.shape[1]

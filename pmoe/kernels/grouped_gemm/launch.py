@@ -23,7 +23,7 @@ def path(device: torch.device) -> tuple[str | None, str | None]:
 
 
 def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
-    """Why the kernels would not compute a product of such operands on this device, or None."""
+    """Why the kernels would not compute a product of these columns on this device, or None."""
     return path(device)[1] or misfit(dtype, **columns)
 
 

@@ -5,6 +5,8 @@ Letters: N rows, E experts, I in-features, O out-features, M = d_model, H = d_hi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,16 +45,8 @@ def product_op(
 
 
 @product_op.register_fake
-def _(
-    rows: Tensor,
-    weight_EOI: Tensor,
-    ends_E: Tensor,
-    bias_EO: Tensor | None,
-    scale: Tensor | None,
-    slot_N: Tensor | None,
-    top_k: int,
-    gathered: bool,
-) -> Tensor:
+def _(rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, *others: Any) -> Tensor:
+    bias_EO, scale, slot_N, top_k, gathered = others
     slots = RowSlots.of(slot_N, top_k)
     num_rows = check_operands(rows, weight_EOI, ends_E, slots, gathered, 2)
     check_bias(bias_EO, weight_EOI)
@@ -72,28 +66,16 @@ def hidden_op(
 ) -> tuple[Tensor, Tensor]:
     slots = RowSlots.of(slot_N, top_k)
     found, active = hidden(
-        rows,
-        weight_EGI,
-        ends_E,
-        activation=activation,
-        bias_EG=bias_EG,
-        slots=slots,
+        rows, weight_EGI, ends_E, activation=activation, bias_EG=bias_EG, slots=slots,
         gathered=slots is not None,
-    )
+    )  # fmt: skip
     assert found is not None
     return found, active
 
 
 @hidden_op.register_fake
-def _(
-    rows: Tensor,
-    weight_EGI: Tensor,
-    ends_E: Tensor,
-    bias_EG: Tensor | None,
-    slot_N: Tensor | None,
-    top_k: int,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
+def _(rows: Tensor, weight_EGI: Tensor, ends_E: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    bias_EG, slot_N, top_k, activation = others
     activation_code(activation)
     slots = RowSlots.of(slot_N, top_k)
     num_rows = check_operands(rows, weight_EGI, ends_E, slots, slots is not None, 2)
@@ -150,16 +132,9 @@ def hidden_gradient_op(
 
 @hidden_gradient_op.register_fake
 def _(
-    grad: Tensor,
-    weight_EMH: Tensor,
-    hidden_NG: Tensor,
-    scale: Tensor,
-    ends_E: Tensor,
-    slot_N: Tensor | None,
-    top_k: int,
-    activation: str,
-    weighs_active: bool,
+    grad: Tensor, weight_EMH: Tensor, hidden_NG: Tensor, scale: Tensor, ends_E: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    slot_N, top_k, activation, _ = others
     activation_code(activation)
     slots = RowSlots.of(slot_N, top_k)
     rows = check_operands(grad, weight_EMH, ends_E, slots, slots is not None, 1)

@@ -17,12 +17,12 @@ from pmoe.kernels.grouped_gemm.checks import (
     check_operands,
     check_rows,
     check_scale,
-    count_rows,
+    count_gathered_rows,
     hidden_width,
     weight_gradient_shape,
 )
 from pmoe.kernels.grouped_gemm.launch import at, launch, path_for
-from pmoe.kernels.operands import address, check, check_memory
+from pmoe.kernels.operands import address, check_memory, check_tensor
 
 
 def product(
@@ -217,12 +217,12 @@ def weight_gradient(
     ``accumulate`` float32, and the products are added to it.
     """
     shape = weight_gradient_shape(grad, rows, ends_E, slots, gathers_grad, gathers_rows)
-    num_rows = count_rows(grad, slots, gathers_grad)
+    num_rows = count_gathered_rows(grad, slots, gathers_grad)
     if out is None:
         if accumulate:
             raise ValueError("accumulate (True) must be False without out: there is nothing to add to")
         out = rows.new_empty(shape)
-    check("out", out, shape=shape, dtypes=[rows.dtype, torch.float32], device=rows.device)
+    check_tensor("out", out, shape=shape, dtypes=[rows.dtype, torch.float32], device=rows.device)
     if accumulate and out.element_size() < 4:
         raise ValueError(f"out of dtype {out.dtype} must be float32 to accumulate")
     kernels = path_for(rows.device, rows.dtype, out_features=shape[1], in_features=shape[2])
@@ -244,4 +244,4 @@ def weight_gradient(
 def _check_scale_memory(scale: Tensor | None) -> None:
     """As the kernels read it: float32 without gaps, at any address."""
     if scale is not None and scale.numel():
-        check("scale", scale, dtypes=[torch.float32], contiguous=True)
+        check_tensor("scale", scale, dtypes=[torch.float32], contiguous=True)

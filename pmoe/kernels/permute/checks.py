@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import VECTOR_BYTES, check, check_floating, check_memory
+from pmoe.kernels.operands import VECTOR_BYTES, check_floating, check_memory, check_tensor
 
 
 def check_permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor | None) -> None:
@@ -22,24 +22,24 @@ def check_unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | No
     _check_rows("rows", rows_NM, ("rows", "M"), position_TK)
 
 
-def check_backward(position_TK: Tensor, weight_TK: Tensor, **rows: Tensor) -> None:
+def check_permute_backward(position_TK: Tensor, weight_TK: Tensor, **rows: Tensor) -> None:
     """rows: by name, first the rows by token, then the routed rows."""
     (token_name, of_tokens_TM), (rows_name, rows_NM) = rows.items()
     _check_slots(position_TK, weight_TK, rows_NM.dtype)
     _check_rows(rows_name, rows_NM, ("rows", "M"), position_TK)
     _check_rows(token_name, of_tokens_TM, (position_TK.shape[0], rows_NM.shape[1]), position_TK)
-    check(token_name, of_tokens_TM, dtypes=[rows_NM.dtype])
+    check_tensor(token_name, of_tokens_TM, dtypes=[rows_NM.dtype])
 
 
 def _check_slots(position_TK: Tensor, weight_TK: Tensor | None, dtype: torch.dtype) -> None:
-    check("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
+    check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
     if weight_TK is not None:
         dtypes = dict.fromkeys([torch.float32, torch.promote_types(dtype, torch.float32)])
-        check("weight", weight_TK, shape=position_TK.shape, dtypes=dtypes, device=position_TK.device)
+        check_tensor("weight", weight_TK, shape=position_TK.shape, dtypes=dtypes, device=position_TK.device)
 
 
 def _check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], position_TK: Tensor) -> None:
-    check(name, rows, shape=shape, device=position_TK.device)
+    check_tensor(name, rows, shape=shape, device=position_TK.device)
     check_floating(name, rows)
 
 
@@ -48,10 +48,10 @@ def _check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], pos
 
 def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
     """weights: by name, a number a slot."""
-    check("position", position_TK, dtypes=[torch.int32], contiguous=True)
+    check_tensor("position", position_TK, dtypes=[torch.int32], contiguous=True)
     for name, each in weights.items():
         if each is not None:
-            check(name, each, shape=position_TK.shape, dtypes=[torch.float32], contiguous=True)
+            check_tensor(name, each, shape=position_TK.shape, dtypes=[torch.float32], contiguous=True)
 
 
 def check_rows_memory(**rows: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Launches of cuda/permute into tensors that are there, on the current stream; without a custom op's cost.
+"""Launches of cuda/permute into given tensors, on the current stream; without a custom op's cost.
 
 position_TK: (T, K) int32, weight_TK: (T, K) float32, both contiguous. Raises ValueError as `permute` does.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import address, check, cuda_index
+from pmoe.kernels.operands import address, check_tensor, cuda_index
 from pmoe.kernels.permute.checks import check_rows_memory, check_slots_memory
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -30,11 +30,11 @@ def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
         return f"dtype {dtype}: the kernels move {', '.join(map(str, TYPES))}"
     if top_k > MOST_CHOICES:
         return f"top_k ({top_k}): the kernels take {MOST_CHOICES} choices a token at most"
-    return _why_missing(device)
+    return _device_refusal(device)
 
 
 @cache
-def _why_missing(device: torch.device) -> str | None:
+def _device_refusal(device: torch.device) -> str | None:
     if extension.load() is None:
         return extension.why_missing()
     found = extension.on_device(cuda_index(device))
@@ -104,7 +104,7 @@ def launch_unpermute_backward(
 def _moving(
     position_TK: Tensor, weight_TK: Tensor | None, num_rows: int, parts: int, **rows: Tensor
 ) -> tuple[Any, list[int]] | None:
-    """What all launches take, and address and row stride of each of ``rows``; None if nothing is to be moved.
+    """The common part of a launch, and address and stride of each of ``rows``; None if nothing moves.
 
     rows: those whose name ends with "rows" are routed, (num_rows, M); the others are by token, (T, M).
     """
@@ -114,8 +114,8 @@ def _moving(
     tokens, top_k = position_TK.shape
     for name, each in rows.items():
         shape = (num_rows if name.endswith("rows") else tokens, first.shape[1])
-        check(name, each, shape=shape, dtypes=[first.dtype], device=position_TK.device)
-    check("rows", first, dtypes=TYPES)
+        check_tensor(name, each, shape=shape, dtypes=[first.dtype], device=position_TK.device)
+    check_tensor("rows", first, dtypes=TYPES)
     size = first.element_size()
     row_bytes = first.shape[1] * size
     if not tokens or not top_k or not row_bytes:

@@ -10,8 +10,8 @@ from torch import Tensor
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import launch, reference
 from pmoe.kernels.permute.checks import (
-    check_backward,
     check_permute,
+    check_permute_backward,
     check_rows_memory,
     check_slots_memory,
     check_unpermute,
@@ -112,7 +112,7 @@ def _(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
 )
 def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(d_x, d_weight) in one pass over d_rows."""
-    check_backward(position, weight, x=x, d_rows=d_rows)
+    check_permute_backward(position, weight, x=x, d_rows=d_rows)
     if not (x.is_cuda and _runs_kernel("permute_backward", position, weight, x=x, d_rows=d_rows)):
         d_weight = reference.dots(x, d_rows, position, weight)
         return reference.unpermute(d_rows, position, weight), d_weight
@@ -123,7 +123,7 @@ def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tenso
 
 @_permute_backward.register_fake
 def _(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    check_backward(position, weight, x=x, d_rows=d_rows)
+    check_permute_backward(position, weight, x=x, d_rows=d_rows)
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -135,7 +135,7 @@ def _(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tensor) -> tuple[Tens
 )
 def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(d_rows, d_weight) in one pass over rows."""
-    check_backward(position, weight, d_y=d_y, rows=rows)
+    check_permute_backward(position, weight, d_y=d_y, rows=rows)
     if not (rows.is_cuda and _runs_kernel("unpermute_backward", position, weight, d_y=d_y, rows=rows)):
         d_rows = reference.permute(d_y, position, rows.shape[0], weight)
         return d_rows, reference.dots(d_y, rows, position, weight)
@@ -146,7 +146,7 @@ def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Ten
 
 @_unpermute_backward.register_fake
 def _(d_y: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    check_backward(position, weight, d_y=d_y, rows=rows)
+    check_permute_backward(position, weight, d_y=d_y, rows=rows)
     return rows.new_empty(rows.shape), weight.new_empty(weight.shape)
 
 

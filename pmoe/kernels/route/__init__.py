@@ -1,4 +1,4 @@
-"""Routing in one launch: softmax, top-k, rows by chunk and expert, places in sorted order, auxiliary loss.
+"""Routing in one launch: softmax, top-k, counts, places in sorted order, auxiliary loss.
 
 ``torch.ops.pmoe.route`` and ``torch.ops.pmoe.route_backward`` are the kernels of cuda/route on CUDA, and the
 PyTorch expressions of `reference` elsewhere, for float64, and for what `refusal` names. No host
@@ -8,14 +8,14 @@ time on one device.
 
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
 from pmoe.kernels.route.operators import route, route_backward
-from pmoe.kernels.route.reference import ROUNDS, largest
+from pmoe.kernels.route.reference import ROUNDS, top_indices
 from pmoe.kernels.route.routes import Routes, empty_routes
 
 __all__ = [
     "ROUNDS",
     "Routes",
     "empty_routes",
-    "largest",
+    "top_indices",
     "launch_route",
     "launch_route_backward",
     "refusal",

@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import check
+from pmoe.kernels.operands import check_tensor
 from pmoe.kernels.route.routes import MOST_SLOTS
 
 
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
     """All but what depends on the number of tokens, which may be unknown while a graph is traced."""
-    check("logits", logits_TE, shape=("T", "E"), dtypes=[torch.float32, torch.float64])
+    check_tensor("logits", logits_TE, shape=("T", "E"), dtypes=[torch.float32, torch.float64])
     num_experts = logits_TE.shape[1]
     if num_experts < 1:
         raise ValueError(f"num_experts ({num_experts}), the second size of logits, must be at least 1")
@@ -29,7 +29,7 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
 
 
 def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
-    check("logits", logits_TE, contiguous=True)
+    check_tensor("logits", logits_TE, contiguous=True)
     if logits_TE.shape[0] * top_k > MOST_SLOTS:
         raise ValueError(
             f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MOST_SLOTS}: places are "
@@ -37,7 +37,7 @@ def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
         )
 
 
-def check_backward(
+def check_route_backward(
     logits_TE: Tensor,
     expert_TK: Tensor,
     weight_TK: Tensor,
@@ -47,8 +47,8 @@ def check_backward(
     partial_PN: Tensor | None,
     position_TK: Tensor | None,
 ) -> None:
-    check("expert", expert_TK, shape=("T", "K"))
-    check("counts", counts_nE, shape=("n", "E"))
+    check_tensor("expert", expert_TK, shape=("T", "K"))
+    check_tensor("counts", counts_nE, shape=("n", "E"))
     top_k, num_chunks = expert_TK.shape[1], counts_nE.shape[0]
     check_route(logits_TE, top_k, num_chunks, 0.0)
     check_logits_memory(logits_TE, top_k)
@@ -69,6 +69,6 @@ def check_backward(
     }
     for name, (tensor, shape, wanted) in asked.items():
         if tensor is not None:
-            check(name, tensor, shape=shape, dtypes=[wanted], device=logits_TE.device, contiguous=True)
+            check_tensor(name, tensor, shape=shape, dtypes=[wanted], device=logits_TE.device, contiguous=True)
     if partial_PN is not None and not partial_PN.shape[0]:
         raise ValueError(f"partial of shape {tuple(partial_PN.shape)} must have at least one row (P)")

@@ -1,4 +1,4 @@
-"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the PyTorch reference.
+"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the reference.
 
 Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.route import reference
-from pmoe.kernels.route.checks import check_backward, check_logits_memory, check_route
+from pmoe.kernels.route.checks import check_logits_memory, check_route, check_route_backward
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
 from pmoe.kernels.route.routes import Routes, empty_routes
 from pmoe.warn import warn_once
@@ -20,7 +20,7 @@ from pmoe.warn import warn_once
 def route(
     logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
 ) -> Routes:
-    """Softmax over all experts, the top_k largest logits as `largest` picks them; see `Routes`.
+    """Softmax over all experts, the top_k largest logits as `top_indices` picks them; see `Routes`.
 
     normalize: a token's weights are divided by their sum.
     For backward logits, expert, weight and counts are saved, nothing else.
@@ -129,7 +129,7 @@ def _route_backward(
         "partial_PN": partial_PN,
         "position_TK": position_TK,
     }
-    check_backward(*tensors, **gradients)
+    check_route_backward(*tensors, **gradients)
     options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight, **gradients}
     if _runs_kernel(logits_TE, expert_TK.shape[1], counts_nE.shape[0]):
         grad_logits_TE = torch.empty_like(logits_TE)

@@ -1,4 +1,4 @@
-"""Routing and its gradient as PyTorch expressions: for the CPU, for float64 and for what the kernels refuse.
+"""Routing and its gradient as PyTorch expressions: for the CPU, for float64, and where kernels refuse.
 
 Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
 """
@@ -16,8 +16,8 @@ ROUNDS = 16
 """Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
 
 
-def largest(score_TE: Tensor, top_k: int) -> Tensor:
-    """Indices of the top_k largest scores, (T, K), best first, ties to the lowest index; NaN is the largest.
+def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
+    """Indices (T, K) of the top_k largest scores, best first, ties to the lowest index; NaN is largest.
 
     torch.topk promises nothing on ties. Distinct whatever the scores are; negative infinity counts as the
     lowest finite number.
@@ -42,7 +42,7 @@ def route(
     """See `Routes`. PyTorch can differentiate it, too."""
     num_tokens, num_experts = logits_TE.shape
     probability_TE = logits_TE.softmax(-1)
-    expert_TK = largest(logits_TE, top_k)
+    expert_TK = top_indices(logits_TE, top_k)
     weight_TK = probability_TE.gather(-1, expert_TK)
     if normalize:
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.exchange import CollectiveSteps
 from pmoe.comm.heap.rank_heap import Heap
 from pmoe.comm.ranks import Ranks
+
+_raised: weakref.WeakKeyDictionary[Heap, int] = weakref.WeakKeyDictionary()
+"""How often each heap was probed: a flag stays raised."""
 
 
 def raise_flag(heap: Heap, peer: int, value: int, stream: torch.cuda.Stream) -> None:
@@ -47,8 +52,8 @@ def probe_flag(heap: Heap, ranks: Ranks, *, seconds: float = 10.0) -> float | No
     Collective; the same on every rank. RuntimeError, on every rank, where a launch fails on one.
     """
     steps = CollectiveSteps(ranks, heap.device)
-    heap.flags_raised += 1
-    value, waited = heap.flags_raised, torch.empty(0)
+    value = _raised[heap] = _raised.get(heap, 0) + 1
+    waited = torch.empty(0)
     waiting, raising = (torch.cuda.Stream(heap.device) for _ in range(2))
 
     def wait() -> None:

@@ -1,0 +1,207 @@
+"""The common part of both hierarchical all-to-alls: steps inside and across nodes, and row orders.
+
+Letters: N rows, W ranks of the layer's group, A nodes, L ranks of a node, F bins of rows, M columns.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.base import Exchange, Traffic
+from pmoe.comm.flat import all_to_all
+from pmoe.comm.node_groups import NodeGroups, connect
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.topology import Nodes, Topology, find_topology
+
+
+class HierarchicalExchange(Exchange):
+    """An irregular all-to-all whose rows go by way of other ranks of a node, in several collectives.
+
+    The result is that of `pmoe.comm.flat`, bit by bit. Where all ranks are on one node, or each on its own,
+    one flat collective remains. It has process groups of its own, so another thread may use the layer's group
+    meanwhile. Rows wait between steps in memory that torch allocates, up to two copies of what a rank relays.
+
+    Counts in `relay_counts` must be those of the rows that will travel.
+    """
+
+    in_steps = True
+    topology: Topology
+
+    def __init__(self, nodes: Nodes = None) -> None:
+        self._nodes = nodes
+
+    def bind(self, ranks: Ranks, traffic: Traffic) -> None:
+        """A collective. Raises ValueError or TypeError on every rank, before any group is made."""
+        super().bind(ranks, traffic)
+        self.topology = find_topology(ranks, self._nodes)
+        self.check_topology()
+        if ranks.size > 1:
+            self.connect()
+
+    def check_topology(self) -> None:
+        """Raises ValueError for nodes that it cannot serve."""
+
+    def connect(self) -> NodeGroups:
+        """The process groups, looked up and not held, so that layers can be copied and pickled.
+
+        An unpickled layer makes its own at its first exchange of counts.
+        """
+        assert self.ranks.group is not None
+        return connect(self.ranks.group, self.topology)
+
+    def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
+        if self.ranks.size == 1:
+            return None
+        self.connect()
+        return None if self.topology.is_level else self.relay(send_FW, recv_FW)
+
+    @abc.abstractmethod
+    def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
+        """`relay_counts` where there are two levels."""
+
+    @abc.abstractmethod
+    def check_relayed(
+        self, send_rows: Sequence[int], recv_rows: Sequence[int], relayed: Sequence[int]
+    ) -> bool:
+        """Whether ``relayed`` can be the counts of these rows."""
+
+    @abc.abstractmethod
+    def carry(
+        self,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        out: Tensor,
+        recv_rows: Sequence[int],
+        relayed: Sequence[int],
+    ) -> None:
+        """`exchange` where there are two levels."""
+
+    def exchange(
+        self,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        out: Tensor,
+        recv_rows: Sequence[int],
+        relayed: Sequence[int] = (),
+    ) -> None:
+        """Ends before it returns; on CUDA the current stream waits, not the host."""
+        size, level = self.ranks.size, self.topology.is_level
+        check_cut("rows", rows, "send_rows", send_rows, size)
+        check_cut("out", out, "recv_rows", recv_rows, size)
+        if rows.dtype != out.dtype or rows.shape[1:] != out.shape[1:]:
+            raise ValueError(
+                f"out ({out.dtype}, {list(out.shape)}) must be of the type and width of rows "
+                f"({rows.dtype}, {list(rows.shape)})"
+            )
+        if not level and not self.check_relayed(send_rows, recv_rows, relayed):
+            raise ValueError(
+                f"relayed ({len(relayed)} numbers) must be what relay_counts returned for send_rows "
+                f"({list(send_rows)}) and recv_rows ({list(recv_rows)})"
+            )
+        if rows.is_floating_point() and rows.element_size() == 1:
+            rows, out = rows.view(torch.uint8), out.view(torch.uint8)  # not everything knows float8
+        if size == 1:
+            out.copy_(rows)
+        elif level:
+            across = self.topology.most_local == 1
+            peers = (self.topology.across if across else self.topology.inside)(self.ranks.rank)
+            sent = [send_rows[rank] for rank in peers]
+            self.last_step(in_order(rows, send_rows, peers), sent, out, recv_rows, peers, across=across)
+        else:
+            self.carry(rows, send_rows, out, recv_rows, relayed)
+
+    def step(
+        self,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        out: Tensor | None = None,
+        *,
+        across: bool,
+    ) -> Tensor:
+        """One collective, inside the node or across nodes; the received rows, in ``out`` if it is given."""
+        groups, topology, own = self.connect(), self.topology, self.ranks.rank
+        group = groups.across if across else groups.inside
+        assert group is not None
+        peers = topology.across(own) if across else topology.inside(own)
+        sent = (
+            (sum(send_rows) - send_rows[peers.index(own)]) * math.prod(rows.shape[1:]) * rows.element_size()
+        )
+        if rows.dim() == 1:
+            self.traffic.scalars += sent
+        else:
+            self.traffic.rows += sent
+        if not across:
+            self.traffic.inside += sent
+        if out is None:
+            out = rows.new_empty((sum(recv_rows), *rows.shape[1:]))
+        work = all_to_all(rows, send_rows, out, recv_rows, group)
+        assert work is not None
+        work.wait()
+        return out
+
+    def last_step(
+        self,
+        rows: Tensor,
+        send_rows: Sequence[int],
+        out: Tensor,
+        recv_rows: Sequence[int],
+        sources: Sequence[int],
+        *,
+        across: bool,
+    ) -> None:
+        """A step that brings rows from all ranks, in the order of ``sources``.
+
+        They go to ``out`` in order of rank. recv_rows: from each rank.
+        """
+        sizes = [recv_rows[rank] for rank in sources]
+        pieces = _runs(sizes, sorted(range(len(sources)), key=sources.__getitem__))
+        peers = (self.topology.across if across else self.topology.inside)(self.ranks.rank)
+        shares = len(sources) // len(peers)
+        received = [sum(sizes[i * shares : (i + 1) * shares]) for i in range(len(peers))]
+        straight = len(pieces) < 2
+        got = self.step(rows, send_rows, received, out if straight else None, across=across)
+        if not straight:
+            torch.cat([got[start:end] for start, end in pieces], out=out)
+
+
+def check_cut(name: str, rows: Tensor, counts_name: str, counts: Sequence[int], size: int) -> None:
+    """Raises ValueError unless ``rows`` is contiguous, (N,) or (N, M), and ``counts`` cuts all of it."""
+    if rows.dim() not in (1, 2) or not rows.is_contiguous():
+        raise ValueError(
+            f"{name} (shape {list(rows.shape)}, strides {rows.stride()}) must be contiguous, (N,) or (N, M)"
+        )
+    if len(counts) != size or min(counts) < 0 or sum(counts) != rows.shape[0]:
+        raise ValueError(
+            f"{counts_name} ({list(counts)}) must be {size} numbers of at least 0 that add up to the rows of "
+            f"{name} ({rows.shape[0]})"
+        )
+
+
+def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Blocks of rows, one of each of ``sizes``, in another order, which names each once. The very same tensor
+    where nothing moves; else one copy, whatever the number of blocks.
+
+    Example: rows a bb c with sizes (1, 2, 1) in order (1, 0, 2) -> bb a c.
+    """
+    pieces = _runs(sizes, order)
+    return rows if len(pieces) < 2 else torch.cat([rows[start:end] for start, end in pieces])
+
+
+def _runs(sizes: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, end) of the pieces to copy one behind the other; neighbours that stay so are one piece."""
+    starts = list(itertools.accumulate(sizes, initial=0))
+    runs: list[tuple[int, int]] = []
+    for block in order:
+        start, end = starts[block], starts[block + 1]
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], end)
+        elif end > start:
+            runs.append((start, end))
+    return runs

@@ -1,0 +1,88 @@
+"""One grouped product: what is asked for, and the operands of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmoe.kernels.architecture import device_name
+from pmoe.kernels.buckets import bucket
+
+Form = Literal["forward", "input", "weight"]
+"""Rows times a matrix an expert, the gradient of those rows, or that of the matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductRequest:
+    """Which product, of what sizes, on what device. rows: a `bucket`; devices of one name count as one."""
+
+    form: Form
+    device: torch.device = field(compare=False)
+    device_name: str
+    dtype: torch.dtype
+    experts: int
+    rows: int
+    in_features: int
+    out_features: int
+    bias: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        form: Form,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        rows: int,
+        bias: bool = False,
+        **sizes: int,
+    ) -> ProductRequest:
+        """rows: any number, of which the bucket is taken. sizes: experts, in_features and out_features."""
+        return cls(
+            form=form, device=device, device_name=device_name(device), dtype=dtype, rows=bucket(rows),
+            bias=bias, **sizes,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        """In a file whose devices are all of one name."""
+        bias = " bias" if self.bias else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.form} {dtype} experts={self.experts} rows={self.rows} in={self.in_features} "
+            f"out={self.out_features}{bias}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.key} on {self.device_name}"
+
+
+class ProductOperands(NamedTuple):
+    """The tensors of one product. out: where the result is to lie, None for memory of its own.
+
+    forward: first is rows (N, I), second weight (E, O, I).
+    input:   first is grad (N, O), second weight (E, O, I).
+    weight:  first is grad (N, O), second rows (N, I).
+    """
+
+    form: Form
+    first: Tensor
+    second: Tensor
+    experts: int
+    bias: Tensor | None = None
+    out: Tensor | None = None
+
+    @property
+    def request(self) -> ProductRequest:
+        if self.form == "weight":
+            num_out, num_in = self.first.shape[1], self.second.shape[1]
+        else:
+            num_out, num_in = self.second.shape[1], self.second.shape[2]
+        sizes = {"experts": self.experts, "in_features": num_in, "out_features": num_out}
+        rows, bias = self.first.shape[0], self.bias is not None
+        return ProductRequest.of(
+            self.form, self.first.device, self.first.dtype, rows=rows, bias=bias, **sizes
+        )

@@ -1,0 +1,149 @@
+"""Decides between the two candidates that compete for a product, the same on every rank.
+
+The ranks compare what they know, from this process or from the file, and measure the rest together: the
+seconds of the slowest rank count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+import torch
+
+from pmoe.comm.agree import Agree, digest
+from pmoe.kernels.architecture import Architecture
+from pmoe.kernels.product_request import ProductRequest
+from pmoe.kernels.registry import MeasuredChoice, Registry
+from pmoe.measure.product_bench import ProductBench, needed_bytes
+from pmoe.measure.product_file import ChoiceFile
+from pmoe.warn import warn_once
+
+TIE = 0.01
+"""Within this part of the baseline's seconds the baseline is taken."""
+
+UNKNOWN, UNWILLING = 0, 9
+"""Codes of requests, beside 1 and 2 for the two candidates that compete. The largest wins."""
+
+
+@dataclass(frozen=True)
+class ProductMeasurer:
+    """Measures for a registry, which then knows what was found."""
+
+    registry: Registry
+    bench: ProductBench
+
+    def measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:
+        """Has the registry know, of each request that both candidates would compute, which one is faster.
+
+        Collective: one reduction where all ranks know the same, else up to three; between them the ranks
+        measure, each what it can. What not all ranks know, or know differently, is measured on all.
+
+        requests: all of one device, and the same on every rank; where ranks come with different ones
+        nevertheless, nothing is measured, and a warning says so.
+
+        Nothing happens in deterministic mode, which must be on for all ranks or for none. Trouble on one rank
+        (no memory left, a file that cannot be read) leaves requests unmeasured or has them measured; it warns
+        and never raises on one rank alone.
+
+        Raises ValueError on every rank where kernels are loaded on some and the ranks' code or compute
+        capability differs.
+        """
+        if not requests or torch.are_deterministic_algorithms_enabled():
+            return
+        here, known = self.bench.architecture(requests[0].device), self._known(requests)
+        codes = [self._code(request, known) for request in requests]
+        of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
+        facts = [here.binary_version, here.ptx_version, here.capability, of_requests, of_codes]
+        least, most = _range(facts, agree)
+        _check_architectures(here, least, most)
+        if least[3] != most[3]:
+            warn_once("the ranks' experts are of unlike sizes: their products are not measured")
+            return
+        low, high = (codes, codes) if least[4] == most[4] else _range(codes, agree)
+        unknown = []
+        for request, lowest, highest in zip(requests, low, high, strict=True):
+            if lowest == highest and highest not in (UNKNOWN, UNWILLING):
+                self.registry.learn(request, known[request])
+            elif highest != UNWILLING:
+                unknown.append(request)
+        if unknown:
+            self._measure(unknown, agree)
+
+    def _code(self, request: ProductRequest, known: Mapping[ProductRequest, MeasuredChoice]) -> int:
+        if not self.registry.both_willing(request):
+            return UNWILLING
+        return 1 + self.registry.compete.index(known[request].choice) if request in known else UNKNOWN
+
+    def _known(self, requests: Sequence[ProductRequest]) -> dict[ProductRequest, MeasuredChoice]:
+        stored = self.file(requests[0]).load()
+        known = {each: self.registry.measured(each) or stored.get(each.key) for each in requests}
+        return {request: choice for request, choice in known.items() if choice is not None}
+
+    def file(self, request: ProductRequest) -> ChoiceFile:
+        """The file of the request's device, with this torch and this build of the kernels."""
+        build, torch_version = self.bench.build(), str(torch.__version__)
+        whose = {"device": request.device_name, "torch": torch_version, "build": build}
+        return ChoiceFile(folder=self.bench.folder, whose=whose, names=self.registry.compete)
+
+    def _measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:
+        failures: dict[ProductRequest, str] = {}
+        own = [second for request in requests for second in self._seconds(request, failures)]
+        self.bench.release(requests[0].device)
+        slowest = agree(own)
+        when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        found: dict[str, MeasuredChoice] = {}
+        for i, request in enumerate(requests):
+            seconds = dict(zip(self.registry.compete, slowest[2 * i : 2 * i + 2], strict=True))
+            if all(map(math.isfinite, seconds.values())):
+                choice = MeasuredChoice(choice=self._faster(seconds), seconds=seconds, when=when)
+                found[request.key] = choice
+                self.registry.learn(request, choice)
+            else:
+                why = failures.get(request, "could not be measured on every rank")
+                self.registry.learn_failure(request, why)
+        if found:
+            self.file(requests[0]).save(found)
+
+    def _faster(self, seconds: Mapping[str, float]) -> str:
+        challenger, baseline = self.registry.compete
+        return challenger if seconds[challenger] < (1 - TIE) * seconds[baseline] else baseline
+
+    def _seconds(self, request: ProductRequest, failures: dict[ProductRequest, str]) -> list[float]:
+        """Of the two, here; infinite where they cannot be measured. Raises nothing: the others wait."""
+        names, device = self.registry.compete, request.device
+        try:
+            wanted, free = needed_bytes(request), self.bench.free_bytes(device)
+            if wanted > free // 2:
+                raise MemoryError(f"{wanted} bytes are needed, and half of {free} free ones may be used")
+            no_grad, no_autocast = torch.no_grad(), torch.autocast(device.type, enabled=False)
+            with torch.inference_mode(False), no_grad, no_autocast:
+                found = self.bench.seconds(self.bench.works(request, names), device)
+            return [found[name] for name in names]
+        except Exception as error:
+            failures[request] = f"not measured: {error}"
+            message = f"some products could not be measured, and {names[1]} computes them: {error}"
+            warn_once(message, for_each_reason=True)
+            return [math.inf, math.inf]
+
+
+def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:
+    """The least and the most of each that a rank has, by one reduction."""
+    found = agree([*values, *(-value for value in values)])
+    return [-value for value in found[len(values) :]], found[: len(values)]
+
+
+def _check_architectures(here: Architecture, least: Sequence[float], most: Sequence[float]) -> None:
+    """Where no rank has kernels there are none to differ."""
+    if least[:3] != most[:3] and most[0]:
+        names = ("binary version", "PTX version", "compute capability times 10")
+        found = [
+            f"{name} {int(low)} to {int(high)}"
+            for name, low, high in zip(names, least[:3], most[:3], strict=True)
+        ]
+        raise ValueError(
+            f"mixed architectures: the kernels of this rank ({here}) must be those of all ranks, which have "
+            f"{', '.join(found)}"
+        )

@@ -1,0 +1,238 @@
+"""Each launch tells its kernel every operand's address, size and stride: the extension is a recorder here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pmoe.kernels import extension, grouped_gemm, permute, route
+from pmoe.kernels.grouped_gemm import RowSlots, products
+
+BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
+
+
+class Recorder:
+    """An extension whose functions note their arguments; addresses of tensors are noted by name."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.names: dict[int, str] = {}
+        self.held: list[Tensor] = []
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype = BF16, gap: int = 0) -> Tensor:
+        """gap: columns between rows that are none of its own."""
+        made = torch.ones(*shape[:-1], shape[-1] + gap, dtype=dtype)[..., : shape[-1]]
+        return self.named(name, made)
+
+    def named(self, name: str, tensor: Tensor) -> Tensor:
+        self.names[tensor.data_ptr()] = name
+        self.held.append(tensor)
+        return tensor
+
+    def _told(self, value: Any) -> Any:
+        return self.names.get(value, value) if isinstance(value, int) and value > 1 << 16 else value
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*args: Any, **fields: Any) -> None:
+            told = {field: self._told(value) for field, value in fields.items()}
+            self.calls.append((name, told or [self._told(value) for value in args]))
+
+        return note
+
+    def row_dot_parts(self, hopper: bool, columns: int) -> int:
+        return 2
+
+    def Moving(self, *args: Any) -> list[Any]:
+        return [self._told(value) for value in args]
+
+    RouteProblem = Moving
+
+    def route_workspace_bytes(self, device: int, experts: int) -> int:
+        return 4 * experts
+
+    def route_kept_workspace(self, device: int, stream: int, most: int) -> int:
+        return 99
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setattr(extension, "load", lambda: found)
+    monkeypatch.setattr(products, "path_for", lambda device, dtype, **columns: "sm_90a")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return found
+
+
+# ---- grouped products: M = 64 columns, O = 128, two experts, five tokens in ten slots
+
+COMMON = {
+    "device": None,
+    "stream": 7,
+    "hopper": True,
+    "element": 0,
+    "ends": "ends",
+    "experts": 2,
+    "slot": "slot",
+    "top_k": 2,
+    "cluster": 0,
+}
+
+
+class Operands:
+    def __init__(self, recorder: Recorder) -> None:
+        self.x = recorder.tensor("x", 5, 64, gap=8)
+        self.rows = recorder.tensor("rows", 10, 64)
+        self.grad = recorder.tensor("grad", 5, 128)
+        self.weight = recorder.tensor("weight", 2, 128, 64)
+        self.bias = recorder.tensor("bias", 2, 128)
+        self.scale = recorder.tensor("scale", 10, dtype=FLOAT)
+        self.ends = recorder.tensor("ends", 2, dtype=INT)
+        self.slots = RowSlots(slot_N=recorder.named("slot", torch.arange(10, dtype=INT)), top_k=2)
+        self.out = recorder.tensor("out", 10, 128, gap=16)
+
+
+@pytest.fixture
+def given(recorder: Recorder) -> Operands:
+    return Operands(recorder)
+
+
+def test_a_product_of_gathered_rows(recorder: Recorder, given: Operands) -> None:
+    found = grouped_gemm.product(
+        given.x, given.weight, given.ends, bias_EO=given.bias, scale=given.scale, slots=given.slots,
+        gathered=True, out=given.out,
+    )  # fmt: skip
+    assert found is given.out
+    fields = {
+        **{"form": 0, "epilogue": 0, "a": "x", "a_stride": 72, "a_rows": 5, "a_gathered": True},
+        **{"b": "weight", "d": "out", "d_stride": 144, "rows": 10, "n": 128, "k": 64},
+        **{"bias": "bias", "weight": "scale"},
+    }
+    assert recorder.calls == [("grouped_gemm", COMMON | fields)]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_hidden_with_its_activation(recorder: Recorder, given: Operands, keep: bool) -> None:
+    active = recorder.tensor("active", 10, 64)
+    hidden, _ = grouped_gemm.hidden(
+        given.rows, given.weight, given.ends, activation="swiglu", out=given.out, active=active, keep=keep
+    )
+    assert hidden is (given.out if keep else None)
+    fields = {
+        **{"form": 0, "epilogue": 1, "activation": 4, "a": "rows", "a_stride": 64, "a_rows": 10},
+        **{"a_gathered": False, "b": "weight", "d": "out" if keep else 0, "d_stride": 144 if keep else 0},
+        **{"active": "active", "active_stride": 64, "rows": 10, "n": 128, "k": 64, "bias": 0},
+    }
+    assert recorder.calls == [("grouped_gemm", COMMON | {"slot": 0, "top_k": 1} | fields)]
+
+
+def test_the_gradient_of_rows(recorder: Recorder, given: Operands) -> None:
+    out = recorder.tensor("of rows", 10, 64)
+    grouped_gemm.input_gradient(
+        given.grad, given.weight, given.ends, slots=given.slots, gathered=True, out=out
+    )
+    fields = {
+        **{"form": 1, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 5, "a_gathered": True},
+        **{"b": "weight", "d": "of rows", "d_stride": 64, "rows": 10, "n": 64, "k": 128},
+    }
+    assert recorder.calls == [("grouped_gemm", COMMON | fields)]
+
+
+def test_the_gradient_of_the_hidden(recorder: Recorder, given: Operands) -> None:
+    hidden, active = recorder.tensor("hidden", 10, 64), recorder.tensor("active", 10, 64, gap=64)
+    out, _, dots = grouped_gemm.hidden_gradient(
+        given.grad, given.weight, hidden, given.scale, given.ends, activation="gelu", slots=given.slots,
+        gathered=True, weighs_active=True, out=hidden, active=active,
+    )  # fmt: skip
+    assert out is hidden and dots.shape == (10,)
+    [(name, told)] = recorder.calls
+    assert isinstance(told.pop("row_dots"), int)
+    fields = {
+        **{"form": 1, "epilogue": 2, "activation": 2, "a": "grad", "a_stride": 128, "a_rows": 5},
+        **{"a_gathered": True, "b": "weight", "d": "hidden", "d_stride": 64, "active": "active"},
+        **{"active_stride": 128, "hidden": "hidden", "hidden_stride": 64, "rows": 10, "n": 64, "k": 128},
+        **{"weight": "scale", "weighs_active": True},
+    }
+    assert (name, told) == ("grouped_gemm", COMMON | fields)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_the_gradient_of_weights(recorder: Recorder, given: Operands, accumulate: bool) -> None:
+    out = recorder.tensor("sum", 2, 128, 64, dtype=FLOAT if accumulate else BF16)
+    grouped_gemm.weight_gradient(
+        given.grad, given.rows, given.ends, slots=given.slots, gathers_grad=True, out=out,
+        accumulate=accumulate,
+    )  # fmt: skip
+    fields = {
+        **{"form": 2, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 5, "a_gathered": True},
+        **{"b": "rows", "b_stride": 64, "b_rows": 10, "b_gathered": False, "d": "sum", "d_stride": 64},
+        **{"rows": 10, "m": 128, "n": 64, "wide": accumulate, "accumulates": accumulate},
+    }
+    assert recorder.calls == [("grouped_gemm", COMMON | fields)]
+
+
+def test_without_rows_only_the_gradient_of_weights_is_launched(recorder: Recorder, given: Operands) -> None:
+    none, none_out = given.rows[:0], given.grad[:0]
+    grouped_gemm.product(none, given.weight, given.ends)
+    grouped_gemm.hidden(none, given.weight, given.ends, activation="relu")
+    grouped_gemm.input_gradient(none_out, given.weight, given.ends)
+    assert recorder.calls == []
+    grouped_gemm.weight_gradient(none_out, none, given.ends)
+    assert [name for name, _ in recorder.calls] == ["grouped_gemm"]
+
+
+# ---- permutes: T = 3, K = 2, M = 16 float32 columns
+
+
+def test_permutes(recorder: Recorder) -> None:
+    x, rows = recorder.tensor("x", 3, 16, dtype=FLOAT, gap=4), recorder.tensor("rows", 5, 16, dtype=FLOAT)
+    d_x, d_rows = recorder.tensor("d_x", 3, 16, dtype=FLOAT), recorder.tensor("d_rows", 5, 16, dtype=FLOAT)
+    position = recorder.tensor("position", 3, 2, dtype=INT)
+    weight, d_weight = (recorder.tensor(name, 3, 2, dtype=FLOAT) for name in ("weight", "d_weight"))
+    permute.launch_permute(x, position, None, rows)
+    permute.launch_unpermute(rows, position, weight, x)
+    permute.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight, parts=2)
+    permute.launch_unpermute_backward(x, rows, position, weight, d_rows, d_weight)
+    moving = [None, 7, 0, 3, 2, 5, 64, "position"]
+    assert recorder.calls == [
+        ("permute", [[*moving, 0, 0], "x", 80, "rows", 64]),
+        ("unpermute", [[*moving, "weight", 0], "rows", 64, "x", 80]),
+        ("permute_backward", [[*moving, "weight", 2], "x", 80, "d_rows", 64, "d_x", 64, "d_weight"]),
+        ("unpermute_backward", [[*moving, "weight", 0], "x", 80, "rows", 64, "d_rows", 64, "d_weight"]),
+    ]
+
+
+def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) -> None:
+    position, y = torch.zeros(3, 0, dtype=INT), torch.ones(3, 16)
+    permute.launch_unpermute(torch.ones(0, 16), position, None, y)
+    assert recorder.calls == [] and not y.any()
+
+
+# ---- routes: T = 5, E = 4, K = 2, n = 3
+
+
+def test_routes(recorder: Recorder) -> None:
+    logits, out = (recorder.tensor(name, 5, 4, dtype=FLOAT) for name in ("logits", "of logits"))
+    routes = route.empty_routes(logits, 2, 3)
+    for name, each in routes._asdict().items():
+        recorder.named(name, each)
+    route.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)
+    partial = recorder.tensor("partial", 6, 10, dtype=FLOAT)
+    saved = (logits, routes.expert_TK, routes.weight_TK, routes.counts_nE)
+    route.launch_route_backward(
+        *saved, out, normalize=False, grad_l_aux=routes.l_aux, partial_PN=partial,
+        position_TK=routes.position_TK,
+    )  # fmt: skip
+    route.launch_route_backward(*saved, out, normalize=False, grad_weight_TK=routes.weight_TK)
+    places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "l_aux"]
+    backward = [[0, 7, 5, 4, 2, 3, False, 0.0], "logits", "expert_TK", "weight_TK", "counts_nE"]
+    assert recorder.calls == [
+        ("route", [[0, 7, 5, 4, 2, 3, True, 0.5], "logits", *places, 99, 1024]),
+        ("route_backward", [*backward, 0, "partial", "position_TK", 6, "l_aux", "of logits"]),
+        ("route_backward", [*backward, "weight_TK", 0, 0, 0, 0, "of logits"]),
+    ]

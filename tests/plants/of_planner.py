@@ -54,7 +54,7 @@ PLANNER = (
         file="pmoe/planner/pass_rows.py",
         old="    received = min(sources * own, max(slot_rows, sources * finest))\n",
         new="    received = min(sources * own, slot_rows)\n",
-        tests="tests/gloo/test_footprint.py -k budget",
+        tests="tests/unit/test_footprint.py",
     ),
     Plant(
         name="arena-of-forward-alone",

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import pmoe
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.pass_rows import worst_rows
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
+from pmoe.schedule.slots import HiddenColumns
 from tests.allocated import Allocated
 from tests.spread import named, spread
 
@@ -156,6 +159,28 @@ def test_no_layer_takes_more_than_its_bound_or_its_budget(
     wide = 4 if layer.gate.weight.element_size() < 4 else layer.gate.weight.element_size()
     gradients = sum(parameter.numel() for parameter in layer.parameters()) * wide
     assert found.peak - gradients <= bound.promised
+
+
+def test_the_bound_has_room_for_rows_that_no_cutting_avoids() -> None:
+    """Bins are the finest that chunks are cut into: what one brings may be more than a slot was made for."""
+    sizes = LayerSizes(
+        d_model=8,
+        num_experts=4,
+        top_k=2,
+        num_ranks=4,
+        columns=HiddenColumns(hidden=32, active=32),
+        element_size=4,
+        weight_size=4,
+        expert_parameters=0,
+        gate_parameters=0,
+    )
+    coarse = worst_rows(sizes, 1024, n=2, bins=2, slot_rows=100)
+    assert set(coarse.extent.received) == {
+        3 * 512 * 2
+    }  # three other ranks, half of their tokens, both choices
+    fine = worst_rows(sizes, 1024, n=2, bins=16, slot_rows=100)
+    assert set(fine.extent.received) == {3 * 64 * 2}
+    assert set(worst_rows(sizes, 1024, n=2, bins=16, slot_rows=1000).extent.received) == {1000}
 
 
 def test_a_budget_counts_what_autocast_copies_and_is_decided_anew_for_another_type() -> None:

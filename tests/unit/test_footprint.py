@@ -175,9 +175,7 @@ def test_the_bound_has_room_for_rows_that_no_cutting_avoids() -> None:
         gate_parameters=0,
     )
     coarse = worst_rows(sizes, 1024, n=2, bins=2, slot_rows=100)
-    assert set(coarse.extent.received) == {
-        3 * 512 * 2
-    }  # ranks, half of their tokens, choices
+    assert set(coarse.extent.received) == {3 * 512 * 2}  # ranks, half of their tokens, choices
     fine = worst_rows(sizes, 1024, n=2, bins=16, slot_rows=100)
     assert set(fine.extent.received) == {3 * 64 * 2}
     assert set(worst_rows(sizes, 1024, n=2, bins=16, slot_rows=1000).extent.received) == {1000}

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import pmoe
 from pmoe.comm.flat import FlatDispatch
 from pmoe.experts import FFNExperts
+from pmoe.experts.base import WHOLE, Shard
 from pmoe.gates import TopKGate
 from pmoe.gates.given import GivenGate
 from pmoe.runners.features import Feature
@@ -141,19 +143,25 @@ def fit(features: Features) -> bool:
     return len(set(arguments)) == len(arguments)
 
 
-def build(features: Features, **more: Any) -> pmoe.MoELayer:
-    """The layer that asks for these features. more: further options, a mesh among them."""
-    options: dict[str, Any] = dict(more)
+_meshes: list[DeviceMesh] = []
+
+
+def build(features: Features) -> pmoe.MoELayer:
+    """The layer that asks for these features. Sharded experts are split over two ranks."""
+    options: dict[str, Any] = {}
     if Feature.PADDED in features:
         options["capacity_factor"] = FACTOR
     for feature in features:
         options |= RECIPES[feature].options()
-    mesh = options.get("mesh")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shard = WHOLE
+    if Feature.SHARDED in features:
+        if not _meshes:
+            _meshes.append(init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "esp")))
+        options["mesh"] = _meshes[0]
+        shard = Shard(_meshes[0].get_local_rank("esp"), 2)
     if options.get("expert") is OwnExperts:
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        ep, esp = (world, 1) if mesh is None else mesh.mesh.shape
-        place = 0 if mesh is None else mesh.get_local_rank("esp")
-        options["expert"] = OwnExperts(M, H, E // ep, shard=pmoe.experts.Shard(place, esp), dtype=F64)
+        options["expert"] = OwnExperts(M, H, E * shard.count // world, shard=shard, dtype=F64)
     layer = switched_layer(M, H, E, K, dtype=F64, **options)
     fill(layer)
     if Feature.GRADIENTS in features:
@@ -223,8 +231,9 @@ def given(gate: nn.Module, rank: int) -> tuple[Tensor | None, Any]:
     return weight_TK, gate.routing(expert_TK, weight_TK)
 
 
-def found(layer: pmoe.MoELayer, rank: int = 0) -> dict[str, Tensor | None]:
-    """y, l_aux and every gradient of one step of a rank."""
+def found(layer: pmoe.MoELayer) -> dict[str, Tensor | None]:
+    """y, l_aux and every gradient of one step of this rank."""
+    rank = layer.ranks.rank
     x, dy = tokens(rank)
     x.requires_grad_()
     weight_TK, routing = given(layer.gate, rank)
@@ -237,11 +246,11 @@ def found(layer: pmoe.MoELayer, rank: int = 0) -> dict[str, Tensor | None]:
     return {"y": y.detach(), "l_aux": layer.l_aux.detach(), "x": x.grad, **gradients, **own}
 
 
-def expected(layer: pmoe.MoELayer, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+def expected(layer: pmoe.MoELayer) -> dict[str, Tensor]:
     """The same by the plain definition. Experts' gradients are sums over all ranks' tokens."""
     whole = {name: value.requires_grad_() for name, value in whole_experts().items()}
     loss, own = torch.zeros((), dtype=F64), {}
-    for other in range(world):
+    for other in range(layer.ranks.size):
         x, dy = tokens(other)
         x.requires_grad_()
         names = ("gate", "shared_expert", "shared_gate")
@@ -252,7 +261,7 @@ def expected(layer: pmoe.MoELayer, rank: int = 0, world: int = 1) -> dict[str, T
         with routing:
             y, l_aux = _of_rank(layer, modules, whole, x)
         loss = loss + (y * dy).sum() + AUX * l_aux
-        if other == rank:
+        if other == layer.ranks.rank:
             leaves = {"x": x, **dict(modules.named_parameters())}
             leaves |= {} if weight_TK is None else {"weight": weight_TK}
             own = {"y": y.detach(), "l_aux": l_aux.detach()}

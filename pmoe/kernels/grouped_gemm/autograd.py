@@ -14,6 +14,7 @@ from pmoe.kernels.grouped_gemm.operators import (
     product_op,
     weight_gradient_op,
 )
+from pmoe.kernels.grouped_gemm.products import weight_gradient
 from pmoe.kernels.grouped_gemm.reference import slope
 from pmoe.kernels.permute import unpermute
 
@@ -49,11 +50,21 @@ def grouped_hidden(
     return found
 
 
-def sum_by_expert(rows_NO: Tensor, ends_E: Tensor) -> Tensor:
-    """(E, O), in a fixed order where atomic adds would have none: a product with a column of ones."""
-    ones = rows_NO.new_zeros(rows_NO.shape[0], 8)
-    ones[:, 0] = 1
-    summed: Tensor = weight_gradient_op(rows_NO, ones, ends_E, None, 1)
+def sum_by_expert(
+    rows: Tensor, ends_E: Tensor, weight: Tensor | None = None, *, slots: RowSlots | None = None
+) -> Tensor:
+    """(E, O): for each expert the sum of its rows, each times its weight where there are weights.
+
+    rows: (N, O), or with ``slots`` of tokens, gathered as in `product`. weight: (N,), by slot with slots.
+
+    The order of the sum is fixed, where atomic adds would have none: it is a product with a column.
+    """
+    weight_N = weight if weight is None or slots is None else weight.index_select(0, slots.slot_N.long())
+    column = rows.new_zeros(rows.shape[0] if slots is None else slots.slot_N.numel(), 8)  # 16 bytes a row
+    column[:, 0] = 1 if weight_N is None else weight_N
+    if slots is not None:
+        return weight_gradient(rows, column, ends_E, slots=slots, gathers_grad=True)[:, :, 0]
+    summed: Tensor = weight_gradient_op(rows, column, ends_E, None, 1)  # an operator, for tracing
     return summed[:, :, 0]
 
 

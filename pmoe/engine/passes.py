@@ -156,6 +156,9 @@ class Pass:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
         self.stages, self.hooks = plan.modules.stages, plan.modules.hooks
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
+        self.results = self.result_TM.split([_length(chunk.tokens) for chunk in cut.chunks])
+        slots = [_length(chunk.slots) // plan.top_k for chunk in cut.chunks]
+        self.positions = cut.position.view(-1, plan.top_k).split(slots)
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
@@ -370,8 +373,8 @@ class Pass:
         """The part of home for rows ``at`` of the sorted order, which are chunk i's."""
         if self.home is not None:
             return self.home[at]
-        start = self.cut.home(i).start
-        return self.temporary(self.home_name, i)[at.start - start : at.stop - start]
+        home, start = self.temporary(self.home_name, i), self.cut.home(i).start
+        return home if _length(at) == home.shape[0] else home[at.start - start : at.stop - start]
 
     def combine(self, i: int) -> dist.Work | None:
         chunk = self.cut.chunks[i]
@@ -386,23 +389,21 @@ class Pass:
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
         plan, chunk = self.plan, self.cut.chunks[i]
-        tokens, top_k = chunk.tokens, plan.top_k
+        tokens = chunk.tokens
         if self.changes_returning():
             self.home_rows(i, chunk.sent).copy_(self.on_return(i, self.own.pop(f"came.{i}")))
-        row = self.cut.position[chunk.slots]
-        home = self.home
+        row_SK, out_TM, home = self.positions[i], self.results[i], self.home
         if home is None:
             home, at = self.temporary(self.home_name, i), self.cut.home(i)
-            row = row - at.start
+            row_SK = row_SK - at.start
             if plan.has_drops:
                 home[-1].zero_()
         if plan.has_drops:
-            row = row.clamp(max=home.shape[0] - 1)
+            row_SK = row_SK.clamp(max=home.shape[0] - 1)
         of_slot = plan.slot_token
         if of_slot is not None:
             of_slot = of_slot[chunk.slots] - tokens.start
-        out_TM = self.result_TM[tokens]
-        plan.modules.order.restore(home, row.view(-1, top_k), out_TM, of_slot)
+        plan.modules.order.restore(home, row_SK, out_TM, of_slot)
         if self.shared_TM is not None:
             out_TM.add_(self.shared_TM[tokens])
 

@@ -301,15 +301,18 @@ def _cut(
         send, recv, recv_device, bins_device, sent_rows, come_rows = (
             _without(counts, rank) for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
         )
-    # (n, L, P): of each rank inside the node, what came to it.
-    come_LP = come_rows.unflatten(1, (grid.inside.size, -1))
+    sent, come = sent_rows.tolist(), come_rows.tolist()
+    by_expert = recv.sum(1).tolist()
+    width = grid.across.size
+    # Of each rank inside the node, what came to it.
+    here = slice(grid.inside.rank * width, (grid.inside.rank + 1) * width)
     # Running sums of all chunks at once: a chunk's own would be several launches each.
-    received_ends = _ends(recv_device.sum(1))
+    received_ends = _ends(recv_device)
     local_counts: list[list[int]] = []
-    local_ends: list[Tensor | None] = []
+    local_ends: Sequence[Tensor | None] = ()
     if bypass_local:
         local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
-        local_ends = list(_ends(_by_piece(shared.recv_device[:, rank], num_pieces)))
+        local_ends = _ends(_by_piece(shared.recv_device[:, rank], num_pieces).unsqueeze(1))
     bounds = chunk_bounds(tokens.count, n)
     ends = [end * top_k for end in bounds]
     if tokens.of_slot is not None:  # none of which is dropped
@@ -325,21 +328,23 @@ def _cut(
     # (source, chunk, expert, bin of the chunk): as rows arrive from one source.
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
-        send_rows, recv_rows = sent_rows[i].tolist(), come_LP[i, grid.inside.rank].tolist()
+        send_rows, gathered = sent[i], ()
+        if grid.is_sharded:
+            gathered = tuple(sum(come[i][at : at + width]) for at in range(0, len(come[i]), width))
         regroup = None
-        if shared.sent_once is None:
-            regroup = _regroup(fine[:, i].flatten(1), come_rows[i].tolist())
+        if shared.sent_once is None and _are_several(come[i]):
+            regroup = _regroup(fine[:, i].flatten(1), come[i])
         chunks.append(
             Chunk(
                 tokens=slice(bounds[i], bounds[i + 1]),
                 slots=slice(ends[i], ends[i + 1]),
                 sent=slice(first, first + sum(send_rows)),
                 send_rows=tuple(send_rows),
-                recv_rows=tuple(recv_rows),
-                received=RowGroups(counts=tuple(recv[i].sum(0).tolist()), ends=received_ends[i]),
+                recv_rows=tuple(come[i][here]),
+                received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
                 regroup=regroup,
                 relayed=(_relayed(shared.relayed[0], i), _relayed(shared.relayed[1], i)),
-                gathered=tuple(come_LP[i].sum(1).tolist()) if grid.is_sharded else (),
+                gathered=gathered,
             )
         )
         first += sum(send_rows)
@@ -462,31 +467,35 @@ def _weight_journey(
     if bypass_local:
         destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
     send_rows, come_rows = send.sum((0, 2)).tolist(), recv.sum((0, 2))
+    come = come_rows.tolist()
     come_LP = come_rows.unflatten(0, (grid.inside.size, -1))
     return WeightJourney(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),
         recv=tuple(come_LP[grid.inside.rank].tolist()),
-        regroup=_regroup(fine.flatten(1), come_rows.tolist()),
+        regroup=_regroup(fine.flatten(1), come) if _are_several(come) else None,
         gathered=tuple(come_LP.sum(1).tolist()) if grid.is_sharded else (),
     )
 
 
-def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor | None:
+def _are_several(rows_by_source: Sequence[int]) -> bool:
+    """Whether rows came from more ranks than one: else they are in expert order as they are."""
+    return sum(rows > 0 for rows in rows_by_source) > 1
+
+
+def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
     """Index that turns rows by (source rank, group) into rows by (group, source rank)."""
-    if sum(rows > 0 for rows in rows_by_source) <= 1:
-        return None
     size, num_groups = counts_WG.shape
     group = torch.arange(num_groups, device=counts_WG.device).repeat(size)
     rows = group.repeat_interleave(counts_WG.reshape(-1), output_size=sum(rows_by_source))
     return rows.argsort(stable=True)
 
 
-def _ends(counts_nE: Tensor) -> Sequence[Tensor | None]:
+def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
     """Each chunk's running sum over experts, int32 as grouped_mm wants it; None on the CPU, which loops."""
-    if counts_nE.device.type != "cuda":
-        return [None] * counts_nE.shape[0]
-    return counts_nE.cumsum(1).int().unbind(0)
+    if counts_nWE.device.type != "cuda":
+        return [None] * counts_nWE.shape[0]
+    return counts_nWE.sum(1).cumsum(1).int().unbind(0)
 
 
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:

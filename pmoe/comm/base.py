@@ -32,6 +32,16 @@ class Traffic:
     def total(self) -> int:
         return self.counts + self.rows + self.scalars
 
+    def add(self, like: Tensor, num_rows: int, *, inside: bool = False) -> None:
+        """Counts ``num_rows`` rows (N, M), or scalars (N,), of the width and type of ``like``."""
+        sent = num_rows * like.element_size()
+        if like.dim() == 1:
+            self.scalars += sent
+        else:
+            sent *= like.shape[1]
+            self.rows += sent
+        self.inside += sent * inside
+
 
 class Exchange(abc.ABC):
     """An irregular all-to-all over ranks. Subclass `Dispatch` or `Combine`, which are told apart only by the

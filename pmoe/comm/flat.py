@@ -29,11 +29,7 @@ class FlatAllToAll(Exchange):
         recv_rows: Sequence[int],
         relayed: Sequence[int] = (),
     ) -> dist.Work | None:
-        sent = (rows.shape[0] - send_rows[self.ranks.rank]) * rows.element_size()
-        if rows.dim() == 1:
-            self.traffic.scalars += sent
-        else:
-            self.traffic.rows += sent * rows.shape[1]
+        self.traffic.add(rows, rows.shape[0] - send_rows[self.ranks.rank])
         if self.ranks.group is None:
             out.copy_(rows)
             return None

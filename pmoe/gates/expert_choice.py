@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pmoe.arguments import check_one_of, check_positive
-from pmoe.gates.arguments import check_sizes, draw_router_weight, router_weight
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.logits import router_logits
+from pmoe.gates.router import check_sizes, draw_router_weight, router_weight
 from pmoe.gates.selection import attached_zero, rows_for_each_expert
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pmoe.arguments import check_int
-from pmoe.gates.arguments import check_sizes
 from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.router import check_sizes
 from pmoe.gates.selection import distinct
 
 WORD = (1 << 64) - 1

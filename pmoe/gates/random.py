@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.gates.arguments import check_sizes
 from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.router import check_sizes
 from pmoe.gates.selection import distinct
 
 BOUND = 1 << 62

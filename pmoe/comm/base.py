@@ -1,7 +1,4 @@
-"""What carries rows between ranks: the abstract Dispatch and Combine, and the count of what they send.
-
-Letters: N rows, W ranks, F bins of rows, M columns.
-"""
+"""What carries rows between ranks: the abstract Dispatch and Combine, and the count of what they send."""
 
 from __future__ import annotations
 

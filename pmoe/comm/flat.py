@@ -1,7 +1,4 @@
-"""The flat irregular all-to-all: exactly the routed rows travel, each straight to its rank.
-
-Letters: N rows, W ranks, M columns.
-"""
+"""The flat irregular all-to-all: exactly the routed rows travel, each straight to its rank."""
 
 from __future__ import annotations
 

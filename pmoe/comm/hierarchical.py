@@ -1,7 +1,4 @@
-"""The common part of both hierarchical all-to-alls: steps inside and across nodes, and row orders.
-
-Letters: N rows, W ranks of the layer's group, A nodes, L ranks of a node, F bins of rows, M columns.
-"""
+"""The common part of both hierarchical all-to-alls: steps inside and across nodes, and row orders."""
 
 from __future__ import annotations
 

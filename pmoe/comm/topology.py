@@ -1,7 +1,4 @@
-"""Which ranks share a node, and the process groups inside a node and across nodes.
-
-Letters: A nodes, L ranks of a node.
-"""
+"""Which ranks share a node, and the process groups inside a node and across nodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Two-layer experts over stacked weights: what feed-forward and SwiGLU experts share.
-
-Letters: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
-"""
+"""Two-layer experts over stacked weights: what feed-forward and SwiGLU experts share."""
 
 from __future__ import annotations
 

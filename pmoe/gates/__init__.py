@@ -1,4 +1,7 @@
-"""Gates: which experts a token goes to, and with what weight. One gate a file, loaded at its first use."""
+"""Gates: which experts a token goes to, and with what weight. One gate a file, loaded at its first use.
+
+Letters of this folder: T tokens of this rank, K choices a token, E experts of the whole group, M = d_model.
+"""
 
 from __future__ import annotations
 

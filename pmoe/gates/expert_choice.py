@@ -1,7 +1,6 @@
 """Expert choice (arXiv 2202.09368, section 3.2): each expert takes the tokens that score highest with it.
 
-Letters: T tokens, K = top_k, the mean number of experts a token, E experts, C tokens an expert takes,
-S = E * C rows, M = d_model.
+Letters: K = top_k, the mean number of experts a token, C tokens an expert takes, S = E * C rows.
 """
 
 from __future__ import annotations

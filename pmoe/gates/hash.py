@@ -1,7 +1,4 @@
-"""Hash Layers (arXiv 2106.04426, section 3): a token's id alone says where it goes.
-
-Letters: T tokens, K choices, E experts, M = d_model.
-"""
+"""Hash Layers (arXiv 2106.04426, section 3): a token's id alone says where it goes."""
 
 from __future__ import annotations
 

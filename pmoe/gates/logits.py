@@ -1,7 +1,4 @@
-"""The scores of a router, in float32 or wider, of tokens that may be narrower, and lengths for cosines.
-
-Letters: T tokens, E experts, M = d_model.
-"""
+"""The scores of a router, in float32 or wider, of tokens that may be narrower, and lengths for cosines."""
 
 from __future__ import annotations
 

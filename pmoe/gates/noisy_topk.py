@@ -1,7 +1,5 @@
 """The noisy top-k gate of GShard, as FSMoE states it (section 2.1), from Shazeer et al. (arXiv 1701.06538,
 Eq. 3-5).
-
-Letters: T tokens, K choices, E experts, M = d_model.
 """
 
 from __future__ import annotations

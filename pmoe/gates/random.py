@@ -1,7 +1,4 @@
-"""Random routing: the baseline that any learned gate should beat.
-
-Letters: T tokens, K choices, E experts, M = d_model.
-"""
+"""Random routing: the baseline that any learned gate should beat."""
 
 from __future__ import annotations
 

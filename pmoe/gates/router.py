@@ -1,7 +1,4 @@
-"""What the constructors of gates check, and what gates have in common that choose by logits of one parameter.
-
-Letters: E experts, M = d_model.
-"""
+"""What gates' constructors check, and what gates have in common that choose by logits of one parameter."""
 
 from __future__ import annotations
 

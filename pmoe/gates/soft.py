@@ -1,6 +1,6 @@
 """SoftMoE (arXiv 2308.00951, sections 2.1 and 2.3): experts work on mixtures of all tokens.
 
-Letters: T tokens, E experts, P slots an expert, S = E * P rows, M = d_model.
+Letters: P slots an expert, S = E * P rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The gate of X-MoE (arXiv 2204.09179, section 3): scores are cosines on a low-dimensional sphere, so that
 tokens are not drawn towards the embeddings of their experts.
 
-Letters: T tokens, K choices, E experts, M = d_model, P = d_proj.
+Letters: P = d_proj.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ summed in the layout of whoever owns the parameter.
 Such experts live for one call (autograd keeps them until its backward): the tensors are those that the module
 has then, whatever has moved, sharded or replaced them since the call before.
 
-Letters: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+Letters: those of `pmoe.experts`.
 """
 
 from __future__ import annotations

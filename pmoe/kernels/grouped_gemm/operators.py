@@ -1,7 +1,4 @@
-"""The grouped products as ``torch.library`` operators: fakes for tracing, and gradients.
-
-Letters: N rows, E experts, I in-features, O out-features, M = d_model, H = d_hidden, G = H or 2H rows of w1.
-"""
+"""The grouped products as ``torch.library`` operators: fakes for tracing, and gradients."""
 
 from __future__ import annotations
 

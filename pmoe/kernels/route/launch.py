@@ -1,8 +1,6 @@
 """Launches of cuda/route on the current stream: one kernel forward, one backward.
 
 For a layer that saves what it needs by itself: no autograd, no check of tensors. The caller asks `refusal`.
-
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
 """
 
 from __future__ import annotations

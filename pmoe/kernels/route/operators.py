@@ -1,7 +1,4 @@
-"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the reference.
-
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
-"""
+"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the reference."""
 
 from __future__ import annotations
 

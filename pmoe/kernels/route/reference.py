@@ -1,7 +1,4 @@
-"""Routing and its gradient as PyTorch expressions: for the CPU, for float64, and where kernels refuse.
-
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
-"""
+"""Routing and its gradient as PyTorch expressions: for the CPU, for float64, and where kernels refuse."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What routing gives: where each token goes, with what weight, and where each slot's row stands.
-
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
-"""
+"""What routing gives: where each token goes, with what weight, and where each slot's row stands."""
 
 from __future__ import annotations
 

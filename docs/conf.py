@@ -193,8 +193,11 @@ def write_plan(app: Sphinx, config: object) -> None:
 
 
 def point_inside(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Links to files that are pages of the site, too, lead there; so does the mention of one that is on the
-    site alone."""
+    """The first page begins with the README. Links to files that are pages of the site, too, lead there; so
+    does the mention of one that is on the site alone."""
+    if docname == "index":
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        source[0] = re.sub(r"\]\((?=bench/.*\.png)", "](../", text.replace("](docs/", "](")) + source[0]
     source[0] = re.sub(r"\((\.\./)*bench/results/README\.md", "(results.md", source[0])
     source[0] = source[0].replace("the whole page is what", '<a href="plan.html">the whole page</a> is what')
 

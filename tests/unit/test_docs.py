@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import html
 import json
 import os
 import re
@@ -21,10 +22,11 @@ import pytest
 from PIL import Image
 
 import pmoe
-from docs import pictures
+from docs import options_table, pictures
 from pmoe import cli
 from pmoe.measure.profile_file import save_profile
 from pmoe.papers import comet_figures
+from pmoe.runners.features import TAKES, Feature
 from pmoe.schedule.restore import STRATEGIES
 from tests.browser import Page
 from tests.snippets import GUIDES, PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
@@ -157,6 +159,23 @@ def test_every_subcommand_is_named_by_a_page() -> None:
     guides = "".join(each.read_text(encoding="utf-8") for each in GUIDES)
     for name in subcommands():
         assert f"pmoe {name}" in guides, name
+
+
+# ---- the table of options
+
+
+def test_the_table_of_options_is_that_of_the_features() -> None:
+    heading, *body = options_table.rows()
+    assert heading[1:] == list(TAKES)
+    assert len(body) == len(Feature)
+    for feature, (words, *cells) in zip(Feature, body, strict=True):
+        assert "{" not in words and words.split()[0] in feature.value
+        assert cells == ["yes" if feature in TAKES[taker] else "no" for taker in TAKES], words
+
+
+def test_every_column_of_the_table_of_options_is_explained() -> None:
+    told = re.findall(r"^\| ([\w' ]+) \|", page("choosing.md").partition("| column |")[2], re.MULTILINE)
+    assert told[: len(TAKES)] == list(TAKES)
 
 
 # ---- messages
@@ -404,6 +423,9 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser:
     for name, parser in subcommands().items():
         assert f"pmoe {name}" in told
         assert str(parser.description)[:30] in told
+    options = (site / "choosing.html").read_text(encoding="utf-8")
+    for words, *_ in options_table.rows():
+        assert html.escape(words, quote=False) in options, words
     assert any(link == "plan.html" for link in pages[site / "how_it_works.html"].links)
     for name in pictures.NAMES:
         assert (site / "_images" / name).stat().st_size > 10_000, name

@@ -19,7 +19,8 @@ from pmoe.engine import run as engine
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.recording import recording
 from pmoe.layer.switches import Switches
-from pmoe.schedule import Lane, Schedule, Stages, backward_schedule, forward_schedule
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Lane, Schedule, Stages
 from tests.gpu.support import (
     AUX,
     DEVICE,

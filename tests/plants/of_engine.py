@@ -9,7 +9,7 @@ BACKWARD = "pmoe/engine/backward_pass.py"
 LANES = "pmoe/engine/lanes.py"
 CUDA_LANES = "pmoe/engine/cuda_lanes.py"
 OFFLOADED = "pmoe/engine/offloaded.py"
-PLAN = "pmoe/engine/plan.py"
+CUT = "pmoe/engine/cut.py"
 STREAMS = "tests/gloo/test_streams.py"
 SPECIFICATION = "tests/gloo/test_specification.py"
 
@@ -177,7 +177,7 @@ ENGINE = (
     Plant(
         name="bypass-of-rank-0",
         breaks="every rank takes rank 0's rows for those that stay",
-        file=PLAN,
+        file=CUT,
         old="    counts_nWE[:, rank] = 0\n",
         new="    counts_nWE[:, 0] = 0\n",
         tests=SPECIFICATION,
@@ -185,7 +185,7 @@ ENGINE = (
     Plant(
         name="regroup-of-two-sources",
         breaks="rows of two sources are taken to be in expert order",
-        file=PLAN,
+        file=CUT,
         old="    return sum(rows > 0 for rows in rows_by_source) > 1\n",
         new="    return sum(rows > 0 for rows in rows_by_source) > 2\n",
         tests=SPECIFICATION,
@@ -193,7 +193,7 @@ ENGINE = (
     Plant(
         name="pieces-joined-at-the-end",
         breaks="the first piece has one chunk and the last all others",
-        file=PLAN,
+        file=CUT,
         old="    return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])\n",
         new="    return torch.cat([counts_nE[: m - 1], counts_nE[m - 1 :].sum(0, keepdim=True)])\n",
         tests=SPECIFICATION,

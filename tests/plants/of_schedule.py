@@ -40,7 +40,7 @@ SCHEDULE = (
     Plant(
         name="local-rows-all-first",
         breaks="no rows are left to compute while the last combine is on its way",
-        file="pmoe/schedule/tasks.py",
+        file="pmoe/schedule/straight.py",
         old="    early = m - 1 if remote and m > 1 else m\n",
         new="    early = m\n",
         tests="tests/unit/test_schedule.py",

@@ -15,7 +15,8 @@ from pmoe.engine import run as engine
 from pmoe.engine.recording import Span
 from pmoe.integrations.statistics import finders, imbalance
 from pmoe.planner.exposed import overlap
-from pmoe.schedule import Kind, Lane, Stages, forward_schedule
+from pmoe.schedule.straight import forward_schedule
+from pmoe.schedule.tasks import Kind, Lane, Stages
 
 
 class Fixed(nn.Module):

@@ -4,7 +4,7 @@ On CUDA one of three computes each product, as `pmoe.kernels.candidates` chooses
 launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is the loop. All see the
 same `RowGroups`; rows of experts without rows cost nothing.
 
-Letters: N rows, E experts of this rank, I in-features, O out-features.
+Letters: I in-features, O out-features.
 """
 
 from __future__ import annotations

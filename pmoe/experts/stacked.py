@@ -1,7 +1,4 @@
-"""Two-layer experts over stacked weights: what feed-forward and SwiGLU experts share.
-
-Letters: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
-"""
+"""Two-layer experts over stacked weights: what feed-forward and SwiGLU experts share."""
 
 from __future__ import annotations
 
@@ -191,7 +188,7 @@ class StackedExperts(Experts):
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
         space = fresh(rows_NM) if space is None else space
-        w1, w2, b1, b2 = self._named(parameters)
+        w1, w2, b1, b2 = self.weights(parameters)
         hidden_NG, active_NH = self._activated(rows_NM, groups, w1, b1, space, keep)
         out = space("T_DO", rows_NM.shape[0], w2.shape[1]) if out is None else out
         expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
@@ -249,7 +246,7 @@ class StackedExperts(Experts):
         space: Space | None = None,
     ) -> Hidden:
         space = fresh(rows_NM) if space is None else space
-        w1, _, b1, _ = self._named(parameters)
+        w1, _, b1, _ = self.weights(parameters)
         hidden_NG = space("T_M", rows_NM.shape[0], w1.shape[1])
         return Hidden(tensors=[expert_product(rows_NM, w1, groups, b1, out=hidden_NG)], expendable=True)
 
@@ -280,7 +277,7 @@ class StackedExperts(Experts):
         """Where T_M is expendable the activated hidden takes its place, a block of rows at a time, and two
         buffers of its size are all that a chunk needs."""
         space = fresh(grad_NM) if space is None else space
-        w1, w2, _, b2 = self._named(parameters)
+        w1, w2, _, b2 = self.weights(parameters)
         (hidden_NG,) = hidden.tensors
         num_rows, num_hidden = grad_NM.shape[0], w2.shape[2]
         grad_hidden_NG = space("dT_M", num_rows, w1.shape[1])
@@ -322,7 +319,7 @@ class StackedExperts(Experts):
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]
     ) -> None:
         rows_NM, grad_hidden_NG, active_NH, grad_out_NM = pending
-        w1, w2, b1, b2 = self._named(sums)
+        w1, w2, b1, b2 = split_parameters(sums)
         if w1 is not None:
             w1.add_weight(grad_hidden_NG, rows_NM, groups)
         if w2 is not None:
@@ -332,11 +329,9 @@ class StackedExperts(Experts):
         if b2 is not None:
             b2.add_bias(grad_out_NM, groups)
 
-    def _named(self, values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
-        """values in the order of parameters() as (w1, w2, b1, b2)."""
-        w1, w2, *biases = values
-        b1, b2 = biases or (None, None)
-        return w1, w2, b1, b2
+    def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(w1, w2, b1, b2) of ``parameters()``, out-features first."""
+        return split_parameters(parameters)
 
     def extra_repr(self) -> str:
         experts, hidden, d_model = self.shapes()["w1"]
@@ -354,8 +349,8 @@ def _blocks(size: int, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(each.split(size) for each in rows), strict=True) if rows[0].shape[0] else ()
 
 
-def split_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """w1, w2, b1, b2 of ``parameters()``; None for biases that there are not."""
-    w1, w2, *biases = parameters
+def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
+    """(w1, w2, b1, b2) of values in the order of ``parameters()``; None for biases that there are not."""
+    w1, w2, *biases = values
     b1, b2 = biases or (None, None)
     return w1, w2, b1, b2

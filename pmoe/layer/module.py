@@ -17,7 +17,6 @@ from pmoe.comm.counts import RankCounts
 from pmoe.comm.flat import FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.sharing import Sharing
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.plan import Gradients
 from pmoe.experts.base import Shard
@@ -229,7 +228,6 @@ class MoELayer(nn.Module):
         return Shard(self.grid.inside.rank, self.grid.inside.size)
 
     def _bind_to_ranks(self) -> None:
-        self.sharing = Sharing(self.grid.inside, self.traffic)
         for exchange in (self.dispatch, self.combine, self.scalars):
             exchange.bind(self.grid.across, self.traffic)
 

@@ -68,7 +68,11 @@ def test_the_signature_is_the_promised_one() -> None:
             ValueError,
             r"z_loss_weight \(0.1\) must be left out",
         ),
-        ({"z_loss_weight": -0.5}, ValueError, r"z_loss_weight \(-0.5\) must be a number of at least 0"),
+        (
+            {"z_loss_weight": -0.5},
+            ValueError,
+            r"z_loss_weight \(-0.5\) must be a finite number of at least 0",
+        ),
         ({"z_loss_weight": "1"}, TypeError, r"z_loss_weight \('1'\) must be a number"),
         ({"expert": "moe"}, ValueError, r"expert \('moe'\) must be ffn, swiglu, or a callable"),
         ({"activation": "tanh"}, ValueError, r"activation \('tanh'\) must be one of gelu, relu, silu"),

@@ -324,7 +324,7 @@ class Pass:
     def run_schedule(self) -> None:
         modules = self.plan.modules
         try:
-            engine.run(
+            engine.run_schedule(
                 self.schedule,
                 self.actions(),
                 self.source_TM,

@@ -240,7 +240,7 @@ def test_the_engine_s_waiting_is_seen_in_what_it_records(
     actions[Kind.LOCAL] = lambda chunk: time.sleep(computes)
     owner = object()
     with pmoe.recording() as journal:
-        engine.run(schedule, actions, torch.empty(0), pmoe.MoELayer(2, 2, 2).ranks, of=owner)
+        engine.run_schedule(schedule, actions, torch.empty(0), pmoe.MoELayer(2, 2, 2).ranks, of=owner)
     assert journal.last(object(), "forward") is None
     spans = journal.last(owner, "forward")
     assert spans is not None and sorted(s.name for s in spans) == sorted(t.name for t in schedule.tasks)

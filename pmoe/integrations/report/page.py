@@ -12,7 +12,14 @@ from typing import Any
 
 from pmoe.integrations.report.charts import Line, line_chart
 from pmoe.integrations.report.history import COMMUNICATION, History, history_of
-from pmoe.integrations.report.layers import choices, communication, grid, load, memory, with_rest_folded
+from pmoe.integrations.report.layers import (
+    choices,
+    communication,
+    grid,
+    load_charts,
+    memory,
+    with_rest_folded,
+)
 from pmoe.integrations.report.numbers import (
     NONE,
     format_bytes,
@@ -36,7 +43,7 @@ def run_page(run: Run) -> str:
     history = history_of(run)
     sections = {
         "Loss": _losses(history),
-        "Load of the experts": load(history),
+        "Load of the experts": load_charts(history),
         "Chosen n and restore pair": choices(history),
         "Communication": communication(history),
         "Memory": memory(history),

@@ -50,8 +50,7 @@ from bench.passes import (
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import recording
 from pmoe.planner.costs import LineCost, fit
-from pmoe.planner.simulator import makespan, simulate
-from pmoe.planner.task_costs import task_seconds
+from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.schedule import Kind, Stages
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.rings import rotating_backward, rotating_forward

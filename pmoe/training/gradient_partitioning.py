@@ -20,9 +20,8 @@ from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
 from pmoe.planner.costs import LineCost, fit
-from pmoe.planner.generalized_layer import GeneralizedLayer
 from pmoe.planner.gradient_partition import Partition, partition
-from pmoe.planner.stage_costs import DegreeSeconds
+from pmoe.planner.stage_costs import DegreeSeconds, GeneralizedLayer
 from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
 from pmoe.training.gradient_hooks import backward_degrees
 

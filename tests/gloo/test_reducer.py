@@ -16,9 +16,9 @@ import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.engine import run as engine
 from pmoe.planner.costs import Fit, LineCost
-from pmoe.planner.generalized_layer import Share
 from pmoe.planner.gradient_partition import Partition
 from pmoe.planner.profile import Operations
+from pmoe.planner.stage_costs import Share
 from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
 from pmoe.training import gradient_hooks, gradient_partitioning

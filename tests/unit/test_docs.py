@@ -23,7 +23,7 @@ from PIL import Image
 import pmoe
 from docs import pictures
 from pmoe import cli
-from pmoe.measure.profile_file import save_profile
+from pmoe.measure.profile import save_profile
 from pmoe.papers import comet_figures
 from pmoe.schedule.restore import STRATEGIES
 from tests.browser import Page

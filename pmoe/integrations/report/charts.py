@@ -16,8 +16,7 @@ from pmoe.integrations.report.numbers import (
     format_share,
     nan_unless_finite,
 )
-from pmoe.planner.drawing import inline_svg
-from pmoe.planner.page import SERIES, THEME, part
+from pmoe.planner.drawing import SERIES, THEME, inline_svg, part
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from pmoe.integrations.report.history import COMMUNICATION, History, Stretch, st
 from pmoe.integrations.report.numbers import format_bytes, format_number, format_seconds, format_share
 from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK
 from pmoe.integrations.run_rows import PREDICTED, TENSORS, LayerRow
-from pmoe.planner.page import SERIES, part
+from pmoe.planner.drawing import SERIES, part
 
 MOST_LINES = 6
 """Layers that have a line of their own; of more, the median and the ends are drawn."""

@@ -21,7 +21,7 @@ from pmoe.integrations.report.numbers import (
     format_share,
 )
 from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, TIME, Run
-from pmoe.planner.page import SERIES, page, part
+from pmoe.planner.drawing import SERIES, page, part
 
 SMOOTHED = 100
 """Points of a loss: means between the least and the greatest of their neighbours show where it goes."""

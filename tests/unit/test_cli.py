@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from pmoe import MoELayer, Restore, cli
-from pmoe.integrations.run_folder import SCALARS, append
-from pmoe.integrations.run_rows import ScalarRow
+from pmoe.integrations.run_folder import SCALARS, ScalarRow, append
 from pmoe.kernels import extension, status
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.candidates import bound

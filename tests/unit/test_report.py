@@ -21,17 +21,23 @@ from matplotlib.image import imread
 
 from pmoe import cli
 from pmoe.integrations.report import run_page
-from pmoe.integrations.report.charts import COLUMN, MOST_POINTS, NOTHING, UNKNOWN, Line, heat_map, line_chart
-from pmoe.integrations.report.history import short_names
-from pmoe.integrations.report.layers import MOST_COLUMNS
-from pmoe.integrations.report.numbers import (
+from pmoe.integrations.report.charts import (
+    COLUMN,
+    MOST_POINTS,
+    NOTHING,
+    UNKNOWN,
+    Line,
     bins_of,
     format_bytes,
     format_number,
     format_seconds,
     format_share,
+    heat_map,
+    line_chart,
     median,
 )
+from pmoe.integrations.report.history import short_names
+from pmoe.integrations.report.layers import MOST_COLUMNS
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
     LAYERS,
@@ -39,11 +45,13 @@ from pmoe.integrations.run_folder import (
     RUN,
     SCALARS,
     TIME,
+    LayerRow,
+    ScalarRow,
     add_session,
     append,
+    layer_row,
     read_run,
 )
-from pmoe.integrations.run_rows import LayerRow, ScalarRow, layer_row
 from pmoe.integrations.statistics import LayerStats, imbalance
 from pmoe.planner.exposed import Overlap
 from pmoe.planner.memory import PredictedMemory

@@ -23,7 +23,7 @@ STILL_TOO_LONG = {
     "pmoe/layer/module.py",
     "pmoe/schedule/tasks.py",
 }
-STILL_LINES_OF_PMOE = 33_000
+STILL_LINES_OF_PMOE = 32_500
 
 
 def lines_of(folder: str) -> dict[str, int]:

@@ -15,8 +15,7 @@ from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.device_memory import DeviceMemory, HeapMemory, with_index
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.rank_heap import Heap, open_heaps
-from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape
-from pmoe.comm.heap.waits import wait_seconds
+from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape, wait_seconds
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import spare_blocks
 

@@ -10,16 +10,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pmoe.integrations.report.charts import Line, line_chart
-from pmoe.integrations.report.history import COMMUNICATION, History, history_of
-from pmoe.integrations.report.layers import choices, communication, grid, load, memory, with_rest_folded
-from pmoe.integrations.report.numbers import (
+from pmoe.integrations.report.charts import (
     NONE,
+    Line,
     format_bytes,
     format_number,
     format_seconds,
     format_share,
+    line_chart,
 )
+from pmoe.integrations.report.history import COMMUNICATION, History, history_of
+from pmoe.integrations.report.layers import choices, communication, grid, load, memory, with_rest_folded
 from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, TIME, Run
 from pmoe.planner.drawing import SERIES, page, part
 

@@ -48,7 +48,8 @@ from bench.passes import (
     timed,
 )
 from bench.timing import Timing, machine, table, write_json
-from pmoe.engine import recording
+from pmoe.engine.recording import recording
+from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.schedule import Kind, Stages
@@ -113,7 +114,7 @@ class Step:
         if variant == "checkpointed":
             return checkpoint(plain_forward, self.layer, self.x, use_reentrant=False)
         layer = self.layer
-        layer.pipeline, layer.sequential = n, is_sequential
+        layer.pipeline, layer.switches = n, Switches(sequential=is_sequential)
         layer.memory_reuse = False if variant == "no reuse" else variant
         return layer(self.x)
 

@@ -1,7 +1,7 @@
 """Builds the documentation site: make docs, or sphinx-build -W docs build/docs. Needs no network.
 
-Beside Markdown, Sphinx reads here the public names of pmoe and the help texts of its command, so that the
-reference cannot miss one, and runs `pmoe plan` for a page that it links to.
+Beside Markdown, Sphinx reads here the public names of pmoe, the help texts of its command and the table of
+options, so that no page can miss one, and runs `pmoe plan` for a page that it links to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform  # noqa: E402
 from sphinx.util.docutils import SphinxDirective  # noqa: E402
 
 import pmoe  # noqa: E402
-from docs import pictures  # noqa: E402
+from docs import options_table, pictures  # noqa: E402
 from pmoe import cli  # noqa: E402
 
 PLAN = ROOT / "build" / "docs-plan" / "plan.html"
@@ -163,6 +163,13 @@ def named(node: ast.stmt) -> str | None:
     return node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
 
 
+class OptionsTable(SphinxDirective):
+    """``.. options-table::``: which options of a layer each runner takes."""
+
+    def run(self) -> list[nodes.Node]:
+        return self.parse_text_to_nodes(options_table.markdown())
+
+
 class CommandHelp(SphinxDirective):
     """``.. command-help::``: every subcommand of pmoe with what --help prints."""
 
@@ -193,8 +200,11 @@ def write_plan(app: Sphinx, config: object) -> None:
 
 
 def point_inside(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Links to files that are pages of the site, too, lead there; so does the mention of one that is on the
-    site alone."""
+    """The first page begins with the README. Links to files that are pages of the site, too, lead there; so
+    does the mention of one that is on the site alone."""
+    if docname == "index":
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        source[0] = re.sub(r"\]\((?=bench/.*\.png)", "](../", text.replace("](docs/", "](")) + source[0]
     source[0] = re.sub(r"\((\.\./)*bench/results/README\.md", "(results.md", source[0])
     source[0] = source[0].replace("the whole page is what", '<a href="plan.html">the whole page</a> is what')
 
@@ -225,6 +235,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("public", PublicNames)
     app.add_directive("docstring", Docstring)
     app.add_directive("command-help", CommandHelp)
+    app.add_directive("options-table", OptionsTable)
     app.add_post_transform(LinkedPictures)
     app.add_post_transform(TableCells)
     app.connect("config-inited", write_plan, priority=100)  # before html_extra_path is looked at

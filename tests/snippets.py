@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+GUIDES = [ROOT / "README.md", *PAGES]
 
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -56,7 +57,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def python_blocks() -> list[Block]:
-    return [block for page in PAGES for block in blocks(page) if block.language == "python"]
+    return [block for page in GUIDES for block in blocks(page) if block.language == "python"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,8 @@ from pmoe.comm.counts import num_bins
 from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.sharing import Sharing
-from pmoe.engine.callbacks import Callback, Hooks
 from pmoe.engine.plan import Gradients, Modules
 from pmoe.experts.base import Experts, local_part
-from pmoe.gates.switch import SwitchGate
-from pmoe.gates.topk import TopKGate
 from pmoe.layer.spec import LayerSpec
 from pmoe.ordering.base import Order
 from pmoe.ordering.sorted import LocalExperts, SortedOrder
@@ -33,8 +29,12 @@ from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages, local_pieces
 
 if TYPE_CHECKING:
+    from pmoe.engine.callbacks import Callback, Hooks
     from pmoe.layer.padded_counts import PaddedKind
 
+
+PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
+"""Modules of the gates that the kernels compute; subclasses elsewhere may compute otherwise."""
 
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
 """Modules of the experts that the kernels compute; subclasses elsewhere may compute otherwise."""
@@ -73,7 +73,6 @@ class Parts:
     dispatch: Dispatch
     combine: Combine
     scalars: FlatDispatch
-    sharing: Sharing
     callbacks: tuple[Callback, ...]
     gradients: Gradients | None
     traffic: Traffic
@@ -113,8 +112,12 @@ class Parts:
         return LocalExperts(first, first + self.num_local_experts * self.stages.local)
 
     @functools.cached_property
-    def hooks(self) -> Hooks:
-        """The callbacks' hooks inside the layer."""
+    def hooks(self) -> Hooks | None:
+        """The callbacks' hooks inside the layer; None where there are no callbacks."""
+        if not self.callbacks:
+            return None
+        from pmoe.engine.callbacks import Hooks
+
         return Hooks.of(self.callbacks)
 
     @functools.cached_property
@@ -155,6 +158,11 @@ class Parts:
     @functools.cached_property
     def modules(self) -> Modules:
         """What the engine needs of the layer."""
+        sharing = None
+        if self.grid.is_sharded:
+            from pmoe.comm.sharing import Sharing
+
+            sharing = Sharing(self.grid.inside, self.traffic)
         return Modules(
             experts=self.experts,
             grid=self.grid,
@@ -163,7 +171,7 @@ class Parts:
             dispatch=self.dispatch,
             combine=self.combine,
             scalars=self.scalars,
-            sharing=self.sharing,
+            sharing=sharing,
             hooks=self.hooks,
             shared=self.shared_expert,
             gradients=self.gradients,
@@ -225,7 +233,7 @@ class Parts:
             Feature.OWN_ORDER: type(self.order) is not SortedOrder,
             Feature.PICKS_TOKENS: picks,
             Feature.KEEPS_ITSELF: bool(getattr(gate, "decides_capacity", False)),
-            Feature.OTHER_GATE: type(gate) not in (TopKGate, SwitchGate) and not is_given,
+            Feature.OTHER_GATE: type(gate).__module__ not in PLAIN_GATES and not is_given,
             Feature.OWN_GATE: not (is_given or type(gate).__module__.startswith("pmoe.gates.")),
             Feature.GATE_MODULE: not (self.trusts_gate or is_given),
             Feature.GIVEN_ROUTING: is_given,

@@ -21,7 +21,7 @@ def within_capacity(expert_TK: Tensor, capacity: int, used_E: Tensor) -> tuple[T
 
     used_E: (E,) rows that earlier micro-batches already gave each expert. Returns (keep, used): keep is
     (T, K) bool, used is used_E with these tokens counted, for the next micro-batch. A batch gated in parts
-    so drops exactly what it would drop whole (Lancet, section 4.1: capacity passed between partitions).
+    so drops exactly what it would drop whole (Lancet, section 2.3: capacity passed between partitions).
     """
     flat = expert_TK.reshape(-1)
     order = flat.argsort(stable=True)

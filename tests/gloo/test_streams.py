@@ -22,13 +22,14 @@ import pmoe
 from pmoe import MoELayer, Restore
 from pmoe.engine import lanes, passes
 from pmoe.engine.arena import pool
-from pmoe.engine.lanes import CudaLanes
+from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.schedule import Lane, Schedule
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Report, Stream, watching
 from tests.planted import rings_reused_early
 from tests.pool import ranks
 from tests.spread import named, spread
+from tests.switched import switched_layer
 
 D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K = 8, 12, 4, 2
 TOKENS = 1024  # enough rows for pipeline=True to choose two chunks on two ranks
@@ -155,7 +156,7 @@ def build(options: dict[str, Any]) -> MoELayer:
         options["mesh"] = _meshes[shape]
     if options.get("callbacks"):
         options["callbacks"] = (Callbacks(),)
-    return MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K, **options)
+    return switched_layer(D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K, **options)
 
 
 def step(layer: MoELayer, rank: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import html
 import json
 import os
 import re
@@ -21,18 +22,19 @@ import pytest
 from PIL import Image
 
 import pmoe
-from docs import pictures
+from docs import options_table, pictures
 from pmoe import cli
 from pmoe.measure.profile import save_profile
 from pmoe.papers import comet_figures
+from pmoe.runners.features import TAKES, Feature
 from pmoe.schedule.restore import STRATEGIES
 from tests.browser import Page
-from tests.snippets import PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
+from tests.snippets import GUIDES, PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
 
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "bench" / "results"
 ALONE = [block for block in python_blocks() if block.num_ranks == 1]
-COMMANDS = [command for page in PAGES for command in commands(page)]
+COMMANDS = [command for page in GUIDES for command in commands(page)]
 USERS_OWN = {"train.py"}
 """Files that a page tells its reader to write."""
 
@@ -132,7 +134,7 @@ def test_the_commands_of_choosing_options_run(
 def test_a_file_that_a_page_names_exists() -> None:
     named = [
         (each.name, path)
-        for each in PAGES
+        for each in GUIDES
         for path in re.findall(
             r"`((?:bench|cuda|docs|examples|pmoe|tests)/[\w./]+)`", each.read_text("utf-8")
         )
@@ -142,10 +144,38 @@ def test_a_file_that_a_page_names_exists() -> None:
         assert (ROOT / path).exists(), f"{name} names {path}"
 
 
+def test_the_readme_tells_what_every_folder_holds() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    tree = text.partition("\n## Where things are\n")[2]
+    told = re.findall(r"^([a-z]\w*(?:/\w+)?)/  +\S", tree, re.MULTILINE)
+    packages = {f"pmoe/{path.parent.name}" for path in (ROOT / "pmoe").glob("*/__init__.py")}
+    assert len(packages) > 10
+    assert sorted(told) == sorted(packages | {"bench", "cuda", "docs", "examples", "tests"})
+    assert all((ROOT / path).is_dir() for path in told)
+
+
 def test_every_subcommand_is_named_by_a_page() -> None:
-    guides = "".join(each.read_text(encoding="utf-8") for each in PAGES)
+    guides = "".join(each.read_text(encoding="utf-8") for each in GUIDES)
     for name in subcommands():
         assert f"pmoe {name}" in guides, name
+
+
+# ---- the table of options
+
+
+def test_the_table_of_options_is_that_of_the_features() -> None:
+    heading, *body = options_table.rows()
+    assert heading[1:] == list(TAKES)
+    assert len(body) == len(Feature)
+    for feature, (words, *cells) in zip(Feature, body, strict=True):
+        assert "{" not in words and words.split()[0] in feature.value
+        assert cells == ["yes" if feature in TAKES[taker] else "no" for taker in TAKES], words
+
+
+def test_every_column_of_the_table_of_options_is_explained() -> None:
+    told = re.findall(r"^\| ([\w' ]+) \|", page("choosing.md").partition("| column |")[2], re.MULTILINE)
+    assert told[: len(TAKES)] == list(TAKES)
 
 
 # ---- messages
@@ -241,10 +271,6 @@ def stored(name: str) -> Any:
 def test_measured_numbers_of_the_papers_page_are_the_stored_ones() -> None:
     text = page("papers.md")
     overlap = {row["run"]: row for row in stored("overlap_modelled_auto.json")["rows"]}
-    for n in (1, 2, 4, 8, 16):
-        row = overlap[f"n={n}"]
-        ratios = (row["forward/bound"], row["step/bound"], row["step x seq n=1"])
-        assert f"| n = {n} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |" in text
     best = min((n for n in (1, 2, 4, 8, 16)), key=lambda n: overlap[f"n={n}"]["step ms"])
     assert f"n = {best} is best for a step" in text
 
@@ -263,9 +289,6 @@ def test_measured_numbers_of_the_papers_page_are_the_stored_ones() -> None:
         assert f"{pair}: {min(shares[pair]):.2f} to {max(shares[pair]):.2f}" in text, pair
 
     reuse = {row["variant"]: row for row in stored("reuse_modelled_auto.json")["rows"]}
-    best_pair = reuse["communicate/recompute n=4 S4"]
-    assert f"{best_pair['peak/plain']:.2f} of the peak in {best_pair['step/plain']:.2f} of the time" in text
-
     at_4 = {name.split()[-1]: row for name, row in reuse.items() if " n=4" in name}
     told = [f"{pair} {at_4[pair]['peak/plain']:.2f} in {at_4[pair]['step/plain']:.2f}" for pair in STRATEGIES]
     kept = reuse["keep/keep n=4"]
@@ -336,7 +359,7 @@ def test_pictures_of_the_pages_are_those_that_the_planner_draws_now(tmp_path: Pa
 def test_pictures_are_there_without_a_build() -> None:
     shown = [
         (each, path)
-        for each in PAGES
+        for each in GUIDES
         for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", each.read_text(encoding="utf-8"))
     ]
     assert len(shown) > 8
@@ -400,6 +423,9 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser:
     for name, parser in subcommands().items():
         assert f"pmoe {name}" in told
         assert str(parser.description)[:30] in told
+    options = (site / "choosing.html").read_text(encoding="utf-8")
+    for words, *_ in options_table.rows():
+        assert html.escape(words, quote=False) in options, words
     assert any(link == "plan.html" for link in pages[site / "how_it_works.html"].links)
     for name in pictures.NAMES:
         assert (site / "_images" / name).stat().st_size > 10_000, name

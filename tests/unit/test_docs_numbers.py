@@ -1,0 +1,138 @@
+"""Tables of measured numbers in README.md and docs/numbers.md are those of the stored results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+NUMBERS = (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DEGREES = (1, 2, 4, 8, 16)
+PAIRS = [
+    f"{t_di}/{t_m}" for t_di in ("keep", "offload", "communicate") for t_m in ("keep", "offload", "recompute")
+]
+RUNS = [
+    "computation alone",
+    "communication alone",
+    *(f"n={n}" for n in DEGREES),
+    *("sequential n=1", "sequential n=4"),
+]
+
+
+def stored(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def table_below(text: str, command: str) -> list[list[str]]:
+    """Cells of the body of the first table behind the first mention of ``command``."""
+    _, found, rest = text.partition(command)
+    assert found, command
+    lines = rest[rest.index("\n|") + 1 :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def told(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def overlap_row(row: dict[str, Any]) -> list[str]:
+    times = [told(row[f"{part} ms"], 0) for part in ("forward", "backward", "step")]
+    ratios = ("forward/bound", "step/bound", "step x seq n=1", "predicted/step")
+    return [row["run"], *times, *(told(row[name], 2) for name in ratios)]
+
+
+@pytest.mark.parametrize("rate", ["auto", "auto-step"])
+def test_the_tables_of_overlap_are_the_stored_ones(rate: str) -> None:
+    rows = {row["run"]: row for row in stored(f"overlap_modelled_{rate}")}
+    command = f"`python bench/bench_overlap.py --link modelled --rate {rate}`"
+    assert table_below(NUMBERS, command) == [overlap_row(rows[run]) for run in RUNS]
+
+
+def best(rows: Sequence[dict[str, Any]], name: str) -> tuple[float, str]:
+    return min((row[name], row["run"]) for row in rows if row["run"].startswith("n="))
+
+
+def real_row(rate: str) -> list[str]:
+    rows = stored(f"overlap_real_{rate}")
+    rate_bytes = json.loads((RESULTS / f"overlap_real_{rate}.json").read_text("utf-8"))["bytes_per_second"]
+    (forward, at), (step, step_at) = best(rows, "forward/bound"), best(rows, "step/bound")
+    faster = max(row["step x seq n=1"] for row in rows if row["run"] == step_at)
+    return [f"{rate_bytes / 1e6:.1f}", f"{forward:.2f} ({at})", f"{step:.2f} ({step_at})", f"{faster:.2f}"]
+
+
+def test_the_table_of_a_real_link_is_the_stored_one() -> None:
+    expected = [real_row("auto"), real_row("auto-step")]
+    assert table_below(NUMBERS, "`python bench/bench_overlap.py --link real --rate auto`") == expected
+
+
+def reuse_rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(its name on the page, row) at n = 4."""
+    rows = {row["variant"]: row for row in stored("reuse_modelled_auto")}
+    yield "plain autograd, n=1", rows["plain"]
+    yield "the same under `torch.utils.checkpoint`", rows["checkpointed"]
+    yield "`memory_reuse=False`", rows["no reuse n=4"]
+    for variant, row in rows.items():
+        pair, *at = variant.split()
+        if pair in PAIRS and "n=4" in at:
+            yield " ".join([pair, *(word for word in at if word != "n=4")]), row
+
+
+def reuse_row(name: str, row: dict[str, Any]) -> list[str]:
+    columns = (("held MB", 1), ("peak MB", 0), ("peak/plain", 2), ("step ms", 0), ("step/plain", 2))
+    more = (("step/keep", 2), ("predicted step/keep", 2))
+    return [name, *(told(row[column], digits) for column, digits in (*columns, *more))]
+
+
+def test_the_table_of_restore_pairs_is_the_stored_one() -> None:
+    expected = [reuse_row(name, row) for name, row in reuse_rows()]
+    assert len(expected) == 12
+    assert table_below(NUMBERS, "`python bench/bench_reuse.py --link modelled --rate auto`") == expected
+
+
+def saving_rows() -> Iterator[list[str]]:
+    rows = stored("memory_saving")
+    for model in ("MoE-GPT3-S", "MoE-BERT-L", "MoE-GPT3-XL"):
+        for n in (2, 4, 8):
+            here = [row for row in rows if (row["model"], row["n"]) == (model, n)]
+            sizes = sorted({row["tokens"] // 1024 for row in here})
+            cells = []
+            for pair in ("S1", "S2", "S3", "S4", "keep/keep"):
+                shares = [row["share"] for row in here if row["pair"].split()[-1] == pair]
+                cells.append(f"{min(shares):.2f} - {max(shares):.2f}")
+            yield [f"{model} ({sizes[0]}k - {sizes[-1]}k)", str(n), *cells]
+
+
+def test_the_table_of_savings_is_the_stored_one() -> None:
+    assert table_below(NUMBERS, "`python bench/memory_saving.py") == list(saving_rows())
+
+
+def test_other_measured_numbers_are_the_stored_ones() -> None:
+    text = " ".join(NUMBERS.split())
+    one, two = (stored(f"plain_{threads}_threads")[0]["/ plain"] for threads in (1, 2))
+    assert f"{one:.2f} x (one thread) and {two:.2f} x (two threads)" in text
+    share = json.loads((RESULTS / "fairseq.json").read_text("utf-8"))["share"]
+    assert f"takes {100 * share:.1f} % of a step" in text
+
+
+# ---- the README's two tables, a part of those
+
+
+def test_the_readme_shows_rows_of_these_tables() -> None:
+    speed = table_below(README, "`python bench/bench_overlap.py --link modelled --rate auto`")
+    whole = {row["run"]: overlap_row(row) for row in stored("overlap_modelled_auto")}
+    assert len(speed) > 3
+    for run, *cells in speed:
+        _, forward, backward, step, of_forward, of_step, faster, _ = whole[run]
+        assert cells == [forward, backward, step, of_forward, of_step, faster], run
+    memory = table_below(README, "`python bench/bench_reuse.py --link modelled --rate auto`")
+    known = {name: reuse_row(name, row) for name, row in reuse_rows()}
+    assert len(memory) > 5
+    for name, *cells in memory:
+        assert cells == known[name][1:6], name

@@ -27,7 +27,7 @@ from pmoe import __version__
 from pmoe.cli import kernels, memory, plan, profile, report, simulate
 from pmoe.cli.arguments import BadInputError
 from pmoe.cli.output import Output
-from pmoe.measure.profile_file import NoProfileError
+from pmoe.measure.profile import NoProfileError
 
 
 class Command(Protocol):

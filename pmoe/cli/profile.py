@@ -17,7 +17,7 @@ from pmoe.cli.output import Output, describe_profile
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.identity import identity
 from pmoe.measure.operations import LINE_SECONDS, measure_operations
-from pmoe.measure.profile_file import profile_path, save_profile
+from pmoe.measure.profile import profile_path, save_profile
 from pmoe.measure.rates import measure
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost

@@ -16,8 +16,7 @@ from pmoe.cli.output import Output, ms
 from pmoe.comm.agree import gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
-from pmoe.measure.division import forget, fused_layer_sizes
-from pmoe.measure.division_file import as_fields, load_divisions, save_divisions
+from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, now, time_layers, timing_refusal
 from pmoe.measure.store import cache_folder
 from pmoe.planner.division import FusedLayerSizes, all_kernel_sizes, rule, sizes_of

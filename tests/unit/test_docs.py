@@ -24,7 +24,7 @@ from PIL import Image
 import pmoe
 from docs import options_table, pictures
 from pmoe import cli
-from pmoe.measure.profile_file import save_profile
+from pmoe.measure.profile import save_profile
 from pmoe.papers import comet_figures
 from pmoe.runners.features import TAKES, Feature
 from pmoe.schedule.restore import STRATEGIES

@@ -2,7 +2,7 @@
 
 4 ranks on 2 nodes, one thread each, on two-level links. The rates are set so that between nodes (S and R),
 inside nodes (AG and RS) and in the experts (C) a forward pass spends the same time: then a layer with one
-communication lane (`MoELayer(one_lane=True)`), where AG and RS queue behind S and R, has twice as much to
+communication lane (`Switches(one_lane=True)`), where AG and RS queue behind S and R, has twice as much to
 send as to compute. Prints forward and step for each n with two lanes, with one, and in sequence, the ratios
 one lane / two lanes, and beside them the ideal: the simulator's, where nothing but those three costs
 anything.
@@ -39,6 +39,7 @@ from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, 
 from bench.quiet import Measured, Neighbours, measure_quietly
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import Span, recording
+from pmoe.layer.switches import Switches
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace
 from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
@@ -98,7 +99,7 @@ class Step:
 
     def __call__(self, n: int, variant: str) -> dict[str, float]:
         self.layer.pipeline = n
-        self.layer.one_lane, self.layer.sequential = variant != "two lanes", variant == "sequential"
+        self.layer.switches = Switches(one_lane=variant != "two lanes", sequential=variant == "sequential")
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
         return timed(lambda: self.layer(self.x), self.dy)

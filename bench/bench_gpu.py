@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.device import file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.timing import Timing, table, write_json
+from pmoe.layer.switches import Switches
 
 DEGREES = (1, 2, 4, 8)
 FLOAT32_ERROR = 5e-5
@@ -170,7 +171,7 @@ def variants(layer: pmoe.MoELayer) -> dict[str, Callable[[], None]]:
 
     def configure(n: int, bypass_local: bool) -> Callable[[], None]:
         def set_both() -> None:
-            layer.pipeline, layer.bypass_local = n, bypass_local
+            layer.pipeline, layer.switches = n, Switches(bypass_local=bypass_local)
 
         return set_both
 

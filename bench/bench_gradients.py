@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.links import INFINITE, launch
 from bench.timing import Timing, interleaved, table, write_json
+from pmoe.layer.switches import Switches
 from pmoe.training.parallel import is_expert
 
 WAYS = ("no reduction", "plain", "partitioned")
@@ -150,7 +151,7 @@ def _rate(link: Any, setting: Setting, x: Tensor) -> float:
     """Bytes a second at which a layer's two all-to-alls take that share of its computing, and sets it."""
     link.set_rate(INFINITE)
     layer = make_model(setting)[0].moe
-    layer.sequential = True
+    layer.switches = Switches(sequential=True)
     with torch.no_grad():
         layer(x)
         sent = layer.traffic.rows

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -214,7 +215,7 @@ def all_travel(pmoe: Any, options: dict[str, Any]) -> Any:
         return pmoe.MoELayer(*sizes, bypass_local=False, **options)
     except TypeError:
         layer = pmoe.MoELayer(*sizes, **options)
-        layer.bypass_local = False
+        layer.switches = replace(layer.switches, bypass_local=False)
         return layer
 
 

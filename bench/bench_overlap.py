@@ -47,6 +47,7 @@ from bench.passes import (
 )
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import Span, recording
+from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.task_costs import task_seconds
@@ -62,7 +63,7 @@ class Step:
         self.layer, self.x, self.dy = make_layer(setting)
 
     def __call__(self, n: int, is_sequential: bool) -> dict[str, float]:
-        self.layer.pipeline, self.layer.sequential = n, is_sequential
+        self.layer.pipeline, self.layer.switches = n, Switches(sequential=is_sequential)
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
         return timed(lambda: self.layer(self.x), self.dy)

@@ -49,6 +49,7 @@ from bench.passes import (
 )
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine import recording
+from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.task_costs import task_seconds
@@ -114,7 +115,7 @@ class Step:
         if variant == "checkpointed":
             return checkpoint(plain_forward, self.layer, self.x, use_reentrant=False)
         layer = self.layer
-        layer.pipeline, layer.sequential = n, is_sequential
+        layer.pipeline, layer.switches = n, Switches(sequential=is_sequential)
         layer.memory_reuse = False if variant == "no reuse" else variant
         return layer(self.x)
 

@@ -41,7 +41,7 @@ def check_not_negative(**values: float) -> None:
     for name, value in values.items():
         check_number(**{name: value})
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name} ({value}) must be a number of at least 0")
+            raise ValueError(f"{name} ({value}) must be a finite number of at least 0")
 
 
 def check_positive(**values: float | None) -> None:

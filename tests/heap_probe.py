@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.exchange import CollectiveSteps
+from pmoe.comm.heap.providers import CollectiveSteps
 from pmoe.comm.heap.rank_heap import Heap
 from pmoe.comm.ranks import Ranks
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pmoe import MoELayer
 from tests.reference import relative_error
+from tests.switched import switched_layer
 
 D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K, TOKENS, AUX = 6, 10, 4, 2, 11, 0.37
 
@@ -19,7 +20,7 @@ def build(num_experts: int = NUM_EXPERTS, **options: Any) -> MoELayer:
     """A float64 layer of top-2 from one seed. Its gate is bent to be uneven."""
     torch.manual_seed(7)
     given = {"d_model": D_MODEL, "d_hidden": D_HIDDEN, "top_k": TOP_K, "dtype": torch.float64}
-    layer = MoELayer(**{**given, "num_experts": num_experts, **options})
+    layer = switched_layer(**{**given, "num_experts": num_experts, **options})
     with torch.no_grad():
         for parameter in layer.gate.parameters():
             parameter *= 3

@@ -1,4 +1,7 @@
-"""Collectives: the exchange of row counts and the all-to-alls that carry rows. One collective a file."""
+"""Collectives: the exchange of row counts and the all-to-alls that carry rows. One collective a file.
+
+Letters of this folder: N rows, W ranks, F bins of rows, M columns, A nodes, L ranks of a node.
+"""
 
 from __future__ import annotations
 

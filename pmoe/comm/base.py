@@ -1,7 +1,4 @@
-"""What carries rows between ranks: the abstract Dispatch and Combine, and the count of what they send.
-
-Letters: N rows, W ranks, F bins of rows, M columns.
-"""
+"""What carries rows between ranks: the abstract Dispatch and Combine, and the count of what they send."""
 
 from __future__ import annotations
 
@@ -31,6 +28,16 @@ class Traffic:
     @property
     def total(self) -> int:
         return self.counts + self.rows + self.scalars
+
+    def add(self, like: Tensor, num_rows: int, *, inside: bool = False) -> None:
+        """Counts ``num_rows`` rows (N, M), or scalars (N,), of the width and type of ``like``."""
+        sent = num_rows * like.element_size()
+        if like.dim() == 1:
+            self.scalars += sent
+        else:
+            sent *= like.shape[1]
+            self.rows += sent
+        self.inside += sent * inside
 
 
 class Exchange(abc.ABC):

@@ -110,6 +110,8 @@ class RankCounts:
 
     def joined(self, n: int) -> RankCounts:
         """The same rows in n chunks, each of as many neighbouring bins; n divides the number of bins."""
+        if n == self.send.shape[0]:
+            return self
 
         def join(counts: Tensor) -> Tensor:
             bins: Tensor = counts.unflatten(0, (n, -1))
@@ -227,11 +229,13 @@ class CountsExchange:
         self._own_FPX, ranks, self._bypass_local = counts_FPX, grid.all, bypass_local
         self._slots, self._traffic = slots, traffic
         self._asks_most_rows, self._one_row_a_choice = asks_most_rows, one_row_a_choice
-        header = counts_FE.new_empty(HEADER)
-        # Filled by kernels: a tensor built from Python numbers would be a synchronising copy on CUDA.
         kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
-        for i, value in enumerate((num_tokens, fault, needs_grad, kind)):
-            header[i] = value if isinstance(value, Tensor) else int(value)
+        told = 0 if isinstance(fault, Tensor) else fault.value
+        # From pinned memory: another copy of Python's numbers to a GPU would make the host wait.
+        header = torch.tensor([num_tokens, told, needs_grad, kind], pin_memory=counts_FE.is_cuda)
+        header = header.to(counts_FE.device, non_blocking=True)
+        if isinstance(fault, Tensor):
+            header[1] = fault
         by_rank = grid.to_owners(counts_FPX).transpose(0, 1).reshape(ranks.size, -1)
         self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1)
         self._received = self._sent

@@ -1,7 +1,4 @@
-"""The flat irregular all-to-all: exactly the routed rows travel, each straight to its rank.
-
-Letters: N rows, W ranks, M columns.
-"""
+"""The flat irregular all-to-all: exactly the routed rows travel, each straight to its rank."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ class FlatAllToAll(Exchange):
         recv_rows: Sequence[int],
         relayed: Sequence[int] = (),
     ) -> dist.Work | None:
-        sent = (rows.shape[0] - send_rows[self.ranks.rank]) * rows[0:1].numel() * rows.element_size()
-        if rows.dim() == 1:
-            self.traffic.scalars += sent
-        else:
-            self.traffic.rows += sent
+        self.traffic.add(rows, rows.shape[0] - send_rows[self.ranks.rank])
         if self.ranks.group is None:
             out.copy_(rows)
             return None

@@ -1,13 +1,9 @@
-"""The common part of both hierarchical all-to-alls: steps inside and across nodes, and row orders.
-
-Letters: N rows, W ranks of the layer's group, A nodes, L ranks of a node, F bins of rows, M columns.
-"""
+"""The common part of both hierarchical all-to-alls: steps inside and across nodes, and row orders."""
 
 from __future__ import annotations
 
 import abc
 import itertools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +11,8 @@ from torch import Tensor
 
 from pmoe.comm.base import Exchange, Traffic
 from pmoe.comm.flat import all_to_all
-from pmoe.comm.node_groups import NodeGroups, connect
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import Nodes, Topology, find_topology
+from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
 
 
 class HierarchicalExchange(Exchange):
@@ -130,15 +125,7 @@ class HierarchicalExchange(Exchange):
         group = groups.across if across else groups.inside
         assert group is not None
         peers = topology.across(own) if across else topology.inside(own)
-        sent = (
-            (sum(send_rows) - send_rows[peers.index(own)]) * math.prod(rows.shape[1:]) * rows.element_size()
-        )
-        if rows.dim() == 1:
-            self.traffic.scalars += sent
-        else:
-            self.traffic.rows += sent
-        if not across:
-            self.traffic.inside += sent
+        self.traffic.add(rows, sum(send_rows) - send_rows[peers.index(own)], inside=not across)
         if out is None:
             out = rows.new_empty((sum(recv_rows), *rows.shape[1:]))
         work = all_to_all(rows, send_rows, out, recv_rows, group)

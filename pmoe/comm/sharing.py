@@ -4,7 +4,7 @@ section 2.2: ESP-AllGather and ESP-ReduceScatter), for irregular numbers of rows
 Both are one irregular all-to-all: no backend has uneven all-gathers and reduce-scatters of its own, and a
 rank sends no more bytes so than the best ring would.
 
-Letters: N rows, L ranks inside, M columns.
+Letters: L ranks inside.
 """
 
 from __future__ import annotations
@@ -52,12 +52,7 @@ class Sharing:
         torch.sum(parts.view(self.inside.size, *out.shape), dim=0, out=out)
 
     def _exchange(self, rows: Tensor, send: list[int], out: Tensor, recv: list[int]) -> None:
-        sent = (sum(send) - send[self.inside.rank]) * rows[0:1].numel() * rows.element_size()
-        if rows.dim() == 1:
-            self.traffic.scalars += sent
-        else:
-            self.traffic.rows += sent
-        self.traffic.inside += sent
+        self.traffic.add(rows, sum(send) - send[self.inside.rank], inside=True)
         assert self.inside.group is not None
         work = all_to_all(rows, send, out, recv, self.inside.group)
         if work is not None:

@@ -22,18 +22,24 @@ class Arena:
 
     def __init__(self, pool: DevicePool, slots: Mapping[str, str], sizes: BufferSizes, like: Tensor) -> None:
         self._pool, self._slots, self._sizes = pool, slots, sizes
-        self._starts, total = arena_elements(slot_elements(slots, sizes), like.element_size())
+        elements = slot_elements(slots, sizes)
+        spans, total = arena_elements(elements, like.element_size())
         self._memory: Tensor | None = pool.take(total, like)
+        # unsafe: writes to one slot are no changes of the others' tensors.
+        pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
+        self._pieces = dict(zip(spans, pieces, strict=True))
+        self._views: dict[str, Tensor] = {}
 
     def __contains__(self, buffer: str) -> bool:
         return buffer in self._slots
 
     def view(self, buffer: str) -> Tensor:
-        assert self._memory is not None
-        rows, columns = self._sizes.shape(buffer)
-        start = self._starts[self._slots[buffer]]
-        # .data: other slots' writes are no changes of this tensor.
-        return self._memory[start : start + rows * columns].view(rows, columns).data
+        found = self._views.get(buffer)
+        if found is None:
+            rows, columns = self._sizes.shape(buffer)
+            piece = self._pieces[self._slots[buffer]]
+            found = self._views[buffer] = piece.as_strided((rows, columns), (columns, 1))
+        return found
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in one of the slots."""
@@ -47,6 +53,8 @@ class Arena:
         if self._memory is not None:
             self._pool.give_back(self._memory)
             self._memory = None
+            self._pieces.clear()
+            self._views.clear()
 
 
 class DevicePool:

@@ -1,21 +1,17 @@
 """Callbacks: a user's hooks at six points of a layer, and how their gradients come about (FSMoE, section
 3.1).
 
-The four points inside are passed chunk by chunk. Each hook's graph is kept from forward to backward, where
-autograd differentiates it: what dispatch carries in backward is the gradient of what it carried forward.
+The four points inside are passed chunk by chunk (`pmoe.engine.hooked`).
 
 Letters: N rows, M = d_model, W columns of what travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-
-from pmoe.experts.graphs import Graph, Shelf, gradients, record
 
 POINTS = ("before_dispatch", "after_dispatch", "before_combine", "after_combine")
 """The points inside, in the order in which a chunk passes them."""
@@ -118,55 +114,3 @@ class Hooks:
                 f"the layer has them, {like.shape[1]} columns of {like.dtype}"
             )
         return rows
-
-
-@dataclass(frozen=True)
-class Passed:
-    """What a chunk's hooks of one point leave for backward. shape, dtype: of the rows that came in."""
-
-    graph: Graph
-    tensors: tuple[Tensor, ...]
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def emptied(self) -> Passed:
-        return replace(self, tensors=())
-
-
-def forward(
-    hooks: Hooks,
-    point: str,
-    rows: Tensor,
-    chunk: int,
-    like: Tensor | None,
-    parameters: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Passed | None]:
-    """The rows behind the hooks of ``point``, contiguous, and what `backward` needs of them.
-
-    parameters: the hooks', whose memory is not kept for backward; None where no backward comes.
-    """
-    if parameters is None:
-        with torch.no_grad():
-            return hooks.run(point, rows, chunk, like).contiguous(), None
-    shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in parameters))
-    graph, out = record(
-        lambda given: hooks.run(point, given, chunk, like),
-        rows,
-        slice(0, rows.shape[0]),
-        shelf,
-        own_rows=True,
-    )
-    return out.contiguous(), Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
-
-
-def backward(passed: Passed, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of the rows that came in, in their columns and type, and of each of ``wanted``."""
-    graph = passed.graph
-    if graph.output is None:
-        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *[None] * len(wanted)]
-    graph.shelf.tensors = list(passed.tensors)
-    grads = gradients(graph, wanted, grad)
-    graph.shelf.close()
-    if grads[0] is None:
-        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *grads[1:]]
-    return [grads[0].contiguous(), *grads[1:]]

@@ -9,7 +9,7 @@ import abc
 import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,9 +59,12 @@ class Lanes(abc.ABC):
     def finish(self) -> None:
         """After the last task: the compute lane sees everything that the pass wrote."""
 
-    def stage(self, task: Task) -> str:
+    def _fail(self, task: Task, error: RuntimeError) -> NoReturn:
+        """Raises it again with the stage and this rank."""
         chunk = "" if task.chunk < 0 else f" of chunk {task.chunk}"
-        return f"{task.kind.name.lower()} ({task.name}){chunk}, {self._schedule.direction}"
+        stage = f"{task.kind.name.lower()} ({task.name}){chunk}, {self._schedule.direction}"
+        with at_stage(stage, self._ranks):
+            raise error
 
 
 class CpuLanes(Lanes):
@@ -81,14 +84,17 @@ class CpuLanes(Lanes):
             self._works[task.name] = (task, _Threaded(future))
             return
         for name in task.waits:
-            self._wait(name)
+            if name in self._works:
+                self._wait(name)
         if task.lane is Lane.COMPUTE:
             action(task)
             return
         work: Work | None
         if task.lane is Lane.COMMUNICATE:
-            with at_stage(self.stage(task), self._ranks):
+            try:
                 work = action(task)
+            except RuntimeError as error:
+                self._fail(task, error)
         else:
             work = _Threaded(_thread(task.lane).submit(action, task))
         if work is not None:
@@ -109,22 +115,26 @@ class CpuLanes(Lanes):
         self._works.clear()
 
     def _wait(self, name: str) -> None:
-        if name in self._works:
-            task, work = self._works.pop(name)
-            if isinstance(work, _Threaded):
-                work.wait()  # its thread has named the stage
-                return
-            with at_stage(self.stage(task), self._ranks):
-                work.wait()
+        task, work = self._works.pop(name)
+        if isinstance(work, _Threaded):
+            work.wait()  # its thread has named the stage
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(task, error)
 
     def _communicate(self, task: Task, action: Action, awaited: Sequence[Work]) -> None:
         """In a lane's thread: a task of communication, begun and ended."""
         for work in awaited:
             work.wait()
-        with torch.no_grad(), at_stage(self.stage(task), self._ranks):
-            begun = action(task)
-            if begun is not None:
-                begun.wait()
+        try:
+            with torch.no_grad():
+                begun = action(task)
+                if begun is not None:
+                    begun.wait()
+        except RuntimeError as error:
+            self._fail(task, error)
 
 
 @functools.cache
@@ -168,10 +178,12 @@ class CudaLanes(Lanes):
             if task.lane not in (Lane.COMMUNICATE, Lane.INTRA_NODE):
                 action(task)
             else:
-                with at_stage(self.stage(task), self._ranks):
+                try:
                     work = action(task)
                     if work is not None:
                         work.wait()  # the lane's stream waits for the collective's own; the host does not
+                except RuntimeError as error:
+                    self._fail(task, error)
             if task.name in self._awaited:
                 event = torch.cuda.Event()
                 event.record(stream)

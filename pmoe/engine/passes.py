@@ -12,9 +12,9 @@ Letters: T tokens, K choices, N rows, M = d_model, n chunks. "_L" marks buffers 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,21 +22,20 @@ from torch import Tensor
 
 from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
-from pmoe.engine.callbacks import Passed
-from pmoe.engine.padding import Padding
-from pmoe.engine.plan import Cut, Plan
+from pmoe.engine.plan import Cut, Plan, length
+from pmoe.engine.run import Actions as Actions
 from pmoe.experts.base import Hidden, Space
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.rings import rotating
-from pmoe.schedule.slots import BufferSizes, ChunkRows
+from pmoe.schedule.slots import BufferSizes
 from pmoe.schedule.tasks import Kind, Schedule, backward_schedule, forward_schedule, sequential
+
+if TYPE_CHECKING:
+    from pmoe.engine.hooked import Passed
+    from pmoe.engine.padding import Padding
 
 Unit = tuple[int, str]
 """What experts compute at a time: (chunk, "") the rows received in it, (piece, "_L") rows that stay."""
-
-
-SHARED: Unit = (-1, "_S")
-"""All tokens, by the shared expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,50 +117,36 @@ def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     return sequential(schedule) if plan.modules.sequential else schedule
 
 
-def extent(cut: Cut, has_drops: bool) -> ChunkRows:
-    """Rows of the buffers of a pass through ``cut``. Where pieces are not chunks nothing rotates, and what is
-    said of rows by chunk of home and of those that stay is not used."""
-    n, inside = len(cut.chunks), len(cut.chunks[0].gathered)
-    by_chunk = len(cut.pieces) in (0, n)
-    apart = inside > 0 or cut.once is not None
-    return ChunkRows(
-        arrived=tuple(chunk.num_arrived for chunk in cut.chunks) if apart else None,
-        gathered=tuple(chunk.num_gathered for chunk in cut.chunks) if apart else None,
-        inside=inside,
-        send=tuple(chunk.num_sent for chunk in cut.chunks),
-        received=tuple(chunk.received.num_rows for chunk in cut.chunks),
-        local=tuple(piece.groups.num_rows for piece in cut.pieces) or (0,) * n,
-        home=tuple(_length(cut.home(i)) + has_drops for i in range(n)) if by_chunk else (0,) * n,
-        regrouped=tuple(cut.once is not None or chunk.regroup is not None for chunk in cut.chunks),
-    )
-
-
-def _length(at: slice) -> int:
-    return int(at.stop - at.start)
-
-
 class Pass:
     """What both directions share: rows leave by `gather` and `dispatch`, and come home by `combine` and
     `output`. ``source`` is T_I or dT_O, ``result`` T_O or dT_I; both (T, M).
 
-    received, sent_back: names of what arrives at the experts and of what leaves them again.
+    What only some layers need is in subclasses, each in a file of its own: see `specialised`.
+
+    received, sent_back: names of what arrives at the experts and of what leaves them again. brought_by_S,
+    taken_by_R: what the two all-to-alls fill and send, the same two where experts are not sharded.
     """
 
     direction: str
     received: str
     sent_back: str
     home_name: str
+    brought_by_S: str
+    taken_by_R: str
 
     def __init__(self, plan: Plan, cut: Cut, source_TM: Tensor, keep: bool) -> None:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
-        self.stages, self.hooks = plan.modules.stages, plan.modules.hooks
+        self.stages = plan.modules.stages
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
+        self.results = self.result_TM.split(cut.tokens_of_chunks)
+        slots = [length(chunk.slots) // plan.top_k for chunk in cut.chunks]
+        self.positions = cut.position.view(-1, plan.top_k).split(slots)
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
         self.sizes = BufferSizes(
             direction=self.direction,
-            extent=extent(cut, plan.has_drops),
+            extent=cut.rows,
             d_model=source_TM.shape[1],
             columns=plan.modules.experts.columns(source_TM.device.type),
             restore=plan.restore if keep else None,
@@ -173,18 +158,20 @@ class Pass:
         self.arena = Arena(pool(source_TM.device).device, self.schedule.slots, self.sizes, source_TM)
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
+        rotates = plan.modules.rotates
         for i, chunk in enumerate(cut.chunks):
-            if not plan.modules.rotates:
-                self.own_buffer("send", i)
-                if plan.modules.stages.sharded:
-                    self.own_buffer("arrived", i)
-                    self.own_buffer("copies", i)
-            if not plan.modules.rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
+            if not rotates:
+                self.make_buffers(i)
+            if not rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
-        if not plan.modules.rotates:
+        if not rotates:
             self.home = self.new(cut.num_home + plan.has_drops, source_TM.shape[1])
             if plan.has_drops:
                 self.home[-1].zero_()  # what a dropped slot adds to its token
+
+    def make_buffers(self, i: int) -> None:
+        """Memory for chunk i to leave from, where nothing rotates."""
+        self.own_buffer("send", i)
 
     def keeps_received(self) -> bool:
         """Whether rows stay where they arrived after the pass, if they need no sorting."""
@@ -235,36 +222,11 @@ class Pass:
         self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
 
     def gather(self, i: int) -> None:
-        self.leave(
-            "send", "arrived" if self.plan.modules.stages.sharded else self.received, i, self.source_TM
-        )
+        self.leave(self.source_TM, "send", self.brought_by_S, i)
 
-    def leave(self, name: str, received: str, i: int, source_TM: Tensor) -> None:
-        """Rows of chunk i into the buffer that is sent. What hooks make of them has its own columns and type,
-        and so has what arrives."""
-        if not self.changes_leaving():
-            self.gather_rows(source_TM, self.buffer(name, i), i)
-            return
-        rows_NM = self.new(self.cut.chunks[i].num_sent, source_TM.shape[1])
-        self.gather_rows(source_TM, rows_NM, i)
-        leaving = self.on_leaving(i, rows_NM, name)
-        self.own[f"{name}.{i}"] = leaving
-        self.own[f"{received}.{i}"] = leaving.new_empty(self.cut.chunks[i].num_arrived, leaving.shape[1])
-
-    def open(self, i: int) -> None:
-        """Callbacks on the rows that S brought, before they are gathered inside the node."""
-        self.own[f"opened.{i}"] = self.on_arrival(i, self.buffer("arrived", i))
-
-    def changes_leaving(self) -> bool:
-        """Whether hooks see what leaves or what arrives: their graphs may hold it."""
-        raise NotImplementedError
-
-    def on_leaving(self, i: int, rows_NM: Tensor, name: str) -> Tensor:
-        raise NotImplementedError
-
-    def on_arrival(self, i: int, rows: Tensor) -> Tensor:
-        """What the hooks make of rows that have arrived for the experts."""
-        raise NotImplementedError
+    def leave(self, source_TM: Tensor, name: str, received: str, i: int) -> None:
+        """Rows of chunk i into the buffer that is sent. received: where they will arrive."""
+        self.gather_rows(source_TM, self.buffer(name, i), i)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
@@ -277,25 +239,11 @@ class Pass:
         )
 
     def dispatch(self, i: int) -> dist.Work | None:
-        return self.send_rows("send", "arrived" if self.plan.modules.stages.sharded else self.received, i)
-
-    def gather_inside(self, arrived: str, received: str, copies: str, i: int) -> None:
-        self.plan.modules.sharing.all_gather(
-            self.buffer(arrived, i),
-            self.buffer(received, i),
-            self.cut.chunks[i].gathered,
-            self.buffer(copies, i),
-        )
-
-    def all_gather(self, i: int) -> None:
-        self.gather_inside(
-            "opened" if self.plan.modules.stages.hooked else "arrived", self.received, "copies", i
-        )
+        return self.send_rows("send", self.brought_by_S, i)
 
     def arrived(self, i: int) -> Tensor:
-        """What the experts get: behind the hooks, which have run already where experts are sharded."""
-        rows = self.buffer(self.received, i)
-        return rows if self.plan.modules.stages.hooked else self.on_arrival(i, rows)
+        """What the experts get."""
+        return self.buffer(self.received, i)
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
         """Rows that have arrived, replicated where they came once for several experts."""
@@ -313,153 +261,78 @@ class Pass:
         return self.temporary(f"{self.sent_back}_sorted", i)
 
     def leaving_buffer(self, i: int) -> Tensor:
-        if self.changes_returning() and not self.plan.modules.stages.hooked:
-            return self.own_buffer(self.sent_back, i)
         return self.buffer(self.sent_back, i)
 
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
-        """The experts' results as their rows came, summed where these came once for several, past the
-        hooks."""
+        """The experts' results as their rows came."""
         regroup = self.regroup[i]
         if regroup is not None:
-            leaving = self.leaving_buffer(i)
-            if self.cut.once is not None:
-                leaving.zero_().index_add_(0, regroup, rows_NM)
-            else:
-                leaving.index_copy_(0, regroup, rows_NM)
-        if self.plan.modules.stages.hooked:
-            self.own_buffer("leaving", i)  # hooks' graphs may hold it
-        if self.plan.modules.stages.sharded:
-            self.buffer("leaving", i), self.buffer("parts", i)  # made here, on the compute lane
-        elif self.changes_returning():
-            self.return_changed(self.sent_back, i, self.leaving_buffer(i))
+            self.put_back(self.leaving_buffer(i), regroup, rows_NM)
 
-    def return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
-        """What hooks make of results, ready to leave, and memory for what comes home."""
-        leaving = self.on_returning(i, rows_NM)
-        self.own[f"{name}.{i}"] = leaving
-        self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
-
-    def close(self, i: int) -> None:
-        """Callbacks on the sums that RS made."""
-        leaving = self.buffer("leaving", i)
-        if self.changes_returning():
-            self.return_changed("closed", i, leaving)
-        else:
-            self.own[f"closed.{i}"] = leaving
-
-    def changes_returning(self) -> bool:
-        raise NotImplementedError
-
-    def on_returning(self, i: int, rows_NM: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def on_return(self, i: int, rows: Tensor) -> Tensor:
-        """What the hooks make of rows that have come home."""
-        raise NotImplementedError
-
-    def reduce_scatter(self, i: int) -> None:
-        self.plan.modules.sharing.reduce_scatter(
-            self.buffer(self.sent_back, i),
-            self.buffer("leaving", i),
-            self.cut.chunks[i].gathered,
-            self.buffer("parts", i),
-        )
+    def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
+        leaving_NM.index_copy_(0, regroup, rows_NM)
 
     def home_rows(self, i: int, at: slice) -> Tensor:
         """The part of home for rows ``at`` of the sorted order, which are chunk i's."""
         if self.home is not None:
             return self.home[at]
-        start = self.cut.home(i).start
-        return self.temporary(self.home_name, i)[at.start - start : at.stop - start]
+        home, start = self.temporary(self.home_name, i), self.cut.home(i).start
+        return home if length(at) == home.shape[0] else home[at.start - start : at.stop - start]
+
+    def comes_home(self, i: int) -> Tensor:
+        """Where R brings the results of chunk i."""
+        return self.home_rows(i, self.cut.chunks[i].sent)
 
     def combine(self, i: int) -> dist.Work | None:
-        chunk = self.cut.chunks[i]
-        stages = self.plan.modules.stages
-        name = "closed" if stages.hooked else "leaving" if stages.sharded else self.sent_back
-        leaving = self.buffer(name, i)
-        home = self.own[f"came.{i}"] if f"came.{i}" in self.own else self.home_rows(i, chunk.sent)
+        chunk, leaving = self.cut.chunks[i], self.buffer(self.taken_by_R, i)
         return self.plan.modules.combine.exchange(
-            leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1]
+            leaving, chunk.recv_rows, self.comes_home(i), chunk.send_rows, chunk.relayed[1]
         )
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
         plan, chunk = self.plan, self.cut.chunks[i]
-        tokens, top_k = chunk.tokens, plan.top_k
-        if self.changes_returning():
-            self.home_rows(i, chunk.sent).copy_(self.on_return(i, self.own.pop(f"came.{i}")))
-        row = self.cut.position[chunk.slots]
-        home = self.home
+        row_SK, out_TM, home = self.positions[i], self.results[i], self.home
         if home is None:
             home, at = self.temporary(self.home_name, i), self.cut.home(i)
-            row = row - at.start
+            row_SK = row_SK - at.start
             if plan.has_drops:
                 home[-1].zero_()
         if plan.has_drops:
-            row = row.clamp(max=home.shape[0] - 1)
+            row_SK = row_SK.clamp(max=home.shape[0] - 1)
         of_slot = plan.slot_token
         if of_slot is not None:
-            of_slot = of_slot[chunk.slots] - tokens.start
-        out_TM = self.result_TM[tokens]
-        plan.modules.order.restore(home, row.view(-1, top_k), out_TM, of_slot)
+            of_slot = of_slot[chunk.slots] - chunk.tokens.start
+        plan.modules.order.restore(home, row_SK, out_TM, of_slot)
         if self.shared_TM is not None:
-            out_TM.add_(self.shared_TM[tokens])
+            out_TM.add_(self.shared_TM[chunk.tokens])
 
-    def place_shared(self) -> Tensor:
-        """Where the shared expert's result for all tokens goes; `output` adds it."""
-        self.shared_TM = torch.empty_like(self.result_TM)
-        return self.shared_TM
+    # ---- run
 
-    def shared_groups(self) -> RowGroups:
-        tokens = self.source_TM.shape[0]
-        ends = None
-        if self.source_TM.is_cuda:
-            ends = torch.full((1,), tokens, dtype=torch.int32, device=self.source_TM.device)
-        return RowGroups(counts=(tokens,), ends=ends)
-
-    def run_schedule(self, actions: dict[Kind, Callable[[int], dist.Work | None]]) -> None:
-        every = {
+    def actions(self) -> Actions:
+        """What each kind of task does to its chunk."""
+        return {
             Kind.GATHER: self.gather,
             Kind.DISPATCH: self.dispatch,
-            Kind.OPEN: self.open,
-            Kind.CLOSE: self.close,
-            Kind.ALL_GATHER: self.all_gather,
-            Kind.REDUCE_SCATTER: self.reduce_scatter,
             Kind.COMBINE: self.combine,
             Kind.OUTPUT: self.output,
         }
+
+    def run_schedule(self) -> None:
+        modules = self.plan.modules
         try:
             engine.run(
                 self.schedule,
-                every | actions,
+                self.actions(),
                 self.source_TM,
-                self.plan.modules.grid.all,
-                in_steps=self.plan.in_steps
-                or (self.direction == "backward" and self.plan.modules.stages.gradients),
-                of=self.plan.modules.experts,
+                modules.grid.all,
+                in_steps=self.plan.in_steps or (self.direction == "backward" and self.stages.gradients),
+                of=modules.experts,
             )
         finally:
             self.arena.close()
             self.own.clear()  # a lane's thread may hold this pass a moment longer
             self.home = None
-
-
-class _Both:
-    """Two messages of one task."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-def both(*works: dist.Work | None) -> dist.Work | None:
-    begun: Any = _Both([work for work in works if work is not None])
-    waited: dist.Work | None = begun
-    return waited
 
 
 def split_by_chunk(per_row: Tensor, cut: Cut) -> tuple[Tensor, ...]:

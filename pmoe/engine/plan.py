@@ -6,11 +6,12 @@ M = d_model.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,20 @@ from pmoe.comm.base import Combine, Dispatch
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.flat import FlatAllToAll
 from pmoe.comm.grid import Grid
-from pmoe.comm.sharing import Sharing
-from pmoe.engine.callbacks import Hooks
-from pmoe.engine.padding import Padding
-from pmoe.experts.base import Experts, Runs
+from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.base import Order
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds
 from pmoe.schedule.restore import Restore
+from pmoe.schedule.slots import ChunkRows
 from pmoe.schedule.tasks import Stages
+
+if TYPE_CHECKING:
+    from pmoe.comm.sharing import Sharing
+    from pmoe.engine.callbacks import Hooks
+    from pmoe.engine.once import Once
+    from pmoe.engine.padding import Padding
+    from pmoe.engine.rearranged import Joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,7 @@ class Chunk:
     the node has received, where experts are sharded. received: the rows by expert, as the experts see them.
     regroup: index of each of these, in expert order, among the rows as they arrived by source rank; None
     where the two orders are the same, or where it is not known before the rows' own numbers arrive
-    (`Cut.once`)."""
+    (`pmoe.engine.once`)."""
 
     tokens: slice
     slots: slice
@@ -52,11 +58,11 @@ class Chunk:
     relayed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     gathered: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def num_sent(self) -> int:
         return sum(self.send_rows)
 
-    @property
+    @functools.cached_property
     def num_arrived(self) -> int:
         return sum(self.recv_rows)
 
@@ -86,23 +92,14 @@ class WeightJourney:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Once:
-    """Rows that travel once to a rank that holds several of their token's experts. number: (N,) int32, for
-    each weight that is sent, which of the rows that its rank gets in its chunk is its row. base: (N,) where
-    those rows begin among all that a chunk brings its rank, for each weight that arrives."""
-
-    number: Tensor
-    base: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cut:
     """How one pass cuts the batch.
 
     pieces: the rows that stay. slot: as in `SortedRows`. position: where each slot's row stands among those
     that come home, the number of these or more where none does. row_token: the token of each row that leaves,
-    in sorted order. weights: None where nothing travels, on any rank. once: see `Once`; then rows that travel
-    are fewer than slots, and most slots' rows come home as a part of another's.
+    in sorted order. has_drops: whether some slots may have no row that comes home. weights: None where
+    nothing travels, on any rank. once: see `pmoe.engine.once`; then rows that travel are fewer than slots,
+    and most slots' rows come home as a part of another's.
     """
 
     chunks: tuple[Chunk, ...]
@@ -111,7 +108,30 @@ class Cut:
     slot: Tensor
     row_token: Tensor
     position: Tensor
+    has_drops: bool
     once: Once | None = None
+
+    @functools.cached_property
+    def tokens_of_chunks(self) -> list[int]:
+        return [length(chunk.tokens) for chunk in self.chunks]
+
+    @functools.cached_property
+    def rows(self) -> ChunkRows:
+        """Rows of the buffers of a pass. Where pieces are not chunks nothing rotates, and what is said of
+        rows by chunk of home and of those that stay is not used."""
+        chunks, n, inside = self.chunks, len(self.chunks), len(self.chunks[0].gathered)
+        by_chunk = len(self.pieces) in (0, n)
+        apart = inside > 0 or self.once is not None
+        return ChunkRows(
+            arrived=tuple(chunk.num_arrived for chunk in chunks) if apart else None,
+            gathered=tuple(chunk.num_gathered for chunk in chunks) if apart else None,
+            inside=inside,
+            send=tuple(chunk.num_sent for chunk in chunks),
+            received=tuple(chunk.received.num_rows for chunk in chunks),
+            local=tuple(piece.groups.num_rows for piece in self.pieces) or (0,) * n,
+            home=tuple(length(self.home(i)) + self.has_drops for i in range(n)) if by_chunk else (0,) * n,
+            regrouped=tuple(self.once is not None or chunk.regroup is not None for chunk in chunks),
+        )
 
     @property
     def num_home(self) -> int:
@@ -126,10 +146,6 @@ class Cut:
         """Where all rows of chunk i's tokens stand, travelling or not, if there is a piece a chunk."""
         sent = self.chunks[i].sent
         return slice(sent.start, self.pieces[i].rows.stop) if self.pieces else sent
-
-
-Joined = tuple[tuple[tuple[int, Runs], ...], ...]
-"""For each chunk of backward, the chunks of forward that it has rows of, and which."""
 
 
 class Gradients(Protocol):
@@ -161,8 +177,8 @@ class Modules:
     dispatch: Dispatch
     combine: Combine
     scalars: FlatAllToAll
-    sharing: Sharing
-    hooks: Hooks
+    sharing: Sharing | None
+    hooks: Hooks | None
     shared: Experts | None
     gradients: Gradients | None
     sequential: bool
@@ -176,11 +192,8 @@ class Plan:
 
     modules: the layer's, and its stages.
     forward, backward: how each pass cuts the batch; they may have different numbers of chunks.
-    joined_received, joined_local: where the rows of backward's chunks stand in forward's, those that were
-    received and those that stayed; None where the chunks are the same.
-    weight_map: (R,) the index of each row that backward receives among forward's; None as above.
+    joined: where the rows of backward's chunks stand in forward's; None where the chunks are the same.
     top_k, num_slots: K, and T*K.
-    has_drops: whether some slots may have no row that comes home.
     restore: what becomes of T_DI and T_M between the passes.
     slot_token: (S,) the token of each slot, where the gate does not give every token K of them.
     padding: where rows are padded to capacity; the cuts are then of padded rows.
@@ -189,12 +202,9 @@ class Plan:
     modules: Modules
     forward: Cut
     backward: Cut
-    joined_received: Joined | None
-    joined_local: Joined | None
-    weight_map: Tensor | None
+    joined: Joined | None
     top_k: int
     num_slots: int
-    has_drops: bool
     restore: Restore
     slot_token: Tensor | None = None
     padding: Padding | None = None
@@ -207,7 +217,12 @@ class Plan:
 
     @property
     def rearranged(self) -> bool:
-        return self.joined_received is not None
+        return self.joined is not None
+
+    @property
+    def has_drops(self) -> bool:
+        """Whether some slots may have no row that comes home."""
+        return self.forward.has_drops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,28 +270,25 @@ def make_plan(
 
     def cut(n: int, rows: Ordered) -> Cut:
         pieces = degrees.pieces if same else n * local
-        return _cut(n, rows, expert_TK, tokens, bins, modules, pieces)
+        return _cut(n, rows, expert_TK, tokens, bins, modules, pieces, has_drops)
 
     forward = cut(degrees.forward, order)
-    joined_received = joined_local = weight_map = None
+    joined = None
     if not same:
+        from pmoe.engine.rearranged import join_chunks
+
         rank = grid.all.rank
-        received, stay, received_device = bins.recv, bins.recv[:, rank], bins.recv_device
+        received, received_device = bins.recv, bins.recv_device
         if local:
             received, received_device = (_without(each, rank) for each in (received, received_device))
-        weight_map = _forward_index(received_device.sum(1), degrees, int(received.sum()))
-        joined_received = _join(received.sum(1), degrees)
-        joined_local = _join(stay, degrees)
+        joined = join_chunks(received, received_device, bins.recv[:, rank], degrees)
     return Plan(
         modules=modules,
         forward=forward,
         backward=forward if same else cut(degrees.backward, backward_order),
-        joined_received=joined_received,
-        joined_local=joined_local,
-        weight_map=weight_map,
+        joined=joined,
         top_k=top_k,
         num_slots=expert_TK.numel(),
-        has_drops=has_drops or forward.once is not None,
         restore=restore,
         slot_token=tokens.of_slot,
     )
@@ -290,6 +302,7 @@ def _cut(
     bins: RankCounts,
     modules: Modules,
     num_pieces: int,
+    has_drops: bool,
 ) -> Cut:
     top_k = expert_TK.shape[1]
     grid, bypass_local = modules.grid, modules.stages.local
@@ -301,15 +314,18 @@ def _cut(
         send, recv, recv_device, bins_device, sent_rows, come_rows = (
             _without(counts, rank) for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
         )
-    # (n, L, P): of each rank inside the node, what came to it.
-    come_LP = come_rows.unflatten(1, (grid.inside.size, -1))
+    sent, come = sent_rows.tolist(), come_rows.tolist()
+    by_expert = recv.sum(1).tolist()
+    width = grid.across.size
+    # Of each rank inside the node, what came to it.
+    here = slice(grid.inside.rank * width, (grid.inside.rank + 1) * width)
     # Running sums of all chunks at once: a chunk's own would be several launches each.
-    received_ends = _ends(recv_device.sum(1))
+    received_ends = _ends(recv_device)
     local_counts: list[list[int]] = []
-    local_ends: list[Tensor | None] = []
+    local_ends: Sequence[Tensor | None] = ()
     if bypass_local:
         local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
-        local_ends = list(_ends(_by_piece(shared.recv_device[:, rank], num_pieces)))
+        local_ends = _ends(_by_piece(shared.recv_device[:, rank], num_pieces).unsqueeze(1))
     bounds = chunk_bounds(tokens.count, n)
     ends = [end * top_k for end in bounds]
     if tokens.of_slot is not None:  # none of which is dropped
@@ -325,21 +341,23 @@ def _cut(
     # (source, chunk, expert, bin of the chunk): as rows arrive from one source.
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
-        send_rows, recv_rows = sent_rows[i].tolist(), come_LP[i, grid.inside.rank].tolist()
+        send_rows, gathered = sent[i], ()
+        if grid.is_sharded:
+            gathered = tuple(sum(come[i][at : at + width]) for at in range(0, len(come[i]), width))
         regroup = None
-        if shared.sent_once is None:
-            regroup = _regroup(fine[:, i].flatten(1), come_rows[i].tolist())
+        if shared.sent_once is None and _are_several(come[i]):
+            regroup = _regroup(fine[:, i].flatten(1), come[i])
         chunks.append(
             Chunk(
                 tokens=slice(bounds[i], bounds[i + 1]),
                 slots=slice(ends[i], ends[i + 1]),
                 sent=slice(first, first + sum(send_rows)),
                 send_rows=tuple(send_rows),
-                recv_rows=tuple(recv_rows),
-                received=RowGroups(counts=tuple(recv[i].sum(0).tolist()), ends=received_ends[i]),
+                recv_rows=tuple(come[i][here]),
+                received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
                 regroup=regroup,
                 relayed=(_relayed(shared.relayed[0], i), _relayed(shared.relayed[1], i)),
-                gathered=tuple(come_LP[i].sum(1).tolist()) if grid.is_sharded else (),
+                gathered=gathered,
             )
         )
         first += sum(send_rows)
@@ -353,7 +371,9 @@ def _cut(
         num_kept = int(shared.send.sum())
         weights = _weight_journey(order.slots, expert_TK, send, recv, fine, num_kept, grid, bypass_local)
         if shared.received_once_device is not None:
-            once = _once(weights, order, expert_TK, tokens, shared, fine, n)
+            from pmoe.engine.once import number_rows
+
+            once = number_rows(weights, order, expert_TK, tokens, shared, fine, n)
     sent_slot = order.sent.slot[:first]
     token = sent_slot if top_k == 1 else sent_slot // top_k
     return Cut(
@@ -363,88 +383,17 @@ def _cut(
         slot=order.slots.slot,
         row_token=token if tokens.of_slot is None else tokens.of_slot[token],
         position=order.sent.position,
+        has_drops=has_drops or once is not None,
         once=once,
     )
 
 
+def length(at: slice) -> int:
+    return int(at.stop - at.start)
+
+
 def _relayed(counts_nX: Tensor | None, i: int) -> tuple[int, ...]:
     return () if counts_nX is None else tuple(counts_nX[i].tolist())
-
-
-def _once(
-    weights: WeightJourney,
-    order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    shared: RankCounts,
-    fine: Tensor,
-    n: int,
-) -> Once:
-    """Which row carries each weight's token, counted from the first row of its chunk and rank."""
-    come_nW = shared.received_once_device
-    assert come_nW is not None and order.carrier_TK is not None and order.sent_nP is not None
-    top_k = expert_TK.shape[1]
-    slot, num_across = weights.slot, order.sent_nP.shape[1]
-    row = order.sent.position[slot // top_k * top_k + order.carrier_TK.view(-1)[slot]]
-    token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
-    # Where the rows of (chunk, rank) begin among all that this rank sends.
-    sent = order.sent_nP.view(-1)
-    chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
-    destination = expert_TK.reshape(-1)[slot] // shared.send.shape[2]
-    number = (row - (sent.cumsum(0) - sent)[chunk * num_across + destination]).int()
-    base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
-    rows_Wn = fine.sum((2, 3)).reshape(-1)
-    num_received = int(shared.recv.sum())
-    return Once(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
-
-
-def _join(counts_LE: Tensor, degrees: Degrees) -> Joined:
-    """For each chunk of backward its runs of rows in chunks of forward. counts: rows by bin, L of them, and
-    expert, in both passes the order of rows inside an expert's part of a chunk."""
-    counts: list[list[int]] = counts_LE.tolist()
-    finest, num_experts = len(counts), len(counts[0])
-    start: dict[str, dict[tuple[int, int], int]] = {}
-    for name, n in (("forward", degrees.forward), ("backward", degrees.backward)):
-        width, start[name] = finest // n, {}
-        for chunk in range(n):
-            row = 0
-            for expert in range(num_experts):
-                for at in range(chunk * width, (chunk + 1) * width):
-                    start[name][at, expert] = row
-                    row += counts[at][expert]
-    forward_width, backward_width = finest // degrees.forward, finest // degrees.backward
-    joined = []
-    for chunk in range(degrees.backward):
-        runs: dict[int, list[tuple[slice, slice]]] = {}
-        for expert in range(num_experts):
-            for at in range(chunk * backward_width, (chunk + 1) * backward_width):
-                rows = counts[at][expert]
-                if not rows:
-                    continue
-                of = runs.setdefault(at // forward_width, [])
-                there, here = start["forward"][at, expert], start["backward"][at, expert]
-                if of and (of[-1][0].stop, of[-1][1].stop) == (there, here):
-                    there, here, rows = of[-1][0].start, of[-1][1].start, rows + there - of.pop()[0].start
-                of.append((slice(there, there + rows), slice(here, here + rows)))
-        joined.append(tuple((i, tuple(of)) for i, of in sorted(runs.items())))
-    return tuple(joined)
-
-
-def _forward_index(counts_LE: Tensor, degrees: Degrees, num_rows: int) -> Tensor:
-    """What `_join` says, as an index of each of backward's rows, in order, among forward's."""
-    finest, num_experts = counts_LE.shape
-
-    def by_chunk(per_bin: Tensor, n: int) -> Tensor:
-        """(L, E) in the order of a pass's rows: chunk, expert, bin of the chunk."""
-        bins: Tensor = per_bin.unflatten(0, (n, -1))
-        return bins.transpose(1, 2).reshape(-1)
-
-    group = torch.arange(finest * num_experts, device=counts_LE.device)
-    place = torch.empty_like(group)
-    place[by_chunk(group.view(finest, num_experts), degrees.backward)] = group
-    forward_place = by_chunk(place.view(finest, num_experts), degrees.forward)
-    rows = forward_place.repeat_interleave(by_chunk(counts_LE, degrees.forward), output_size=num_rows)
-    return rows.argsort(stable=True)
 
 
 def _weight_journey(
@@ -462,31 +411,35 @@ def _weight_journey(
     if bypass_local:
         destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
     send_rows, come_rows = send.sum((0, 2)).tolist(), recv.sum((0, 2))
+    come = come_rows.tolist()
     come_LP = come_rows.unflatten(0, (grid.inside.size, -1))
     return WeightJourney(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),
         recv=tuple(come_LP[grid.inside.rank].tolist()),
-        regroup=_regroup(fine.flatten(1), come_rows.tolist()),
+        regroup=_regroup(fine.flatten(1), come) if _are_several(come) else None,
         gathered=tuple(come_LP.sum(1).tolist()) if grid.is_sharded else (),
     )
 
 
-def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor | None:
+def _are_several(rows_by_source: Sequence[int]) -> bool:
+    """Whether rows came from more ranks than one: else they are in expert order as they are."""
+    return sum(rows > 0 for rows in rows_by_source) > 1
+
+
+def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
     """Index that turns rows by (source rank, group) into rows by (group, source rank)."""
-    if sum(rows > 0 for rows in rows_by_source) <= 1:
-        return None
     size, num_groups = counts_WG.shape
     group = torch.arange(num_groups, device=counts_WG.device).repeat(size)
     rows = group.repeat_interleave(counts_WG.reshape(-1), output_size=sum(rows_by_source))
     return rows.argsort(stable=True)
 
 
-def _ends(counts_nE: Tensor) -> Sequence[Tensor | None]:
+def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
     """Each chunk's running sum over experts, int32 as grouped_mm wants it; None on the CPU, which loops."""
-    if counts_nE.device.type != "cuda":
-        return [None] * counts_nE.shape[0]
-    return counts_nE.cumsum(1).int().unbind(0)
+    if counts_nWE.device.type != "cuda":
+        return [None] * counts_nWE.shape[0]
+    return counts_nWE.sum(1).cumsum(1).int().unbind(0)
 
 
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:

@@ -1,6 +1,8 @@
 """Experts: the networks that rows are routed to, as grouped products. One kind a file.
 
 Modules of a user's own are imported when they are asked for.
+
+Letters of this folder: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
 from __future__ import annotations

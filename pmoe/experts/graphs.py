@@ -1,7 +1,5 @@
 """A user's own module run inside a pass: its graph is kept from forward to backward and differentiated there
 by autograd, and the tensors that the graph needs are handed to the caller to keep or offload.
-
-Letters: N rows, M = d_model.
 """
 
 from __future__ import annotations

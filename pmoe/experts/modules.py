@@ -6,8 +6,6 @@ are its hidden (T_M). They are not kept in it but handed to the caller to keep o
 (`Hidden.tensors`): were checkpointing to see them one graph at a time, it would run the whole layer again for
 each, on each rank as often as that has experts. Parameters are not among them, nor is T_DI, which the caller
 restores by itself.
-
-Letters: N rows, M = d_model.
 """
 
 from __future__ import annotations

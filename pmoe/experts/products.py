@@ -4,7 +4,7 @@ On CUDA one of three computes each product, as `pmoe.kernels.candidates` chooses
 launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is the loop. All see the
 same `RowGroups`; rows of experts without rows cost nothing.
 
-Letters: N rows, E experts of this rank, I in-features, O out-features.
+Letters: I in-features, O out-features.
 """
 
 from __future__ import annotations
@@ -49,6 +49,17 @@ class RowGroups:
             if count:
                 yield expert, slice(start, start + count)
             start += count
+
+    def parts(self, *rows: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """(expert, its rows of each tensor) for each expert that has rows.
+
+        One operation a tensor, or none: on a GPU the host's own time is what products wait for."""
+        experts = [expert for expert, count in enumerate(self.counts) if count]
+        if len(experts) == 1:
+            yield experts[0], rows
+        elif experts:
+            sizes = [self.counts[expert] for expert in experts]
+            yield from zip(experts, zip(*(each.split(sizes) for each in rows), strict=True), strict=True)
 
 
 def choice(
@@ -109,11 +120,12 @@ def product_by(
         return result.contiguous() if out is None else out.copy_(result)
     if out is None:
         out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1])
-    for expert, at in groups.slices():
-        if bias_EO is None:
-            torch.mm(rows_NI[at], weight_EOI[expert].t(), out=out[at])
+    weight_IO, bias_O = weight_EOI.transpose(1, 2).unbind(), () if bias_EO is None else bias_EO.unbind()
+    for expert, (rows, result) in groups.parts(rows_NI, out):
+        if bias_O:
+            torch.addmm(bias_O[expert], rows, weight_IO[expert], out=result)
         else:
-            torch.addmm(bias_EO[expert], rows_NI[at], weight_EOI[expert].t(), out=out[at])
+            torch.mm(rows, weight_IO[expert], out=result)
     return out
 
 
@@ -136,8 +148,9 @@ def input_gradient_by(
         return result.contiguous() if out is None else out.copy_(result)
     if out is None:
         out = grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2])
-    for expert, at in groups.slices():
-        torch.mm(grad_NO[at], weight_EOI[expert], out=out[at])
+    weight_OI = weight_EOI.unbind()
+    for expert, (grad, result) in groups.parts(grad_NO, out):
+        torch.mm(grad, weight_OI[expert], out=result)
     return out
 
 
@@ -156,6 +169,7 @@ class GradientSum:
             dtype=torch.float32 if narrow and contributions > 1 else None,
             memory_format=torch.contiguous_format,
         )
+        self._of_expert = self.total.unbind()
         self._first = True
 
     def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> None:
@@ -179,14 +193,14 @@ class GradientSum:
             return
         if self._first and 0 in groups.counts:
             self.total.zero_()
-        for expert, at in groups.slices():
-            if self.total.dtype == rows_NI.dtype:
-                beta = 0.0 if self._first else 1.0
-                self.total[expert].addmm_(grad_NO[at].t(), rows_NI[at], beta=beta)
+        for expert, (grad, rows) in groups.parts(grad_NO, rows_NI):
+            total = self._of_expert[expert]
+            if total.dtype == rows.dtype:
+                total.addmm_(grad.t(), rows, beta=0.0 if self._first else 1.0)
             elif self._first:
-                self.total[expert].copy_(grad_NO[at].t() @ rows_NI[at])
+                total.copy_(grad.t() @ rows)
             else:
-                self.total[expert].add_(grad_NO[at].t() @ rows_NI[at])
+                total.add_(grad.t() @ rows)
         self._first = False
 
     def add_bias(self, grad_NO: Tensor, groups: RowGroups) -> None:
@@ -205,12 +219,12 @@ class GradientSum:
                 return
         if self._first and 0 in groups.counts:
             self.total.zero_()
-        for expert, at in groups.slices():
-            summed = grad_NO[at].sum(0, dtype=self.total.dtype)
+        for expert, (grad,) in groups.parts(grad_NO):
+            total = self._of_expert[expert]
             if self._first:
-                self.total[expert].copy_(summed)
+                torch.sum(grad, 0, dtype=total.dtype, out=total)
             else:
-                self.total[expert].add_(summed)
+                total.add_(grad.sum(0, dtype=total.dtype))
         self._first = False
 
     def add(self, contribution: Tensor) -> None:

@@ -1,13 +1,10 @@
-"""Two-layer experts over stacked weights: what feed-forward and SwiGLU experts share.
-
-Letters: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
-"""
+"""Two-layer experts over stacked weights: what feed-forward and SwiGLU experts share."""
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -159,7 +156,6 @@ class StackedExperts(Experts):
     def columns(self, device_type: str) -> HiddenColumns:
         width = self.num_hidden
         hidden = self.hidden_factor * width
-        row_bytes = width * self.w1.element_size()
         return HiddenColumns(
             hidden=hidden,
             active=0 if self._activates_in_place(device_type) else width,
@@ -167,8 +163,13 @@ class StackedExperts(Experts):
             # What grouped_mm returns, before it is copied. pmoe's kernels write in place, and the parts of
             # their inner products are fewer bytes.
             staged=max(hidden, self.w1.shape[2]) if device_type == "cuda" else 0,
-            scratch_rows=max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16),
+            scratch_rows=self._scratch_rows(device_type),
         )
+
+    def _scratch_rows(self, device_type: str) -> int:
+        """Rows of the blocks of `input_gradient`."""
+        row_bytes = self.num_hidden * self.w1.element_size()
+        return max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16)
 
     def _activates_in_place(self, device_type: str) -> bool:
         """Whether products take the activated hidden where it lies in T_M: gated ones lie there with gaps,
@@ -187,7 +188,7 @@ class StackedExperts(Experts):
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
         space = fresh(rows_NM) if space is None else space
-        w1, w2, b1, b2 = self._named(parameters)
+        w1, w2, b1, b2 = self.weights(parameters)
         hidden_NG, active_NH = self._activated(rows_NM, groups, w1, b1, space, keep)
         out = space("T_DO", rows_NM.shape[0], w2.shape[1]) if out is None else out
         expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
@@ -210,7 +211,7 @@ class StackedExperts(Experts):
         stored = keep or in_place or fused is None
         hidden_NG = space("T_M", num_rows, w1.shape[1]) if stored else None
         if in_place and hidden_NG is not None:
-            active_NH = hidden_NG[:, :num_hidden]
+            active_NH = _first(hidden_NG, num_hidden, 1)
         else:
             active_NH = space("active", num_rows, num_hidden)
         if fused is not None:
@@ -245,7 +246,7 @@ class StackedExperts(Experts):
         space: Space | None = None,
     ) -> Hidden:
         space = fresh(rows_NM) if space is None else space
-        w1, _, b1, _ = self._named(parameters)
+        w1, _, b1, _ = self.weights(parameters)
         hidden_NG = space("T_M", rows_NM.shape[0], w1.shape[1])
         return Hidden(tensors=[expert_product(rows_NM, w1, groups, b1, out=hidden_NG)], expendable=True)
 
@@ -276,13 +277,12 @@ class StackedExperts(Experts):
         """Where T_M is expendable the activated hidden takes its place, a block of rows at a time, and two
         buffers of its size are all that a chunk needs."""
         space = fresh(grad_NM) if space is None else space
-        w1, w2, _, b2 = self._named(parameters)
+        w1, w2, _, b2 = self.weights(parameters)
         (hidden_NG,) = hidden.tensors
         num_rows, num_hidden = grad_NM.shape[0], w2.shape[2]
-        columns = self.columns(grad_NM.device.type)
         grad_hidden_NG = space("dT_M", num_rows, w1.shape[1])
         in_place = hidden.expendable and self._activates_in_place(grad_NM.device.type)
-        active_NH = hidden_NG[:, :num_hidden] if in_place else space("active", num_rows, num_hidden)
+        active_NH = _first(hidden_NG, num_hidden, 1) if in_place else space("active", num_rows, num_hidden)
         scale_N1 = weight_N.unsqueeze(1)
         fused = self._fused("input", grad_NM, w2, groups)
         if fused is not None:
@@ -293,23 +293,24 @@ class StackedExperts(Experts):
             )  # fmt: skip
             grad_weight_N = grad_weight_N.to(weight_N.dtype)
         else:
-            grad_active_NH = grad_hidden_NG[:, :num_hidden]
+            grad_active_NH = _first(grad_hidden_NG, num_hidden, 1)
             expert_input_gradient(grad_NM, w2, groups, out=grad_active_NH)
             grad_weight_N = torch.empty_like(weight_N)
+            rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
-                scratch = space("scratch", min(columns.scratch_rows, num_rows), num_hidden)
-            for start in range(0, num_rows, columns.scratch_rows):
-                at = slice(start, min(start + columns.scratch_rows, num_rows))
-                block_NH = scratch[: at.stop - at.start] if in_place else active_NH[at]
-                self.activate(hidden_NG[at], block_NH)
-                grad_weight_N[at] = row_dot(block_NH, grad_active_NH[at])
-                grad_active_NH[at].mul_(scale_N1[at])
-                self.activation_gradient(grad_hidden_NG[at], hidden_NG[at])
+                scratch = space("scratch", min(rows, num_rows), num_hidden)
+            every = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
+            for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(rows, *every):
+                block_bH = _first(scratch, hidden_bG.shape[0], 0) if in_place else active_bH
+                self.activate(hidden_bG, block_bH)
+                grad_weight_b.copy_(row_dot(block_bH, grad_bH))
+                grad_bH.mul_(scale_b1)
+                self.activation_gradient(grad_bG, hidden_bG)
                 if in_place:
-                    active_NH[at].copy_(block_NH)
+                    active_bH.copy_(block_bH)
         if b2 is not None and not self.shard.index:
-            for expert, at in groups.slices():
-                grad_weight_N[at] += (grad_NM[at] @ b2[expert]).to(grad_weight_N.dtype)
+            for expert, (grad, grad_weight) in groups.parts(grad_NM, grad_weight_N):
+                grad_weight.add_((grad @ b2[expert]).to(grad_weight.dtype))
         out = space("dT_DI", num_rows, w1.shape[2]) if out is None else out
         expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
         return out, grad_weight_N, (rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
@@ -318,7 +319,7 @@ class StackedExperts(Experts):
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]
     ) -> None:
         rows_NM, grad_hidden_NG, active_NH, grad_out_NM = pending
-        w1, w2, b1, b2 = self._named(sums)
+        w1, w2, b1, b2 = split_parameters(sums)
         if w1 is not None:
             w1.add_weight(grad_hidden_NG, rows_NM, groups)
         if w2 is not None:
@@ -328,19 +329,28 @@ class StackedExperts(Experts):
         if b2 is not None:
             b2.add_bias(grad_out_NM, groups)
 
-    def _named(self, values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
-        """values in the order of parameters() as (w1, w2, b1, b2)."""
-        w1, w2, *biases = values
-        b1, b2 = biases or (None, None)
-        return w1, w2, b1, b2
+    def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(w1, w2, b1, b2) of ``parameters()``, out-features first."""
+        return split_parameters(parameters)
 
     def extra_repr(self) -> str:
         experts, hidden, d_model = self.shapes()["w1"]
         return f"{experts} x ({d_model} -> {hidden} -> {d_model}), bias={self.b1 is not None}"
 
 
-def split_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """w1, w2, b1, b2 of ``parameters()``; None for biases that there are not."""
-    w1, w2, *biases = parameters
+def _first(tensor: Tensor, count: int, dim: int) -> Tensor:
+    return tensor if tensor.shape[dim] == count else tensor.narrow(dim, 0, count)
+
+
+def _blocks(size: int, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Blocks of at most ``size`` rows, of each tensor."""
+    if 0 < rows[0].shape[0] <= size:
+        return [rows]
+    return zip(*(each.split(size) for each in rows), strict=True) if rows[0].shape[0] else ()
+
+
+def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
+    """(w1, w2, b1, b2) of values in the order of ``parameters()``; None for biases that there are not."""
+    w1, w2, *biases = values
     b1, b2 = biases or (None, None)
     return w1, w2, b1, b2

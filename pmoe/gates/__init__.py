@@ -1,8 +1,12 @@
-"""Gates: which experts a token goes to, and with what weight. One gate a file, loaded at its first use."""
+"""Gates: which experts a token goes to, and with what weight. One gate a file, loaded at its first use.
+
+Letters of this folder: T tokens of this rank, K choices a token, E experts of the whole group, M = d_model.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +61,7 @@ __all__ = [
     "TopKGate",
     "XMoEGate",
     "load_balance_loss",
+    "make_gate",
     "router_z_loss",
 ]
 
@@ -82,3 +87,32 @@ class _Gates(Mapping[str, type[Gate]]):
 
 
 GATES: Mapping[str, type[Gate]] = _Gates()
+
+
+def make_gate(
+    name: str,
+    sizes: tuple[int, int, int],
+    capacity_factor: float | None,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Gate:
+    """GATES[name](*sizes) with the options of all gates and those that were ``given``, None left out.
+
+    Raises ValueError for an unknown name, and for an option that this gate does not have.
+    """
+    if name not in GATES:
+        raise ValueError(f"gate ({name!r}) must be a module or one of {', '.join(sorted(GATES))}")
+    kind = GATES[name]
+    chosen = dict(options)
+    if kind.decides_capacity:
+        chosen["capacity_factor"] = capacity_factor
+    known = inspect.signature(kind).parameters
+    for option, value in given.items():
+        if value is None:
+            continue
+        if option not in known:
+            raise ValueError(
+                f"{option} ({value!r}) must be left out with gate={name!r}: it has no such option"
+            )
+        chosen[option] = value
+    return kind(*sizes, **chosen)

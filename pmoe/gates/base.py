@@ -1,7 +1,6 @@
 """What every gate returns: the routing of a rank's tokens, decided once and never again.
 
-Letters: T tokens of this rank, K choices a token, S rows of the routing (T but for gates that say otherwise),
-E experts of the whole group, M = d_model.
+Letters: S rows of the routing (T but for gates that say otherwise).
 """
 
 from __future__ import annotations

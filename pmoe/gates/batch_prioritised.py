@@ -1,7 +1,5 @@
 """Batch Prioritised Routing of V-MoE (arXiv 2106.05974, section 4, Algorithm 2): capacity goes to the tokens
 that need it most, not to the first ones.
-
-Letters: T tokens, K choices, E experts, M = d_model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The gate of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid scores, balanced by a bias that learns
 from the load instead of from a loss.
 
-Letters: T tokens, K choices, E experts, G groups of experts, B sequences, M = d_model.
+Letters: G groups of experts, B sequences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Expert choice (arXiv 2202.09368, section 3.2): each expert takes the tokens that score highest with it.
 
-Letters: T tokens, K = top_k, the mean number of experts a token, E experts, C tokens an expert takes,
-S = E * C rows, M = d_model.
+Letters: K = top_k, the mean number of experts a token, C tokens an expert takes, S = E * C rows.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pmoe.arguments import check_one_of, check_positive
-from pmoe.gates.arguments import check_sizes, draw_router_weight, router_weight
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.logits import router_logits
+from pmoe.gates.router import check_sizes, draw_router_weight, router_weight
 from pmoe.gates.selection import attached_zero, rows_for_each_expert
 
 

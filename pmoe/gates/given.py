@@ -1,7 +1,4 @@
-"""A gate that decides nothing: the routing comes from outside of the layer, call by call.
-
-Letters: T tokens, K choices, E experts.
-"""
+"""A gate that decides nothing: the routing comes from outside of the layer, call by call."""
 
 from __future__ import annotations
 

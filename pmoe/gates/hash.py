@@ -1,7 +1,4 @@
-"""Hash Layers (arXiv 2106.04426, section 3): a token's id alone says where it goes.
-
-Letters: T tokens, K choices, E experts, M = d_model.
-"""
+"""Hash Layers (arXiv 2106.04426, section 3): a token's id alone says where it goes."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pmoe.arguments import check_int
-from pmoe.gates.arguments import check_sizes
 from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.router import check_sizes
 from pmoe.gates.selection import distinct
 
 WORD = (1 << 64) - 1

@@ -1,7 +1,4 @@
-"""The auxiliary losses of routers: load balance and router z-loss.
-
-Letters: T tokens, K choices, E experts.
-"""
+"""The auxiliary losses of routers: load balance and router z-loss."""
 
 from __future__ import annotations
 

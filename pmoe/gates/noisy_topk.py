@@ -1,12 +1,8 @@
 """The noisy top-k gate of GShard, as FSMoE states it (section 2.1), from Shazeer et al. (arXiv 1701.06538,
 Eq. 3-5).
-
-Letters: T tokens, K choices, E experts, M = d_model.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,22 +35,9 @@ class NoisyTopKGate(TopKRouter):
     Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        num_experts: int,
-        top_k: int = 1,
-        *,
-        normalize: bool | None = None,
-        z_loss_weight: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(
-            d_model, num_experts, top_k, normalize=normalize, z_loss_weight=z_loss_weight, **options
-        )
-        self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
+    def make_parameters(self, weight: nn.Parameter) -> None:
+        super().make_parameters(weight)
+        self.noise_weight = nn.Parameter(torch.zeros_like(weight))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

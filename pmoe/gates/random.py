@@ -1,15 +1,12 @@
-"""Random routing: the baseline that any learned gate should beat.
-
-Letters: T tokens, K choices, E experts, M = d_model.
-"""
+"""Random routing: the baseline that any learned gate should beat."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pmoe.gates.arguments import check_sizes
 from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.router import check_sizes
 from pmoe.gates.selection import distinct
 
 BOUND = 1 << 62

@@ -1,15 +1,42 @@
-"""What gates have in common that choose a token's top_k experts by logits of one parameter.
-
-Letters: E experts, M = d_model.
-"""
+"""What gates' constructors check, and what gates have in common that choose by logits of one parameter."""
 
 from __future__ import annotations
 
-import torch
+import math
 
-from pmoe.arguments import check_not_negative
-from pmoe.gates.arguments import check_normalize, check_sizes, draw_router_weight, router_weight
+import torch
+from torch import nn
+
+from pmoe.arguments import check_count, check_int, check_not_negative
 from pmoe.gates.base import Gate
+
+
+def check_sizes(d_model: int, num_experts: int, top_k: int) -> None:
+    """TypeError unless all are ints, ValueError unless positive and top_k at most num_experts."""
+    check_count(d_model=d_model, num_experts=num_experts)
+    check_int(top_k=top_k)
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k ({top_k}) must be between 1 and num_experts ({num_experts})")
+
+
+def check_normalize(normalize: bool | None) -> None:
+    if normalize is not None and not isinstance(normalize, bool):
+        raise TypeError(f"normalize ({normalize!r}) must be None, True or False")
+
+
+def router_weight(
+    rows: int, columns: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Parameter:
+    """(rows, columns), see `draw_router_weight`."""
+    weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
+    draw_router_weight(weight)
+    return weight
+
+
+def draw_router_weight(weight: nn.Parameter) -> None:
+    """Uniform within 1 / sqrt(columns), as `torch.nn.Linear` begins."""
+    bound = 1 / math.sqrt(weight.shape[1])
+    nn.init.uniform_(weight, -bound, bound)
 
 
 class TopKRouter(Gate):
@@ -36,7 +63,11 @@ class TopKRouter(Gate):
         check_not_negative(z_loss_weight=z_loss_weight)
         self.top_k, self.z_loss_weight = top_k, z_loss_weight
         self.normalize = self.normalizes and top_k > 1 if normalize is None else normalize
-        self.weight = router_weight(num_experts, d_model, device, dtype)
+        self.make_parameters(router_weight(num_experts, d_model, device, dtype))
+
+    def make_parameters(self, weight: nn.Parameter) -> None:
+        """weight: (E, M). A subclass adds its own, like that one."""
+        self.weight = weight
 
     def reset_parameters(self) -> None:
         draw_router_weight(self.weight)

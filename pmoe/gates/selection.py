@@ -1,7 +1,4 @@
-"""How experts are picked from scores, or drawn without them; never a host synchronisation.
-
-Letters: T tokens, K choices, E experts.
-"""
+"""How experts are picked from scores, or drawn without them; never a host synchronisation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The sigmoid gate of BASE layers (arXiv 2103.16716, section 3.1) and StableMoE (arXiv 2204.08396, section
 3.1): how much of an expert's output a token takes does not depend on the other experts.
-
-Letters: T tokens, K choices, E experts, M = d_model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SoftMoE (arXiv 2308.00951, sections 2.1 and 2.3): experts work on mixtures of all tokens.
 
-Letters: T tokens, E experts, P slots an expert, S = E * P rows, M = d_model.
+Letters: P slots an expert, S = E * P rows.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count
-from pmoe.gates.arguments import check_sizes
 from pmoe.gates.base import Gate, Mix, Routing
-from pmoe.gates.lengths import inverse_length
-from pmoe.gates.logits import router_logits
+from pmoe.gates.logits import inverse_length, router_logits
+from pmoe.gates.router import check_sizes
 from pmoe.gates.selection import attached_zero
 
 

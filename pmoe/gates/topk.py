@@ -1,7 +1,4 @@
-"""The top-k softmax gate of Mixtral and most others.
-
-Letters: T tokens, K choices, E experts, M = d_model.
-"""
+"""The top-k softmax gate of Mixtral and most others."""
 
 from __future__ import annotations
 

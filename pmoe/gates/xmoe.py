@@ -1,7 +1,7 @@
 """The gate of X-MoE (arXiv 2204.09179, section 3): scores are cosines on a low-dimensional sphere, so that
 tokens are not drawn towards the embeddings of their experts.
 
-Letters: T tokens, K choices, E experts, M = d_model, P = d_proj.
+Letters: P = d_proj.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_not_negative, check_one_of, check_positive
-from pmoe.gates.arguments import check_normalize, check_sizes, draw_router_weight
 from pmoe.gates.base import Gate, Routing
-from pmoe.gates.lengths import inverse_length
-from pmoe.gates.logits import router_logits
+from pmoe.gates.logits import inverse_length, router_logits
 from pmoe.gates.losses import router_loss
+from pmoe.gates.router import check_normalize, check_sizes, draw_router_weight
 from pmoe.gates.selection import scaled, top_indices
 
 TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}

@@ -24,10 +24,10 @@ from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
 from pmoe.engine.run import Journal
-from pmoe.integrations.layer_reading import LayerReading, read_layer
 from pmoe.layer import MoELayer
+from pmoe.layer.memory import check_predictable
 from pmoe.layer.ran import Ran
-from pmoe.planner.exposed import Overlap
+from pmoe.planner.exposed import Overlap, overlap
 from pmoe.planner.memory import PredictedMemory
 from pmoe.text import table
 
@@ -147,13 +147,12 @@ def stats(
     if group is not None and not all_ranks:
         raise ValueError("group must be None unless all_ranks is True: nothing is reduced")
     layers = layers_of(model)
-    read = [read_layer(layer, journal) for layer in layers.values()]
-    found = [_stats_of(name, each) for name, each in zip(layers, read, strict=True)]
+    found = [_of_layer(name, layer, journal) for name, layer in layers.items()]
     num_ranks = 1
     if all_ranks and dist.is_available() and dist.is_initialized():
         num_ranks = dist.get_world_size(group)
-        found = _over_ranks(found, read, group) if read else []
-    devices = dict.fromkeys(str(each.ran.device) for each in read if each.ran is not None)
+        found = _over_ranks(found, list(layers.values()), group) if found else []
+    devices = dict.fromkeys(str(layer.ran.device) for layer in layers.values() if layer.ran is not None)
     return Stats(layers=tuple(found), pools=tuple(map(_of_pool, devices)), num_ranks=num_ranks)
 
 
@@ -178,11 +177,15 @@ def imbalance(rows: Sequence[int]) -> float | None:
 # ---- one layer, on this rank
 
 
-def _stats_of(name: str, read: LayerReading) -> LayerStats:
-    ran, rows_E = read.ran, read.rows_E
-    found = LayerStats(name=name, tokens_per_expert=rows_E, forward=read.forward, backward=read.backward)
+def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats:
+    """On CUDA it waits for row counts that are still on the device."""
+    spans = [None if journal is None else journal.last(layer.experts, way) for way in ("forward", "backward")]
+    forward, backward = (None if each is None else overlap(each) for each in spans)
+    ran, rows_E = layer.ran, tuple(layer.tokens_per_expert.tolist())
+    found = LayerStats(name=name, tokens_per_expert=rows_E, forward=forward, backward=backward)
     if ran is None:
         return found
+    predicted, unpredicted = _predicted(layer, ran)
     return replace(
         found,
         num_slots=ran.num_slots,
@@ -192,10 +195,34 @@ def _stats_of(name: str, read: LayerReading) -> LayerStats:
         n_forward=ran.forward,
         n_backward=ran.backward,
         restore=None if ran.restore is None else str(ran.restore),
-        tensors=_tensors(read, ran),
-        predicted=read.predicted,
-        unpredicted=read.unpredicted,
+        tensors=_tensors(layer, ran),
+        predicted=predicted,
+        unpredicted=unpredicted,
     )
+
+
+def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
+    """The bytes, or None and why not."""
+    if ran.path != "pipeline":
+        return None, f"memory of the path {ran.path!r} is not predicted"
+    if ran.backward is None:
+        return None, "the last forward pass was without a backward pass"
+    if ran.restore is None:
+        return None, "only buffers that rotate are predicted, and memory_reuse is False"
+    counts = layer.row_counts
+    assert counts is not None
+    try:
+        check_predictable(layer.parts, "row_counts", None)  # its message is without the counts
+        found = layer.predict_memory(
+            ran.num_tokens,
+            replace(counts, depth={}),  # the chunks are those that were cut
+            pipeline=ran.forward,
+            pipeline_backward=ran.backward,
+            memory_reuse=ran.restore,
+        )
+    except ValueError as error:
+        return None, str(error)
+    return found, ""
 
 
 def _drop_rate(kept: int, num_slots: int | None) -> float | None:
@@ -204,12 +231,14 @@ def _drop_rate(kept: int, num_slots: int | None) -> float | None:
     return 1 - kept / num_slots if num_slots else 0.0
 
 
-def _tensors(read: LayerReading, ran: Ran) -> dict[str, int]:
+def _tensors(layer: MoELayer, ran: Ran) -> dict[str, int]:
     """N counts the rows that this rank's experts computed, its own tokens' among them."""
-    assert read.counts is not None
-    num_rows, item = int(read.counts.recv.sum()), ran.dtype.itemsize
-    tokens, rows = ran.num_tokens * read.d_model * item, num_rows * read.d_model * item
-    hidden = {"T_M": num_rows * read.hidden * item} if read.hidden else {}
+    counts, item = layer.row_counts, ran.dtype.itemsize
+    assert counts is not None
+    num_rows = int(counts.recv.sum())
+    tokens, rows = ran.num_tokens * layer.d_model * item, num_rows * layer.d_model * item
+    columns = layer.experts.columns(ran.device.type).hidden
+    hidden = {"T_M": num_rows * columns * item} if columns else {}
     return {"T_I": tokens, "T_DI": rows, **hidden, "T_DO": rows, "T_O": tokens}
 
 
@@ -228,18 +257,18 @@ def _of_pool(device: str) -> PoolStats:
 
 
 def _over_ranks(
-    found: Sequence[LayerStats], read: Sequence[LayerReading], group: dist.ProcessGroup | None
+    found: Sequence[LayerStats], layers: Sequence[MoELayer], group: dist.ProcessGroup | None
 ) -> list[LayerStats]:
     """One all-reduce of every number of every layer; float64 holds counts up to 2**53."""
     numbers = [_numbers(each) for each in found]
-    device = next((each.device for each in read if each.device is not None), "cpu")
+    device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)
     with at_stage("the sum of statistics", Ranks(group)):
         dist.all_reduce(summed, group=group)
     parts = summed.cpu().split([len(own) for own in numbers])
     return [
-        _with_numbers(each, of.num_local_experts, part.tolist())
-        for each, of, part in zip(found, read, parts, strict=True)
+        _with_numbers(each, layer.num_local_experts, part.tolist())
+        for each, layer, part in zip(found, layers, parts, strict=True)
     ]
 
 

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.architecture import device_name
-from pmoe.kernels.buckets import bucket
 
 Form = Literal["forward", "input", "weight"]
 """Rows times a matrix an expert, the gradient of those rows, or that of the matrices."""
+
+
+def bucket(rows: int) -> int:
+    """The least power of two that is not below ``rows``.
+
+    Example: 1000 -> 1024, 1024 -> 1024, 0 -> 1.
+    """
+    return 1 << max(rows - 1, 0).bit_length()
 
 
 @dataclass(frozen=True, kw_only=True)

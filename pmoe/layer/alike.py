@@ -52,9 +52,7 @@ def _options(parts: Parts) -> dict[str, str]:
         "send_once": spec.send_once,
         "shared_expert": None if parts.shared_expert is None else type(parts.shared_expert).__name__,
         "callbacks": "with hooks inside the layer" if parts.hooks else "without hooks inside the layer",
-        "bypass_local": spec.switches.bypass_local,
-        "sequential": spec.switches.sequential,
-        "one_lane": spec.switches.one_lane,
+        "switches": spec.switches,
         "a GradientReducer": parts.gradients is not None,
     }
     return {name: str(value) for name, value in given.items()}

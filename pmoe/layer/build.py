@@ -24,9 +24,8 @@ from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Experts, Shard
 from pmoe.experts.initial import initialise, initialise_modules, reset_modules, seeded
 from pmoe.experts.stacked import StackedExperts
-from pmoe.gates import GATES
+from pmoe.gates import make_gate
 from pmoe.gates.base import Gate
-from pmoe.gates.make import make_gate
 from pmoe.layer.parts import Parts
 from pmoe.layer.spec import LayerSpec, check_flag
 from pmoe.schedule.restore import Restore
@@ -109,7 +108,7 @@ def make_layer_gate(
     if isinstance(gate, str):
         given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
         sizes = (spec.d_model, spec.num_experts, spec.top_k)
-        made = make_gate(GATES, gate, sizes, capacity_factor, given, options)
+        made = make_gate(gate, sizes, capacity_factor, given, options)
         if made.mixes_tokens and capacity_factor is not None:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
         return made

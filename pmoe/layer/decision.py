@@ -82,3 +82,16 @@ def run(decision: Decision) -> Tensor:
         y_TM = run_experts(decision.runner, decision.inputs, needs_grad=decision.needs_grad)
     mix = routed.routing.mix
     return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
+
+
+def finished(decision: Decision, y_TM: Tensor) -> Tensor:
+    """The layer's output in its input's shape, behind the callbacks' last hooks.
+
+    y_TM itself where it has that shape: FSDP2 warns of a module that returns a view, for an operation in
+    place would drop its backward hook.
+    """
+    x = decision.routed.x
+    y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
+    for callback in decision.call.parts.callbacks:
+        y = callback.before_moe_end(y)
+    return y

@@ -32,7 +32,8 @@ class Operands:
     def of(parts: Parts) -> Operands:
         """The parameters as they are now: modules may have other ones at the next call."""
         shared = [] if parts.shared_expert is None else list[Tensor](parts.shared_expert.parameters())
-        return Operands(parts.experts.local_parameters(), shared, parts.hooks.parameters)
+        hooks = () if parts.hooks is None else parts.hooks.parameters
+        return Operands(parts.experts.local_parameters(), shared, hooks)
 
     def __iter__(self) -> Iterator[Tensor]:
         return itertools.chain(self.experts, self.shared, self.hooks)

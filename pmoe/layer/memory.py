@@ -59,18 +59,16 @@ def predict_memory(
 
 def check_predictable(parts: Parts, name: str, value: object) -> None:
     """Raises ValueError where not all of the memory is this layer's to know."""
-    like = parts.like
     refused = "predict_memory must not be called" if value is None else f"{name} ({value!r}) must be left out"
-    if not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
-        raise ValueError(
-            f"{refused} where experts are modules of one's own: what they save cannot be predicted"
-        )
     taker = "memory budget" if name == "memory_budget" else "memory"
     why = parts.refusal(taker)
     if why is None and name != "memory_budget" and parts.spec.fused:
         from pmoe.layer.fused import is_fusible
 
         why = f"kernels are fused (fused={parts.spec.fused!r})" if is_fusible(parts) else None
+    like = parts.like
+    if why is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
+        why = f"experts ({type(parts.experts).__name__}) do not say what they save"
     if why is not None:
         raise ValueError(f"{refused} where {why}: its memory is not predicted")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,17 @@ from pmoe.comm.counts import RankCounts
 from pmoe.comm.flat import FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.sharing import Sharing
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.plan import Gradients
 from pmoe.experts.base import Shard
 from pmoe.layer import build
 from pmoe.layer.call import Call
-from pmoe.layer.decision import Decision, decide, run
+from pmoe.layer.decision import decide, finished, run
 from pmoe.layer.last import LastCall
 from pmoe.layer.parts import Known, Parts
 from pmoe.layer.ran import Ran
-from pmoe.layer.spec import LayerSpec, Option, Switch
-from pmoe.layer.switches import Switches
+from pmoe.layer.spec import LayerSpec, Option
+from pmoe.layer.switches import Switches, check_no_switch
 from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore
 
@@ -84,9 +83,9 @@ class MoELayer(nn.Module):
         send_once: with top_k > 1 a token goes once to a rank that holds several of its experts.
         order: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points.
-        bypass_local, sequential, one_lane: to measure; see `pmoe.layer.switches.Switches`.
 
     Options (all but objects, device and dtype) may be set on a built layer; all ranks must set the same.
+    `switches` (`pmoe.layer.switches.Switches`) turns off parts of a layer, to measure what they are worth.
     `l_aux`, `tokens_per_expert`, `row_counts`, `ran` and `traffic` (bytes sent) tell of the last call.
 
     Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), or (E / W, 2H, M) for "swiglu", gate
@@ -112,7 +111,6 @@ class MoELayer(nn.Module):
     send_once = Option[bool]()
     check_finite = Option[bool]()
     switches = Option[Switches]()
-    bypass_local, sequential, one_lane = Switch(), Switch(), Switch()
 
     spec: LayerSpec
     last: LastCall
@@ -153,9 +151,6 @@ class MoELayer(nn.Module):
         normalize_gate: bool | None = None,
         z_loss_weight: float = 0.0,
         check_finite: bool = False,
-        bypass_local: bool = True,
-        sequential: bool = False,
-        one_lane: bool = False,
     ) -> None:
         super().__init__()
         self.spec = LayerSpec(
@@ -173,7 +168,6 @@ class MoELayer(nn.Module):
             fused=fused,
             send_once=send_once,
             check_finite=check_finite,
-            switches=Switches(bypass_local=bypass_local, sequential=sequential, one_lane=one_lane),
         )
         build.check_arguments(
             mesh=mesh, group=group, callbacks=callbacks, dtype=dtype, activation=activation,
@@ -209,6 +203,7 @@ class MoELayer(nn.Module):
         return self._parts
 
     def __setattr__(self, name: str, value: Any) -> None:
+        check_no_switch(name, value)
         super().__setattr__(name, value)
         if name in PARTS:
             self.__dict__["_parts"] = None
@@ -233,7 +228,6 @@ class MoELayer(nn.Module):
         return Shard(self.grid.inside.rank, self.grid.inside.size)
 
     def _bind_to_ranks(self) -> None:
-        self.sharing = Sharing(self.grid.inside, self.traffic)
         for exchange in (self.dispatch, self.combine, self.scalars):
             exchange.bind(self.grid.across, self.traffic)
 
@@ -383,13 +377,8 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The last loss is attached to a graph, which neither copies nor pickles; what was agreed is not kept.
-        return {
-            **self.__dict__,
-            "last": replace(self.last, l_aux=None),
-            "gradients": None,
-            "known": Known(),
-            "_parts": None,
-        }
+        last = replace(self.last, l_aux=None)
+        return {**self.__dict__, "last": last, "gradients": None, "known": Known(), "_parts": None}
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "
@@ -401,28 +390,5 @@ class MoELayer(nn.Module):
         )
 
 
-PARTS = (
-    "spec",
-    "grid",
-    "gate",
-    "trusts_gate",
-    "experts",
-    "shared_expert",
-    "shared_gate",
-    "order",
-    "dispatch",
-) + ("combine", "scalars", "sharing", "callbacks", "gradients", "traffic", "known")
-"""What `Parts` has of the layer."""
-
-
-def finished(decision: Decision, y_TM: Tensor) -> Tensor:
-    """The layer's output in its input's shape, behind the callbacks' last hooks.
-
-    y_TM itself where it has that shape: FSDP2 warns of a module that returns a view, for an operation in
-    place would drop its backward hook.
-    """
-    x = decision.routed.x
-    y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
-    for callback in decision.call.parts.callbacks:
-        y = callback.before_moe_end(y)
-    return y
+PARTS = frozenset(field.name for field in fields(Parts))
+"""Attributes of the layer that `Parts` takes."""

@@ -77,8 +77,6 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
 
 def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
     """Why a call is not computed by one rank's kernels; None where it is."""
-    if parts.ranks.size > 1:
-        return f"{parts.ranks.size} ranks: rows travel"
     why = parts.refusal("one rank")
     if why is not None:
         return why

@@ -19,8 +19,6 @@ from pmoe.comm.counts import num_bins
 from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.sharing import Sharing
-from pmoe.engine.callbacks import Callback, Hooks
 from pmoe.engine.plan import Gradients, Modules
 from pmoe.experts.base import Experts, local_part
 from pmoe.gates.switch import SwitchGate
@@ -33,6 +31,7 @@ from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages, local_pieces
 
 if TYPE_CHECKING:
+    from pmoe.engine.callbacks import Callback, Hooks
     from pmoe.layer.padded_counts import PaddedKind
 
 
@@ -73,7 +72,6 @@ class Parts:
     dispatch: Dispatch
     combine: Combine
     scalars: FlatDispatch
-    sharing: Sharing
     callbacks: tuple[Callback, ...]
     gradients: Gradients | None
     traffic: Traffic
@@ -113,8 +111,12 @@ class Parts:
         return LocalExperts(first, first + self.num_local_experts * self.stages.local)
 
     @functools.cached_property
-    def hooks(self) -> Hooks:
-        """The callbacks' hooks inside the layer."""
+    def hooks(self) -> Hooks | None:
+        """The callbacks' hooks inside the layer; None where there are no callbacks."""
+        if not self.callbacks:
+            return None
+        from pmoe.engine.callbacks import Hooks
+
         return Hooks.of(self.callbacks)
 
     @functools.cached_property
@@ -155,6 +157,11 @@ class Parts:
     @functools.cached_property
     def modules(self) -> Modules:
         """What the engine needs of the layer."""
+        sharing = None
+        if self.grid.is_sharded:
+            from pmoe.comm.sharing import Sharing
+
+            sharing = Sharing(self.grid.inside, self.traffic)
         return Modules(
             experts=self.experts,
             grid=self.grid,
@@ -163,7 +170,7 @@ class Parts:
             dispatch=self.dispatch,
             combine=self.combine,
             scalars=self.scalars,
-            sharing=self.sharing,
+            sharing=sharing,
             hooks=self.hooks,
             shared=self.shared_expert,
             gradients=self.gradients,

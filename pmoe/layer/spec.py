@@ -58,7 +58,7 @@ class LayerSpec:
         for name in ("send_once", "check_finite", "pad_to_capacity"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.switches, Switches):
-            raise TypeError(f"switches ({self.switches!r}) must be a pmoe.layer.Switches")
+            raise TypeError(f"switches ({self.switches!r}) must be a pmoe.layer.switches.Switches")
         self.budget  # noqa: B018 - it raises for what is no number of bytes
         # Frozen: what is given in words is kept as what it means.
         object.__setattr__(self, "memory_reuse", restore)
@@ -140,13 +140,3 @@ class Option(Generic[V]):
     def __set__(self, layer: MoELayer, value: V) -> None:
         changed: dict[str, Any] = {self._name: value}
         layer.spec = replace(layer.spec, **changed)
-
-
-class Switch(Option[bool]):
-    """A switch of `Switches` as an attribute of the layer: setting it replaces the switches."""
-
-    def __get__(self, layer: MoELayer | None, owner: type) -> Any:
-        return self if layer is None else getattr(layer.spec.switches, self._name)
-
-    def __set__(self, layer: MoELayer, value: bool) -> None:
-        layer.switches = replace(layer.switches, **{self._name: value})

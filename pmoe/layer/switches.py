@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """How a layer runs where a benchmark or a test takes something away from it.
+    """Which parts of a layer a benchmark or a test turns off.
 
         layer.switches = Switches(sequential=True)
 
@@ -28,3 +28,14 @@ class Switches:
             value = getattr(self, field.name)
             if not isinstance(value, bool):
                 raise TypeError(f"{field.name} ({value!r}) must be True or False")
+
+
+NAMES = frozenset(field.name for field in fields(Switches))
+
+
+def check_no_switch(name: str, value: object) -> None:
+    """Raises AttributeError where ``name``, which is set on a layer, is a switch: it would have no effect."""
+    if name in NAMES:
+        raise AttributeError(
+            f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
+        )

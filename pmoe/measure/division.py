@@ -15,7 +15,7 @@ import torch
 from pmoe.comm.agree import digest, largest
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.architecture import device_name
-from pmoe.kernels.buckets import bucket
+from pmoe.kernels.product_request import bucket
 from pmoe.measure.division_file import load_divisions
 from pmoe.measure.store import PathLike
 from pmoe.planner.division import Division, FusedKernelSizes, FusedLayerSizes, sizes_of

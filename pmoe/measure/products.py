@@ -18,9 +18,8 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.buckets import bucket
 from pmoe.kernels.candidates import PMOE, PRODUCTS
-from pmoe.kernels.product_request import Form, ProductRequest
+from pmoe.kernels.product_request import Form, ProductRequest, bucket
 
 if TYPE_CHECKING:
     from pmoe.measure.product_choices import ProductMeasurer

@@ -21,7 +21,7 @@ class NoProfileError(LookupError):
     """No stored profile fits, or more than one does."""
 
 
-def profile_path(who: Identity | Profile, folder: PathLike | None = None) -> Path:
+def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
     """The file named after an identity: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe."""
     parts = [
         who.device,

@@ -62,7 +62,11 @@ def count_rows(
     expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: int, tokens: Tokens | None = None
 ) -> Tensor:
     """Kept rows by chunk and global expert, (n, E) int64, without a host synchronisation."""
-    key = _chunk_keys(expert_TK.reshape(-1), expert_TK.shape[1], keep_TK, n, num_experts, tokens)
+    key, chunk = expert_TK.reshape(-1), _chunks(expert_TK, n, tokens)
+    if chunk is not None:
+        key = chunk * num_experts + key
+    if keep_TK is not None:
+        key = torch.where(keep_TK.reshape(-1), key, n * num_experts)
     counts = torch.zeros(n * num_experts + 1, dtype=torch.int64, device=key.device)
     counts.scatter_add_(0, key, torch.ones_like(key))
     return counts[:-1].view(n, num_experts)
@@ -80,32 +84,35 @@ def sort_rows(
     """Sorts the slots by (chunk, expert), those that stay by (piece, expert), dropped ones last; token order
     within."""
     expert = expert_TK.reshape(-1)
-    key = _chunk_keys(expert, expert_TK.shape[1], keep_TK, n, num_experts, tokens)
-    stays = (expert >= local.start) & (expert < local.end)
-    dropped = key == n * num_experts
-    chunk = key // num_experts
-    if m == n:
-        block = 2 * chunk + stays
-    else:
-        block = torch.where(stays, n + (chunk - (n - m)).clamp(min=0), chunk)  # `piece_of`
-    key = torch.where(dropped, 2 * (n + m) * num_experts, block * num_experts + expert)
+    chunk = _chunks(expert_TK, n, tokens)
+    block: Tensor | None = chunk
+    if len(local):
+        stays = (expert >= local.start) & (expert < local.end)
+        if m == n:
+            block = stays.long() if chunk is None else 2 * chunk + stays
+        elif chunk is not None:
+            block = torch.where(stays, n + (chunk - (n - m)).clamp(min=0), chunk)  # `piece_of`
+    key = expert if block is None else block * num_experts + expert
+    if keep_TK is not None:
+        key = torch.where(keep_TK.reshape(-1), key, 2 * (n + m) * num_experts)
     slot = key.argsort(stable=True)
     position = torch.empty_like(slot)
     position[slot] = torch.arange(slot.numel(), device=slot.device)
     return SortedRows(slot=slot, position=position)
 
 
-def _chunk_keys(
-    place: Tensor, top_k: int, keep_TK: Tensor | None, n: int, num_experts: int, tokens: Tokens | None
-) -> Tensor:
-    """chunk * E + place for kept slots, n * E for dropped ones; chunks as in `chunk_bounds`."""
-    tokens = Tokens(place.numel() // top_k) if tokens is None else tokens
-    token = tokens.of_slot
-    if token is None:
-        token = torch.arange(tokens.count, device=place.device)
-    chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
-    key = chunk.repeat_interleave(top_k) * num_experts + place
-    return key if keep_TK is None else torch.where(keep_TK.reshape(-1), key, n * num_experts)
+def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
+    """The chunk of each slot (T*K,), as in `chunk_bounds`; None where there is only one."""
+    if n == 1:
+        return None
+    num_tokens, top_k = expert_TK.shape
+    if tokens is not None and tokens.of_slot is not None:
+        chunk_T = ((tokens.of_slot + 1) * n - 1) // max(tokens.count, 1)
+    else:
+        chunk_T = torch.arange(n - 1, n * num_tokens + n - 1, n, device=expert_TK.device) // max(
+            num_tokens, 1
+        )
+    return chunk_T if top_k == 1 else chunk_T.repeat_interleave(top_k)
 
 
 class SortedOrder(Order):

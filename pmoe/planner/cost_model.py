@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from pmoe.arguments import check_count, check_number
+from pmoe.arguments import check_count, check_not_negative, check_number
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import PassDirection
 
@@ -127,9 +127,7 @@ def volumes(b: float, M: int, H: int) -> tuple[float, float, float]:
     Raises TypeError or ValueError for other numbers.
     """
     check_count(M=M, H=H)
-    check_number(b=b)
-    if not 0 <= b < math.inf:
-        raise ValueError(f"b ({b}) must be a finite number of at least 0")
+    check_not_negative(b=b)
     return b * H * M, b * M, b * M
 
 

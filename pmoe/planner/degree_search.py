@@ -13,9 +13,10 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pmoe.arguments import check_not_negative
 from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
 from pmoe.planner.simulator import makespan, simulate
-from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts, check_gradient_seconds
+from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts
 from pmoe.planner.task_costs import task_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
@@ -143,7 +144,7 @@ def _schedule(n: int, direction: PassDirection, one_lane: bool, restore: Restore
 
 
 def _check_options(options: ScheduleOptions, t_gar: float) -> None:
-    check_gradient_seconds(t_gar)
+    check_not_negative(t_gar=t_gar)
     if t_gar and options.direction == "forward":
         raise ValueError(f"t_gar ({t_gar}) must be 0 in a forward pass: gradients travel in backward")
 

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import torch
 
-from pmoe.kernels.buckets import bucket
 from pmoe.kernels.comet import FusedKernel
+from pmoe.kernels.product_request import bucket
 from pmoe.schedule.tasks import PassDirection
 
 KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from pmoe.arguments import check_int
+from pmoe.arguments import check_int, check_not_negative
 from pmoe.planner.costs import LineCost
 from pmoe.planner.stage_costs import DegreeSeconds
 
@@ -28,9 +27,8 @@ class GeneralizedLayer:
     def __post_init__(self) -> None:
         if not self.degrees:
             raise ValueError("degrees (none) must hold at least one")
-        if not 0 <= self.dense_seconds < math.inf:
-            raise ValueError(f"dense_seconds ({self.dense_seconds}) must be a finite number of at least 0")
-        check_bytes("gradient_bytes", self.gradient_bytes)
+        check_int(gradient_bytes=self.gradient_bytes)
+        check_not_negative(dense_seconds=self.dense_seconds, gradient_bytes=self.gradient_bytes)
 
     def best(self, t_gar: float) -> DegreeSeconds:
         """The fastest degree that carries t_gar; of equals the lower: what Algorithm 1 is asked in Eq. 5."""
@@ -68,10 +66,3 @@ def bytes_within(all_reduce: LineCost, seconds: float) -> int:
     while found and all_reduce(found) > seconds:  # the quotient may be rounded up
         found -= 1
     return found
-
-
-def check_bytes(name: str, number: int) -> None:
-    """Raises TypeError unless an int, ValueError below 0."""
-    check_int(**{name: number})
-    if number < 0:
-        raise ValueError(f"{name} ({number}) must be at least 0")

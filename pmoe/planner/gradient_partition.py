@@ -14,18 +14,12 @@ Layers are in the order of the backward pass: the last of the model is the first
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pmoe.arguments import check_int, check_not_negative
 from pmoe.planner.costs import LineCost
-from pmoe.planner.generalized_layer import (
-    GeneralizedLayer,
-    Share,
-    all_reduce_seconds,
-    bytes_within,
-    check_bytes,
-)
+from pmoe.planner.generalized_layer import GeneralizedLayer, Share, all_reduce_seconds, bytes_within
 from pmoe.planner.gradient_evolution import ExposedSeconds, evolve
 
 
@@ -54,7 +48,10 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     Example: one layer, 1000 bytes ready, 1 s a byte, 300 s dense, nothing idle beside its experts -> 300
     bytes beside the dense part, 700 at the end.
     """
-    _check_arguments(layers, all_reduce, ready_bytes)
+    if not layers:
+        raise ValueError("layers (none) must hold at least one")
+    check_int(ready_bytes=ready_bytes)
+    check_not_negative(ready_bytes=ready_bytes, **vars(all_reduce))
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     made = list(itertools.accumulate(sources))[:-1]  # bytes that are there when a layer's backward begins
     dense, moe = _filled(layers, all_reduce, made)
@@ -93,13 +90,3 @@ def _filled(
         moe.append(min(there - gone, bytes_within(all_reduce, layer.hidden_seconds)))
         gone += moe[-1]
     return dense, moe
-
-
-def _check_arguments(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int) -> None:
-    if not layers:
-        raise ValueError("layers (none) must hold at least one")
-    for name in ("alpha_seconds", "beta_seconds"):
-        number = getattr(all_reduce, name)
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{name} ({number}) of all_reduce must be a finite number of at least 0")
-    check_bytes("ready_bytes", ready_bytes)

@@ -2,7 +2,7 @@
 
 A pass holds at once: the ring slots of its schedule (`pmoe.schedule.slots`, the sizes that the engine itself
 allocates), what goes from forward to backward, the result, and small things for each row. Nothing is measured
-or fitted. `pmoe.papers.mpipemoe_memory` shows that MPipeMoE's Eq. 1-6 follow from the slots of its schedules.
+or fitted. tests/unit/test_memory_model.py shows that MPipeMoE's Eq. 1-6 follow from the slots.
 
 Letters: T tokens, K choices, N rows, E experts, M = d_model.
 """

@@ -21,7 +21,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pmoe.planner.stage_costs import LayerCosts, check_gradient_seconds
+from pmoe.arguments import check_not_negative
+from pmoe.planner.stage_costs import LayerCosts
 
 MAX_DEGREE = 16
 """The largest r that is looked at where the caller names none."""
@@ -118,7 +119,7 @@ def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEG
     Example: experts of 8 s whatever r is, all else free -> degree 1; experts of 8 s in all and two
     all-to-alls of 4 s, nothing per chunk -> the largest degree.
     """
-    check_gradient_seconds(t_gar)
+    check_not_negative(t_gar=t_gar)
     if max_degree < 1:
         raise ValueError(f"max_degree ({max_degree}) must be at least 1")
     best, before, case = math.inf, 1.0, 0

@@ -76,8 +76,8 @@ class Operations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    """Measured costs, and whose they are: the first six fields are those of `Identity`.
+class Profile(Identity):
+    """Measured costs, and whose they are.
 
     compute: seconds by multiply-adds.
     message: seconds by bytes that a rank sends to others, in an all-to-all with equal splits; zero where
@@ -89,12 +89,6 @@ class Profile:
         nodes.
     """
 
-    device: str
-    device_type: str
-    num_ranks: int
-    backend: str
-    dtype: str
-    versions: Versions
     compute: LineCost
     message: LineCost
     copy_out: LineCost

@@ -7,10 +7,10 @@ seconds of other layers' gradients.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from pmoe.arguments import check_not_negative
 from pmoe.planner.costs import LineCost
 
 
@@ -25,13 +25,7 @@ class StageWork:
     size: float
 
     def __post_init__(self) -> None:
-        for name, number in (
-            ("alpha_seconds", self.line.alpha_seconds),
-            ("beta_seconds", self.line.beta_seconds),
-            ("size", self.size),
-        ):
-            if not 0 <= number < math.inf:
-                raise ValueError(f"{name} ({number}) must be a finite number of at least 0")
+        check_not_negative(**vars(self.line), size=self.size)
 
     def twice(self) -> StageWork:
         """The same work two times in each chunk."""
@@ -87,9 +81,3 @@ class DegreeSeconds(NamedTuple):
 
     def seconds(self, t_gar: float) -> float:
         return max(self.alone, self.beside + t_gar)
-
-
-def check_gradient_seconds(t_gar: float) -> None:
-    """Raises ValueError unless t_gar is finite and at least 0."""
-    if not 0 <= t_gar < math.inf:
-        raise ValueError(f"t_gar ({t_gar}) must be a finite number of at least 0")

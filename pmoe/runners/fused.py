@@ -185,7 +185,7 @@ def _gradients(
         of_w2 = grouped_gemm.weight_gradient(steps.rows(journey), active_NH, ends_E)
     del active_NH
     if needs_b2:
-        of_b2 = _weighted_sum(steps.rows(journey), steps.row_weight(journey), ends_E)
+        of_b2 = grouped_gemm.sum_by_expert(steps.rows(journey), ends_E, steps.row_weight(journey))
     if rows_NM is None:
         steps.dispatch(journey, dense(x_TM), weight_TK)
         rows_NM = steps.rows(journey)
@@ -196,10 +196,3 @@ def _gradients(
         of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
     of_x, of_weight = steps.gradient_combine(journey, grad_hidden_NG, w1, dots_PN)
     return of_x, of_weight.to(weight_TK.dtype), of_w1, of_w2, of_b1, of_b2
-
-
-def _weighted_sum(rows_NM: Tensor, weight_N: Tensor, ends_E: Tensor) -> Tensor:
-    """(E, M): for each expert the sum of its rows times their weights, as `grouped_gemm.sum_by_expert`."""
-    column = rows_NM.new_zeros(rows_NM.shape[0], 8)  # 16 bytes a row
-    column[:, 0] = weight_N
-    return grouped_gemm.weight_gradient(rows_NM, column, ends_E)[:, :, 0]

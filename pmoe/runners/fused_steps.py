@@ -13,8 +13,8 @@ from pmoe.comm.agree import digest, largest, same
 from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet as kernels
-from pmoe.kernels.buckets import bucket
 from pmoe.kernels.comet import Steps
+from pmoe.kernels.product_request import bucket
 from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
 from pmoe.planner.division import Division, FusedLayerSizes, kernel_sizes
 from pmoe.schedule.tasks import PassDirection

@@ -147,7 +147,7 @@ def _backward(
         of_w2 = grouped_gemm.weight_gradient(grad_TM, active_NH, ends_E, slots=slots, gathers_grad=True)
     del active_NH
     if needs_b2:
-        of_b2 = _weighted_sum(grad_TM, scale, ends_E, slots)
+        of_b2 = grouped_gemm.sum_by_expert(grad_TM, ends_E, scale, slots=slots)
     if needs_weight:
         of_weight = dot_N.index_select(0, position_TK.view(-1)).view_as(weight_TK)
         if b2 is not None:
@@ -170,11 +170,3 @@ def _inverse(position_TK: Tensor) -> Tensor:
     position_N = position_TK.view(-1)
     slot_N = torch.arange(position_N.numel(), dtype=torch.int32, device=position_N.device)
     return torch.empty_like(slot_N).index_copy_(0, position_N.long(), slot_N)
-
-
-def _weighted_sum(tokens_TM: Tensor, scale: Tensor, ends_E: Tensor, slots: RowSlots) -> Tensor:
-    """(E, M): for each expert the sum of its tokens times their weights; see `grouped_gemm.sum_by_expert`."""
-    column = tokens_TM.new_zeros(slots.slot_N.numel(), 8)  # 16 bytes a row
-    column[:, 0] = scale.index_select(0, slots.slot_N.long())
-    summed = grouped_gemm.weight_gradient(tokens_TM, column, ends_E, slots=slots, gathers_grad=True)
-    return summed[:, :, 0]

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from pmoe.engine.autograd import Path, Saved
-from pmoe.engine.backward_pass import Backward, SavedForBackward
-from pmoe.engine.forward_pass import Forward, forward_pass
+from pmoe.engine.backward_pass import SavedForBackward
 from pmoe.engine.passes import Forwarded, Inputs, Kept
 from pmoe.engine.plan import Plan
+from pmoe.engine.specialised import backward_of, forward_of
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class PipelineRunner:
     plan: Plan
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        if not keep:
-            return Forward(self.plan, inputs, keep=False).run(), None
-        return save(self.plan, inputs, forward_pass(self.plan, inputs))
+        forward = forward_of(self.plan, keep)(self.plan, inputs, keep)
+        y_TM = forward.run()
+        return save(self.plan, inputs, forward.done(y_TM)) if keep else (y_TM, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def save(plan: Plan, inputs: Inputs, done: Forwarded) -> tuple[Tensor, Saved]:
 def _backward(
     plan: Plan, rest: _Rest, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
-    return Backward(plan, grad_TM, _restored(plan, rest, iter(tensors), wanted)).run()
+    return backward_of(plan)(plan, grad_TM, _restored(plan, rest, iter(tensors), wanted)).run()
 
 
 def _restored(plan: Plan, rest: _Rest, tensors: Iterator[Any], wanted: Sequence[bool]) -> SavedForBackward:

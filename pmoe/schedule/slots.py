@@ -7,10 +7,9 @@ Letters: n chunks, M = d_model, H = d_hidden; T_DI, T_M, T_DO as in MPipeMoE.
 
 from __future__ import annotations
 
-import collections
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pmoe.schedule.restore import Restore
 
@@ -71,49 +70,58 @@ class BufferSizes:
     columns: HiddenColumns
     restore: Restore | None
     rearranged: bool = False
+    _known: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict, init=False, compare=False)
 
     def shape(self, buffer: str) -> tuple[int, int]:
         """Example: "T_M_L.3" -> (rows of chunk 3 that stay, H). Buffers that this pass or rank makes no use
         of have no rows."""
-        name, _, chunk = buffer.rpartition(".")
-        i = int(chunk)
+        name, chunk = _parts(buffer)
+        if name not in self._known:
+            self._known[name] = self._rows_and_columns(name)
+        rows, columns = self._known[name]
+        return rows[chunk], columns
+
+    def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
+        """Of the buffers of this name: the rows of each chunk's, and their columns."""
+        extent, width = self.extent, self.d_model
         stays = name.endswith("_L")
-        name = name.removesuffix("_L")
-        rows = self.extent.local[i] if stays else self.extent.received[i]
-        if name in ("send", "send_again"):
-            return self.extent.send[i], self.d_model
-        name = name.removesuffix("_again")
-        if name in ("arrived", "leaving", "copies", "parts"):
-            return self._inside_rows(name, i), self.d_model
-        if name in ("home", "dhome"):
-            return (0 if stays else self.extent.home[i]), self.d_model  # rows that stay are a part of it
+        rows, none = (extent.local if stays else extent.received), (0,) * len(extent.received)
+        name = name.removesuffix("_L").removesuffix("_again")
+        match name:
+            case "send":
+                return extent.send, width
+            case "arrived" | "leaving" | "copies" | "parts":
+                return self._inside_rows(name), width
+            case "home" | "dhome":
+                return (none if stays else extent.home), width  # rows that stay are a part of it
+            case "T_M" | "dT_M":
+                return rows, self.columns.hidden
+            case "active":
+                return rows, self._active_columns
+            case "scratch":
+                most = self.columns.scratch_rows if self._expendable else 0
+                return [min(each, most) for each in rows], self.columns.scratch
         if name.endswith("_sorted"):
-            return (rows if self.extent.regrouped[i] else 0), self.d_model
-        if name == "T_DI" and not stays and self._stays_where_it_arrived(i):
-            return 0, self.d_model
+            return [of * sorts for of, sorts in zip(rows, extent.regrouped, strict=True)], width
         by_link = name in ("T_DO", "dT_DO", "dT_DI") or (name == "T_DI" and self._restores_by_link)
-        if by_link and not stays and self.extent.gathered is not None:
-            return self.extent.gathered[i], self.d_model
-        if name in ("T_M", "dT_M"):
-            return rows, self.columns.hidden
-        if name == "active":
-            return rows, self._active_columns
-        if name == "scratch":
-            used = self._expendable
-            return (min(rows, self.columns.scratch_rows) if used else 0), self.columns.scratch
-        return rows, self.d_model
+        if by_link and not stays and extent.gathered is not None:
+            rows = extent.gathered
+        if name == "T_DI" and not stays and self._keeps_what_arrives:
+            return [of * sorts for of, sorts in zip(rows, extent.regrouped, strict=True)], width
+        return rows, width
 
-    def _stays_where_it_arrived(self, i: int) -> bool:
-        """Forward's T_DI is kept, and arrives in expert order: no slot holds it."""
+    @property
+    def _keeps_what_arrives(self) -> bool:
+        """Forward's T_DI is kept: where it arrives in expert order, no slot holds it."""
         kept = self.restore is not None and self.restore.dispatched == "keep"
-        return self.direction == "forward" and kept and not self.extent.regrouped[i]
+        return self.direction == "forward" and kept
 
-    def _inside_rows(self, name: str, i: int) -> int:
+    def _inside_rows(self, name: str) -> Sequence[int]:
         """Between S and AG, and between RS and R. copies, parts: what AG is sent from, and what RS sums."""
-        arrived, inside = (self.extent.arrived or self.extent.received)[i], self.extent.inside
+        arrived, inside = self.extent.arrived or self.extent.received, self.extent.inside
         if name == "copies":
-            return arrived * inside if inside > 2 else 0
-        return arrived * inside if name == "parts" else arrived
+            inside = inside if inside > 2 else 0
+        return [rows * inside for rows in arrived] if name in ("copies", "parts") else arrived
 
     @property
     def _restores_by_link(self) -> bool:
@@ -136,23 +144,28 @@ class BufferSizes:
         return self.columns.active if in_place else self.columns.scratch
 
 
+@functools.lru_cache(maxsize=1024)
+def _parts(buffer: str) -> tuple[str, int]:
+    """Example: "T_M_L.3" -> ("T_M_L", 3)."""
+    name, _, chunk = buffer.rpartition(".")
+    return name, int(chunk)
+
+
 def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def slot_elements(slots: Mapping[str, str], sizes: BufferSizes) -> dict[str, int]:
     """Elements of each ring slot: as many as the largest of its buffers."""
-    largest: dict[str, int] = collections.defaultdict(int)
+    largest: dict[str, int] = {}
     for buffer, slot in slots.items():
-        largest[slot] = max(largest[slot], math.prod(sizes.shape(buffer)))
-    return dict(largest)
+        rows, columns = sizes.shape(buffer)
+        largest[slot] = max(largest.get(slot, 0), rows * columns)
+    return largest
 
 
 def arena_elements(slots: Mapping[str, int], element_size: int) -> tuple[dict[str, int], int]:
-    """(where each slot starts, elements of all), each slot aligned."""
+    """(elements from each slot to the next, elements of all), each slot aligned."""
     step = max(ALIGNMENT // element_size, 1)
-    starts, total = {}, 0
-    for slot, elements in slots.items():
-        starts[slot] = total
-        total += -(-elements // step) * step
-    return starts, total
+    spans = {slot: -(-elements // step) * step for slot, elements in slots.items()}
+    return spans, sum(spans.values())

@@ -79,6 +79,9 @@ class Kind(str, enum.Enum):
     RECOMPUTE = "M"  # backward: T_M made again from T_DI
     LOCAL_RECOMPUTE = "LM"
 
+    # An enum's own is a function of Python, and every task is looked up by its kind.
+    __hash__ = str.__hash__
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -94,7 +97,7 @@ class Task:
     writes: tuple[str, ...]
     waits: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return self.kind.value + ("" if self.chunk < 0 else str(self.chunk))
 

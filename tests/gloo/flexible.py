@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import pmoe
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
+from tests.switched import switched_layer
 
 D_MODEL, D_HIDDEN, AUX = 6, 12, 0.37
 TOKENS = {1: (13,), 2: (9, 0), 4: (5, 0, 11, 2)}
@@ -74,7 +75,7 @@ def build(case: Case, world: int) -> pmoe.MoELayer:
     if case.ep is not None and case.esp is not None and world > 1:
         mesh = {"mesh": mesh_of(case.ep, case.esp, case.reversed_mesh)}
     shared = Gated() if case.shared == "module" else case.shared
-    layer = pmoe.MoELayer(
+    layer = switched_layer(
         D_MODEL,
         D_HIDDEN,
         case.num_experts,

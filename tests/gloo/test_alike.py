@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.layer import alike
+from pmoe.layer.switches import Switches
 from tests.pool import ranks
 
 D_MODEL, D_HIDDEN = 6, 12
@@ -31,7 +32,10 @@ class Told(pmoe.Callback):
 
 
 def build(**options: Any) -> pmoe.MoELayer:
-    return pmoe.MoELayer(D_MODEL, **{"d_hidden": D_HIDDEN, "num_experts": 4, "top_k": 2, **options})
+    switches = options.pop("switches", Switches())
+    layer = pmoe.MoELayer(D_MODEL, **{"d_hidden": D_HIDDEN, "num_experts": 4, "top_k": 2, **options})
+    layer.switches = switches
+    return layer
 
 
 def differ_job(rank: int, world: int, name: str, values: tuple[Any, ...], tokens: int) -> tuple[str, int]:
@@ -57,11 +61,11 @@ def differ_job(rank: int, world: int, name: str, values: tuple[Any, ...], tokens
         ("fused", (True, False)),
         ("slack", (1.25, 1.5)),
         ("capacity_factor", (None, 1.0)),
-        ("bypass_local", (True, False)),
         ("shared_expert", (None, 4)),
         ("gate", ("topk", "sigmoid")),
-        ("one_lane", (False, True)),
-        ("sequential", (False, True)),
+        ("switches", tuple(Switches(bypass_local=flag) for flag in (True, False))),
+        ("switches", tuple(Switches(one_lane=flag) for flag in (True, False))),
+        ("switches", tuple(Switches(sequential=flag) for flag in (True, False))),
     ],
 )
 @pytest.mark.parametrize("tokens", [5, 0])

@@ -24,11 +24,11 @@ from pmoe.comm.heap import (
     HeapShape,
     close_heaps,
     device_memory,
-    exchange,
     heap_for,
     nvshmem,
     nvshmem_heap,
     process_heap,
+    providers,
     wait_seconds,
 )
 from pmoe.comm.heap.device_memory import tensor_at
@@ -54,7 +54,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[object]:
         exchanges.append(value)
         return agree.gathered(ranks, value, stage=stage)
 
-    patch.setattr(exchange, "gathered", gathered)
+    patch.setattr(providers, "gathered", gathered)
     return exchanges
 
 

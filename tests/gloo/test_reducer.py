@@ -26,6 +26,7 @@ from pmoe.training.gradient_buffers import GradientRange
 from pmoe.training.reducer_steps import PartitionedStep
 from tests.pool import ranks
 from tests.spread import named, spread
+from tests.switched import switched_layer
 
 D_MODEL, LAYERS = 8, 3
 
@@ -34,7 +35,7 @@ class Block(nn.Module):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         self.dense = nn.Sequential(nn.Linear(D_MODEL, 16), nn.GELU(), nn.Linear(16, D_MODEL))
-        self.moe = pmoe.MoELayer(D_MODEL, 12, 4, 2, **options)
+        self.moe = switched_layer(D_MODEL, 12, 4, 2, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dense(x)

@@ -12,6 +12,7 @@ import pmoe
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
 from tests.spread import named, spread
+from tests.switched import switched_layer
 
 D_MODEL, D_HIDDEN, AUX = 6, 10, 0.37
 TOKENS = {1: (13,), 2: (9, 0), 4: (5, 0, 11, 2)}
@@ -37,7 +38,7 @@ class Case:
 def build(case: Case, world: int) -> pmoe.MoELayer:
     """The layer under one seed; ``load`` bends the gate: x's first column is positive."""
     torch.manual_seed(7)
-    layer = pmoe.MoELayer(
+    layer = switched_layer(
         D_MODEL,
         D_HIDDEN,
         case.local_experts * world,

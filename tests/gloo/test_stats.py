@@ -18,13 +18,14 @@ import pmoe
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.run_folder import LAYERS, SCALARS, read_run
 from tests.pool import Pool, ranks
+from tests.switched import switched_layer
 
 D_MODEL, D_HIDDEN, EXPERTS = 16, 32, 4
 
 
 def build(num_layers: int = 1, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(pmoe.MoELayer(D_MODEL, D_HIDDEN, EXPERTS, **options) for _ in range(num_layers)))
+    return nn.Sequential(*(switched_layer(D_MODEL, D_HIDDEN, EXPERTS, **options) for _ in range(num_layers)))
 
 
 class Fixed(nn.Module):

@@ -29,6 +29,7 @@ from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Repo
 from tests.planted import rings_reused_early
 from tests.pool import ranks
 from tests.spread import named, spread
+from tests.switched import switched_layer
 
 D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K = 8, 12, 4, 2
 TOKENS = 1024  # enough rows for pipeline=True to choose two chunks on two ranks
@@ -155,7 +156,7 @@ def build(options: dict[str, Any]) -> MoELayer:
         options["mesh"] = _meshes[shape]
     if options.get("callbacks"):
         options["callbacks"] = (Callbacks(),)
-    return MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K, **options)
+    return switched_layer(D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K, **options)
 
 
 def step(layer: MoELayer, rank: int) -> None:

@@ -23,6 +23,7 @@ from pmoe.runners import one_rank as alone
 from pmoe.schedule import Lane
 from pmoe.schedule.tasks import Task
 from tests.reference import ACTIVATIONS
+from tests.switched import switched_layer
 
 DEVICE = torch.device("cuda", 0)
 NEEDS_GPU = [
@@ -42,7 +43,7 @@ def make_layer(dtype: torch.dtype = torch.float64, seed: int = 7, **options: Any
     """A small layer. Its parameters are drawn on the CPU, so they are the same on every machine."""
     torch.manual_seed(seed)
     sizes = {"d_model": 64, "d_hidden": 96, "num_experts": 4, "top_k": 2}
-    layer = pmoe.MoELayer(**{**sizes, **options})
+    layer = switched_layer(**{**sizes, **options})
     with torch.no_grad():
         for parameter in layer.gate.parameters():
             parameter *= 3

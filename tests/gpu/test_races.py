@@ -17,6 +17,7 @@ import pmoe
 from pmoe.engine import lanes, recording
 from pmoe.engine import run as engine
 from pmoe.engine.lanes import CudaLanes
+from pmoe.layer.switches import Switches
 from pmoe.schedule import Lane, Schedule, Stages, backward_schedule, forward_schedule
 from tests.gpu.support import (
     AUX,
@@ -46,7 +47,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 1e-2}
 def chained(layer: pmoe.MoELayer) -> pmoe.MoELayer:
     """The same layer with every task waiting for the one before."""
     twin = copy.deepcopy(layer)
-    twin.sequential = True
+    twin.switches = Switches(bypass_local=layer.switches.bypass_local, sequential=True)
     return twin
 
 

@@ -43,7 +43,7 @@ PLANNER = (
     Plant(
         name="buffers-die-a-task-early",
         breaks="a buffer is given back while its last reader runs",
-        file="pmoe/papers/mpipemoe_memory.py",
+        file="tests/paper_memory.py",
         old="    during = tuple(living(at, at) for at in range(len(tasks)))\n",
         new="    during = tuple(living(at, at + 1) for at in range(len(tasks)))\n",
         tests="tests/unit/test_memory_model.py",

@@ -21,11 +21,12 @@ from pmoe.integrations.transformers import borrowed
 from pmoe.measure.allocations import moment, watched
 from pmoe.runners import fused_steps, one_rank
 from tests.plain_steps import plain_steps
+from tests.switched import switched_layer
 
 
 def build_layer(sizes: tuple[int, int, int, int], options: Mapping[str, Any], switches: Mapping[str, bool]):
-    """The layer. switches: bypass_local, sequential, one_lane, which exist to measure."""
-    return pmoe.MoELayer(*sizes, **options, **switches)
+    """The layer. switches: by the names of `pmoe.layer.switches.Switches`."""
+    return switched_layer(*sizes, **options, **switches)
 
 
 class OthersGradients:

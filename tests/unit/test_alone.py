@@ -16,6 +16,7 @@ from pmoe.engine.callbacks import Callback
 from pmoe.kernels.candidates import PRODUCTS
 from pmoe.measure.products import slower_kernels
 from pmoe.runners import one_rank as alone
+from tests.switched import switched_layer
 
 M, H, E = 16, 24, 6
 
@@ -37,7 +38,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> pmoe.MoELayer:
     torch.manual_seed(5)
-    layer = pmoe.MoELayer(
+    layer = switched_layer(
         **{"d_model": M, "d_hidden": H, "num_experts": E, "top_k": 2, **options}, dtype=dtype
     )
     with torch.no_grad():

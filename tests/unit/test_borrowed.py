@@ -24,6 +24,7 @@ from pmoe.integrations.transformers.borrowed import (
 )
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.allocated import Allocated
+from tests.switched import switched_layer
 
 TOKENS, TOP_K, EXPERTS, D_MODEL, D_HIDDEN = 14, 3, 5, 8, 12
 
@@ -109,7 +110,7 @@ class Case:
 
     def layer(self, **options: Any) -> tuple[pmoe.MoELayer, GivenGate]:
         gate = GivenGate()
-        layer = pmoe.MoELayer(
+        layer = switched_layer(
             D_MODEL, D_HIDDEN, EXPERTS, TOP_K, gate=gate, expert=self.experts, group=Ranks.alone(), **options
         )
         return layer, gate

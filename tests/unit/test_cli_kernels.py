@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from pmoe.cli import profile_kernels
+from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, extension, status
 from pmoe.measure import division as among_ranks
 from pmoe.measure import fused_kernels
@@ -132,6 +134,21 @@ def test_profile_kernels_fills_the_table(
     assert re.search(r"^combine backward +16 +256 +1\.000 +1\.050 ", out, re.MULTILINE)
     assert out.endswith(f"\nwrote {found['path']}\n")
     assert len(load_divisions(tmp_path).entries) == 8
+
+
+def test_no_times_are_stored_of_a_layer_that_falls_back_the_second_time_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reason is the same for both numbers of tokens, and is given once a process."""
+    monkeypatch.setattr(profile_kernels, "time_layers", lambda *_: pytest.fail("timed"))
+    sizes = {tokens: replace(SIZES, rows=tokens) for tokens in (4, 8)}
+    options: dict[str, Any] = {"d_model": 8, "d_hidden": 8, "num_experts": 2, "top_k": 1, "expert": "ffn"}
+    options |= {"device": torch.device("cpu"), "dtype": torch.float32}
+    with pytest.warns(UserWarning, match="falls back") as given:
+        assert profile_kernels._time_layers(options, sizes, Ranks.alone()) == {}
+    assert len([each for each in given if "falls back" in str(each.message)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"pmoe: no layer times of {each}: the path 'pipeline' ran" for each in sizes.values()]
 
 
 def test_show_prints_what_is_stored_and_measures_nothing(

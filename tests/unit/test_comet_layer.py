@@ -27,6 +27,7 @@ from pmoe.runners.fused_forward import unit_index
 from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps
 from tests.reference import Definition, relative_error
+from tests.switched import switched_layer
 
 M, H, E, T, AUX = 6, 10, 4, 13, 0.37
 PAIRS = [pmoe.Restore(d, h) for d in ("keep", "communicate") for h in ("keep", "recompute")]
@@ -38,7 +39,7 @@ EXPERTS = [
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> pmoe.MoELayer:
     torch.manual_seed(7)
-    layer = pmoe.MoELayer(M, H, E, **{"top_k": 2, "fused": True, **options}, dtype=dtype)
+    layer = switched_layer(M, H, E, **{"top_k": 2, "fused": True, **options}, dtype=dtype)
     with torch.no_grad():
         for parameter in layer.gate.parameters():
             parameter *= 3

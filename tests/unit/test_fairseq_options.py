@@ -62,9 +62,6 @@ OTHERS: dict[str, tuple[str, object]] = {
     "normalize_gate": ("false", False),
     "z_loss_weight": ("1e-3", 0.001),
     "check_finite": ("true", True),
-    "bypass_local": ("false", False),
-    "sequential": ("true", True),
-    "one_lane": ("true", True),
 }
 """Of each option, what a command line may say in its default's place, and the value that the layer gets."""
 

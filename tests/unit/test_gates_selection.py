@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pmoe.gates.expert_choice import best_tokens
-from pmoe.gates.lengths import inverse_length
+from pmoe.gates.logits import inverse_length
 from pmoe.gates.selection import ROUNDS, distinct, rows_for_each_expert, top_indices
 from pmoe.ordering.capacity import expert_capacity
 

@@ -259,15 +259,15 @@ def test_bad_arguments_are_refused_by_name() -> None:
     layer = plain_layer()
     with pytest.raises(ValueError, match=r"layers \(none\)"):
         partition([], LINE)
-    with pytest.raises(ValueError, match=r"ready_bytes \(-1\) must be at least 0"):
+    with pytest.raises(ValueError, match=r"ready_bytes \(-1\) must be a finite number of at least 0"):
         partition([layer], LINE, ready_bytes=-1)
     with pytest.raises(TypeError, match=r"ready_bytes \(1.5\) must be an int"):
         partition([layer], LINE, ready_bytes=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"alpha_seconds \(-1.0\) of all_reduce"):
+    with pytest.raises(ValueError, match=r"alpha_seconds \(-1.0\) must be"):
         partition([layer], LineCost(-1.0, 0.0))
     with pytest.raises(ValueError, match=r"dense_seconds \(-1\) must be a finite number"):
         plain_layer(dense=-1)
-    with pytest.raises(ValueError, match=r"gradient_bytes \(-4\) must be at least 0"):
+    with pytest.raises(ValueError, match=r"gradient_bytes \(-4\) must be a finite number of at least 0"):
         plain_layer(gradient_bytes=-4)
     with pytest.raises(ValueError, match=r"degrees \(none\)"):
         GeneralizedLayer(degrees=(), dense_seconds=0.0, gradient_bytes=0)

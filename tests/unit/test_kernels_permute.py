@@ -12,7 +12,7 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels import permute as module
 from pmoe.kernels.permute import launch, operators, permute, refusal, unpermute
-from pmoe.kernels.permute.checks import check_rows_memory
+from pmoe.kernels.permute.launch import check_rows_memory
 from pmoe.warn import GIVEN
 from tests.cuda import disassembly
 from tests.cuda.compiled import compile_and_run

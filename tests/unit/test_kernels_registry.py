@@ -20,8 +20,7 @@ import torch
 from pmoe.comm.agree import Agree
 from pmoe.kernels import architecture, extension
 from pmoe.kernels.architecture import Architecture
-from pmoe.kernels.buckets import bucket
-from pmoe.kernels.product_request import ProductRequest
+from pmoe.kernels.product_request import ProductRequest, bucket
 from pmoe.kernels.registry import ProductCandidate, Registry
 from pmoe.measure.product_bench import ProductBench
 from pmoe.measure.product_choices import ProductMeasurer

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe import MoELayer
+from pmoe.layer.switches import Switches
 from tests.kit import D_HIDDEN, D_MODEL, NUM_EXPERTS, assert_same, build, gradients, tokens
 from tests.own_experts import mlp
 
@@ -67,7 +68,11 @@ def test_the_signature_is_the_promised_one() -> None:
             ValueError,
             r"z_loss_weight \(0.1\) must be left out",
         ),
-        ({"z_loss_weight": -0.5}, ValueError, r"z_loss_weight \(-0.5\) must be a number of at least 0"),
+        (
+            {"z_loss_weight": -0.5},
+            ValueError,
+            r"z_loss_weight \(-0.5\) must be a finite number of at least 0",
+        ),
         ({"z_loss_weight": "1"}, TypeError, r"z_loss_weight \('1'\) must be a number"),
         ({"expert": "moe"}, ValueError, r"expert \('moe'\) must be ffn, swiglu, or a callable"),
         ({"activation": "tanh"}, ValueError, r"activation \('tanh'\) must be one of gelu, relu, silu"),
@@ -351,15 +356,26 @@ def test_switches_and_the_pair_are_set_on_a_built_layer() -> None:
         return len({span.lane for span in journal.spans})
 
     assert lanes_waited_for() == 2  # computing, and what travels to this rank itself
-    layer.bypass_local = True
-    assert layer.bypass_local and lanes_waited_for() == 1
+    layer.switches = Switches()
+    assert layer.switches.bypass_local and lanes_waited_for() == 1
     assert not layer.parts.modules.sequential
-    layer.sequential = layer.one_lane = True
+    layer.switches = Switches(sequential=True, one_lane=True)
     assert layer.parts.modules.sequential and layer.parts.stages.one_lane
     layer.restore = "S4"
     layer(x)
     assert layer.ran is not None and layer.ran.restore == layer.restore == pmoe.Restore(
         "communicate", "recompute"
     )
+
+
+def test_switches_have_one_place() -> None:
+    layer = build()
     with pytest.raises(TypeError, match=r"sequential \(1\) must be True or False"):
-        layer.sequential = 1  # type: ignore[assignment]
+        layer.switches = Switches(sequential=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"switches \(None\) must be a pmoe.layer.switches.Switches"):
+        layer.switches = None  # type: ignore[assignment]
+    for name in ("bypass_local", "sequential", "one_lane"):
+        with pytest.raises(AttributeError, match=rf"{name} \(True\) must be set in layer.switches"):
+            setattr(layer, name, True)
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, **{name: False})

@@ -10,13 +10,6 @@ from collections.abc import Callable
 
 import pytest
 
-from pmoe.papers.mpipemoe_memory import (
-    Held,
-    held,
-    paper_backward,
-    paper_forward,
-    paper_sequential_backward,
-)
 from pmoe.planner import theory
 from pmoe.planner.memory import predict
 from pmoe.planner.pass_rows import PassRows
@@ -25,6 +18,13 @@ from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.rings import rotating_backward, rotating_forward
 from pmoe.schedule.slots import BufferSizes, ChunkRows, HiddenColumns, slot_elements
 from pmoe.schedule.tasks import Kind, Schedule, Stages, Task, link, make_task
+from tests.paper_memory import (
+    Held,
+    held,
+    paper_backward,
+    paper_forward,
+    paper_sequential_backward,
+)
 
 
 def made(text: str) -> list[Task]:

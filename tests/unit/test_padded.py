@@ -29,6 +29,7 @@ from tests.kit import D_MODEL as M
 from tests.kit import NUM_EXPERTS as E
 from tests.kit import assert_same, loss_of
 from tests.spread import named
+from tests.switched import switched_layer
 
 
 def make(**options: Any) -> pmoe.MoELayer:
@@ -234,7 +235,7 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
 
     def run(**options: Any) -> None:
-        layer = pmoe.MoELayer(8, 16, E, **{"top_k": 2, "capacity_factor": 1.0, **options}, device="meta")
+        layer = switched_layer(8, 16, E, **{"top_k": 2, "capacity_factor": 1.0, **options}, device="meta")
         x = torch.empty(24, 8, device="meta", requires_grad=True)
         y = layer(x)
         assert layer.l_aux is not None

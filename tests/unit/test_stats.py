@@ -118,7 +118,7 @@ def test_predicted_bytes_are_the_layer_s_own_prediction() -> None:
     [
         ({}, "only buffers that rotate"),
         ({"memory_reuse": "S4", "gate": "sigmoid"}, "the gate is a SigmoidGate"),
-        ({"memory_reuse": "S4", "expert": nn.Identity}, "experts are modules"),
+        ({"memory_reuse": "S4", "expert": nn.Identity}, "experts (ModuleExperts) are modules"),
     ],
 )
 def test_where_memory_is_not_predicted_it_says_why(options: dict[str, Any], why: str) -> None:

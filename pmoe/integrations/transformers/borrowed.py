@@ -4,7 +4,7 @@ summed in the layout of whoever owns the parameter.
 Such experts live for one call (autograd keeps them until its backward): the tensors are those that the module
 has then, whatever has moved, sharded or replaced them since the call before.
 
-Letters: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+Letters: those of `pmoe.experts`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pmoe.experts.base import WHOLE, Experts, Hidden, Runs, Space, row_dot
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.products import GradientSum, RowGroups
-from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.schedule.slots import HiddenColumns
 
@@ -101,37 +101,9 @@ class BorrowedExperts(StackedExperts):
     def _out_features_first(self, weight: Tensor) -> Tensor:
         return weight.transpose(1, 2) if self.stacks.transposed else weight
 
-    def _in_our_layout(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        w1, w2, *biases = parameters
-        return [self._out_features_first(w1), self._out_features_first(w2), *biases]
-
-    def compute(
-        self,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        **given: Any,
-    ) -> tuple[Tensor, Hidden | None]:
-        return super().compute(rows_NM, weight_N, groups, self._in_our_layout(parameters), **given)
-
-    def recompute(
-        self, rows_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], recipe: Any, **given: Any
-    ) -> Hidden:
-        return super().recompute(rows_NM, groups, self._in_our_layout(parameters), recipe, **given)
-
-    def input_gradient(
-        self,
-        grad_NM: Tensor,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        hidden: Hidden,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        **given: Any,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        ours = self._in_our_layout(parameters)
-        return super().input_gradient(grad_NM, rows_NM, weight_N, hidden, groups, ours, **given)
+    def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        w1, w2, b1, b2 = split_parameters(parameters)
+        return self._out_features_first(w1), self._out_features_first(w2), b1, b2
 
     def weight_gradient(
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]
@@ -141,7 +113,7 @@ class BorrowedExperts(StackedExperts):
             return
         # The transpose of a product is the product of the factors in the other order.
         rows_NM, grad_hidden_NG, active_NH, grad_out_NM = pending
-        w1, w2, b1, b2 = self._named(sums)
+        w1, w2, b1, b2 = split_parameters(sums)
         if w1 is not None:
             w1.add_weight(rows_NM, grad_hidden_NG, groups)
         if w2 is not None:

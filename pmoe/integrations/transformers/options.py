@@ -28,9 +28,6 @@ OPTIONS = (
     "combine",
     "nodes",
     "send_once",
-    "bypass_local",
-    "sequential",
-    "one_lane",
 )
 """Arguments of `MoELayer` that say how experts are run. What they compute is the model's to say."""
 

@@ -9,10 +9,12 @@ upwards around the ranks, inside a source in the order in which it sends: by tok
 
 Several ranks may be one process's (virtual ranks on one device, for tests and measurements): then they are
 launched together.
+
+Letters: T tokens of this rank, K choices, S rows that leave, N rows that arrive, W ranks, E experts of a
+rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
 from pmoe.kernels.comet.availability import path, ranks_refusal, refusal, spare_blocks
-from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.kernel_steps import KernelSteps
 from pmoe.kernels.comet.launcher import (
     Divide,
@@ -28,7 +30,7 @@ from pmoe.kernels.comet.launches import (
     gradient_combine,
     product_combine,
 )
-from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.comet.steps import Journey, Steps
 
 __all__ = [
     "Divide",

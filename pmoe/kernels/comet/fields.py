@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import DivisionPoint, HeapView
+from pmoe.kernels.comet.steps import Journey
 from pmoe.kernels.operands import check_memory, check_tensor
 
 MOST_CHUNKS = 64

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmoe.kernels.comet import launches
-from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import Divide, HeapView, Launcher
+from pmoe.kernels.comet.steps import Journey
 
 
 class KernelSteps:
@@ -47,18 +48,10 @@ class KernelSteps:
         return self._heap.row_weight(journey.num_received)
 
     def dispatch_hidden(
-        self,
-        journey: Journey,
-        x_TM: Tensor,
-        weight_TK: Tensor,
-        w1: Tensor,
-        b1: Tensor | None,
-        *,
-        activation: str,
-        keep: bool,
+        self, journey: Journey, x_TM: Tensor, weight_TK: Tensor, w1: Tensor, b1: Tensor | None, **options: Any
     ) -> tuple[Tensor | None, Tensor]:
         hidden, active = launches.dispatch_hidden(
-            self._launcher, [journey], x_TM, _weights(weight_TK), [w1], [b1], activation=activation, keep=keep
+            self._launcher, [journey], x_TM, _weights(weight_TK), [w1], [b1], **options
         )
         return (None if hidden is None else hidden[0]), active[0]
 

@@ -1,9 +1,6 @@
 """The four fused steps and the plain dispatch, each one launch for the ranks of this process.
 
 What belongs to a rank is in lists, one rank after the other; tensors by token are those of all ranks here.
-
-Letters: T tokens, K choices, N rows that arrive, W ranks, E experts of a rank, P parts of the columns,
-M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ from pmoe.kernels.comet.fields import (
     combine_fields,
     dispatch_fields,
 )
-from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import COMBINE, DISPATCH, DivisionPoint, Launcher
+from pmoe.kernels.comet.steps import Journey
 from pmoe.kernels.gemm import ACTIVATIONS, FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT
 from pmoe.kernels.operands import address, check_memory, check_tensor
 from pmoe.schedule.tasks import PassDirection

@@ -10,9 +10,9 @@ G = H or 2H rows of w1.
 """
 
 from pmoe.kernels.gemm import ACTIVATIONS, misfit
-from pmoe.kernels.grouped_gemm.autograd import grouped_hidden, grouped_product, sum_by_expert
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.kernels.grouped_gemm.launch import path, refusal
+from pmoe.kernels.grouped_gemm.operators import grouped_hidden, grouped_product, sum_by_expert
 from pmoe.kernels.grouped_gemm.products import (
     hidden,
     hidden_gradient,

@@ -1,7 +1,4 @@
-"""The grouped products as ``torch.library`` operators, each with a fake for tracing.
-
-Letters: N rows, E experts, I in-features, O out-features, M = d_model, H = d_hidden, G = H or 2H rows of w1.
-"""
+"""The grouped products as ``torch.library`` operators: fakes for tracing, and gradients."""
 
 from __future__ import annotations
 
@@ -15,18 +12,13 @@ from pmoe.kernels.grouped_gemm.checks import (
     RowSlots,
     check_bias,
     check_operands,
-    check_rows,
     check_scale,
     hidden_width,
     weight_gradient_shape,
 )
-from pmoe.kernels.grouped_gemm.products import (
-    hidden,
-    hidden_gradient,
-    input_gradient,
-    product,
-    weight_gradient,
-)
+from pmoe.kernels.grouped_gemm.products import hidden, input_gradient, product, weight_gradient
+from pmoe.kernels.grouped_gemm.reference import slope
+from pmoe.kernels.permute import unpermute
 
 
 @torch.library.custom_op("pmoe::grouped_product", mutates_args=())
@@ -111,39 +103,139 @@ def _(grad_NO: Tensor, rows: Tensor, ends_E: Tensor, slot_N: Tensor | None, top_
     return rows.new_empty(weight_gradient_shape(grad_NO, rows, ends_E, slots, False, slots is not None))
 
 
-@torch.library.custom_op("pmoe::grouped_hidden_gradient", mutates_args=())
-def hidden_gradient_op(
-    grad: Tensor,
-    weight_EMH: Tensor,
-    hidden_NG: Tensor,
-    scale: Tensor,
+# ---- with gradients
+
+
+def grouped_product(
+    rows: Tensor,
+    weight_EOI: Tensor,
     ends_E: Tensor,
-    slot_N: Tensor | None,
-    top_k: int,
+    *,
+    bias_EO: Tensor | None = None,
+    scale: Tensor | None = None,
+    slots: RowSlots | None = None,
+    gathered: bool = False,
+) -> Tensor:
+    """`product` with gradients of rows, weight, bias and scale; ends[E - 1] must be N."""
+    slot_N, top_k = (None, 1) if slots is None else (slots.slot_N, slots.top_k)
+    found: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO, scale, slot_N, top_k, gathered)
+    return found
+
+
+def grouped_hidden(
+    rows: Tensor,
+    weight_EGI: Tensor,
+    ends_E: Tensor,
+    *,
     activation: str,
-    weighs_active: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    slots = RowSlots.of(slot_N, top_k)
-    return hidden_gradient(
-        grad, weight_EMH, hidden_NG, scale, ends_E, activation=activation, slots=slots,
-        gathered=slots is not None, weighs_active=weighs_active,
-    )  # fmt: skip
+    bias_EG: Tensor | None = None,
+    slots: RowSlots | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`hidden` with gradients of rows (gathered where slots are given), weight and bias."""
+    slot_N, top_k = (None, 1) if slots is None else (slots.slot_N, slots.top_k)
+    found: tuple[Tensor, Tensor] = hidden_op(rows, weight_EGI, ends_E, bias_EG, slot_N, top_k, activation)
+    return found
 
 
-@hidden_gradient_op.register_fake
-def _(
-    grad: Tensor, weight_EMH: Tensor, hidden_NG: Tensor, scale: Tensor, ends_E: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    slot_N, top_k, activation, _ = others
-    activation_code(activation)
-    slots = RowSlots.of(slot_N, top_k)
-    rows = check_operands(grad, weight_EMH, ends_E, slots, slots is not None, 1)
-    width = weight_EMH.shape[2]
-    check_rows("hidden", hidden_NG, (rows, 2 * width if activation == "swiglu" else width), weight_EMH)
-    check_scale(scale, grad, rows, slots, slots is not None)
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return (
-        torch.empty_like(hidden_NG, memory_format=torch.contiguous_format),
-        grad.new_empty(rows, weight_EMH.shape[2]),
-        grad.new_empty(rows, dtype=wide),
-    )
+def sum_by_expert(
+    rows: Tensor, ends_E: Tensor, weight: Tensor | None = None, *, slots: RowSlots | None = None
+) -> Tensor:
+    """(E, O): for each expert the sum of its rows, each times its weight where there are weights.
+
+    rows: (N, O), or with ``slots`` of tokens, gathered as in `product`. weight: (N,), by slot with slots.
+
+    The order of the sum is fixed, where atomic adds would have none: it is a product with a column.
+    """
+    weight_N = weight if weight is None or slots is None else weight.index_select(0, slots.slot_N.long())
+    column = rows.new_zeros(rows.shape[0] if slots is None else slots.slot_N.numel(), 8)  # 16 bytes a row
+    column[:, 0] = 1 if weight_N is None else weight_N
+    if slots is not None:
+        return weight_gradient(rows, column, ends_E, slots=slots, gathers_grad=True)[:, :, 0]
+    summed: Tensor = weight_gradient_op(rows, column, ends_E, None, 1)  # an operator, for tracing
+    return summed[:, :, 0]
+
+
+def _to_tokens(grad_NI: Tensor, slot_N: Tensor | None, top_k: int, num_tokens: int) -> Tensor:
+    """Gradients of gathered rows, summed by token in the order of its choices."""
+    if slot_N is None:
+        return grad_NI
+    position = torch.full((num_tokens * top_k,), grad_NI.shape[0], dtype=torch.int32, device=slot_N.device)
+    order = torch.arange(slot_N.shape[0], dtype=torch.int32, device=slot_N.device)
+    position = position.scatter(0, slot_N.long(), order)
+    return unpermute(grad_NI, position.view(num_tokens, top_k))
+
+
+def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weight, ends, bias, scale, slot, top_k, gathered = inputs
+    ctx.save_for_backward(rows, weight, ends, bias, scale, slot)
+    ctx.top_k, ctx.gathered = top_k, gathered
+
+
+def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weight, ends, bias, scale, slot = ctx.saved_tensors
+    grad_NO, needs = grad_NO.contiguous(), ctx.needs_input_grad
+    gather_slot = slot if ctx.gathered else None
+    grad_rows = grad_scale = grad_weight = grad_bias = None
+    scale_N1 = None
+    if scale is not None:
+        scale_N1 = (scale if slot is None else scale.index_select(0, slot.long())).unsqueeze(1)
+    if needs[0] or needs[4]:
+        plain_NI = input_gradient_op(grad_NO, weight, ends)
+        if needs[4]:
+            rows_N = rows if gather_slot is None else rows.index_select(0, slot.long() // ctx.top_k)
+            grad_scale = _scale_gradient(plain_NI, rows_N, grad_NO, bias, ends, scale, slot)
+        if needs[0]:
+            scaled = plain_NI if scale_N1 is None else (plain_NI * scale_N1).to(rows.dtype)
+            grad_rows = _to_tokens(scaled, gather_slot, ctx.top_k, rows.shape[0])
+    if needs[1] or needs[3]:
+        scaled = grad_NO if scale_N1 is None else (grad_NO * scale_N1).to(rows.dtype)
+        if needs[1]:
+            grad_weight = weight_gradient_op(scaled, rows, ends, gather_slot, ctx.top_k)
+        if needs[3]:
+            grad_bias = sum_by_expert(scaled, ends)
+    return grad_rows, grad_weight, None, grad_bias, grad_scale, None, None, None
+
+
+def _scale_gradient(
+    plain_NI: Tensor,
+    rows_N: Tensor,
+    grad_NO: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    scale: Tensor,
+    slot: Tensor | None,
+) -> Tensor:
+    """<plain, row> + <grad, bias of the row's expert> for each row, where its scale stands."""
+    dot_N = (plain_NI.to(scale.dtype) * rows_N.to(scale.dtype)).sum(1)
+    if bias is not None:
+        row_N = torch.arange(dot_N.shape[0], device=ends.device)
+        expert_N = torch.searchsorted(ends, row_N, right=True)
+        dot_N = dot_N + (grad_NO.to(scale.dtype) * bias[expert_N].to(scale.dtype)).sum(1)
+    return dot_N if slot is None else torch.zeros_like(scale).scatter(0, slot.long(), dot_N)
+
+
+product_op.register_autograd(_product_backward, setup_context=_save_product)
+
+
+def _save_hidden(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, weight, ends, bias, slot, top_k, activation = inputs
+    ctx.save_for_backward(rows, weight, ends, slot, output[0])
+    ctx.top_k, ctx.activation, ctx.has_bias = top_k, activation, bias is not None
+
+
+def _hidden_backward(ctx: Any, grad_hidden: Tensor, grad_active: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weight, ends, slot, hidden_NG = ctx.saved_tensors
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = grad_hidden.to(wide) + slope(ctx.activation, hidden_NG.to(wide), grad_active.to(wide))
+    total = total.to(rows.dtype).contiguous()
+    grad_rows = grad_weight = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_rows = _to_tokens(input_gradient_op(total, weight, ends), slot, ctx.top_k, rows.shape[0])
+    if ctx.needs_input_grad[1]:
+        grad_weight = weight_gradient_op(total, rows, ends, slot, ctx.top_k)
+    if ctx.has_bias and ctx.needs_input_grad[3]:
+        grad_bias = sum_by_expert(total, ends)
+    return grad_rows, grad_weight, None, grad_bias, None, None, None
+
+
+hidden_op.register_autograd(_hidden_backward, setup_context=_save_hidden)

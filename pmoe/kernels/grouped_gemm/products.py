@@ -1,7 +1,4 @@
-"""The grouped products, by the kernels or the reference. No gradients: `operators` and `autograd` have them.
-
-Letters: N rows, E experts, I in-features, O out-features, M = d_model, H = d_hidden, G = H or 2H rows of w1.
-"""
+"""The grouped products, by the kernels or the reference. No gradients: `operators` has them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import launch, reference
-from pmoe.kernels.permute.checks import (
+from pmoe.kernels.permute.launch import (
     check_permute,
     check_permute_backward,
     check_rows_memory,

@@ -4,6 +4,8 @@
 PyTorch expressions of `reference` elsewhere, for float64, and for what `refusal` names. No host
 synchronisation in either. Forward is one kernel and backward is one kernel; each gives the same bits every
 time on one device.
+
+Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
 """
 
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.operands import check_tensor
-from pmoe.kernels.route.routes import MOST_SLOTS
+from pmoe.kernels.route.routes import MOST_SLOTS, Gradients
 
 
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
@@ -42,10 +42,7 @@ def check_route_backward(
     expert_TK: Tensor,
     weight_TK: Tensor,
     counts_nE: Tensor,
-    grad_weight_TK: Tensor | None,
-    grad_l_aux: Tensor | None,
-    partial_PN: Tensor | None,
-    position_TK: Tensor | None,
+    gradients: Gradients,
 ) -> None:
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))
@@ -53,9 +50,8 @@ def check_route_backward(
     check_route(logits_TE, top_k, num_chunks, 0.0)
     check_logits_memory(logits_TE, top_k)
     (num_tokens, num_experts), dtype = logits_TE.shape, logits_TE.dtype
-    if (partial_PN is None) != (position_TK is None) or (
-        partial_PN is not None and grad_weight_TK is not None
-    ):
+    grad_weight_TK, grad_l_aux, partial_PN, position_TK = gradients
+    if (partial_PN is None) != (position_TK is None) or not (partial_PN is None or grad_weight_TK is None):
         raise ValueError("partial and position must be given together, and without grad_weight")
     slots = (num_tokens, top_k)
     asked: dict[str, tuple[Tensor | None, tuple[int | str, ...], torch.dtype]] = {

@@ -1,7 +1,4 @@
-"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the reference.
-
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
-"""
+"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 from pmoe.kernels.route import reference
 from pmoe.kernels.route.checks import check_logits_memory, check_route, check_route_backward
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
-from pmoe.kernels.route.routes import Routes, empty_routes
+from pmoe.kernels.route.routes import Gradients, Routes, empty_routes
 from pmoe.warn import warn_once
 
 
@@ -43,32 +40,18 @@ def route_backward(
     *,
     normalize: bool,
     z_loss_weight: float = 0.0,
-    grad_weight_TK: Tensor | None = None,
-    grad_l_aux: Tensor | None = None,
-    partial_PN: Tensor | None = None,
-    position_TK: Tensor | None = None,
+    **given: Tensor | None,
 ) -> Tensor:
     """The gradient of the logits (T, E), from the tensors of `route` and the gradients of its results.
 
-    None stands for zeros.
-
-    partial_PN: the weights' gradient in P parts by row, instead of grad_weight_TK: that of slot (t, k) is
-    sum_p partial[p, position[t, k]], added from p = 0 upwards.
+    given: the fields of `Gradients`, by name.
 
     Raises ValueError for tensors of other shapes, types or devices than `Routes` has, and that are not
     contiguous; where both gradients of the weights are given, or partial without position.
     """
+    saved = (logits_TE, expert_TK, weight_TK, counts_nE)
     grad_logits_TE: Tensor = torch.ops.pmoe.route_backward(
-        logits_TE,
-        expert_TK,
-        weight_TK,
-        counts_nE,
-        normalize,
-        z_loss_weight,
-        grad_weight_TK,
-        grad_l_aux,
-        partial_PN,
-        position_TK,
+        *saved, normalize, z_loss_weight, *Gradients(**given)
     )
     return grad_logits_TE
 
@@ -117,20 +100,12 @@ def _route_backward(
     counts_nE: Tensor,
     normalize: bool,
     z_loss_weight: float,
-    grad_weight_TK: Tensor | None = None,
-    grad_l_aux: Tensor | None = None,
-    partial_PN: Tensor | None = None,
-    position_TK: Tensor | None = None,
+    *given: Tensor | None,
+    **named: Tensor | None,
 ) -> Tensor:
-    tensors = (logits_TE, expert_TK, weight_TK, counts_nE)
-    gradients: dict[str, Any] = {
-        "grad_weight_TK": grad_weight_TK,
-        "grad_l_aux": grad_l_aux,
-        "partial_PN": partial_PN,
-        "position_TK": position_TK,
-    }
-    check_route_backward(*tensors, **gradients)
-    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight, **gradients}
+    tensors, gradients = (logits_TE, expert_TK, weight_TK, counts_nE), Gradients(*given, **named)
+    check_route_backward(*tensors, gradients)
+    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight, **gradients._asdict()}
     if _runs_kernel(logits_TE, expert_TK.shape[1], counts_nE.shape[0]):
         grad_logits_TE = torch.empty_like(logits_TE)
         launch_route_backward(*tensors, grad_logits_TE, **options)

@@ -1,7 +1,4 @@
-"""Routing and its gradient as PyTorch expressions: for the CPU, for float64, and where kernels refuse.
-
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
-"""
+"""Routing and its gradient as PyTorch expressions: for the CPU, for float64, and where kernels refuse."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pmoe.kernels.route.routes import Routes
+from pmoe.kernels.route.routes import Gradients, Routes
 
 ROUNDS = 16
 """Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
@@ -74,12 +71,10 @@ def route_backward(
     *,
     normalize: bool,
     z_loss_weight: float = 0.0,
-    grad_weight_TK: Tensor | None = None,
-    grad_l_aux: Tensor | None = None,
-    partial_PN: Tensor | None = None,
-    position_TK: Tensor | None = None,
+    **given: Tensor | None,
 ) -> Tensor:
-    """The gradient of the logits (T, E), by the formulas that the kernel computes."""
+    """The gradient of the logits (T, E), by the formulas that the kernel computes. given: `Gradients`."""
+    grad_weight_TK, grad_l_aux, partial_PN, position_TK = Gradients(**given)
     num_tokens, num_experts = logits_TE.shape
     p_TE = logits_TE.softmax(-1)
     grad_p_TE = torch.zeros_like(p_TE)

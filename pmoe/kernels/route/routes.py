@@ -1,7 +1,4 @@
-"""What routing gives: where each token goes, with what weight, and where each slot's row stands.
-
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks.
-"""
+"""What routing gives: where each token goes, with what weight, and where each slot's row stands."""
 
 from __future__ import annotations
 
@@ -38,6 +35,20 @@ class Routes(NamedTuple):
     counts_nE: Tensor
     ends_nE: Tensor
     l_aux: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of the results of a routing, from which that of the logits is made. None stands for zeros.
+
+    grad_weight_TK: (T, K), of the weights. grad_l_aux: scalar.
+    partial_PN, position_TK: in place of grad_weight_TK, the weights' gradient in P parts by row: that of slot
+        (t, k) is sum_p partial[p, position[t, k]], added from p = 0 upwards.
+    """
+
+    grad_weight_TK: Tensor | None = None
+    grad_l_aux: Tensor | None = None
+    partial_PN: Tensor | None = None
+    position_TK: Tensor | None = None
 
 
 def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:

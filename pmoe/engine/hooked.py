@@ -1,0 +1,221 @@
+"""Passes of a layer whose callbacks have hooks inside (`pmoe.Callback`).
+
+Each hook's graph is kept from forward to backward, where autograd differentiates it: what dispatch carries
+in backward is the gradient of what it carried forward. Where experts are sharded hooks see rows between S and
+AG, and results between RS and R, in tasks of their own (HA, HB); elsewhere in the task of the experts.
+
+Letters: as in `pmoe.engine.passes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pmoe.engine.backward_pass import Backward
+from pmoe.engine.callbacks import Hooks
+from pmoe.engine.forward_pass import Forward
+from pmoe.engine.passes import Actions, Pass
+from pmoe.experts.graphs import Graph, Shelf, gradients, record
+from pmoe.schedule.tasks import Kind
+
+
+class _Hooked(Pass):
+    """Subclasses say which hooks, or whose gradients, stand at each of four places on a chunk's way."""
+
+    leaving_points: tuple[str, str]
+    returning_points: tuple[str, str]
+
+    @property
+    def hooks(self) -> Hooks:
+        found = self.plan.modules.hooks
+        assert found is not None
+        return found
+
+    def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
+        """rows behind what stands at a point; ``last``: the point that may still follow before they are
+        used."""
+        raise NotImplementedError
+
+    def _any(self, points: Sequence[str]) -> bool:
+        return any(self.hooks.has(point) for point in points)
+
+    def actions(self) -> Actions:
+        return {**super().actions(), Kind.OPEN: self.open, Kind.CLOSE: self.close}
+
+    # ---- towards the experts
+
+    def leave(self, source_TM: Tensor, name: str, received: str, i: int) -> None:
+        """What hooks make of rows has its own columns and type, and so has what arrives."""
+        if not self._any(self.leaving_points):
+            super().leave(source_TM, name, received, i)
+            return
+        before, behind = self.leaving_points
+        rows_NM = self.new(self.cut.chunks[i].num_sent, source_TM.shape[1])
+        self.gather_rows(source_TM, rows_NM, i)
+        leaving = self.at(before, i, rows_NM, last=behind)
+        self.own[f"{name}.{i}"] = leaving
+        self.own[f"{received}.{i}"] = leaving.new_empty(self.cut.chunks[i].num_arrived, leaving.shape[1])
+
+    def open(self, i: int) -> None:
+        """Rows that S brought, before they are gathered inside the node."""
+        self.own[f"arrived.{i}"] = self.at(self.leaving_points[1], i, self.buffer("arrived", i))
+
+    def arrived(self, i: int) -> Tensor:
+        rows = super().arrived(i)
+        return rows if self.stages.sharded else self.at(self.leaving_points[1], i, rows)
+
+    # ---- and back
+
+    def leaving_buffer(self, i: int) -> Tensor:
+        if self._any(self.returning_points) and not self.stages.sharded:
+            return self.own_buffer(self.sent_back, i)
+        return super().leaving_buffer(i)
+
+    def in_source_order(self, i: int, rows_NM: Tensor) -> None:
+        if self.stages.sharded:
+            self.own_buffer("leaving", i)  # hooks' graphs may hold it
+        super().in_source_order(i, rows_NM)
+        if self._any(self.returning_points) and not self.stages.sharded:
+            self._return_changed(self.sent_back, i, self.leaving_buffer(i))
+
+    def close(self, i: int) -> None:
+        """The sums that RS made."""
+        if self._any(self.returning_points):
+            self._return_changed("leaving", i, self.buffer("leaving", i))
+
+    def _return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
+        """What hooks make of results, ready to leave, and memory for what comes home."""
+        before, behind = self.returning_points
+        leaving = self.at(before, i, rows_NM, last=behind)
+        self.own[f"{name}.{i}"] = leaving
+        self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
+
+    def comes_home(self, i: int) -> Tensor:
+        came = self.own.get(f"came.{i}")
+        return super().comes_home(i) if came is None else came
+
+    def output(self, i: int) -> None:
+        if self._any(self.returning_points):
+            came = self.own.pop(f"came.{i}")
+            home = self.home_rows(i, self.cut.chunks[i].sent)
+            home.copy_(self.at(self.returning_points[1], i, came))
+        super().output(i)
+
+
+class HookedForward(_Hooked, Forward):
+    leaving_points = "before_dispatch", "after_dispatch"
+    returning_points = "before_combine", "after_combine"
+
+    def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
+        if not self.hooks.has(point):
+            return rows
+        like = None if last is not None and self.hooks.has(last) else self.source_TM
+        parameters = self.inputs.hook_parameters if self.keep else None
+        rows, passed = through(self.hooks, point, rows, i, like, parameters)
+        if passed is not None:
+            self.passed[point, i] = passed
+        return rows
+
+
+class HookedBackward(_Hooked, Backward):
+    leaving_points = "after_combine", "before_combine"
+    returning_points = "after_dispatch", "before_dispatch"
+
+    def actions(self) -> Actions:
+        return {**super().actions(), Kind.OPEN_AGAIN: self.open_again}
+
+    def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
+        if not self.hooks.has(point):
+            return rows
+        grad, *of_parameters = back_through(
+            self.saved.passed[point, i], rows, self.saved.inputs.hook_parameters
+        )
+        for j, found in enumerate(of_parameters):
+            if found is not None:
+                total = self.grad_hooks[j]
+                self.grad_hooks[j] = found if total is None else total + found
+        assert grad is not None
+        return grad
+
+    # ---- T_DI that is sent again passes its two hooks again
+
+    def gather_again(self, i: int) -> None:
+        if not self._any(("before_dispatch", "after_dispatch")):
+            super().gather_again(i)
+            return
+        x_TM, chunk = self.saved.inputs.x_TM, self.cut.chunks[i]
+        rows = x_TM.new_empty(chunk.num_sent, x_TM.shape[1])
+        self.gather_rows(x_TM, rows, i)
+        if self.hooks.has("before_dispatch"):
+            like = None if self.hooks.has("after_dispatch") else x_TM
+            rows, _ = through(self.hooks, "before_dispatch", rows, i, like)
+        self.own[f"send_again.{i}"] = rows
+        self.own[f"{self.brought_by_SI}.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
+
+    def open_again(self, i: int) -> None:
+        self.own[f"arrived_again.{i}"] = self._opened_again(i, self.buffer("arrived_again", i))
+
+    def arrived_again(self, i: int) -> Tensor:
+        rows = super().arrived_again(i)
+        return rows if self.stages.sharded else self._opened_again(i, rows)
+
+    def _opened_again(self, i: int, rows: Tensor) -> Tensor:
+        if self.hooks.has("after_dispatch"):
+            rows, _ = through(self.hooks, "after_dispatch", rows, i, self.saved.inputs.x_TM)
+        return rows
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a chunk's hooks of one point leave for backward. shape, dtype: of the rows that came in."""
+
+    graph: Graph
+    tensors: tuple[Tensor, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def emptied(self) -> Passed:
+        return replace(self, tensors=())
+
+
+def through(
+    hooks: Hooks,
+    point: str,
+    rows: Tensor,
+    chunk: int,
+    like: Tensor | None,
+    parameters: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Passed | None]:
+    """The rows behind the hooks of ``point``, contiguous, and what `back_through` needs of them.
+
+    parameters: the hooks', whose memory is not kept for backward; None where no backward comes.
+    """
+    if parameters is None:
+        with torch.no_grad():
+            return hooks.run(point, rows, chunk, like).contiguous(), None
+    shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in parameters))
+    graph, out = record(
+        lambda given: hooks.run(point, given, chunk, like),
+        rows,
+        slice(0, rows.shape[0]),
+        shelf,
+        own_rows=True,
+    )
+    return out.contiguous(), Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
+
+
+def back_through(passed: Passed, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of the rows that came in, in their columns and type, and of each of ``wanted``."""
+    graph = passed.graph
+    if graph.output is None:
+        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *[None] * len(wanted)]
+    graph.shelf.tensors = list(passed.tensors)
+    grads = gradients(graph, wanted, grad)
+    graph.shelf.close()
+    if grads[0] is None:
+        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *grads[1:]]
+    return [grads[0].contiguous(), *grads[1:]]

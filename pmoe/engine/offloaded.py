@@ -1,0 +1,158 @@
+"""T_DI and T_M on the host between the passes (MPipeMoE's S1 to S3): the tasks D and H, out and back in.
+
+Backward fetches likewise what forward kept in other chunks than its own (`pmoe.engine.rearranged`).
+
+Letters: as in `pmoe.engine.passes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pmoe.engine import lanes
+from pmoe.engine.arena import copy, pool
+from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.forward_pass import Forward
+from pmoe.engine.host_pool import HostMemoryError
+from pmoe.engine.passes import Actions, Inputs, Kept, Unit
+from pmoe.engine.plan import Plan
+from pmoe.experts.base import Hidden, Runs
+from pmoe.schedule.slots import aligned
+from pmoe.schedule.tasks import Kind
+from pmoe.warn import warn_once
+
+_COPIES_OUT = {
+    "T_DI": Kind.COPY_ROWS_OUT,
+    "T_M": Kind.COPY_HIDDEN_OUT,
+    "T_DI_L": Kind.LOCAL_COPY_ROWS_OUT,
+    "T_M_L": Kind.LOCAL_COPY_HIDDEN_OUT,
+}
+
+
+class OffloadingForward(Forward):
+    def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
+        super().__init__(plan, inputs, keep)
+        self.leaving_device: dict[tuple[Kind, int], list[tuple[Tensor, Tensor]]] = {}
+        self.host_bytes_due = 0
+        if plan.restore.dispatched == "offload":
+            units = (*(piece.groups for piece in self.cut.pieces), *(c.received for c in self.cut.chunks))
+            row_bytes = self.source_TM.shape[1] * self.source_TM.element_size()
+            self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
+
+    def actions(self) -> Actions:
+        return {**super().actions(), **{kind: self._copy_out(kind) for kind in _COPIES_OUT.values()}}
+
+    def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
+        super().put_away(unit, kept, rows_NM, changed)
+        restore, hidden = self.plan.restore, kept.hidden
+        if restore.dispatched == "offload":
+            self.host_bytes_due -= aligned(rows_NM.nbytes)
+            try:
+                kept.rows_NM = self._to_host(unit, "T_DI", [rows_NM])[0]
+            except HostMemoryError:  # there is enough in all, but in pieces
+                kept.rows_NM = rows_NM.clone()
+        if hidden is not None and restore.hidden == "offload":
+            try:
+                # T_DI of the chunks to come has been promised its place.
+                tensors = self._to_host(unit, "T_M", hidden.tensors, leave=self.host_bytes_due)
+                kept.hidden = replace(hidden, tensors=tensors)
+            except HostMemoryError as error:
+                # Modules may draw random numbers, which other chunks would not repeat, or spoil their input.
+                if kept.recipe is None or not (self.plan.rearranged or changed):
+                    warn_once(f"{error}; T_M is recomputed where it does not fit")
+                    kept.hidden = None
+                else:
+                    warn_once(f"{error}; T_M stays on the device where it does not fit")
+
+    def _to_host(self, unit: Unit, tensor: str, tensors: Sequence[Tensor], leave: int = 0) -> list[Tensor]:
+        """Host memory for tensors; the copy itself is a task that follows. leave: bytes for others."""
+        host = pool(self.source_TM.device).host
+        wanted = sum(aligned(each.nbytes) for each in tensors)
+        if leave and wanted + leave > host.free_bytes:
+            raise HostMemoryError(
+                f"host memory for offloading: {wanted} bytes wanted, {host.free_bytes} of {host.limit_bytes} "
+                f"left, {leave} of them for T_DI"
+            )
+        targets = [host.take(each.shape, each.dtype) for each in tensors]
+        pairs = list(zip(targets, tensors, strict=True))
+        self.leaving_device[_COPIES_OUT[tensor + unit[1]], unit[0]] = pairs
+        return targets
+
+    def _copy_out(self, kind: Kind) -> Callable[[int], None]:
+        def act(i: int) -> None:
+            for target, tensor in self.leaving_device.pop((kind, i), ()):
+                if not self.arena.owns(tensor):
+                    # A module's own, or a part of it: made on the compute lane, and freed once this returns.
+                    lanes.hold_for(lanes.current_stream(tensor), tensor)
+                copy(target, tensor)
+
+        return act
+
+
+class FetchingBackward(Backward):
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
+        super().__init__(plan, grad_TM, saved)
+        self.compute_stream = lanes.current_stream(grad_TM)
+
+    def actions(self) -> Actions:
+        return {
+            **super().actions(),
+            Kind.COPY_ROWS_IN: lambda i: self.fetch_rows((i, "")),
+            Kind.COPY_HIDDEN_IN: lambda i: self.fetch_hidden((i, "")),
+            Kind.LOCAL_COPY_ROWS_IN: lambda i: self.fetch_rows((i, "_L")),
+            Kind.LOCAL_COPY_HIDDEN_IN: lambda i: self.fetch_hidden((i, "_L")),
+        }
+
+    def parts(self, unit: Unit) -> list[tuple[Kept, Runs]]:
+        i, at = unit
+        joined = self.plan.joined
+        if joined is None:
+            return super().parts(unit)
+        return [(self.kept[there, at], runs) for there, runs in (joined.local if at else joined.received)[i]]
+
+    def fetch_rows(self, unit: Unit) -> None:
+        """Into the slot of T_DI, from the host or from what other chunks of forward kept."""
+        i, at = unit
+        rows_NM = self.temporary(f"T_DI{at}", i)
+        for kept, runs in self.parts(unit):
+            assert kept.rows_NM is not None
+            for there, here in runs:
+                copy(rows_NM[here], kept.rows_NM[there])
+        self.rows[unit] = rows_NM
+
+    def fetch_hidden(self, unit: Unit) -> None:
+        """Into the slot of T_M, or into memory of its own where modules saved what they liked."""
+        parts = self.parts(unit)
+        if any(kept.hidden is None for kept, _ in parts):
+            return  # it did not fit on the host, and is made again when its turn comes
+        experts, num_rows = self.plan.modules.experts, self.groups(unit).num_rows
+        saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
+        if not saved:
+            return
+        hidden = experts.join(saved, num_rows, space=self.space(unit))
+        if experts.columns(self.source_TM.device.type).hidden == 0 and self.plan.restore.hidden == "offload":
+            hidden = replace(hidden, tensors=[self._fetched(tensor) for tensor in hidden.tensors])
+        self.hidden[unit] = hidden
+
+    def _fetched(self, tensor: Tensor) -> Tensor:
+        here = torch.empty_like(tensor, device=self.source_TM.device)
+        copy(here, tensor)
+        # The copy lane made it, the compute lane reads and frees it.
+        lanes.hold_for(self.compute_stream, here)
+        return here
+
+    def kept_rows(self, unit: Unit) -> Tensor:
+        if self.plan.rearranged:
+            self.fetch_rows(unit)
+            return self.rows[unit]
+        return super().kept_rows(unit)
+
+    def kept_hidden(self, unit: Unit) -> Hidden | None:
+        if self.plan.restore.hidden == "keep" and self.plan.rearranged:
+            self.fetch_hidden(unit)
+            return self.hidden.pop(unit, None)
+        return super().kept_hidden(unit)

@@ -1,0 +1,98 @@
+"""Passes of experts that are sharded over the ranks of a node (FSMoE's ESP): behind S the ranks inside give
+each other what came (AG), before R they sum what each made of it (RS).
+
+Letters: as in `pmoe.engine.passes`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pmoe.comm.sharing import Sharing
+from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.forward_pass import Forward, Scalars
+from pmoe.engine.passes import Actions, Pass
+from pmoe.engine.plan import Plan
+from pmoe.schedule.tasks import Kind
+
+
+class _Sharded(Pass):
+    brought_by_S, taken_by_R = "arrived", "leaving"
+
+    @property
+    def sharing(self) -> Sharing:
+        found = self.plan.modules.sharing
+        assert found is not None
+        return found
+
+    def make_buffers(self, i: int) -> None:
+        super().make_buffers(i)
+        self.own_buffer("arrived", i)
+        self.own_buffer("copies", i)
+
+    def actions(self) -> Actions:
+        return {
+            **super().actions(),
+            Kind.ALL_GATHER: lambda i: self.gather_inside("arrived", self.received, "copies", i),
+            Kind.REDUCE_SCATTER: self.reduce_scatter,
+        }
+
+    def gather_inside(self, arrived: str, received: str, copies: str, i: int) -> None:
+        chunk = self.cut.chunks[i]
+        self.sharing.all_gather(
+            self.buffer(arrived, i), self.buffer(received, i), chunk.gathered, self.buffer(copies, i)
+        )
+
+    def in_source_order(self, i: int, rows_NM: Tensor) -> None:
+        super().in_source_order(i, rows_NM)
+        self.buffer("leaving", i), self.buffer("parts", i)  # made here, on the compute lane
+
+    def reduce_scatter(self, i: int) -> None:
+        chunk = self.cut.chunks[i]
+        self.sharing.reduce_scatter(
+            self.buffer(self.sent_back, i), self.buffer("leaving", i), chunk.gathered, self.buffer("parts", i)
+        )
+
+
+class ShardedForward(_Sharded, Forward):
+    def actions(self) -> Actions:
+        return {**super().actions(), Kind.SHARE_WEIGHTS: self.share_weights}
+
+    def scalar(self, sent: Tensor) -> Scalars:
+        assert self.cut.weights is not None
+        own = sum(self.cut.weights.recv)
+        copies = sent.new_empty(self.sharing.copies(own))
+        return Scalars(sent, sent.new_empty(own), sent.new_empty(self.cut.num_received), copies)
+
+    def share_weights(self, _: int) -> None:
+        assert self.cut.weights is not None
+        for each in self.scalars:
+            self.sharing.all_gather(each.own, each.arrived, self.cut.weights.gathered, each.copies)
+
+
+class ShardedBackward(_Sharded, Backward):
+    brought_by_SI = "arrived_again"
+
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
+        super().__init__(plan, grad_TM, saved)
+        assert self.cut.weights is not None
+        own = sum(self.cut.weights.recv)
+        self.grad_weight_leaving = self.grad_weight_rows.new_empty(own)
+        self.grad_weight_parts = self.grad_weight_rows.new_empty(own * self.sharing.inside.size)
+
+    def actions(self) -> Actions:
+        return {
+            **super().actions(),
+            Kind.ALL_GATHER_AGAIN: lambda i: self.gather_inside("arrived_again", "T_DI", "copies_again", i),
+            Kind.SHARE_WEIGHTS: self.sum_weights,
+        }
+
+    def sum_weights(self, _: int) -> None:
+        """Each shard made a part of the inner products that are the routing weights' gradients."""
+        assert self.cut.weights is not None
+        self.sharing.reduce_scatter(
+            self.grad_weight_gathered,
+            self.grad_weight_leaving,
+            self.cut.weights.gathered,
+            self.grad_weight_parts,
+        )

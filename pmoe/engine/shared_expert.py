@@ -1,0 +1,94 @@
+"""The shared expert's tasks: it computes all tokens of its rank, none of which travels.
+
+Letters: as in `pmoe.engine.passes`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.engine.backward_pass import Backward, SavedForBackward, gradient_sums
+from pmoe.engine.forward_pass import Forward
+from pmoe.engine.passes import Actions, Kept, Pass, Unit
+from pmoe.engine.plan import Plan
+from pmoe.experts.base import Experts
+from pmoe.experts.products import RowGroups
+from pmoe.schedule.tasks import Kind
+
+SHARED: Unit = (-1, "_S")
+"""All tokens, by the shared expert."""
+
+
+class _WithSharedExpert(Pass):
+    @property
+    def shared(self) -> Experts:
+        found = self.plan.modules.shared
+        assert found is not None
+        return found
+
+    def place_shared(self) -> Tensor:
+        """Where its result for all tokens goes; `Pass.output` adds it."""
+        self.shared_TM = torch.empty_like(self.result_TM)
+        return self.shared_TM
+
+    def shared_groups(self) -> RowGroups:
+        tokens = self.source_TM.shape[0]
+        ends = None
+        if self.source_TM.is_cuda:
+            ends = torch.full((1,), tokens, dtype=torch.int32, device=self.source_TM.device)
+        return RowGroups(counts=(tokens,), ends=ends)
+
+
+class ForwardWithSharedExpert(_WithSharedExpert, Forward):
+    def actions(self) -> Actions:
+        return {**super().actions(), Kind.SHARED: self.compute_shared}
+
+    def compute_shared(self, _chunk: int) -> None:
+        weight_T = self.inputs.shared_weight_T
+        assert weight_T is not None
+        _, hidden = self.shared.compute(
+            self.source_TM,
+            weight_T,
+            self.shared_groups(),
+            self.inputs.shared_parameters,
+            out=self.place_shared(),
+            keep=self.keep,
+        )
+        if self.keep:
+            self.kept[SHARED] = Kept(hidden=hidden)
+
+
+class BackwardWithSharedExpert(_WithSharedExpert, Backward):
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
+        super().__init__(plan, grad_TM, saved)
+        self.shared_sums = gradient_sums(
+            self.saved.inputs.shared_parameters, self.wanted.shared_parameters, contributions=1
+        )
+        self.shared_pending: Any = None
+
+    def actions(self) -> Actions:
+        return {
+            **super().actions(),
+            Kind.SHARED: self.shared_gradient,
+            Kind.SHARED_WGRAD: self.shared_weight_gradient,
+        }
+
+    def shared_gradient(self, _chunk: int) -> None:
+        inputs, hidden = self.saved.inputs, self.kept[SHARED].hidden
+        assert inputs.shared_weight_T is not None and hidden is not None
+        _, self.grad_shared_weight, self.shared_pending = self.shared.input_gradient(
+            self.source_TM.clone(),  # it is written over, and every chunk still reads it
+            inputs.x_TM,
+            inputs.shared_weight_T,
+            hidden,
+            self.shared_groups(),
+            inputs.shared_parameters,
+            out=self.place_shared(),
+        )
+
+    def shared_weight_gradient(self, _: int) -> None:
+        self.shared.weight_gradient(self.shared_pending, self.shared_groups(), self.shared_sums)
+        self.shared_pending = None

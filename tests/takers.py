@@ -1,0 +1,160 @@
+"""Who takes features, and how each of them is held to `pmoe.runners.features`: the result or the refusal.
+
+A check yields what is wrong of a layer that asks for some features, in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import pmoe
+from pmoe import warn
+from pmoe.layer import call as layer_call
+from pmoe.runners import fused_steps, one_rank
+from pmoe.runners.features import Feature, refused
+from tests.featured import Features, build, differences, expected, found, sentence
+from tests.plain_steps import plain_steps
+
+
+def wrong_refusal(message: str, taker: str, asked: set[Feature]) -> Iterator[str]:
+    """Where a message is not the sentence of the feature that ``taker`` does not take."""
+    feature = refused(taker, asked)
+    if feature is None:
+        yield f"{taker} takes all of it, and says: {message}"
+    elif not re.search(sentence(feature), message):
+        yield f"{message} does not name {feature.name}"
+
+
+LATE = {Feature.BUDGET: "memory budget", Feature.PADDED: "padded counts"}
+"""What building a layer checks, in this order, and who it is that takes the other features or not."""
+
+
+def built(features: Features) -> pmoe.MoELayer | list[str]:
+    """The layer; or what is wrong with its refusal, nothing as a rule."""
+    if {Feature.SHARDED, Feature.MODULE_EXPERTS} <= {*features}:
+        with pytest.raises(ValueError, match=sentence(Feature.SHARDED)):  # whoever might compute them
+            build(features)
+        return []
+    asked = {*build([feature for feature in features if feature not in LATE]).parts.features, *features}
+    if Feature.PADDED in features and Feature.NO_CAPACITY not in features:
+        asked -= {Feature.NO_CAPACITY}
+    refusing = [taker for feature, taker in LATE.items() if feature in asked and refused(taker, asked)]
+    try:
+        layer = build(features)
+    except ValueError as error:
+        return list(wrong_refusal(str(error), refusing[0] if refusing else "pipeline", asked))
+    missing = {*features} - layer.parts.features
+    assert not missing, f"the recipe does not ask for {missing}"
+    return [f"built, though {taker} does not take it" for taker in refusing] or layer
+
+
+# ---- takers: each yields what is wrong
+
+
+def by_pipeline(features: Features) -> Iterator[str]:
+    layer = built(features)
+    yield from layer if isinstance(layer, list) else differences(found(layer), expected(layer))
+
+
+def by_padded_counts(features: Features) -> Iterator[str]:
+    yield from by_pipeline({*features, Feature.PADDED})
+
+
+def within_budget(features: Features) -> Iterator[str]:
+    yield from by_pipeline({*features, Feature.BUDGET})
+
+
+def by_fused_kernels(features: Features) -> Iterator[str]:
+    """On one rank a fused call takes its counts from the routing kernel, or from the host."""
+    layer = built({*features, Feature.FUSED})
+    if isinstance(layer, list):
+        yield from layer
+        return
+    warn.GIVEN.clear()
+    with fused_steps.using(plain_steps), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step = found(layer)
+    yield from differences(step, expected(layer))
+    assert layer.ran is not None
+    not_taken = refused("fused", layer.parts.features)
+    messages = [str(each.message) for each in told]
+    if layer.ran.path.startswith("fused"):
+        yield from [] if not_taken is None else [f"fused, though {not_taken.name} is not taken"]
+    elif not messages:
+        yield "not fused, and no reason given"
+    elif not re.search(r"memory_reuse \(\S+\) offloads", messages[0]):  # the pair, where it is fixed
+        yield from wrong_refusal(messages[0], "fused", {*layer.parts.features})
+
+
+def by_one_ranks_kernels(features: Features) -> Iterator[str]:
+    layer = built(features)
+    if isinstance(layer, list):
+        yield from layer
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
+        yield from differences(found(layer), expected(layer))
+    assert layer.ran is not None
+    not_taken = refused("one rank", layer.parts.features)
+    if (layer.ran.path == "one rank") != (not_taken is None):
+        yield f"by {layer.ran.path}, though what is not taken is {not_taken}"
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Calls are taken to be captured in a CUDA graph, and one rank's kernels to be there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_call, "is_capturing", lambda _: True)
+        patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
+        yield
+
+
+def in_a_graph(features: Features) -> Iterator[str]:
+    """Padded layers, and those whose counts one rank's kernels never bring to the host."""
+    layer = built(features)
+    if isinstance(layer, list):
+        yield from layer
+        return
+    taker = "graph capture" if Feature.PADDED in features else "one rank"
+    found(layer)  # no call is captured before one like it was made
+    with capturing():
+        try:
+            step = found(layer)
+        except RuntimeError as error:
+            if "may recompute modules, whose random state is on the host" not in str(error):
+                yield from wrong_refusal(str(error), taker, {*layer.parts.features})
+            return
+    yield from differences(step, expected(layer))
+    not_taken = refused(taker, layer.parts.features)
+    yield from [] if not_taken is None else [f"captured, though {not_taken.name} is not taken"]
+
+
+def in_a_padded_graph(features: Features) -> Iterator[str]:
+    yield from in_a_graph({*features, Feature.PADDED})
+
+
+COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
+    "pipeline": by_pipeline,
+    "padded counts": by_padded_counts,
+    "memory budget": within_budget,
+    "fused": by_fused_kernels,
+    "one rank": by_one_ranks_kernels,
+    "graph of one rank": in_a_graph,
+    "graph capture": in_a_padded_graph,
+}
+
+
+def wrong_of(check: Callable[[Features], Iterator[str]], cases: list[Features]) -> dict[str, list[str]]:
+    """By features, what is wrong."""
+    wrong = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for features in cases:
+            if why := list(check(features)):
+                wrong[" and ".join(feature.name for feature in features)] = why
+    return wrong

@@ -1,0 +1,161 @@
+"""The table of features on one rank: what a runner, a source of counts or a prediction takes gives the plain
+definition's result; what it does not take is refused with the sentence of a feature.
+
+`tests/gloo/test_features.py` has the features that need more ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch import Tensor
+
+import pmoe
+from pmoe import warn
+from pmoe.layer import parts
+from pmoe.layer.parts import Parts
+from pmoe.runners import features as table
+from pmoe.runners import fused_steps
+from pmoe.runners.features import TAKES, Feature, refused
+from tests import featured
+from tests.allocated import Allocated
+from tests.featured import Features, build, differences, expected, found, sentence
+from tests.kit import one_thread
+from tests.plain_steps import plain_steps
+from tests.takers import COMPUTED, built, capturing, wrong_of, wrong_refusal
+
+__all__ = ["one_thread"]
+
+ONE_RANK = [feature for feature in Feature if feature not in (Feature.RANKS, Feature.SHARDED)]
+SINGLE: list[Features] = [(feature,) for feature in ONE_RANK]
+PAIRS: list[Features] = [pair for pair in itertools.combinations(ONE_RANK, 2) if featured.fit(pair)]
+
+
+@pytest.mark.parametrize("taker", COMPUTED)
+def test_each_feature_gives_the_definitions_result_or_is_refused_by_name(taker: str) -> None:
+    assert not wrong_of(COMPUTED[taker], SINGLE)
+
+
+SHARE = 3
+"""One pair in so many is in every test run."""
+
+
+@pytest.mark.parametrize("share", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(SHARE)])
+@pytest.mark.parametrize("taker", COMPUTED)
+def test_each_pair_of_features_gives_the_definitions_result_or_is_refused_by_name(
+    taker: str, share: int
+) -> None:
+    assert not wrong_of(COMPUTED[taker], PAIRS[share::SHARE])
+
+
+# ---- memory
+
+
+def wrong_prediction(features: Features) -> Iterator[str]:
+    """The peak of a step is within 2 % of what is predicted from its row counts, and below what is predicted
+    from its tokens alone. A layer needs rings for a prediction, and may not be one that kernels may fuse."""
+    reuses = {Feature.ROTATES, Feature.OFFLOADS, Feature.BUDGET} & {*features}
+    layer = built(features if reuses else {*features, Feature.ROTATES})
+    if isinstance(layer, list):
+        yield from layer
+        return
+    asked = {*layer.parts.features}
+    may_fuse = Feature.FUSED in asked and refused("fused", asked) is None and Feature.OFFLOADS not in asked
+    try:
+        bound = layer.predict_memory(featured.T).peak
+    except ValueError as error:
+        if not (may_fuse and re.search(sentence(Feature.FUSED), str(error))):
+            yield from wrong_refusal(str(error), "memory", asked)
+        return
+    yield from ["predicted, though it may be fused"] if may_fuse else []
+    not_taken = refused("memory", asked)
+    yield from [] if not_taken is None else [f"predicted, though {not_taken.name} is not taken"]
+    found(layer)  # what is made only once is there
+    layer.l_aux = None  # whose graph holds that step's x
+    peak = peak_bytes(layer)
+    predicted = layer.predict_memory(featured.T, layer.row_counts).peak
+    if not abs(predicted - peak) <= 0.02 * peak <= 0.02 * bound:
+        yield f"{peak} bytes, of {predicted} predicted and {bound} at most"
+
+
+def peak_bytes(layer: pmoe.MoELayer) -> int:
+    x, dy = featured.tokens(0)
+    x.requires_grad_()
+    _, routing = featured.given(layer.gate, 0)
+    layer.zero_grad(set_to_none=True)
+
+    def step(mark: Callable[[], None]) -> Tensor:
+        with routing:
+            y = layer(x)
+        y.backward(dy)
+        return y
+
+    return Allocated(step).peak
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So large that what is not predicted, such as indices, is less than 2 %."""
+    for name, size in {"M": 64, "H": 128, "T": 256}.items():
+        monkeypatch.setattr(featured, name, size)
+    recipes = {**featured.RECIPES, Feature.BUDGET: featured.sets("memory_budget", "64MiB")}
+    monkeypatch.setattr(featured, "RECIPES", recipes)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    "cases", [pytest.param(SINGLE, id="each"), pytest.param(PAIRS, id="pairs", marks=pytest.mark.slow)]
+)
+def test_memory_is_predicted_or_refused_by_name(cases: list[Features]) -> None:
+    assert not wrong_of(wrong_prediction, cases)
+
+
+# ---- what nobody stated
+
+
+NEW = "rows are painted blue"
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The table with one more feature, of which it says nothing else; every layer asks for it."""
+    source = Path(table.__file__).read_text(encoding="utf-8")
+    module = ModuleType("planted")
+    exec(source.replace("\n\n\nF = Feature", f"\n    NEW = {NEW!r}\n\n\nF = Feature"), vars(module))
+    asked = Parts._asked
+    monkeypatch.setattr(Parts, "_asked", lambda of: {**asked(of), module.Feature.NEW: True})
+    monkeypatch.setattr(parts, "Feature", module.Feature)
+    monkeypatch.setattr(parts, "refused", module.refused)
+    return module
+
+
+def test_a_new_feature_is_refused_by_all_but_the_pipeline_until_somebody_states_it(
+    planted: ModuleType,
+) -> None:
+    taken_by = {name for name in planted.TAKES if planted.refused(name, {planted.Feature.NEW}) is None}
+    assert taken_by == {"pipeline"} and planted.TAKES.keys() == TAKES.keys()
+    with pytest.raises(ValueError, match=rf"pad_to_capacity \(True\) must be False where {NEW}"):
+        build([Feature.PADDED])
+    with pytest.raises(ValueError, match=rf"memory_budget \('1MiB'\) must be left out where {NEW}"):
+        build([Feature.BUDGET])
+    with pytest.raises(ValueError, match=rf"predict_memory must not be called where {NEW}"):
+        build([Feature.ROTATES]).predict_memory(5)
+    layer = build([Feature.FUSED])
+    warn.GIVEN.clear()
+    with fused_steps.using(plain_steps), pytest.warns(UserWarning, match=f"because {NEW}"):
+        found(layer)
+    assert layer.ran is not None and layer.ran.path == "pipeline"
+    with capturing(), pytest.raises(RuntimeError, match=f"cannot hold this call of a MoELayer: {NEW}"):
+        found(build([]))
+    assert not list(differences(found(layer), expected(layer)))
+
+
+def test_every_feature_has_a_recipe_and_every_taker_is_tried() -> None:
+    assert featured.RECIPES.keys() == {*Feature}
+    counts = {"one rank's counts"}  # of fused calls on one rank: `by_fused_kernels`
+    assert {*COMPUTED, "memory", *counts} - {"graph of one rank"} == TAKES.keys()

@@ -46,7 +46,7 @@ from bench.passes import (
     timed,
 )
 from bench.timing import Timing, machine, table, write_json
-from pmoe.engine import Span, recording
+from pmoe.engine.recording import Span, recording
 from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate

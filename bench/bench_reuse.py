@@ -48,7 +48,7 @@ from bench.passes import (
     timed,
 )
 from bench.timing import Timing, machine, table, write_json
-from pmoe.engine import recording
+from pmoe.engine.recording import recording
 from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate

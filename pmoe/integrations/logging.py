@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pmoe import __version__
 from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.run import Journal, recording
+from pmoe.engine.recording import Journal, recording
 from pmoe.integrations.board import Board
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,

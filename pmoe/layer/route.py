@@ -17,9 +17,7 @@ from pmoe.comm.counts import Fault, FaultError
 from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.layer.call import Call
-from pmoe.layer.check_routing import check_routing, clamped_with_fault
 from pmoe.layer.parts import Parts, autocast_dtype
-from pmoe.ordering.capacity import expert_capacity, within_capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +107,8 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
     routing = _ask_gate(call, x_TM)
     fault: Tensor | Fault = Fault.NONE
     if not parts.trusts_gate:
+        from pmoe.layer.check_routing import check_routing, clamped_with_fault
+
         check_routing(parts, routing, x_TM.shape[0])
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
     if spec.check_finite and routing.logits is not None:
@@ -141,6 +141,8 @@ def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
         return routing.keep
     if spec.capacity_factor is None or spec.pad_to_capacity:
         return None
+    from pmoe.ordering.capacity import expert_capacity, within_capacity
+
     top_k = routing.expert.shape[1]
     capacity = expert_capacity(spec.capacity_factor, x_TM.shape[0], top_k, spec.num_experts)
     used_E = torch.zeros(spec.num_experts, dtype=torch.int64, device=x_TM.device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import pmoe
 import pmoe.layer.call as layers
-from pmoe.engine import lanes
+from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.layer import padded_counts
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
@@ -198,7 +198,7 @@ def capture_job(rank: int, world: int, options: dict[str, Any]) -> tuple[int, se
 
         with mock.patch.object(streams.Stream, "wait_event", watched_wait):
             step()
-        others = [*lanes.CudaLanes._streams.values(), *watch.wires.values()]
+        others = [*CudaLanes._streams.values(), *watch.wires.values()]
         joined = all(captures.clock[other] >= other.clock[other] for other in others)
         report = streams.Report.of(watch)
         assert (report.num_messages > 0) == (world > 1 or not options.get("bypass_local", True))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.comm.ranks import Ranks
-from pmoe.engine import run as engine
+from pmoe.engine.recording import recording
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.generalized_layer import Share
 from pmoe.planner.gradient_partition import Partition
@@ -197,7 +197,7 @@ def lane_job(rank: int, world: int) -> list[list[str]]:
         hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
         step(model, rank, 0)
         hook.finish()
-        with engine.recording() as journal:
+        with recording() as journal:
             step(model, rank, 1)
         hook.finish()
     spans = [

@@ -22,7 +22,7 @@ import pmoe
 from pmoe import MoELayer, Restore
 from pmoe.engine import lanes, passes
 from pmoe.engine.arena import pool
-from pmoe.engine.lanes import CudaLanes
+from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.schedule import Lane, Schedule
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Report, Stream, watching

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.engine import lanes, recording
+from pmoe.engine import lanes
 from pmoe.engine import run as engine
-from pmoe.engine.lanes import CudaLanes
+from pmoe.engine.cuda_lanes import CudaLanes
+from pmoe.engine.recording import recording
 from pmoe.layer.switches import Switches
 from pmoe.schedule import Lane, Schedule, Stages, backward_schedule, forward_schedule
 from tests.gpu.support import (

@@ -20,7 +20,7 @@ import pmoe
 import pmoe.layer.call as layers
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.padding import Splits, make_padding
-from pmoe.engine.run import recording
+from pmoe.engine.recording import recording
 from pmoe.ordering.capacity import within_capacity
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS

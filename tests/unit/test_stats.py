@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.engine import Span
 from pmoe.engine import run as engine
+from pmoe.engine.recording import Span
 from pmoe.integrations.statistics import finders, imbalance
 from pmoe.planner.exposed import overlap
 from pmoe.schedule import Kind, Lane, Stages, forward_schedule
@@ -258,7 +258,7 @@ def test_blocks_that_record_may_end_in_any_order() -> None:
     model(x)
     second.__exit__(None, None, None)
     model(x)
-    assert (len(outer.passes), len(inner.passes), engine.is_recording()) == (0, 1, False)
+    assert (len(outer.passes), len(inner.passes), bool(engine.watchers)) == (0, 1, False)
 
 
 def test_recorded_passes_are_told_by_layer_and_the_last_counts() -> None:

@@ -24,7 +24,7 @@ from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.plan import Cut, Plan, length
 from pmoe.engine.run import Actions as Actions
-from pmoe.experts.base import Hidden, Space
+from pmoe.experts.base import Allocate, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes
 from pmoe.schedule.tasks import Kind, Schedule, sequential
@@ -202,7 +202,7 @@ class Pass:
         key = f"{name}.{i}"
         return self.arena.view(key) if key in self.arena else self.new(*self.sizes.shape(key))
 
-    def space(self, unit: Unit) -> Space:
+    def space(self, unit: Unit) -> Allocate:
         i, at = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:

@@ -38,11 +38,12 @@ from bench.links import INFINITE, launch
 from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, timed
 from bench.quiet import Measured, Neighbours, measure_quietly
 from bench.timing import Timing, machine, table, write_json
-from pmoe.engine import Span, recording
+from pmoe.engine.recording import Span, recording
 from pmoe.layer.switches import Switches
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace
-from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, Stages, sequential
 
 VARIANTS = ("two lanes", "one lane", "sequential")
 NODES, RANKS_PER_NODE = 2, 2

@@ -18,10 +18,10 @@ from torch import Tensor
 import pmoe
 from bench.links import measure_rate
 from bench.timing import Timing
-from pmoe.engine import Journal, Span
+from pmoe.engine.recording import Journal, Span
 from pmoe.measure.rounds import in_turns
 from pmoe.planner.costs import LineCost
-from pmoe.schedule import Kind
+from pmoe.schedule.tasks import Kind
 
 DIRECTIONS = ("forward", "backward")
 PARTS = (*DIRECTIONS, "step")

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from pmoe.comm.base import Combine, Dispatch
 from pmoe.engine.arena import pool
-from pmoe.engine.callbacks import Callback
-from pmoe.engine.run import recording
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
 from pmoe.layer import MoELayer
@@ -14,7 +12,9 @@ from pmoe.ordering.base import Order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
+    from pmoe.engine.callbacks import Callback
     from pmoe.engine.recompute import checkpoint_contexts
+    from pmoe.engine.recording import recording
     from pmoe.training.clipping import clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
     from pmoe.training.grad_scaler import GradScaler
@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "Callback": "pmoe.engine.callbacks",
     "GradScaler": "pmoe.training.grad_scaler",
     "GradientReducer": "pmoe.training.reducer",
     "checkpoint_contexts": "pmoe.engine.recompute",
@@ -56,10 +57,11 @@ _LATER = {
     "load_checkpoint": "pmoe.training.checkpoint",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
+    "recording": "pmoe.engine.recording",
     "save_checkpoint": "pmoe.training.checkpoint",
     "stats": "pmoe.integrations.statistics",
 }
-"""Names whose modules load at their first use: torch.distributed.tensor and checkpoint are slow to import."""
+"""Names whose modules load at their first use: not every layer needs them, and some are slow to import."""
 
 
 def __getattr__(name: str) -> Any:

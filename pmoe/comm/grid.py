@@ -11,12 +11,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm.ranks import Ranks
-
-ACROSS, INSIDE = "ep", "esp"
-"""Names of a mesh's dimensions."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +33,6 @@ class Grid:
         """All ranks across, none inside."""
         ranks = group if isinstance(group, Ranks) else Ranks(group)
         return Grid(ranks, ranks, Ranks.alone(), tuple(range(ranks.size)))
-
-    @staticmethod
-    def of_mesh(mesh: DeviceMesh) -> Grid:
-        """Of a mesh with the dimensions "ep" and "esp", in either order, or one of them.
-
-        Raises ValueError for other dimensions.
-        """
-        names = mesh.mesh_dim_names or ()
-        if not names or not set(names) <= {ACROSS, INSIDE}:
-            raise ValueError(
-                f"mesh (dimensions {names or 'without names'}) must have the dimensions "
-                f'"{ACROSS}" and "{INSIDE}", such as mesh["{ACROSS}", "{INSIDE}"]'
-            )
-        whole = mesh._flatten() if mesh.ndim > 1 else mesh
-        ranks = Ranks(whole.get_group())
-        across = Ranks(mesh.get_group(ACROSS)) if ACROSS in names else Ranks.alone()
-        inside = Ranks(mesh.get_group(INSIDE)) if INSIDE in names else Ranks.alone()
-        table = mesh.mesh if ACROSS in names else mesh.mesh.unsqueeze(0)
-        table = table if INSIDE in names else table.unsqueeze(1)
-        if names[0] == INSIDE and len(names) == 2:
-            table = table.t()
-        assert ranks.group is not None
-        place = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(ranks.group))}
-        order = tuple(place[int(rank)] for rank in table.t().flatten())
-        return Grid(ranks, across, inside, order)
 
     @property
     def is_sharded(self) -> bool:

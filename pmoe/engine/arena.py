@@ -7,14 +7,17 @@ keeps is held. Host memory for offloaded tensors is another pool, counted apart.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pmoe.engine.host_pool import HostPool
 from pmoe.schedule.slots import BufferSizes, arena_elements, slot_elements
+
+if TYPE_CHECKING:
+    from pmoe.engine.host_pool import HostPool
 
 
 class Arena:
@@ -75,12 +78,17 @@ class DevicePool:
         self.bytes_in_use -= memory.nbytes
 
 
-@dataclass(frozen=True)
 class Pool:
     """What all layers of a device share: memory on the device, and on the host for what is offloaded."""
 
-    device: DevicePool
-    host: HostPool
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._of = DevicePool(), device
+
+    @functools.cached_property
+    def host(self) -> HostPool:
+        from pmoe.engine.host_pool import HostPool
+
+        return HostPool(self._of)
 
 
 _pools: dict[torch.device, Pool] = {}
@@ -91,7 +99,7 @@ def pool(device: torch.device | str = "cpu") -> Pool:
     ``limit_bytes`` that may be set."""
     device = torch.empty(0, device=device).device  # "cuda" is one of them
     if device not in _pools:
-        _pools[device] = Pool(DevicePool(), HostPool(device))
+        _pools[device] = Pool(device)
     return _pools[device]
 
 

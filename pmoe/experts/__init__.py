@@ -11,12 +11,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pmoe.experts.base import WHOLE, Experts, Shard
-from pmoe.experts.ffn import FFNExperts
-from pmoe.experts.stacked import StackedExperts
-from pmoe.experts.swiglu import SwiGLUExperts
 
 if TYPE_CHECKING:
+    from pmoe.experts.ffn import FFNExperts
     from pmoe.experts.modules import ModuleExperts
+    from pmoe.experts.stacked import StackedExperts
+    from pmoe.experts.swiglu import SwiGLUExperts
+
+_FILES = {
+    "FFNExperts": "ffn",
+    "ModuleExperts": "modules",
+    "StackedExperts": "stacked",
+    "SwiGLUExperts": "swiglu",
+}
 
 __all__ = [
     "Experts",
@@ -30,9 +37,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "ModuleExperts":
+    if name not in _FILES:
         raise AttributeError(f"module 'pmoe.experts' has no attribute {name!r}")
-    return importlib.import_module("pmoe.experts.modules").ModuleExperts
+    return getattr(importlib.import_module(f"pmoe.experts.{_FILES[name]}"), name)
 
 
 def make_stacked(
@@ -48,7 +55,11 @@ def make_stacked(
     """Experts by the name of their kind, uninitialised. Raises ValueError for another name."""
     sizes = (d_model, d_hidden, num_local_experts)
     if kind == "ffn":
+        from pmoe.experts.ffn import FFNExperts
+
         return FFNExperts(*sizes, activation=activation, bias=bias, shard=shard, **options)
     if kind == "swiglu":
+        from pmoe.experts.swiglu import SwiGLUExperts
+
         return SwiGLUExperts(*sizes, bias=bias, shard=shard, **options)
     raise ValueError(f"expert ({kind!r}) must be ffn, swiglu, or a callable that builds a module")

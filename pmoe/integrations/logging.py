@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pmoe import __version__
 from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.run import Journal, recording
+from pmoe.engine.recording import Journal, recording
 from pmoe.integrations.board import Board
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
@@ -36,12 +36,14 @@ from pmoe.integrations.run_folder import (
     RUN,
     SCALARS,
     TIME,
+    LayerRow,
+    ScalarRow,
     add_session,
     append,
     claim,
+    layer_row,
     mend,
 )
-from pmoe.integrations.run_rows import LayerRow, ScalarRow, layer_row
 from pmoe.integrations.statistics import Stats, layers_of, stats
 
 SIZES = ("d_model", "d_hidden", "num_experts", "top_k")

@@ -23,7 +23,7 @@ from torch import nn
 from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
-from pmoe.engine.run import Journal
+from pmoe.engine.recording import Journal
 from pmoe.layer import MoELayer
 from pmoe.layer.memory import check_predictable
 from pmoe.layer.ran import Ran

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,17 @@ from pmoe.arguments import check_count, check_not_negative
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
-from pmoe.engine.callbacks import Callback
 from pmoe.experts import make_stacked
 from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Experts, Shard
-from pmoe.experts.initial import initialise, initialise_modules, reset_modules, seeded
-from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.initial import initialise, seeded
 from pmoe.gates import make_gate
-from pmoe.gates.base import Gate
 from pmoe.layer.parts import Parts
 from pmoe.layer.spec import LayerSpec, check_flag
 from pmoe.schedule.restore import Restore
+
+if TYPE_CHECKING:
+    from pmoe.engine.callbacks import Callback
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def check_arguments(
     check_flag("shared_gate", shared_gate)
     if not isinstance(callbacks, Sequence):
         raise TypeError(f"callbacks ({callbacks!r}) must be a list of pmoe.Callback objects")
+    if callbacks:
+        from pmoe.engine.callbacks import Callback
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
@@ -208,46 +210,12 @@ def make_shared(
     return stacked
 
 
-def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
-    """As `pmoe.MoELayer.check_spread`."""
-    spec, like = parts.spec, parts.like
-    is_meta = like is not None and like.is_meta
-    if parts.ranks.size > 1 and not is_meta:
-        raise ValueError(
-            f"a layer built over {parts.ranks.size} ranks must not be spread over others: this rank has "
-            f"only {parts.num_local_experts} of {spec.num_experts} experts; build it with mesh={mesh}, or "
-            "on one rank (before init_process_group, or with a group of one rank)"
-        )
-    if parts.gradients is not None:
-        raise ValueError("a layer must be spread before a GradientReducer is made for it")
-    if not parts.experts.are_modules and parts.experts.hidden_dims() is None:
-        raise TypeError(
-            f"experts ({type(parts.experts).__name__}) must be stacked or modules to be spread over ranks"
-        )
-    grid = Grid.of_mesh(mesh)
-    check_fit(spec.num_experts, spec.d_hidden, grid, 'the mesh\'s "ep"')
-    if parts.experts.are_modules and grid.is_sharded:
-        raise ValueError('experts (modules) must not be split over "esp": a module\'s hidden is its own')
-    if parts.experts.are_modules and parts.ranks.size > 1:
-        raise ValueError("experts (modules, even on the meta device) must all be there to be spread")
-    if spec.pad_to_capacity and grid.is_sharded:
-        raise ValueError('pad_to_capacity (True) must be False where experts are split over "esp"')
+def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Grid:
+    if mesh is None:
+        return Grid.of_group(group)
+    from pmoe.comm.mesh import grid_of_mesh
 
-
-def reset_parameters(parts: Parts) -> None:
-    """As `pmoe.MoELayer.reset_parameters`."""
-    first_expert = parts.grid.across.rank * parts.num_local_experts
-    if isinstance(parts.gate, Gate):
-        parts.gate.reset_parameters()
-    else:
-        reset_modules(parts.gate)
-    for experts, first in ((parts.experts, first_expert), (parts.shared_expert, parts.spec.num_experts)):
-        if isinstance(experts, StackedExperts):
-            initialise(experts, first_expert=first)
-        elif experts is not None and experts.are_modules:
-            initialise_modules(experts.as_modules(), first_expert=first)
-    if parts.shared_gate is not None:
-        parts.shared_gate.reset_parameters()
+    return grid_of_mesh(mesh)
 
 
 def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pmoe.engine import run as engine
+from pmoe.engine.run import watchers
 from pmoe.layer.call import Call
 from pmoe.layer.one_rank_counts import kernels_refusal
 from pmoe.layer.padded_counts import kind_of
@@ -38,7 +38,7 @@ def _padded_refusal(call: Call) -> str | None:
     remakes = parts.experts.are_modules and any(pair.hidden == "recompute" for pair in parts.pairs)
     reuse = f"memory_reuse ({parts.spec.restore})"
     unfit = {
-        "its tasks are being timed, and what is captured does not run yet": engine.is_recording(),
+        "its tasks are being timed, and what is captured does not run yet": bool(watchers),
         f"{reuse} may recompute modules, whose random state is on the host": remakes,
         f"no call of its kind ({kind}) was made before": kind not in parts.known.padded_kinds,
     }

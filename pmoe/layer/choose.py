@@ -10,7 +10,6 @@ from pmoe.engine.passes import Inputs
 from pmoe.layer.orders import Orders, PlanFor
 from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed
-from pmoe.measure.products import measure_products
 from pmoe.planner.degree import SOLVE, Choice
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import ALIGNMENT
@@ -45,7 +44,7 @@ def _chosen(batch: Batch, restore: Restore | None) -> Choice:
     if spec.budget is not None and restore is None:
         from pmoe.layer import predicted
 
-        return predicted.within_budget(batch)
+        return predicted.choice_within_budget(batch)
     if restore is None:
         restore = _pair(batch)
     n = spec.fixed_degree
@@ -69,7 +68,7 @@ def _pair(batch: Batch) -> Restore:
     if len(pairs) > 1 and counts.needs_grad:
         from pmoe.layer import predicted
 
-        restore = predicted.cheapest_pair(batch)
+        restore = predicted.pair_of_batch(batch)
     if counts.host_shortage and restore.dispatched == "offload":
         restore = Restore("communicate", restore.hidden)
         if counts.needs_grad:  # else nothing is offloaded at all
@@ -81,6 +80,10 @@ def _measure_products(batch: Batch) -> None:
     """Has the ways to compute the experts' products measured where that has not been done."""
     parts, routed, counts = batch.parts, batch.routed, batch.counts
     most, dtype, device = counts.max_tokens, routed.dtype, routed.x.device
+    if device.type != "cuda":  # else there is one way only
+        return
+    from pmoe.measure.products import measure_products
+
     even_rows = most * parts.spec.top_k * parts.grid.inside.size
     measure_products(parts.experts, parts.ranks, dtype, device, even_rows, needs_grad=counts.needs_grad)
     if parts.shared_expert is not None:

@@ -15,14 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.flat import FlatDispatch
-from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.callbacks import Callback
 from pmoe.engine.plan import Gradients
 from pmoe.experts.base import Shard
 from pmoe.layer import build
 from pmoe.layer.call import Call
-from pmoe.layer.decision import decide, finished, run
+from pmoe.layer.decision import decide, run, shaped_output
 from pmoe.layer.last import LastCall
 from pmoe.layer.parts import Known, Parts
 from pmoe.layer.ran import Ran
@@ -32,6 +30,7 @@ from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
+    from pmoe.engine.callbacks import Callback
     from pmoe.planner.layer_sizes import LayerSizes
     from pmoe.planner.memory import PredictedMemory
 
@@ -173,7 +172,7 @@ class MoELayer(nn.Module):
             mesh=mesh, group=group, callbacks=callbacks, dtype=dtype, activation=activation,
             shared_gate=shared_gate, z_loss_weight=z_loss_weight,
         )  # fmt: skip
-        self.grid = Grid.of_group(group) if mesh is None else Grid.of_mesh(mesh)
+        self.grid = build.make_grid(group, mesh)
         build.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()
         self.gradients: Gradients | None = None  # set by `pmoe.GradientReducer`
@@ -252,7 +251,7 @@ class MoELayer(nn.Module):
         decision = decide(call)
         y_TM = run(decision)
         self.last = LastCall.of(decision)
-        return finished(decision, y_TM)
+        return shaped_output(decision, y_TM)
 
     @property
     def l_aux(self) -> Tensor | None:
@@ -296,7 +295,9 @@ class MoELayer(nn.Module):
 
     def check_spread(self, mesh: DeviceMesh) -> None:
         """Raises ValueError or TypeError, naming what is wrong, where `spread` would. Changes nothing."""
-        build.check_spread(self.parts, mesh)
+        from pmoe.layer import spread
+
+        spread.check_spread(self.parts, mesh)
 
     def spread(self, mesh: DeviceMesh) -> None:
         """Spreads a layer that every rank built alone, with all experts, over ``mesh``: what `MoELayer` takes
@@ -307,7 +308,7 @@ class MoELayer(nn.Module):
         cannot be spread so.
         """
         self.check_spread(mesh)
-        self.grid = Grid.of_mesh(mesh)
+        self.grid = build.make_grid(None, mesh)
         self._bind_to_ranks()
         self.experts.keep(slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard)
         self.last, self.known = LastCall(), Known()
@@ -320,13 +321,15 @@ class MoELayer(nn.Module):
         modules (a gate, experts) every part that has a ``reset_parameters`` is asked for it, each expert's
         under a seed of its own; parameters of other parts stay as they are.
         """
-        build.reset_parameters(self.parts)
+        from pmoe.layer import spread
+
+        spread.reset_parameters(self.parts)
 
     def save_degrees(self, path: str | Path) -> None:
         """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
         from pmoe.layer import searched
 
-        searched.save(self.parts, path)
+        searched.save_learnt(self.parts, path)
 
     def load_degrees(self, path: str | Path) -> None:
         """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
@@ -336,7 +339,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.layer import searched
 
-        searched.load(self.parts, path)
+        searched.load_learnt(self.parts, path)
 
     def predict_memory(
         self,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.padding import Padding
-from pmoe.engine.plan import Degrees, Ordered, Plan, make_plan
+from pmoe.engine.cut import Degrees, Ordered, make_plan
+from pmoe.engine.plan import Plan
 from pmoe.layer.parts import Parts
-from pmoe.ordering.once import carriers
 from pmoe.ordering.sorted import LocalExperts, Tokens, count_rows, sort_rows
 from pmoe.schedule.restore import Restore
+
+if TYPE_CHECKING:
+    from pmoe.engine.padding import Padding
 
 PlanFor = Callable[[int, int, Restore], Plan]
 """From n of the forward and of the backward pass, and the restore pair."""
@@ -32,6 +35,8 @@ class Orders:
         self._carrier_TK: Tensor | None = None
         self._carries_TK: Tensor | None = None
         if parts.spec.send_once:
+            from pmoe.ordering.once import carriers
+
             self._rank_TK = expert_TK // parts.num_local_experts
             self._carrier_TK, self._carries_TK = carriers(self._rank_TK, keep_TK)
         self._sorted: dict[int, Ordered] = {}

@@ -21,8 +21,6 @@ from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan import Gradients, Modules
 from pmoe.experts.base import Experts, local_part
-from pmoe.gates.switch import SwitchGate
-from pmoe.gates.topk import TopKGate
 from pmoe.layer.spec import LayerSpec
 from pmoe.ordering.base import Order
 from pmoe.ordering.sorted import LocalExperts, SortedOrder
@@ -34,6 +32,9 @@ if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback, Hooks
     from pmoe.layer.padded_counts import PaddedKind
 
+
+PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
+"""Modules of the gates that the kernels compute; subclasses elsewhere may compute otherwise."""
 
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
 """Modules of the experts that the kernels compute; subclasses elsewhere may compute otherwise."""
@@ -232,7 +233,7 @@ class Parts:
             Feature.OWN_ORDER: type(self.order) is not SortedOrder,
             Feature.PICKS_TOKENS: picks,
             Feature.KEEPS_ITSELF: bool(getattr(gate, "decides_capacity", False)),
-            Feature.OTHER_GATE: type(gate) not in (TopKGate, SwitchGate) and not is_given,
+            Feature.OTHER_GATE: type(gate).__module__ not in PLAIN_GATES and not is_given,
             Feature.OWN_GATE: not (is_given or type(gate).__module__.startswith("pmoe.gates.")),
             Feature.GATE_MODULE: not (self.trusts_gate or is_given),
             Feature.GIVEN_ROUTING: is_given,

@@ -17,9 +17,7 @@ from pmoe.comm.counts import Fault, FaultError
 from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.layer.call import Call
-from pmoe.layer.check_routing import check_routing, clamped_with_fault
 from pmoe.layer.parts import Parts, autocast_dtype
-from pmoe.ordering.capacity import expert_capacity, within_capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ class Routed:
         return torch.autocast(self.x.device.type, enabled=inside, dtype=self.autocast)
 
 
-def route(call: Call) -> Routed:
+def route_batch(call: Call) -> Routed:
     """Checks the input and lets the gate decide.
 
     One rank alone raises at once; among several a rank that failed takes part with no tokens in the exchange
@@ -109,13 +107,15 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
     routing = _ask_gate(call, x_TM)
     fault: Tensor | Fault = Fault.NONE
     if not parts.trusts_gate:
+        from pmoe.layer.check_routing import check_routing, clamped_with_fault
+
         check_routing(parts, routing, x_TM.shape[0])
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
     if spec.check_finite and routing.logits is not None:
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
-    changed = changed_routing(call, x_TM, routing.expert, routing.keep, routing.token)
+    changed = changed_since_first_pass(call, x_TM, routing.expert, routing.keep, routing.token)
     if changed is not None:
         with hidden_from_selective_checkpoint():
             fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
@@ -124,7 +124,7 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
     return Gated(routing=routing, keep_TK=keep_TK, fault=fault, is_again=changed is not None)
 
 
-def changed_routing(call: Call, x_TM: Tensor, *routing: Tensor | None) -> Tensor | None:
+def changed_since_first_pass(call: Call, x_TM: Tensor, *routing: Tensor | None) -> Tensor | None:
     """As `pmoe.engine.rerouting.changed_routing`: None where no checkpoint runs this call again."""
     if not may_run_again(call.layer):
         return None
@@ -141,6 +141,8 @@ def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
         return routing.keep
     if spec.capacity_factor is None or spec.pad_to_capacity:
         return None
+    from pmoe.ordering.capacity import expert_capacity, within_capacity
+
     top_k = routing.expert.shape[1]
     capacity = expert_capacity(spec.capacity_factor, x_TM.shape[0], top_k, spec.num_experts)
     used_E = torch.zeros(spec.num_experts, dtype=torch.int64, device=x_TM.device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 from pmoe.ordering.base import Order
-from pmoe.ordering.einsum import EinsumOrder
-from pmoe.ordering.sorted import SortedOrder
 
-__all__ = ["EinsumOrder", "Order", "SortedOrder", "make_order"]
+__all__ = ["Order", "make_order"]
 
-ORDERS = {"sorted": SortedOrder, "einsum": EinsumOrder}
+ORDERS = {"sorted": "SortedOrder", "einsum": "EinsumOrder"}
+"""Classes by the name that MoELayer's ``order`` takes, which is their file's too."""
 
 
 def make_order(order: str | Order) -> Order:
@@ -19,4 +20,5 @@ def make_order(order: str | Order) -> Order:
         raise TypeError(f"order ({order!r}) must be a pmoe.Order or one of {', '.join(ORDERS)}")
     if order not in ORDERS:
         raise ValueError(f"order ({order!r}) must be a pmoe.Order or one of {', '.join(ORDERS)}")
-    return ORDERS[order]()
+    made: Order = getattr(importlib.import_module(f"pmoe.ordering.{order}"), ORDERS[order])()
+    return made

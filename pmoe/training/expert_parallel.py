@@ -32,7 +32,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.comm.counts import at_stage
-from pmoe.comm.grid import ACROSS, INSIDE, Grid
+from pmoe.comm.grid import Grid
+from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts, is_expert, local_part, replace_parameter
 from pmoe.layer import MoELayer
@@ -75,7 +76,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
     if not layers:
         raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
-    grid = Grid.of_mesh(inner)
+    grid = grid_of_mesh(inner)
     for name, layer in layers:
         try:
             _check_layer(layer, inner, grid)

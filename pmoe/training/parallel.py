@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from pmoe.comm.grid import ACROSS, INSIDE
+from pmoe.comm.mesh import ACROSS, INSIDE
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.training.clipping import device_type_of, local_gradient

@@ -36,12 +36,12 @@ from torch.utils._pytree import tree_leaves
 from pmoe.comm import flat, hierarchical, sharing
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.engine import lanes
+from pmoe.engine import cuda_lanes, lanes
 from pmoe.engine import run as engine
+from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.host_pool import HostPool
-from pmoe.engine.lanes import Action, CudaLanes
-from pmoe.schedule import Lane, Schedule
-from pmoe.schedule.tasks import Task
+from pmoe.engine.lanes import Action
+from pmoe.schedule.tasks import Lane, Schedule, Task
 
 # ---- streams that only keep clocks
 
@@ -303,6 +303,7 @@ def watching() -> Iterator[Watch]:
 
     with (
         mock.patch.object(lanes, "torch", SimpleNamespace(cuda=cuda)),  # torch itself stays as it is
+        mock.patch.object(cuda_lanes, "torch", SimpleNamespace(cuda=cuda)),
         mock.patch.object(CudaLanes, "_streams", {}),
         mock.patch.object(engine, "lanes_for", watched_lanes),
         mock.patch.object(flat, "all_to_all", watched_message),

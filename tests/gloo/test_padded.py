@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import pmoe
 import pmoe.layer.call as layers
-from pmoe.engine import lanes
+from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.layer import padded_counts
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
@@ -198,7 +198,7 @@ def capture_job(rank: int, world: int, options: dict[str, Any]) -> tuple[int, se
 
         with mock.patch.object(streams.Stream, "wait_event", watched_wait):
             step()
-        others = [*lanes.CudaLanes._streams.values(), *watch.wires.values()]
+        others = [*CudaLanes._streams.values(), *watch.wires.values()]
         joined = all(captures.clock[other] >= other.clock[other] for other in others)
         report = streams.Report.of(watch)
         assert (report.num_messages > 0) == (world > 1 or not options.get("bypass_local", True))
@@ -209,7 +209,7 @@ def capturing_job(rank: int, world: int) -> str:
     """What a layer that is not padded says, before anything travels. The padded one says nothing."""
     plain, layer = build(world), build(world, pad_to_capacity=True)
     expected = layer(tokens(rank))
-    with mock.patch.object(layers, "is_capturing", lambda _: True):
+    with mock.patch.object(layers, "is_captured", lambda _: True):
         with pytest.raises(RuntimeError) as raised, counted_collectives() as calls:
             plain(tokens(rank))
         assert not calls and torch.equal(layer(tokens(rank)), expected)

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from docs import tables
-from pmoe.papers.fsmoe_assumptions import ASSUMPTIONS
-from pmoe.papers.fsmoe_layers import ALL_REDUCE, MODELS, Configured, attention, moe_costs, table2, table4
+from pmoe.papers.fsmoe_layers import (
+    ALL_REDUCE,
+    ASSUMPTIONS,
+    MODELS,
+    Configured,
+    attention,
+    moe_costs,
+    table2,
+    table4,
+)
 from pmoe.papers.fsmoe_table5 import PAPER, SystemPlan, plan_seconds, plans, table5
 from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, stage_seconds
 from pmoe.planner.simulator import makespan, simulate, simulate_slowed

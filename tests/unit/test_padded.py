@@ -20,7 +20,7 @@ import pmoe
 import pmoe.layer.call as layers
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.padding import Splits, make_padding
-from pmoe.engine.run import recording
+from pmoe.engine.recording import recording
 from pmoe.ordering.capacity import within_capacity
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
@@ -366,7 +366,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
     @contextlib.contextmanager
     def captured(gate: nn.Module | None = None) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "is_capturing", lambda _: True)
+            patch.setattr(layers, "is_captured", lambda _: True)
             if gate is not None:
                 patch.setattr(gate, "forward", lambda *_: pytest.fail("the gate was run"))
             yield

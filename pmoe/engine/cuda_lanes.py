@@ -1,0 +1,72 @@
+"""The lanes of a GPU: a stream each, which wait for each other by events."""
+
+from __future__ import annotations
+
+import torch
+
+from pmoe.comm.ranks import Ranks
+from pmoe.engine.lanes import Action, Lanes
+from pmoe.schedule.tasks import Lane, Schedule, Task
+
+
+class CudaLanes(Lanes):
+    """The compute lane is the current stream, each other lane a stream of its own a device.
+
+    Every buffer is allocated on the compute stream and lives until `finish`, where the compute stream has
+    waited for the last event of the others: so the allocator may hand it out again without record_stream.
+    Tensors that modules made are no such buffers: see `hold_for`.
+    """
+
+    _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}
+
+    def __init__(self, schedule: Schedule, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(schedule, ranks)
+        compute = torch.cuda.current_stream(device)
+        self._stream = {Lane.COMPUTE: compute}
+        for lane in {task.lane for task in schedule.tasks} - {Lane.COMPUTE}:
+            if (device, lane) not in self._streams:
+                self._streams[device, lane] = torch.cuda.Stream(device)
+            self._stream[lane] = self._streams[device, lane]
+            # The pass begins after whatever the caller put on the current stream.
+            self._stream[lane].wait_stream(compute)
+        self._await_readers_of_the_host(device)
+        lane_of = {task.name: task.lane for task in schedule.tasks}
+        self._awaited = {
+            name for task in schedule.tasks for name in task.waits if lane_of[name] is not task.lane
+        }
+        self._events: dict[str, tuple[Lane, torch.cuda.Event]] = {}
+
+    def run(self, task: Task, action: Action) -> None:
+        stream = self._stream[task.lane]
+        for name in task.waits:
+            if name in self._events and self._events[name][0] is not task.lane:
+                stream.wait_event(self._events[name][1])
+        with torch.cuda.stream(stream):
+            if task.lane not in (Lane.COMMUNICATE, Lane.INTRA_NODE):
+                action(task)
+            else:
+                try:
+                    work = action(task)
+                    if work is not None:
+                        work.wait()  # the lane's stream waits for the collective's own; the host does not
+                except RuntimeError as error:
+                    self.fail(task, error)
+            if task.name in self._awaited:
+                event = torch.cuda.Event()
+                event.record(stream)
+                self._events[task.name] = (task.lane, event)
+
+    def _await_readers_of_the_host(self, device: torch.device) -> None:
+        """Host memory that a backward pass copied in is handed out again as soon as the host is done with
+        it: to passes of the caller's other streams too, which have waited for no copy of that one."""
+        copies_in = self._streams.get((device, Lane.COPY_IN))
+        if Lane.COPY_OUT in self._stream and copies_in is not None:
+            self._stream[Lane.COPY_OUT].wait_stream(copies_in)
+
+    def finish(self) -> None:
+        for lane, stream in self._stream.items():
+            if lane is not Lane.COMPUTE:
+                self._stream[Lane.COMPUTE].wait_stream(stream)
+
+    def abandon(self) -> None:
+        self.finish()

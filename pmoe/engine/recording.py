@@ -1,0 +1,131 @@
+"""When each task of a pass really ran: for the timeline, for statistics, and for measuring."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from pmoe.engine.run import watchers
+from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """When one task ran: seconds on a clock that all tasks of a journal share."""
+
+    direction: str
+    name: str
+    kind: Kind
+    chunk: int
+    lane: Lane
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """The spans of one pass. of: whose it is, as `run_schedule` was told."""
+
+    of: object
+    direction: str
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Journal:
+    """The spans of every pass run under `recording`, filled in when the block ends: all of them, and by
+    pass in the order in which passes began."""
+
+    spans: list[Span] = field(default_factory=list)
+    passes: list[RecordedPass] = field(default_factory=list)
+    _settle: list[Callable[[], None]] = field(default_factory=list)
+
+    def last(self, of: object, direction: str) -> list[Span] | None:
+        """The spans of the last pass of ``of`` in a direction; None where there was none."""
+        found = (each for each in reversed(self.passes) if each.of is of and each.direction == direction)
+        last = next(found, None)
+        return None if last is None else last.spans
+
+    def watch(
+        self, schedule: Schedule, act: Callable[[Task], dist.Work | None], device: torch.device, of: object
+    ) -> Callable[[Task], dist.Work | None]:
+        """``act`` with its start and end noted: by events on CUDA, by the clock on the CPU."""
+        noted = RecordedPass(of, schedule.direction)
+        self.passes.append(noted)
+
+        def note(task: Task, start: float, end: float) -> None:
+            span = Span(
+                direction=schedule.direction,
+                name=task.name,
+                kind=task.kind,
+                chunk=task.chunk,
+                lane=task.lane,
+                start=start,
+                end=end,
+            )
+            self.spans.append(span)
+            noted.spans.append(span)
+
+        def on_cuda(task: Task) -> dist.Work | None:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work = act(task)
+            if work is not None:
+                work.wait()
+            end.record()
+            if not hasattr(self, "_origin"):
+                self._origin = start
+            self._settle.append(
+                lambda: note(
+                    task, self._origin.elapsed_time(start) / 1e3, self._origin.elapsed_time(end) / 1e3
+                )
+            )
+            return None
+
+        def on_cpu(task: Task) -> dist.Work | None:
+            start = time.perf_counter()
+            work = act(task)
+            if work is None:
+                note(task, start, time.perf_counter())
+                return None
+
+            # Another thread waits beside the engine, or the end would be seen only when it is needed.
+            def wait() -> None:
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+                note(task, start, time.perf_counter())
+
+            watcher = threading.Thread(target=wait, daemon=True)
+            watcher.start()
+            self._settle.append(watcher.join)
+            return work
+
+        return on_cuda if device.type == "cuda" else on_cpu
+
+    def settle(self) -> None:
+        for settle in self._settle:
+            settle()
+        self._settle.clear()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Journal]:
+    """Collects the spans of all passes in this process: ``with recording() as journal: step()``.
+
+    On the CPU a communication span starts when it is issued: it includes waiting for the lane.
+    """
+    journal = Journal()
+    watchers.append(journal)
+    try:
+        yield journal
+    finally:
+        watchers.remove(journal)  # blocks may end in any order
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        journal.settle()

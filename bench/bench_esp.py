@@ -42,7 +42,8 @@ from pmoe.engine.recording import Span, recording
 from pmoe.layer.switches import Switches
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace
-from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, Stages, sequential
 
 VARIANTS = ("two lanes", "one lane", "sequential")
 NODES, RANKS_PER_NODE = 2, 2

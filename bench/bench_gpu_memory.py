@@ -31,7 +31,7 @@ import pmoe
 from bench.timing import table, write_json
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.rates import measure
-from pmoe.planner.equation10 import cheapest_pair
+from pmoe.planner.cost_model import cheapest_pair
 from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 

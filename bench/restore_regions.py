@@ -22,9 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from pmoe.planner.cost_model import NO_INTERFERENCE, Interference
+from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, cheapest_pair
 from pmoe.planner.costs import LineCost
-from pmoe.planner.equation10 import cheapest_pair
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile, Versions

@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from pmoe import Restore, cli
 from pmoe.cli.arguments import byte_count
 from pmoe.cli.plan import time_over_memory
-from pmoe.measure.profile_file import save_profile
-from pmoe.planner.advise import advise, step_bars
-from pmoe.planner.candidates import PricedChoice, evaluate
+from pmoe.measure.profile import save_profile
+from pmoe.planner.candidates import PricedChoice, advise, evaluate, step_bars
 from pmoe.planner.cost_model import NO_INTERFERENCE
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_sizes import LayerSizes

@@ -20,7 +20,7 @@ from pmoe.comm.heap import Heap, HeapShape, process_heap, virtual_heaps
 from pmoe.comm.heap import shape as heap_shape
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.kernels.comet import availability, launcher
+from pmoe.kernels.comet import launcher
 from pmoe.planner.division import Division
 from pmoe.runners import fused_steps as passes
 from tests.cuda.compiled import compile_program
@@ -61,18 +61,18 @@ def emulated(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extension, "load", lambda: module)
-        patch.setattr(availability, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
-        patch.setattr(availability, "processors", lambda device: BLOCKS * virtual_ranks)
-        patch.setattr(availability, "DEFAULT_SPARE_BLOCKS", 0)
+        patch.setattr(launcher, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
+        patch.setattr(launcher, "processors", lambda device: BLOCKS * virtual_ranks)
+        patch.setattr(launcher, "DEFAULT_SPARE_BLOCKS", 0)
         patch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
         patch.setattr(passes, "_agreed", {})  # without the emulator the kernels were refused
         patch.setattr(passes, "process_heap", of_processes)
         patch.setattr(passes, "_division", lambda request, kernel, direction: division)
         patch.setattr(bench_virtual_ranks, "virtual_heaps", of_virtual_ranks)
-        availability.path_facts.cache_clear()
+        launcher.path_facts.cache_clear()
         heap_shape._places.cache_clear()
         try:
             yield
         finally:
-            availability.path_facts.cache_clear()
+            launcher.path_facts.cache_clear()
             heap_shape._places.cache_clear()

@@ -8,15 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pmoe.cli.arguments import BadInputError, byte_count, refused_as
-from pmoe.cli.layer_sizes import add_layer_sizes, describe_layer, layer_fields, layer_shape
+from pmoe.cli.arguments import (
+    BadInputError,
+    add_layer_sizes,
+    byte_count,
+    describe_layer,
+    layer_fields,
+    layer_shape,
+    refused_as,
+)
 from pmoe.cli.output import Output, describe_profile, mib, ms, pair_name
-from pmoe.measure.profile_file import find_profile, load_profile
-from pmoe.planner.advise import Advice, advise, step_bars
-from pmoe.planner.candidates import PricedChoice
-from pmoe.planner.drawing import Point, inline_svg, scatter_figure
+from pmoe.measure.profile import find_profile, load_profile
+from pmoe.planner.candidates import Advice, PricedChoice, advise, step_bars
+from pmoe.planner.drawing import Point, inline_svg, page, part, scatter_figure
 from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.page import page, part
 from pmoe.planner.profile import Profile
 from pmoe.planner.timeline import drawing
 from pmoe.text import table
@@ -37,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--html", type=Path, metavar="FILE", help="also write one page with pictures")
 
 
-def run(args: argparse.Namespace) -> Output:
+def run_command(args: argparse.Namespace) -> Output:
     layer_shape(args, "cpu")  # bad sizes first
     path, profile = _profile_for(args)
     shape = layer_shape(args, profile.device_type)

@@ -16,8 +16,7 @@ from pmoe.cli.output import Output, ms
 from pmoe.comm.agree import gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
-from pmoe.measure.division import forget, fused_layer_sizes
-from pmoe.measure.division_file import as_fields, load_divisions, save_divisions
+from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, now, time_layers, timing_refusal
 from pmoe.measure.store import cache_folder
 from pmoe.planner.division import FusedLayerSizes, all_kernel_sizes, rule, sizes_of
@@ -56,7 +55,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--virtual-ranks", type=whole_number, metavar="W", help="that share this one device, in one process")
 
 
-def run(args: argparse.Namespace) -> Output | None:
+def run_command(args: argparse.Namespace) -> Output | None:
     """Fills the table of divisions. Under torchrun every rank takes part, and rank 0 stores and prints."""
     refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
     if args.show:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pmoe.cli.arguments import BadInputError, refused_as, slack
 from pmoe.cli.output import Output, ms
-from pmoe.papers import comet_figures, fsmoe_assumptions
+from pmoe.papers import comet_figures, fsmoe_layers
 from pmoe.papers.comet_figures import Beside, Case, Size
 from pmoe.papers.fsmoe_layers import Table2Row, table2
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Table5, table5
@@ -40,14 +40,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
 
 
-def run(args: argparse.Namespace) -> Output:
+def run_command(args: argparse.Namespace) -> Output:
     comet = args.experiment == "comet"
     if comet and args.contention is not None:
         raise BadInputError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")
     if args.draw is not None and (not comet or args.assumptions):
         raise BadInputError(f"--draw ({args.draw}) is for comet, without --assumptions")
     if args.assumptions:
-        assumptions = (comet_figures if comet else fsmoe_assumptions).ASSUMPTIONS
+        assumptions = (comet_figures if comet else fsmoe_layers).ASSUMPTIONS
         return Output(assumptions, _wrapped(assumptions))
     return _comet(args.draw) if comet else _table5(args.contention)
 
@@ -141,7 +141,7 @@ def _table5(contention: float | None) -> Output:
         "contended": asdict(contended),
         "paper_differing": PAPER_DIFFERING,
         "table2": [asdict(each) for each in operations],
-        "assumptions": dict(fsmoe_assumptions.ASSUMPTIONS),
+        "assumptions": dict(fsmoe_layers.ASSUMPTIONS),
     }
     return Output(fields, _table5_lines(ideal, contended, operations))
 

@@ -26,9 +26,8 @@ from pmoe.engine.plan import Cut, Plan, length
 from pmoe.engine.run import Actions as Actions
 from pmoe.experts.base import Hidden, Space
 from pmoe.experts.products import RowGroups
-from pmoe.schedule.rings import rotating
 from pmoe.schedule.slots import BufferSizes
-from pmoe.schedule.tasks import Kind, Schedule, backward_schedule, forward_schedule, sequential
+from pmoe.schedule.tasks import Kind, Schedule, sequential
 
 if TYPE_CHECKING:
     from pmoe.engine.hooked import Passed
@@ -110,8 +109,12 @@ def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     """The schedule that a pass of ``plan`` runs; every rank of the group builds the same."""
     n = len((plan.forward if direction == "forward" else plan.backward).chunks)
     if not plan.modules.rotates:
+        from pmoe.schedule.straight import backward_schedule, forward_schedule
+
         schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, plan.modules.stages)
     else:
+        from pmoe.schedule.rings import rotating
+
         restore = plan.restore if keep else None
         schedule = rotating(direction, n, plan.modules.stages, restore=restore, rearranged=plan.rearranged)
     return sequential(schedule) if plan.modules.sequential else schedule
@@ -321,7 +324,7 @@ class Pass:
     def run_schedule(self) -> None:
         modules = self.plan.modules
         try:
-            engine.run(
+            engine.run_schedule(
                 self.schedule,
                 self.actions(),
                 self.source_TM,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pmoe.integrations.run_rows import ScalarRow
+from pmoe.integrations.run_folder import ScalarRow
 from pmoe.integrations.statistics import LayerStats, Stats
 
 if TYPE_CHECKING:

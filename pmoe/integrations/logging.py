@@ -36,12 +36,14 @@ from pmoe.integrations.run_folder import (
     RUN,
     SCALARS,
     TIME,
+    LayerRow,
+    ScalarRow,
     add_session,
     append,
     claim,
+    layer_row,
     mend,
 )
-from pmoe.integrations.run_rows import LayerRow, ScalarRow, layer_row
 from pmoe.integrations.statistics import Stats, layers_of, stats
 
 SIZES = ("d_model", "d_hidden", "num_experts", "top_k")

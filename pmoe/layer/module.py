@@ -20,7 +20,7 @@ from pmoe.engine.plan import Gradients
 from pmoe.experts.base import Shard
 from pmoe.layer import build
 from pmoe.layer.call import Call
-from pmoe.layer.decision import decide, finished, run
+from pmoe.layer.decision import decide, run, shaped_output
 from pmoe.layer.last import LastCall
 from pmoe.layer.parts import Known, Parts
 from pmoe.layer.ran import Ran
@@ -251,7 +251,7 @@ class MoELayer(nn.Module):
         decision = decide(call)
         y_TM = run(decision)
         self.last = LastCall.of(decision)
-        return finished(decision, y_TM)
+        return shaped_output(decision, y_TM)
 
     @property
     def l_aux(self) -> Tensor | None:
@@ -329,7 +329,7 @@ class MoELayer(nn.Module):
         """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
         from pmoe.layer import searched
 
-        searched.save(self.parts, path)
+        searched.save_learnt(self.parts, path)
 
     def load_degrees(self, path: str | Path) -> None:
         """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
@@ -339,7 +339,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.layer import searched
 
-        searched.load(self.parts, path)
+        searched.load_learnt(self.parts, path)
 
     def predict_memory(
         self,

@@ -1,6 +1,6 @@
 """FSMoE's Table 5 on the simulator: 1,458 layers, five systems, one testbed (Section 6.3, Testbed B).
 
-What the paper leaves open is in `pmoe.papers.fsmoe_assumptions`, chosen before any result was seen.
+What the paper leaves open is in `pmoe.papers.fsmoe_layers`, chosen before any result was seen.
 
 Letters: n chunks.
 """
@@ -23,12 +23,10 @@ from pmoe.papers.fsmoe_layers import (
     table4,
 )
 from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, simulated_degrees, stage_seconds
-from pmoe.planner.generalized_layer import GeneralizedLayer
 from pmoe.planner.gradient_partition import partition
 from pmoe.planner.pipeline_degree import MAX_DEGREE
-from pmoe.planner.simulator import makespan, simulate_slowed
-from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts
-from pmoe.planner.task_costs import task_seconds
+from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
+from pmoe.planner.stage_costs import DegreeSeconds, GeneralizedLayer, LayerCosts
 from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, make_task
 
 CONTENTION = 1.25

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from pmoe.planner.candidates import evaluate, within_budget
+from pmoe.planner.cost_model import cheapest_pair
 from pmoe.planner.degree import Choice
-from pmoe.planner.equation10 import cheapest_pair
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import Restore
@@ -30,6 +30,7 @@ class Chooser:
     ) -> None:
         self.pairs, self.budget, self.slack, self.bins = tuple(pairs), budget, slack, bins
         self._known: dict[tuple[object, ...], Choice | None] = {}
+        self._pairs: dict[tuple[object, ...], Restore] = {}
 
     def pair(self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile]) -> Restore:
         """The cheapest pair by Eq. 10. profile: asked only where there is something to choose."""
@@ -37,16 +38,15 @@ class Chooser:
             return self.pairs[0]
         tokens = _rounded_up(max_tokens)
         key = (sizes, tokens, self.pairs)
-        known = self._known.get(key)
-        if known is None:
+        if key not in self._pairs:
             found, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
-            told = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
-            if all(choice is None or choice.restore != found for choice in self._known.values()):
+            if found not in self._pairs.values():
+                told = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
                 log.info(
                     "memory_reuse=True takes %s for %d tokens a rank (Eq. 10: %s)", found, max_tokens, told
                 )
-            known = self._known[key] = Choice(forward=0, backward=0, restore=found)
-        return known.restore
+            self._pairs[key] = found
+        return self._pairs[key]
 
     def fitting(
         self,
@@ -103,7 +103,7 @@ class Chooser:
         )
         best = within_budget(candidates, self.budget)
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
-        return Choice(forward=best.forward, backward=best.backward, restore=best.restore)
+        return best
 
 
 def _rounded_up(tokens: int) -> int:

@@ -15,20 +15,12 @@ from dataclasses import dataclass
 
 from pmoe.arguments import check_not_negative
 from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
-from pmoe.planner.simulator import makespan, simulate
+from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts
-from pmoe.planner.task_costs import task_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
-from pmoe.schedule.tasks import (
-    Kind,
-    PassDirection,
-    Schedule,
-    Stages,
-    Task,
-    backward_schedule,
-    forward_schedule,
-)
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task
 
 WGRAD_SHARE = 0.5
 """Of experts' backward, what its weight gradients take: the layer makes them in tasks of their own."""

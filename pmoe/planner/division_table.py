@@ -9,7 +9,7 @@ metadata ("Adaptive thread block assignment"). `DivisionTable.find` takes
                other kind) counts only where none was measured here, scaled by the ratio of the blocks
     rule       else: `pmoe.planner.division.rule`
 
-`pmoe.measure.fused_kernels` measures entries, `pmoe.measure.division_file` keeps them, and
+`pmoe.measure.fused_kernels` measures entries, `pmoe.measure.division` keeps them, and
 `pmoe.measure.division` has ranks agree.
 """
 

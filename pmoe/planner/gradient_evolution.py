@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pmoe.planner.costs import LineCost
-from pmoe.planner.generalized_layer import GeneralizedLayer, Share, all_reduce_seconds, bytes_within
+from pmoe.planner.stage_costs import GeneralizedLayer, Share, all_reduce_seconds, bytes_within
 
 if TYPE_CHECKING:
     import numpy as np

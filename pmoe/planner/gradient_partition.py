@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 from pmoe.arguments import check_int, check_not_negative
 from pmoe.planner.costs import LineCost
-from pmoe.planner.generalized_layer import GeneralizedLayer, Share, all_reduce_seconds, bytes_within
 from pmoe.planner.gradient_evolution import ExposedSeconds, evolve
+from pmoe.planner.stage_costs import GeneralizedLayer, Share, all_reduce_seconds, bytes_within
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
-from pmoe.planner.simulator import Simulated, makespan, simulate
-from pmoe.planner.task_costs import LOCAL_TWIN, task_seconds
+from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate, task_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.tasks import Kind, Lane, Task

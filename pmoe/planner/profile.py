@@ -1,6 +1,6 @@
 """A profile: the measured costs of a device and a group of ranks, and whose they are.
 
-Nothing is measured and no file is read here: `pmoe.measure.rates` and `pmoe.measure.profile_file` do.
+Nothing is measured and no file is read here: `pmoe.measure.rates` and `pmoe.measure.profile` do.
 """
 
 from __future__ import annotations

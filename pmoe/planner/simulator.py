@@ -1,4 +1,4 @@
-"""The simulator: how long a schedule takes, for given task costs. It reads the engine's own list.
+"""The simulator: how long a schedule takes, for given task costs and lanes. It reads the engine's own list.
 
 Lanes run their tasks one after another in list order; a task also waits for the tasks it names. That is
 all the engine promises, so it is all the simulator assumes.
@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+from pmoe.schedule.tasks import Kind, Task
 
 
 class Timed(Protocol):
@@ -97,3 +99,37 @@ def simulate_slowed(
 def makespan(simulated: Iterable[Simulated[T]]) -> float:
     """Seconds from the start of the pass to the end of its last task."""
     return max((item.end for item in simulated), default=0.0)
+
+
+# ---- seconds of tasks from what each kind of task costs
+
+
+TaskCost = float | Callable[[Task], float]
+"""Seconds of a task, or a function of the task where its chunks differ."""
+
+COSTS_AS: Mapping[Kind, Kind] = {
+    Kind.COMBINE: Kind.DISPATCH,
+    Kind.DISPATCH_AGAIN: Kind.DISPATCH,
+    Kind.ALL_GATHER_AGAIN: Kind.ALL_GATHER,
+    Kind.SHARE_WEIGHTS: Kind.WEIGHTS,
+}
+"""Kinds that cost what another kind costs, unless they have a cost of their own."""
+
+LOCAL_TWIN: Mapping[Kind, Kind] = {Kind.COMPUTE: Kind.LOCAL} | {
+    Kind[kind.name.removeprefix("LOCAL_")]: kind for kind in Kind if kind.name.startswith("LOCAL_")
+}
+"""By a kind that works on rows that travel, the kind that does the same to rows that stay."""
+
+
+def task_seconds(costs: Mapping[Kind, TaskCost]) -> Callable[[Task], float]:
+    """Seconds of a task that runs alone, by its kind. Kinds that ``costs`` leaves out take no time.
+
+    Example: costs {DISPATCH: 2.0} -> S and R of any chunk take 2 s, all other tasks 0 s.
+    """
+    found = {kind: costs[model] for kind, model in COSTS_AS.items() if model in costs} | dict(costs)
+
+    def seconds(task: Task) -> float:
+        cost = found.get(task.kind, 0.0)
+        return cost if isinstance(cost, (int, float)) else cost(task)
+
+    return seconds

@@ -129,7 +129,7 @@ LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """From the top. Copies are shown where there are any."""
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks")
-"""Those of a fused kernel (`pmoe.papers.comet_bars.busy_bars`), from the top."""
+"""Those of a fused kernel (`pmoe.papers.comet_division.busy_bars`), from the top."""
 
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], title: str) -> None:

@@ -20,11 +20,13 @@ from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
 from pmoe.planner.costs import LineCost, fit
-from pmoe.planner.generalized_layer import GeneralizedLayer
+from pmoe.planner.degree import DEGREES, fixed_degree
+from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
-from pmoe.planner.stage_costs import DegreeSeconds
+from pmoe.planner.stage_costs import DegreeSeconds, GeneralizedLayer
+from pmoe.runners.solved import layer_costs, operations_of
+from pmoe.schedule.restore import Restore
 from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
-from pmoe.training.gradient_hooks import backward_degrees
 
 MESSAGE_BYTES = (1 << 16, 1 << 18, 1 << 20)
 """Of the all-reduces that are measured."""
@@ -114,6 +116,20 @@ def find_partition(
 def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
     nothing = (DegreeSeconds(1, 0.0, 0.0),)
     return GeneralizedLayer(degrees=nothing, dense_seconds=seconds, gradient_bytes=gradient_bytes)
+
+
+def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
+    """Seconds of a layer's backward pass by degree, with and without gradients in it.
+
+    For as many tokens as its last batch had. Collective the first time.
+    """
+    rows = next(layer.experts.parameters())
+    operations = operations_of(layer.grid, rows.device, rows.dtype)
+    costs = layer_costs(layer.memory_shape(), operations, layer.max_tokens).backward()
+    restore = layer.restore if isinstance(layer.restore, Restore) else None
+    way = ScheduleOptions(direction="backward", one_lane=layer.switches.one_lane, restore=restore)
+    fixed = layer.pipeline_backward or fixed_degree(layer.pipeline)
+    return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
 
 
 def measure_all_reduce(ranks: Ranks, like: Tensor) -> LineCost:

@@ -25,9 +25,14 @@ from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.gradient_partition import Partition
 from pmoe.training.gradient_buffers import GradientBuffers
-from pmoe.training.gradient_hooks import GradientHook, LayerGradients, carry
 from pmoe.training.gradient_partitioning import Observed, Timetable, find_partition, timetable_of
-from pmoe.training.reducer_steps import FirstStep, PartitionedStep, ReducerStep
+from pmoe.training.reducer_steps import (
+    FirstStep,
+    GradientHook,
+    LayerGradients,
+    PartitionedStep,
+    ReducerStep,
+)
 
 
 class GradientReducer:
@@ -85,14 +90,14 @@ class GradientReducer:
         ]
         self._carried = [LayerGradients(current, at) for at in range(len(self.layers))]
         for layer, carried in zip(self.layers, self._carried, strict=True):
-            carry(layer, carried)
+            layer.gradients = carried
 
     def remove(self) -> None:
         """Takes the hooks off the model: what remains is as it was before."""
         for handle in self._handles:
             handle.remove()
         for layer in self.layers:
-            carry(layer, None)
+            layer.gradients = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,13 +1,15 @@
-"""One step of a `GradientReducer`: the first only watches, later ones follow a timetable."""
+"""The hooks of a `GradientReducer`, and its steps: the first watches, later ones follow a timetable."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
 from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
@@ -15,6 +17,44 @@ from pmoe.training.gradient_partitioning import LayerBackward, Observed, Timetab
 
 ReducerStep: TypeAlias = "FirstStep | PartitionedStep"
 """Hooks call its methods in the order of backward: of parameters, and of MoE layers' backward passes."""
+
+
+@dataclass(frozen=True)
+class GradientHook:
+    """Called by autograd when a parameter's gradient has been added up.
+
+    step: the step under way; None where gradients are not reduced now. at: the parameter's index.
+    """
+
+    step: Callable[[], ReducerStep | None]
+    at: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        if (step := self.step()) is not None:
+            step.gradient_is_ready(self.at)
+
+
+@dataclass(eq=False)
+class LayerGradients:
+    """Called by a layer's backward pass, see `pmoe.engine.plan.Gradients`. at: the layer's index."""
+
+    step: Callable[[], ReducerStep | None]
+    at: int
+    t_gar: float = 0.0
+
+    def begins(self) -> None:
+        if (step := self.step()) is not None:
+            step.layer_begins(self.at)
+
+    def inside(self) -> dist.Work | None:
+        return None if (step := self.step()) is None else step.inside_layer()
+
+    def ends(self) -> None:
+        if (step := self.step()) is not None:
+            step.layer_ends()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the model is nobody's to reduce."""
 
 
 class FirstStep:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.division import agreed, agreed_layer, forget
-from pmoe.measure.division_file import save_divisions
+from pmoe.measure.division import agreed, agreed_layer, forget, save_divisions
 from pmoe.measure.fused_kernels import sweep
 from pmoe.planner.division import Division, FusedKernelSizes
 from pmoe.planner.division_table import DivisionTable

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import pmoe
 import pmoe.gates
 import pmoe.layer.orders
-from pmoe.engine.plan import make_plan
+from pmoe.engine.cut import make_plan
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve

@@ -37,7 +37,7 @@ from pmoe.comm.heap.shape import _places
 from pmoe.comm.heap.shared import heaps_of
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.kernels.comet.availability import SPARE_BLOCKS
+from pmoe.kernels.comet.launcher import SPARE_BLOCKS
 from tests.heap_probe import probe_flag
 from tests.heaps import CPU, FileMemory, use_layout
 from tests.pool import GROUP_TIMEOUT_SECONDS, Pool, ranks

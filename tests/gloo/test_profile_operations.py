@@ -14,8 +14,7 @@ import torch.distributed as dist
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
 from pmoe.measure.operations import all_gather, measure_operations, reduce_scatter
-from pmoe.measure.profile import load_or_measure
-from pmoe.measure.profile_file import load_profile
+from pmoe.measure.profile import load_or_measure, load_profile
 from pmoe.planner.profile import Operations, Profile
 from tests.pool import ranks
 from tests.unit.test_profile import Counted

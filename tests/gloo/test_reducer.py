@@ -16,12 +16,12 @@ import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import recording
 from pmoe.planner.costs import Fit, LineCost
-from pmoe.planner.generalized_layer import Share
 from pmoe.planner.gradient_partition import Partition
 from pmoe.planner.profile import Operations
+from pmoe.planner.stage_costs import Share
 from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
-from pmoe.training import gradient_hooks, gradient_partitioning
+from pmoe.training import gradient_partitioning
 from pmoe.training.gradient_buffers import GradientRange
 from pmoe.training.reducer_steps import PartitionedStep
 from tests.pool import ranks
@@ -112,7 +112,7 @@ def job(
 
     with (
         mock.patch.object(solve, "operations_of", lambda *_: operations()),
-        mock.patch.object(gradient_hooks, "operations_of", lambda *_: operations()),
+        mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()),
         mock.patch.object(gradient_partitioning, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
         mock.patch.object(PartitionedStep, "_all_reduce", counted),
     ):
@@ -191,7 +191,7 @@ def lane_job(rank: int, world: int) -> list[list[str]]:
     """The names of the tasks of the lane between nodes, in the order in which they ran."""
     model = build({"pipeline": 2, "bypass_local": False})
     with (
-        mock.patch.object(gradient_hooks, "operations_of", lambda *_: operations()),
+        mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()),
         mock.patch.object(gradient_partitioning, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
     ):
         hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
@@ -215,7 +215,7 @@ def test_gradients_travel_behind_the_last_dispatch_and_before_the_first_combine(
 
 def changing_job(rank: int, world: int) -> str:
     model = build({"pipeline": 2})
-    with mock.patch.object(gradient_hooks, "operations_of", lambda *_: operations()):
+    with mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()):
         hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
         step(model, rank, 0)
         hook.finish()
@@ -262,7 +262,7 @@ def test_one_rank_alone_needs_no_group_and_bad_partitions_are_refused() -> None:
 
 def refused_job(rank: int, world: int, partition: Partition) -> str:
     model = build({"pipeline": 2})
-    with mock.patch.object(gradient_hooks, "operations_of", lambda *_: operations()):
+    with mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()):
         hook = pmoe.GradientReducer(model, partition=partition)
         step(model, rank, 0)
         try:

@@ -23,8 +23,8 @@ from pmoe import MoELayer, Restore
 from pmoe.engine import lanes, passes
 from pmoe.engine.arena import pool
 from pmoe.engine.cuda_lanes import CudaLanes
-from pmoe.schedule import Lane, Schedule
 from pmoe.schedule.restore import ALL_PAIRS
+from pmoe.schedule.tasks import Lane, Schedule
 from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Report, Stream, watching
 from tests.planted import rings_reused_early
 from tests.pool import ranks

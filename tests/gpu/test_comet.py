@@ -16,7 +16,7 @@ import torch
 from bench.virtual_ranks import FusedParameters, VirtualRanks
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import comet, route
-from pmoe.kernels.comet import availability
+from pmoe.kernels.comet import launcher
 from pmoe.measure.fused_timing import routes_of
 from pmoe.planner.division import Division
 from tests.faults import InjectedFaults
@@ -38,7 +38,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     own, wanted = comet.path(DEVICE)[0], str(request.param)
     if wanted == "sm_90a" and own != wanted:
         pytest.skip(f"this device runs {own}")
-    monkeypatch.setattr(availability, "path", lambda _: (wanted, None))
+    monkeypatch.setattr(launcher, "path", lambda _: (wanted, None))
     return wanted
 
 

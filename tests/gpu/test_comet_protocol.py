@@ -17,7 +17,7 @@ import torch
 
 from pmoe.comm.heap import WAIT_SECONDS, HeapError
 from pmoe.kernels import comet
-from pmoe.kernels.comet import availability
+from pmoe.kernels.comet import launcher
 from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, need_kernels
 from tests.gpu.integers import Integers
@@ -36,7 +36,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     own, wanted = comet.path(DEVICE)[0], str(request.param)
     if wanted == "sm_90a" and own != wanted:
         pytest.skip(f"this device runs {own}")
-    monkeypatch.setattr(availability, "path", lambda _: (wanted, None))
+    monkeypatch.setattr(launcher, "path", lambda _: (wanted, None))
     return wanted
 
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from pmoe import MoELayer, Restore, cli
-from pmoe.integrations.run_folder import SCALARS, append
-from pmoe.integrations.run_rows import ScalarRow
+from pmoe.integrations.run_folder import SCALARS, ScalarRow, append
 from pmoe.kernels import extension, status
-from pmoe.measure.profile_file import load_profile, profile_path, save_profile
+from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.candidates import bound
 from pmoe.planner.profile import Profile
 from pmoe.planner.sizes_from_options import sizes_from_options
@@ -421,7 +420,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_copies_are_drawn_on_lanes_of_their_own() -> None:
-    from pmoe.planner.advise import advise, step_bars
+    from pmoe.planner.candidates import advise, step_bars
     from pmoe.planner.timeline import LEGEND, SHARED, draw
 
     shape = sizes_from_options(16, 64, 8, num_ranks=4)

@@ -16,7 +16,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, extension, status
 from pmoe.measure import division as among_ranks
 from pmoe.measure import fused_kernels
-from pmoe.measure.division_file import as_fields, division_path, load_divisions, save_divisions
+from pmoe.measure.division import as_fields, division_path, load_divisions, save_divisions
 from pmoe.planner.division import Division, FusedKernelSizes, all_kernel_sizes
 from pmoe.planner.division_table import DivisionTable
 from tests.unit.test_cli import printed, refused, run

@@ -16,8 +16,14 @@ import pytest
 
 from pmoe import cli
 from pmoe.papers import comet_figures, comet_tasks
-from pmoe.papers.comet_bars import busy_bars
-from pmoe.papers.comet_division import all_chunks, best_division, fused_run, fused_seconds, least_seconds
+from pmoe.papers.comet_division import (
+    all_chunks,
+    best_division,
+    busy_bars,
+    fused_run,
+    fused_seconds,
+    least_seconds,
+)
 from pmoe.papers.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
 from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
 from pmoe.papers.comet_tasks import Tile, fused_combine_tasks, fused_dispatch_tasks, piece_rows, tile_order

@@ -12,12 +12,13 @@ from pmoe.planner.cost_model import (
     NO_INTERFERENCE,
     Interference,
     Rates,
+    cheapest_pair,
+    eq10_seconds,
     lane_seconds,
     volumes,
     workload,
 )
 from pmoe.planner.costs import LineCost
-from pmoe.planner.equation10 import cheapest_pair, eq10_seconds
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile, Versions
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore

@@ -17,8 +17,7 @@ import torch
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import division as among_ranks
-from pmoe.measure.division import agreed, agreed_layer
-from pmoe.measure.division_file import save_divisions
+from pmoe.measure.division import agreed, agreed_layer, save_divisions
 from pmoe.measure.fused_kernels import sweep, time_layers
 from pmoe.planner.division import (
     Division,

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from pmoe.measure.division_file import (
+from pmoe.measure.division import (
     as_fields,
     division_path,
     load_divisions,
     read_divisions,
     save_divisions,
 )
-from pmoe.measure.profile_file import stored_profiles
+from pmoe.measure.profile import stored_profiles
 from pmoe.planner.division_table import DivisionTable
 from tests.unit.test_division import SHAPE, SIZES, entry, layer, table, times
 

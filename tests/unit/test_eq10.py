@@ -28,8 +28,7 @@ from bench.restore_regions import (
     simulated,
     table,
 )
-from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, lane_seconds
-from pmoe.planner.equation10 import cheapest_pair, eq10_seconds
+from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, cheapest_pair, eq10_seconds, lane_seconds
 from pmoe.planner.layer_seconds import simulated_pass, step_seconds
 from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES

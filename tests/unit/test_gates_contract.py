@@ -246,7 +246,12 @@ BAD: list[tuple[list[str], dict[str, object], type[Exception], str]] = [
     (NAMES, {"num_experts": 0}, ValueError, r"num_experts \(0\) must be at least 1"),
     (NAMES, {"num_experts": 4.0}, TypeError, r"num_experts \(4\.0\) must be an int"),
     (HAS["normalize"], {"normalize": 1}, TypeError, r"normalize \(1\) must be None, True or False"),
-    (HAS["z_loss_weight"], {"z_loss_weight": -1.0}, ValueError, r"z_loss_weight \(-1\.0\) must be a number"),
+    (
+        HAS["z_loss_weight"],
+        {"z_loss_weight": -1.0},
+        ValueError,
+        r"z_loss_weight \(-1\.0\) must be a finite number",
+    ),
     (HAS["z_loss_weight"], {"z_loss_weight": math.nan}, ValueError, r"z_loss_weight \(nan\) must be"),
     (HAS["z_loss_weight"], {"z_loss_weight": "1"}, TypeError, r"z_loss_weight \('1'\) must be a number"),
     (

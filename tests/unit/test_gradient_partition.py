@@ -11,10 +11,16 @@ import pytest
 
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree_search import simulated_degrees
-from pmoe.planner.generalized_layer import GeneralizedLayer, all_reduce_seconds, bytes_within
 from pmoe.planner.gradient_partition import Partition, partition
 from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
-from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts, StageWork
+from pmoe.planner.stage_costs import (
+    DegreeSeconds,
+    GeneralizedLayer,
+    LayerCosts,
+    StageWork,
+    all_reduce_seconds,
+    bytes_within,
+)
 from tests.unit.test_pipeline_degree import BACKWARD, PAPERS, t_olp_moe
 
 LINE = LineCost(1e-4, 6e-10)

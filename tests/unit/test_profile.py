@@ -21,8 +21,7 @@ from pmoe.measure import rates as measuring
 from pmoe.measure import store
 from pmoe.measure.bench import Marks, TimedCall
 from pmoe.measure.identity import identity
-from pmoe.measure.profile import load_or_measure
-from pmoe.measure.profile_file import load_profile, profile_from, profile_path, save_profile
+from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import FACTORS, measure, speeds
 from pmoe.measure.store import CorruptFileError
 from pmoe.planner.cost_model import Interference

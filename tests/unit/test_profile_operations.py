@@ -14,8 +14,7 @@ import torch
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
 from pmoe.measure.operations import measure_operations, multiples
-from pmoe.measure.profile import load_or_measure
-from pmoe.measure.profile_file import load_profile, profile_path, save_profile
+from pmoe.measure.profile import load_or_measure, load_profile, profile_path, save_profile
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import Operations
 from tests.unit.test_profile import OPERATIONS, Counted

@@ -20,18 +20,17 @@ import pytest
 from matplotlib.image import imread
 
 from pmoe import cli
-from pmoe.integrations.report import run_page
-from pmoe.integrations.report.charts import COLUMN, MOST_POINTS, NOTHING, UNKNOWN, Line, heat_map, line_chart
-from pmoe.integrations.report.history import short_names
-from pmoe.integrations.report.layers import MOST_COLUMNS
-from pmoe.integrations.report.numbers import (
-    bins_of,
+from pmoe.integrations.report import charts, run_page
+from pmoe.integrations.report.charts import (
+    Line,
     format_bytes,
     format_number,
     format_seconds,
     format_share,
-    median,
+    line_chart,
 )
+from pmoe.integrations.report.history import short_names
+from pmoe.integrations.report.layers import MOST_COLUMNS
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
     LAYERS,
@@ -39,11 +38,13 @@ from pmoe.integrations.run_folder import (
     RUN,
     SCALARS,
     TIME,
+    LayerRow,
+    ScalarRow,
     add_session,
     append,
+    layer_row,
     read_run,
 )
-from pmoe.integrations.run_rows import LayerRow, ScalarRow, layer_row
 from pmoe.integrations.statistics import LayerStats, imbalance
 from pmoe.planner.exposed import Overlap
 from pmoe.planner.memory import PredictedMemory
@@ -320,11 +321,11 @@ def test_numbers_are_told_in_few_digits() -> None:
 
 
 def test_thinning_keeps_means_and_extremes_of_finite_values() -> None:
-    bins = bins_of(range(6), [1, 5, math.nan, 3, math.inf, math.nan], 3)
+    bins = charts.bins_of(range(6), [1, 5, math.nan, 3, math.inf, math.nan], 3)
     assert list(zip(*bins, strict=True))[:2] == [(0.5, 3, 1, 5), (2.5, 3, 3, 3)]
     assert np.isnan(bins.mean[2]) and np.isnan(bins.low[2])
-    assert len(bins_of(range(100_000), range(100_000), MOST_POINTS).x) <= MOST_POINTS
-    assert median([3, math.nan, 1, 2]) == 2 and median([math.nan]) is None
+    assert len(charts.bins_of(range(100_000), range(100_000), charts.MOST_POINTS).x) <= charts.MOST_POINTS
+    assert charts.median([3, math.nan, 1, 2]) == 2 and charts.median([math.nan]) is None
 
 
 def points_of(svg: str, kind: str) -> list[list[tuple[float, float]]]:
@@ -391,10 +392,12 @@ def test_a_line_of_many_points_lies_in_a_band_that_holds_them_all() -> None:
     ys = [s % 7 for s in range(2002)]
     svg = line_chart("t", [Line(name="a", xs=range(2002), ys=ys)])
     (outline,) = points_of(svg, "band")
-    assert len(outline) <= 2 * MOST_POINTS + 10
+    assert len(outline) <= 2 * charts.MOST_POINTS + 10
     assert len({y for _, y in outline}) == 2  # every bin has a 0 and a 6
     (way,) = points_of(svg, "line")
-    highest, lowest = sorted({y % COLUMN[1] for _, y in outline})  # where it is used, it begins at the foot
+    highest, lowest = sorted(
+        {y % charts.COLUMN[1] for _, y in outline}
+    )  # where it is used, it begins at the foot
     assert all(highest < y < lowest for _, y in way)
 
 
@@ -407,7 +410,7 @@ def pixels(markup: str) -> Any:
 
 def test_a_heat_map_s_colours_are_its_numbers() -> None:
     ratios = [[1.0, 2.0, 4.0, 9.0], [0.5, 0.25, 0.0, math.nan]]
-    found = pixels(heat_map("t", [1, 2, 3, 4], ratios, "expert"))
+    found = pixels(charts.heat_map("t", [1, 2, 3, 4], ratios, "expert"))
     even, twice, most, beyond = found[0]
     half, least, nothing, unknown = found[1]
     assert even[3] < 0.02  # the page shows through
@@ -417,7 +420,7 @@ def test_a_heat_map_s_colours_are_its_numbers() -> None:
         assert list(between[:3]) == pytest.approx(list(end[:3]), abs=0.01)
         assert between[3] == pytest.approx(end[3] / 2, abs=0.02)
     assert ["#" + bytes((255 * each).round().astype("u1")).hex() for each in (nothing, unknown)] == [
-        f"{NOTHING}ff", UNKNOWN,
+        f"{charts.NOTHING}ff", charts.UNKNOWN,
     ]  # fmt: skip
 
 

@@ -18,7 +18,6 @@ MOST_OF_PMOE, MEDIAN_OF_PMOE = 28_500, 130
 # Still to do. Both only shrink: a file that has become short leaves the list, and the number falls with the
 # package, 500 lines at a time. At the end the list is empty, and the number is MOST_OF_PMOE.
 STILL_TOO_LONG = {
-    "pmoe/engine/passes.py",
     "pmoe/engine/plan.py",
     "pmoe/schedule/tasks.py",
 }

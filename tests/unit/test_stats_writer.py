@@ -27,9 +27,10 @@ from pmoe.integrations.run_folder import (
     RUN,
     SCALARS,
     TIME,
+    LayerRow,
+    columns,
     read_run,
 )
-from pmoe.integrations.run_rows import LayerRow, columns
 from pmoe.planner.exposed import Overlap
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,39 +33,18 @@ class RankPlace:
     device: str
 
 
-class HeapMemory(Protocol):
-    """Where the memory of heaps comes from. Each method raises RuntimeError, with a sentence, if it cannot.
+class DeviceMemory:
+    """Where the memory of heaps comes from: CUDA's, opened by other processes through CUDA IPC.
 
-    collective: whether allocate and free are so by themselves: all ranks call them, or none.
+    They are on the same device, or on one that reaches it. Each method raises RuntimeError, with a sentence,
+    if it cannot.
     """
 
-    collective: bool
+    collective = False
+    """Whether allocate and free are so by themselves: all ranks call them, or none."""
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
         """The address of memory that holds zeros, and nothing else's."""
-        ...
-
-    def free(self, device: torch.device, base: int) -> None: ...
-
-    def handle(self, device: torch.device, base: int) -> bytes:
-        """By which another process of the node opens this memory."""
-        ...
-
-    def open(self, device: torch.device, handle: bytes) -> int:
-        """The address at which this process sees another one's memory."""
-        ...
-
-    def close(self, device: torch.device, peer: int) -> None: ...
-
-    def place(self, device: torch.device) -> RankPlace: ...
-
-
-class DeviceMemory:
-    """CUDA's, opened by other processes through CUDA IPC: on the same device, or on one that reaches it."""
-
-    collective = False
-
-    def allocate(self, device: torch.device, num_bytes: int) -> int:
         _check_cuda(device)
         try:
             return self._allocate(device, num_bytes)
@@ -82,10 +61,12 @@ class DeviceMemory:
         loaded_extension().heap_free(device.index, base)
 
     def handle(self, device: torch.device, base: int) -> bytes:
+        """By which another process of the node opens this memory."""
         found: bytes = loaded_extension().heap_handle(device.index, base)
         return found
 
     def open(self, device: torch.device, handle: bytes) -> int:
+        """The address at which this process sees another one's memory."""
         peer: int = loaded_extension().heap_open(device.index, handle)
         return peer
 

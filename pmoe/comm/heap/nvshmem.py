@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.device_memory import RankPlace
+from pmoe.comm.heap.device_memory import DeviceMemory, RankPlace
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 
@@ -14,7 +14,7 @@ _members: list[int] | None = None
 """The global ranks with which NVSHMEM was started in this process: it starts once."""
 
 
-class NvshmemMemory:
+class NvshmemMemory(DeviceMemory):
     """NVSHMEM's, of one group of ranks: see `pmoe.comm.heap.nvshmem_heap`."""
 
     collective = True
@@ -35,7 +35,7 @@ class NvshmemMemory:
             raise RuntimeError(
                 f"NVSHMEM serves ranks {_members} in this process, and not {self.members}, too"
             )
-        return device_memory.DeviceMemory().place(device)
+        return super().place(device)
 
     def give_id(self) -> bytes:
         """By which NVSHMEM's ranks find each other: that of the first is taken."""

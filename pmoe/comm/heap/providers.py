@@ -12,17 +12,16 @@ import torch
 
 from pmoe.comm.agree import gathered
 from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.device_memory import DeviceMemory, HeapMemory, with_index
+from pmoe.comm.heap.device_memory import DeviceMemory, with_index
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.rank_heap import Heap, open_heaps
-from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape
-from pmoe.comm.heap.waits import wait_seconds
+from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape, wait_seconds
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import spare_blocks
 
 
 def virtual_heaps(
-    shape: HeapShape, device: torch.device | str | int, *, memory: HeapMemory | None = None
+    shape: HeapShape, device: torch.device | str | int, *, memory: DeviceMemory | None = None
 ) -> list[Heap]:
     """The heaps of all W ranks, in this process and on one device.
 
@@ -58,7 +57,7 @@ def virtual_heaps(
 
 
 def process_heap(
-    ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: HeapMemory | None = None
+    ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: DeviceMemory | None = None
 ) -> Heap:
     """This rank's heap, with those of its group opened by CUDA IPC.
 
@@ -96,7 +95,7 @@ def nvshmem_heap(
     return _build(steps, shape, memory, bound_seconds)
 
 
-def _allocate(memory: HeapMemory, device: torch.device, shape: HeapShape) -> int:
+def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
     num_bytes = shape.bytes + FLAG_BYTES
     try:
         return memory.allocate(device, num_bytes)
@@ -108,7 +107,7 @@ class _HeapBuilder:
     """A heap of several processes while it is made, and what must be given back if that fails."""
 
     def __init__(
-        self, steps: CollectiveSteps, shape: HeapShape, memory: HeapMemory, bound_seconds: float
+        self, steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, bound_seconds: float
     ) -> None:
         self.steps, self.shape, self.memory, self.bound_seconds = steps, shape, memory, bound_seconds
         self.ranks, self.device = steps.ranks, steps.device
@@ -152,7 +151,7 @@ class _HeapBuilder:
             _quietly(self.memory.free, self.device, self.base)
 
 
-def _build(steps: CollectiveSteps, shape: HeapShape, memory: HeapMemory, bound_seconds: float) -> Heap:
+def _build(steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, bound_seconds: float) -> Heap:
     builder = _HeapBuilder(steps, shape, memory, bound_seconds)
     handles, troubles = steps.attempt(builder.allocate)
     if not troubles:
@@ -165,7 +164,7 @@ def _build(steps: CollectiveSteps, shape: HeapShape, memory: HeapMemory, bound_s
     return builder.heap
 
 
-def _freeing(memory: HeapMemory, device: torch.device, base: int) -> Callable[[], None]:
+def _freeing(memory: DeviceMemory, device: torch.device, base: int) -> Callable[[], None]:
     def free() -> None:
         _quietly(device_memory.synchronize, device)
         _quietly(memory.free, device, base)
@@ -208,7 +207,9 @@ class CollectiveSteps:
         return [value for value, _ in everyone], troubles
 
 
-def agree_on_shape(steps: CollectiveSteps, shape: HeapShape, memory: HeapMemory, *, one_node: bool) -> float:
+def agree_on_shape(
+    steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, *, one_node: bool
+) -> float:
     """For how long this rank waits. Raises on every rank where the ranks do not fit together."""
     ranks = steps.ranks
     facts: dict[str, object] = asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}

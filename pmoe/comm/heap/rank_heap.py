@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.shape import HeapShape
-from pmoe.comm.heap.waits import WAIT_SECONDS, Awaited, HeapError
+from pmoe.comm.heap.shape import WAIT_SECONDS, Awaited, HeapError, HeapShape
 
 MOST_EPOCHS = 2**31 - 1
 """Later than that a flag that was never raised would count as raised (cuda/comet/protocol.h)."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
-from pmoe.integrations.report.numbers import NONE, median
-from pmoe.integrations.run_folder import TIME, Curve, Run
-from pmoe.integrations.run_rows import LayerRow
+from pmoe.integrations.report.charts import NONE, median
+from pmoe.integrations.run_folder import TIME, Curve, LayerRow, Run
 
 LONG_NAME = 24
 """Characters of a layer's name that a phone has room for."""

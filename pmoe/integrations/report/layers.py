@@ -9,12 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from pmoe.integrations.report.charts import Line, heat_legend, heat_map, line_chart
+from pmoe.integrations.report.charts import (
+    Line,
+    format_bytes,
+    format_number,
+    format_seconds,
+    format_share,
+    heat_legend,
+    heat_map,
+    line_chart,
+)
 from pmoe.integrations.report.history import COMMUNICATION, History, Stretch, stretches
-from pmoe.integrations.report.numbers import format_bytes, format_number, format_seconds, format_share
-from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK
-from pmoe.integrations.run_rows import PREDICTED, TENSORS, LayerRow
-from pmoe.planner.page import SERIES, part
+from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, PREDICTED, TENSORS, LayerRow
+from pmoe.planner.drawing import SERIES, part
 
 MOST_LINES = 6
 """Layers that have a line of their own; of more, the median and the ends are drawn."""
@@ -30,10 +37,10 @@ MOST_STRETCHES = 8
 
 grid = functools.partial(part, "grid")
 
-# ---- load
+# ---- expert load
 
 
-def load(history: History) -> list[str]:
+def load_charts(history: History) -> list[str]:
     if not history.by_layer:
         return []
     charts = [

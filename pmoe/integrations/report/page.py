@@ -10,18 +10,26 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pmoe.integrations.report.charts import Line, line_chart
-from pmoe.integrations.report.history import COMMUNICATION, History, history_of
-from pmoe.integrations.report.layers import choices, communication, grid, load, memory, with_rest_folded
-from pmoe.integrations.report.numbers import (
+from pmoe.integrations.report.charts import (
     NONE,
+    Line,
     format_bytes,
     format_number,
     format_seconds,
     format_share,
+    line_chart,
+)
+from pmoe.integrations.report.history import COMMUNICATION, History, history_of
+from pmoe.integrations.report.layers import (
+    choices,
+    communication,
+    grid,
+    load_charts,
+    memory,
+    with_rest_folded,
 )
 from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, TIME, Run
-from pmoe.planner.page import SERIES, page, part
+from pmoe.planner.drawing import SERIES, page, part
 
 SMOOTHED = 100
 """Points of a loss: means between the least and the greatest of their neighbours show where it goes."""
@@ -36,7 +44,7 @@ def run_page(run: Run) -> str:
     history = history_of(run)
     sections = {
         "Loss": _losses(history),
-        "Load of the experts": load(history),
+        "Load of the experts": load_charts(history),
         "Chosen n and restore pair": choices(history),
         "Communication": communication(history),
         "Memory": memory(history),

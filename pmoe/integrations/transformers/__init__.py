@@ -1,5 +1,4 @@
-from pmoe.integrations.transformers.layers import layers
-from pmoe.integrations.transformers.options import configure
+from pmoe.integrations.transformers.layers import configure, layers
 from pmoe.integrations.transformers.registry import register
 
 __all__ = ["configure", "layers", "status"]

@@ -148,14 +148,20 @@ class BorrowedActivation(BorrowedExperts):
         return BorrowedActivation(self.stacks.stand_ins(), None, hidden_factor=self.hidden_factor)
 
     def columns(self, device_type: str) -> HiddenColumns:
-        usual = super().columns(device_type)
-        graph, wide = GRAPH * usual.hidden, max(1, 4 // self.w1.element_size())  # some compute in float32
-        block_rows = max(usual.scratch_rows * usual.scratch // (graph * wide), 16)
-        return replace(usual, scratch_rows=block_rows, graph=graph)
+        return replace(super().columns(device_type), graph=self._graph_columns)
+
+    @property
+    def _graph_columns(self) -> int:
+        return GRAPH * self.hidden_factor * self.num_hidden
+
+    def _scratch_rows(self, device_type: str) -> int:
+        wide = max(1, 4 // self.w1.element_size())  # some compute in float32
+        fewer = super()._scratch_rows(device_type) * self.num_hidden // (self._graph_columns * wide)
+        return max(fewer, 16)
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         assert self.function is not None
-        block_rows = self.columns(hidden_NG.device.type).scratch_rows
+        block_rows = self._scratch_rows(hidden_NG.device.type)
         for hidden, active in zip(hidden_NG.split(block_rows), active_NH.split(block_rows), strict=True):
             active.copy_(self.function(hidden))
 

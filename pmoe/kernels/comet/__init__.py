@@ -14,7 +14,6 @@ Letters: T tokens of this rank, K choices, S rows that leave, N rows that arrive
 rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
-from pmoe.kernels.comet.availability import path, ranks_refusal, refusal, spare_blocks
 from pmoe.kernels.comet.kernel_steps import KernelSteps
 from pmoe.kernels.comet.launcher import (
     Divide,
@@ -22,6 +21,10 @@ from pmoe.kernels.comet.launcher import (
     FusedKernel,
     HeapView,
     Launcher,
+    path,
+    ranks_refusal,
+    refusal,
+    spare_blocks,
 )
 from pmoe.kernels.comet.launches import (
     dispatch,

@@ -37,7 +37,7 @@ class Routes(NamedTuple):
     l_aux: Tensor
 
 
-class Gradients(NamedTuple):
+class RouteGradients(NamedTuple):
     """Gradients of the results of a routing, from which that of the logits is made. None stands for zeros.
 
     grad_weight_TK: (T, K), of the weights. grad_l_aux: scalar.

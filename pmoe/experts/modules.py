@@ -16,6 +16,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,13 +122,7 @@ class ModuleExperts(Experts):
         return same_on_device and torch.equal(recipe.random, now.random)
 
     def recompute(
-        self,
-        rows_NM: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        recipe: Recipe | None,
-        *,
-        space: Space | None = None,
+        self, rows_NM: Tensor, groups: RowGroups, parameters: Any, recipe: Recipe | None, **unused: Any
     ) -> Hidden:
         graphs, tensors = list[Graph](), list[Tensor]()
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
@@ -154,9 +149,7 @@ class ModuleExperts(Experts):
                         buffer.copy_(value)
                 buffers[name] = buffer
 
-    def join(
-        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
-    ) -> Hidden:
+    def join(self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, **unused: Any) -> Hidden:
         """Backward's chunk holds whole chunks of forward: a graph cannot be split."""
         graphs, tensors = list[Graph](), list[Tensor]()
         for part, runs in parts:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.operands import check_tensor
-from pmoe.kernels.route.routes import MOST_SLOTS, Gradients
+from pmoe.kernels.route.routes import MOST_SLOTS, RouteGradients
 
 
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
@@ -42,7 +42,7 @@ def check_route_backward(
     expert_TK: Tensor,
     weight_TK: Tensor,
     counts_nE: Tensor,
-    gradients: Gradients,
+    gradients: RouteGradients,
 ) -> None:
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))

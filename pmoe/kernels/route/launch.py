@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.operands import address, cuda_index
-from pmoe.kernels.route.routes import MOST_SLOTS, Gradients, Routes
+from pmoe.kernels.route.routes import MOST_SLOTS, RouteGradients, Routes
 
 USUAL_EXPERTS = 256
 """A stream's workspace holds for so many at least, so that it rarely has to be replaced."""
@@ -66,8 +66,8 @@ def launch_route_backward(
     z_loss_weight: float = 0.0,
     **given: Tensor | None,
 ) -> None:
-    """Writes out_TE (T, E) float32, the gradient of the logits; see `route_backward`. given: `Gradients`."""
-    grad_weight_TK, grad_l_aux, partial_PN, position_TK = Gradients(**given)
+    """Writes out_TE (T, E) float32, the gradient of the logits; see `route_backward`. given: `RouteGradients`."""
+    grad_weight_TK, grad_l_aux, partial_PN, position_TK = RouteGradients(**given)
     problem, _ = _problem(logits_TE, weight_TK.shape[1], counts_nE.shape[0], normalize, z_loss_weight)
     saved = (logits_TE, expert_TK, weight_TK, counts_nE, grad_weight_TK, partial_PN, position_TK)
     parts = 0 if partial_PN is None else partial_PN.shape[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from pmoe.kernels.route import reference
 from pmoe.kernels.route.checks import check_logits_memory, check_route, check_route_backward
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
-from pmoe.kernels.route.routes import Gradients, Routes, empty_routes
+from pmoe.kernels.route.routes import RouteGradients, Routes, empty_routes
 from pmoe.warn import warn_once
 
 
@@ -44,14 +44,14 @@ def route_backward(
 ) -> Tensor:
     """The gradient of the logits (T, E), from the tensors of `route` and the gradients of its results.
 
-    given: the fields of `Gradients`, by name.
+    given: the fields of `RouteGradients`, by name.
 
     Raises ValueError for tensors of other shapes, types or devices than `Routes` has, and that are not
     contiguous; where both gradients of the weights are given, or partial without position.
     """
     saved = (logits_TE, expert_TK, weight_TK, counts_nE)
     grad_logits_TE: Tensor = torch.ops.pmoe.route_backward(
-        *saved, normalize, z_loss_weight, *Gradients(**given)
+        *saved, normalize, z_loss_weight, *RouteGradients(**given)
     )
     return grad_logits_TE
 
@@ -103,7 +103,7 @@ def _route_backward(
     *given: Tensor | None,
     **named: Tensor | None,
 ) -> Tensor:
-    tensors, gradients = (logits_TE, expert_TK, weight_TK, counts_nE), Gradients(*given, **named)
+    tensors, gradients = (logits_TE, expert_TK, weight_TK, counts_nE), RouteGradients(*given, **named)
     check_route_backward(*tensors, gradients)
     options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight, **gradients._asdict()}
     if _runs_kernel(logits_TE, expert_TK.shape[1], counts_nE.shape[0]):

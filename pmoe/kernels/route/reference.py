@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pmoe.kernels.route.routes import Gradients, Routes
+from pmoe.kernels.route.routes import RouteGradients, Routes
 
 ROUNDS = 16
 """Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
@@ -73,8 +73,8 @@ def route_backward(
     z_loss_weight: float = 0.0,
     **given: Tensor | None,
 ) -> Tensor:
-    """The gradient of the logits (T, E), by the formulas that the kernel computes. given: `Gradients`."""
-    grad_weight_TK, grad_l_aux, partial_PN, position_TK = Gradients(**given)
+    """The gradient of the logits (T, E), by the formulas that the kernel computes. given: `RouteGradients`."""
+    grad_weight_TK, grad_l_aux, partial_PN, position_TK = RouteGradients(**given)
     num_tokens, num_experts = logits_TE.shape
     p_TE = logits_TE.softmax(-1)
     grad_p_TE = torch.zeros_like(p_TE)

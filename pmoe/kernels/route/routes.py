@@ -37,8 +37,8 @@ class Routes(NamedTuple):
     l_aux: Tensor
 
 
-class Gradients(NamedTuple):
-    """Gradients of the results of a routing, from which that of the logits is made. None stands for zeros.
+class RouteGradients(NamedTuple):
+    """RouteGradients of the results of a routing, from which that of the logits is made. None stands for zeros.
 
     grad_weight_TK: (T, K), of the weights. grad_l_aux: scalar.
     partial_PN, position_TK: in place of grad_weight_TK, the weights' gradient in P parts by row: that of slot

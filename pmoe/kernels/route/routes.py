@@ -38,7 +38,7 @@ class Routes(NamedTuple):
 
 
 class RouteGradients(NamedTuple):
-    """RouteGradients of the results of a routing, from which that of the logits is made. None stands for zeros.
+    """Gradients of the results of a routing, from which that of the logits is made. None stands for zeros.
 
     grad_weight_TK: (T, K), of the weights. grad_l_aux: scalar.
     partial_PN, position_TK: in place of grad_weight_TK, the weights' gradient in P parts by row: that of slot

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pmoe.experts.products import GradientSum, RowGroups, input_gradient_by, product_by
+from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
 from pmoe.kernels.architecture import Architecture, build_id, loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
 from pmoe.measure.rounds import event_seconds, median_seconds
@@ -84,12 +84,12 @@ def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
     """One product as a layer computes it, the result in its place."""
     form, first, second, experts, bias, out = operands
     if form == "forward":
-        product_by(way, first, second, groups, bias, out)
+        expert_product(first, second, groups, bias, out, way=way)
     elif form == "input":
-        input_gradient_by(way, first, second, groups, out)
+        expert_input_gradient(first, second, groups, out, way)
     else:
         like = first.new_empty(1).expand(experts, first.shape[1], second.shape[1])
-        GradientSum(like, 1).add_weight_by(way, first, second, groups)
+        GradientSum(like, 1).add_weight(first, second, groups, way)
 
 
 def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups]:

@@ -123,6 +123,4 @@ def others(session: Session, tmp_path: Path) -> Session:
     of_two: Commands = {case: refused(case, session.text, folder) for case in others_of(ON_TWO_RANKS)}
     of_two |= {f"accepted {i}": accepted(i, session.text, folder) for i in range(1, len(ACCEPTED))}
     of_one: Commands = {case: refused(case, session.text, folder) for case in others_of(ON_ONE_RANK)}
-    return Session(
-        tmp_path, run_together(of_two, tmp_path, ranks=2), run_together(of_one, tmp_path, ranks=1)
-    )
+    return Session(tmp_path, run_together(of_two, tmp_path, ranks=2), run_together(of_one, tmp_path, ranks=1))

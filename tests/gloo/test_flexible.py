@@ -102,9 +102,7 @@ def test_rows_that_travel_once_equal_the_definition(world: int, top_k: int, n: i
         check(world, Case(8, top_k, load=load, options=options))
 
 
-@pytest.mark.parametrize(
-    "pair, world, ep, esp", spread(PAIRS, [(2, 1, 2), (4, 2, 2)], every=2), ids=named
-)
+@pytest.mark.parametrize("pair, world, ep, esp", spread(PAIRS, [(2, 1, 2), (4, 2, 2)], every=2), ids=named)
 def test_rows_that_travel_once_with_memory_reuse_and_shards(
     pair: pmoe.Restore, world: int, ep: int, esp: int
 ) -> None:

@@ -64,6 +64,7 @@ class Shard:
     count: int = 1
 
     def of(self, columns: int) -> slice:
+        """Where this part lies among so many columns."""
         width = columns // self.count
         return slice(self.index * width, (self.index + 1) * width)
 

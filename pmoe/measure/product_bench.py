@@ -12,7 +12,7 @@ from torch import Tensor
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
 from pmoe.kernels.architecture import Architecture, build_id, loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.measure.rounds import event_seconds, median_seconds
+from pmoe.measure.rounds import event_seconds, marked, median_seconds
 from pmoe.measure.store import cache_folder
 
 WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
@@ -38,7 +38,7 @@ class ProductBench:
 
         They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
         """
-        runs = [functools.partial(_marks, work) for work in works.values()]
+        runs = [functools.partial(marked, work) for work in works.values()]
 
         def medians(rounds: int, warm_up: int = 0) -> list[float]:
             torch.cuda.synchronize(device)
@@ -70,14 +70,6 @@ class ProductBench:
     def folder(self) -> Path:
         """Where choices are stored. Raises RuntimeError where there is no home."""
         return cache_folder()
-
-
-def _marks(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    work()
-    end.record()
-    return [(begin, end)]
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:

@@ -59,6 +59,7 @@ class Shard:
     count: int = 1
 
     def of(self, columns: int) -> slice:
+        """Where this part lies among so many columns."""
         width = columns // self.count
         return slice(self.index * width, (self.index + 1) * width)
 
@@ -129,11 +130,9 @@ class Experts(nn.Module, abc.ABC):
         raise TypeError(f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks")
 
     def local_parameters(self) -> list[Tensor]:
-        """``parameters()`` as the kernels take them: plain tensors, this rank's part of each.
-
-        Of stacked experts (E_local, ...). Gradients travel back to the parameters, through ``reduce``. Raises
-        ValueError where a wrapper has replaced parallelized ones, or reduces them too.
-        """
+        """``parameters()`` as the kernels take them: plain tensors, this rank's part of each, (E_local, ...).
+        Gradients travel back to the parameters, through ``reduce``. Raises ValueError where a wrapper has
+        replaced parallelized ones, or reduces them too."""
         parameters = list[Tensor](self.parameters())
         if not self.is_parallelized:
             return parameters
@@ -166,11 +165,8 @@ class Experts(nn.Module, abc.ABC):
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
-        """The forward pass of a chunk.
-
-        Returns T_DO (N, M), the experts' output times the routing weight, and what `input_gradient` needs
-        beside the rows (T_M), None unless ``keep``.
-        """
+        """Returns T_DO (N, M), the experts' output times the routing weight, and what `input_gradient` needs
+        beside the rows (T_M), None unless ``keep``."""
 
     def recipe(self, device: torch.device) -> Any:
         """Taken before a `compute` that keeps nothing: what `recompute` needs to run alike."""
@@ -211,21 +207,16 @@ class Experts(nn.Module, abc.ABC):
         space: Allocate | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """The backward pass of a chunk, but for the parameters' gradients.
+        """Returns the gradients of rows (N, M) and of weight (N,), and what `weight_gradient` needs.
 
-        grad_NM: (N, M), the gradient of T_DO. It may be overwritten, and the caller keeps it until
-            `weight_gradient`.
+        grad_NM: (N, M), the gradient of T_DO. It may be overwritten, and stays the caller's until then.
         hidden: as `compute`, `recompute` or `join` returned it.
-
-        Returns the gradients of rows (N, M) and of weight (N,), and what `weight_gradient` needs.
         """
 
     @abc.abstractmethod
     def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
-        """Adds the parameters' gradients to ``sums``, which have the same shape as the parameters.
-
-        pending: as `input_gradient` returned it. None among the sums is a parameter that needs no gradient.
-        """
+        """Adds the parameters' gradients to ``sums``, of the same shape; None where none is needed.
+        pending: as `input_gradient` returned it."""
 
 
 def local_part(tensor: Tensor) -> Tensor:

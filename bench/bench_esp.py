@@ -42,7 +42,8 @@ from pmoe.engine.recording import Span, recording
 from pmoe.layer.switches import Switches
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace
-from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, Stages, sequential
 
 VARIANTS = ("two lanes", "one lane", "sequential")
 NODES, RANKS_PER_NODE = 2, 2
@@ -65,8 +66,7 @@ class Setting:
 
     @property
     def rows(self) -> int:
-        """Routed rows of each rank: its S and its R carry as many, and what is gathered of each rank is as
-        many, for routing is even."""
+        """Routed rows of each rank, which S, R and what is gathered of a rank have too: routing is even."""
         return self.tokens * self.top_k
 
     @property

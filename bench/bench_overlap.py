@@ -51,8 +51,8 @@ from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.planner.timeline import Bar, bars, chrome_trace, draw, simulated_bars
-from pmoe.schedule import Kind, Stages, backward_schedule, forward_schedule, sequential
-from pmoe.schedule.tasks import Task, local_pieces
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, sequential
 
 
 class Step:

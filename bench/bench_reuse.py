@@ -52,10 +52,9 @@ from pmoe.engine.recording import recording
 from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
-from pmoe.schedule import Kind, Stages
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.rings import rotating_backward, rotating_forward
-from pmoe.schedule.tasks import Task
+from pmoe.schedule.tasks import Kind, Stages, Task
 
 # ---- the plain layer
 

@@ -21,7 +21,7 @@ from bench.timing import Timing
 from pmoe.engine.recording import Journal, Span
 from pmoe.measure.rounds import in_turns
 from pmoe.planner.costs import LineCost
-from pmoe.schedule import Kind
+from pmoe.schedule.tasks import Kind
 
 DIRECTIONS = ("forward", "backward")
 PARTS = (*DIRECTIONS, "step")

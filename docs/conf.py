@@ -1,7 +1,7 @@
 """Builds the documentation site: make docs, or sphinx-build -W docs build/docs. Needs no network.
 
-Beside Markdown, Sphinx reads here the public names of pmoe, the help texts of its command and the table of
-options, so that no page can miss one, and runs `pmoe plan` for a page that it links to.
+Beside Markdown, Sphinx reads here the public names of pmoe, the help texts of its command and the tables of
+`docs.tables`, so that no page can miss one, and runs `pmoe plan` for a page that it links to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform  # noqa: E402
 from sphinx.util.docutils import SphinxDirective  # noqa: E402
 
 import pmoe  # noqa: E402
-from docs import options_table, pictures  # noqa: E402
+from docs import pictures, tables  # noqa: E402
 from pmoe import cli  # noqa: E402
 
 PLAN = ROOT / "build" / "docs-plan" / "plan.html"
@@ -163,11 +163,13 @@ def named(node: ast.stmt) -> str | None:
     return node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
 
 
-class OptionsTable(SphinxDirective):
-    """``.. options-table::``: which options of a layer each runner takes."""
+class MadeTable(SphinxDirective):
+    """``.. made-table:: options``: a table of `docs.tables`."""
+
+    required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        return self.parse_text_to_nodes(options_table.markdown())
+        return self.parse_text_to_nodes(tables.TABLES[self.arguments[0]]())
 
 
 class CommandHelp(SphinxDirective):
@@ -235,7 +237,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("public", PublicNames)
     app.add_directive("docstring", Docstring)
     app.add_directive("command-help", CommandHelp)
-    app.add_directive("options-table", OptionsTable)
+    app.add_directive("made-table", MadeTable)
     app.add_post_transform(LinkedPictures)
     app.add_post_transform(TableCells)
     app.connect("config-inited", write_plan, priority=100)  # before html_extra_path is looked at

@@ -47,7 +47,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Idle ranks take time too: gloo wakes a thread of each of their groups a hundred times a second."""
+    """Idle ranks take time too: gloo wakes a thread of each of their groups a hundred times a second. What a
+    file's tests imported is left out of later collections of garbage, as what was there before the first is."""
     pools = sys.modules.get("tests.pool")
-    if pools and not (nextitem and "/gloo/" in nextitem.nodeid):
+    if pools and not (nextitem and any(folder in nextitem.nodeid for folder in ("/gloo/", "/spec/"))):
         pools.stop_all()
+    if nextitem is None or nextitem.fspath != item.fspath:
+        gc.collect()
+        gc.freeze()

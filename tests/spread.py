@@ -13,8 +13,17 @@ from pmoe import Restore
 
 def spread(*axes: Sequence[Any], every: int) -> list[Any]:
     """All combinations, as pytest parameters. Of those, one in ``every`` is not marked slow, chosen along
-    diagonals: any two values of two axes meet in some of them, where a third has ``every`` values."""
+    diagonals: any two values of two axes meet in some of them, where a third has ``every`` values.
+
+    Raises ValueError where some value would be in slow cases alone: ``every`` is then too large."""
     cases = []
+    fast = [values for is_fast, values in _combinations(axes, every) if is_fast]
+    for i, axis in enumerate(axes):
+        missing = [
+            value for value in axis if not any(values[i] is value or values[i] == value for values in fast)
+        ]
+        if missing:
+            raise ValueError(f"every ({every}) must leave a case that is not slow to each of {missing}")
     for is_fast, values in _combinations(axes, every):
         flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
         cases.append(pytest.param(*flat, marks=() if is_fast else pytest.mark.slow))

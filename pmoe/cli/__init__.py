@@ -31,12 +31,12 @@ from pmoe.measure.profile import NoProfileError
 
 
 class Command(Protocol):
-    """What the module of a subcommand holds. run: what is printed, None on ranks that print nothing."""
+    """A subcommand's module. run_command: what is printed, None on ranks that print nothing."""
 
     ABOUT: str
 
     def add_arguments(self, command: argparse.ArgumentParser) -> None: ...
-    def run(self, args: argparse.Namespace) -> Output | None: ...
+    def run_command(self, args: argparse.Namespace) -> Output | None: ...
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=module.ABOUT, description=module.ABOUT)
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-        command.set_defaults(run=module.run, parser=command)
+        command.set_defaults(run=module.run_command, parser=command)
     return parser
 
 

@@ -126,7 +126,7 @@ def layer_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in NAMES}
 
 
-def layer_arguments(args: argparse.Namespace) -> dict[str, Any]:
+def constructor_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `MoELayer`."""
     options = layer_fields(args) | {"dtype": DTYPES[args.dtype]}
     return {name: value for name, value in options.items() if name not in ("tokens", "ranks")}
@@ -134,7 +134,7 @@ def layer_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
     """Raises ValueError for sizes that no layer has."""
-    return sizes_from_options(**layer_arguments(args), num_ranks=args.ranks, device_type=device_type)
+    return sizes_from_options(**constructor_arguments(args), num_ranks=args.ranks, device_type=device_type)
 
 
 def describe_layer(args: argparse.Namespace) -> str:

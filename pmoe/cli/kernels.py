@@ -15,7 +15,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """It has none of its own."""
 
 
-def run(args: argparse.Namespace) -> Output:
+def run_command(args: argparse.Namespace) -> Output:
     """A report: it names a missing extension or device, and does not fail."""
     found = status()
     return Output(asdict(found), [str(found)])

@@ -12,8 +12,8 @@ import torch
 from pmoe.cli.arguments import (
     BadInputError,
     add_layer_sizes,
+    constructor_arguments,
     describe_layer,
-    layer_arguments,
     layer_fields,
     layer_shape,
     parse_device,
@@ -43,7 +43,7 @@ EQUATIONS = {
 }
 """Of MPipeMoE, by the names that `theory` gives them."""
 
-Numbers = Mapping[str, Any]
+PairNumbers = Mapping[str, Any]
 """The numbers of one pair, by their names in JSON."""
 
 
@@ -58,7 +58,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu or cuda: whose buffers (default cpu)")
 
 
-def run(args: argparse.Namespace) -> Output:
+def run_command(args: argparse.Namespace) -> Output:
     if args.theory:
         return _theory(args)
     _check(args)
@@ -91,14 +91,14 @@ def _check(args: argparse.Namespace) -> None:
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
     """One step of a real layer, after one with few tokens; its inputs are there before and do not count."""
     layer = MoELayer(
-        **layer_arguments(args),
+        **constructor_arguments(args),
         pipeline=args.n,
         pipeline_backward=None if args.n_backward == args.n else args.n_backward,
         memory_reuse=pair,
         slack=args.slack,
         device=device,
     )
-    host, dtype = pool(device).host, layer_arguments(args)["dtype"]
+    host, dtype = pool(device).host, constructor_arguments(args)["dtype"]
     _step(layer, min(args.tokens, 64), device, dtype)
     host.peak_bytes = before = host.bytes_in_use
     found = _step(layer, args.tokens, device, dtype)
@@ -118,7 +118,9 @@ def _step(layer: MoELayer, num_tokens: int, device: torch.device, dtype: torch.d
 # ---- text
 
 
-def _lines(args: argparse.Namespace, rows: Mapping[Restore, Numbers], device: torch.device) -> Iterator[str]:
+def _lines(
+    args: argparse.Namespace, rows: Mapping[Restore, PairNumbers], device: torch.device
+) -> Iterator[str]:
     differs = args.n_backward not in (None, args.n)
     yield f"{describe_layer(args)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
     yield "\npredicted MiB for any routing, beyond x, dy and the parameters"
@@ -133,12 +135,12 @@ def _lines(args: argparse.Namespace, rows: Mapping[Restore, Numbers], device: to
 
 
 def _by_pair(
-    rows: Mapping[Restore, Numbers], header: Sequence[str], cells: Callable[[Numbers], Sequence[str]]
+    rows: Mapping[Restore, PairNumbers], header: Sequence[str], cells: Callable[[PairNumbers], Sequence[str]]
 ) -> str:
     return table([["pair", *header], *([pair_name(pair), *cells(row)] for pair, row in rows.items())])
 
 
-def _measured_cells(measured: Numbers, predicted: Numbers) -> list[str]:
+def _measured_cells(measured: PairNumbers, predicted: PairNumbers) -> list[str]:
     ratio = f"{predicted['peak'] / measured['peak']:.4f}"
     hosts = mib(measured["host"]), mib(predicted["host"])
     return [mib(measured["peak"]), mib(predicted["peak"]), ratio, *hosts]

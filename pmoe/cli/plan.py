@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--html", type=Path, metavar="FILE", help="also write one page with pictures")
 
 
-def run(args: argparse.Namespace) -> Output:
+def run_command(args: argparse.Namespace) -> Output:
     layer_shape(args, "cpu")  # bad sizes first
     path, profile = _profile_for(args)
     shape = layer_shape(args, profile.device_type)

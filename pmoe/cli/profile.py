@@ -42,10 +42,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     profile_kernels.add_arguments(command)
 
 
-def run(args: argparse.Namespace) -> Output | None:
+def run_command(args: argparse.Namespace) -> Output | None:
     """Under torchrun every rank takes part, and rank 0 stores and prints."""
     if args.kernels:
-        return profile_kernels.run(args)
+        return profile_kernels.run_command(args)
     refuse_options(args, profile_kernels.OPTIONS, "needs --kernels")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     device = own_device(args.device or default, must_exist=True)

@@ -56,7 +56,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--virtual-ranks", type=whole_number, metavar="W", help="that share this one device, in one process")
 
 
-def run(args: argparse.Namespace) -> Output | None:
+def run_command(args: argparse.Namespace) -> Output | None:
     """Fills the table of divisions. Under torchrun every rank takes part, and rank 0 stores and prints."""
     refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
     if args.show:

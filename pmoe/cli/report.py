@@ -16,7 +16,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
 
 
-def run(args: argparse.Namespace) -> Output:
+def run_command(args: argparse.Namespace) -> Output:
     from pmoe.integrations.report import run_page, summary
     from pmoe.integrations.run_folder import read_run
 

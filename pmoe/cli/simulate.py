@@ -40,7 +40,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
 
 
-def run(args: argparse.Namespace) -> Output:
+def run_command(args: argparse.Namespace) -> Output:
     comet = args.experiment == "comet"
     if comet and args.contention is not None:
         raise BadInputError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")

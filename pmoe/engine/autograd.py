@@ -14,7 +14,7 @@ from pmoe.engine.passes import Inputs
 Path = Literal["pipeline", "one rank", "fused", "fused forward"]
 """By the pipeline engine; one rank's kernels; the fused kernels, in both passes or in the forward pass."""
 
-Backward = Callable[[list[Any], Sequence[bool], Tensor], list[Tensor | None]]
+BackwardFunction = Callable[[list[Any], Sequence[bool], Tensor], list[Tensor | None]]
 """From the saved tensors, which of ``Inputs.all`` want gradients, and the gradient of T_O: those gradients.
 The list is the callee's to empty: nobody else holds its tensors."""
 
@@ -24,7 +24,7 @@ class Saved:
     """What a forward pass leaves: tensors that autograd saves, and the pass that goes backward from them."""
 
     tensors: list[Tensor | None]
-    backward: Backward
+    backward: BackwardFunction
 
 
 class Runner(Protocol):

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.cut import Ordered
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.passes import Pass, split_by_chunk
-from pmoe.engine.plan import Ordered, Plan, WeightJourney
+from pmoe.engine.plan import Plan, WeightJourney
 from pmoe.ordering.sorted import Tokens
 
 

@@ -24,11 +24,10 @@ from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.plan import Cut, Plan, length
 from pmoe.engine.run import Actions as Actions
-from pmoe.experts.base import Hidden, Space
+from pmoe.experts.base import Allocate, Hidden
 from pmoe.experts.products import RowGroups
-from pmoe.schedule.rings import rotating
 from pmoe.schedule.slots import BufferSizes
-from pmoe.schedule.tasks import Kind, Schedule, backward_schedule, forward_schedule, sequential
+from pmoe.schedule.tasks import Kind, Schedule, sequential
 
 if TYPE_CHECKING:
     from pmoe.engine.hooked import Passed
@@ -110,8 +109,12 @@ def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
     """The schedule that a pass of ``plan`` runs; every rank of the group builds the same."""
     n = len((plan.forward if direction == "forward" else plan.backward).chunks)
     if not plan.modules.rotates:
+        from pmoe.schedule.straight import backward_schedule, forward_schedule
+
         schedule = (forward_schedule if direction == "forward" else backward_schedule)(n, plan.modules.stages)
     else:
+        from pmoe.schedule.rings import rotating
+
         restore = plan.restore if keep else None
         schedule = rotating(direction, n, plan.modules.stages, restore=restore, rearranged=plan.rearranged)
     return sequential(schedule) if plan.modules.sequential else schedule
@@ -138,9 +141,9 @@ class Pass:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
         self.stages = plan.modules.stages
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
-        self.results = self.result_TM.split(cut.tokens_of_chunks)
+        self.results = self.result_TM.split_with_sizes(cut.tokens_of_chunks)
         slots = [length(chunk.slots) // plan.top_k for chunk in cut.chunks]
-        self.positions = cut.position.view(-1, plan.top_k).split(slots)
+        self.positions = cut.position.view(-1, plan.top_k).split_with_sizes(slots)
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
@@ -199,7 +202,7 @@ class Pass:
         key = f"{name}.{i}"
         return self.arena.view(key) if key in self.arena else self.new(*self.sizes.shape(key))
 
-    def space(self, unit: Unit) -> Space:
+    def space(self, unit: Unit) -> Allocate:
         i, at = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:
@@ -219,7 +222,7 @@ class Pass:
     # ---- towards the experts
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
+        self.plan.modules.order.order(source_TM, self.cut.sent_tokens[i], out)
 
     def gather(self, i: int) -> None:
         self.leave(self.source_TM, "send", self.brought_by_S, i)
@@ -321,7 +324,7 @@ class Pass:
     def run_schedule(self) -> None:
         modules = self.plan.modules
         try:
-            engine.run(
+            engine.run_schedule(
                 self.schedule,
                 self.actions(),
                 self.source_TM,
@@ -336,4 +339,4 @@ class Pass:
 
 
 def split_by_chunk(per_row: Tensor, cut: Cut) -> tuple[Tensor, ...]:
-    return torch.split(per_row, [chunk.received.num_rows for chunk in cut.chunks])
+    return per_row.split_with_sizes([chunk.received.num_rows for chunk in cut.chunks])

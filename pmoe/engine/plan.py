@@ -7,24 +7,18 @@ M = d_model.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.base import Combine, Dispatch
-from pmoe.comm.counts import RankCounts
 from pmoe.comm.flat import FlatAllToAll
 from pmoe.comm.grid import Grid
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.base import Order
-from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import ChunkRows
 from pmoe.schedule.tasks import Stages
@@ -35,6 +29,10 @@ if TYPE_CHECKING:
     from pmoe.engine.once import Once
     from pmoe.engine.padding import Padding
     from pmoe.engine.rearranged import Joined
+
+
+def length(at: slice) -> int:
+    return int(at.stop - at.start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +108,11 @@ class Cut:
     position: Tensor
     has_drops: bool
     once: Once | None = None
+
+    @functools.cached_property
+    def sent_tokens(self) -> list[Tensor]:
+        """Of each chunk, the token of each row that it sends."""
+        return [self.row_token[chunk.sent] for chunk in self.chunks]
 
     @functools.cached_property
     def tokens_of_chunks(self) -> list[int]:
@@ -223,233 +226,3 @@ class Plan:
     def has_drops(self) -> bool:
         """Whether some slots may have no row that comes home."""
         return self.forward.has_drops
-
-
-@dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """Numbers of chunks of the two passes, and into how many pieces the rows that stay are cut."""
-
-    forward: int
-    backward: int
-    pieces: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ordered:
-    """The rows of a pass. slots: all kept slots by expert. sent: the rows that leave, the same but where
-    several slots share one (`pmoe.ordering.once`): then carrier_TK is the choice whose row a slot's token
-    travels in, and sent_nP rows by chunk and rank, on the device."""
-
-    slots: SortedRows
-    sent: SortedRows
-    carrier_TK: Tensor | None = None
-    sent_nP: Tensor | None = None
-
-
-def make_plan(
-    modules: Modules,
-    *,
-    order: Ordered,
-    backward_order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    shared: RankCounts,
-    degrees: Degrees,
-    restore: Restore,
-    has_drops: bool,
-) -> Plan:
-    """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
-    as the two passes have them; the same object where their chunks are the same."""
-    top_k = expert_TK.shape[1]
-    grid, local = modules.grid, modules.stages.local
-    same = degrees.forward == degrees.backward
-    # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
-    # of the other in one run an expert.
-    finest = math.lcm(degrees.forward, degrees.backward)
-    bins = shared.joined(finest)
-
-    def cut(n: int, rows: Ordered) -> Cut:
-        pieces = degrees.pieces if same else n * local
-        return _cut(n, rows, expert_TK, tokens, bins, modules, pieces, has_drops)
-
-    forward = cut(degrees.forward, order)
-    joined = None
-    if not same:
-        from pmoe.engine.rearranged import join_chunks
-
-        rank = grid.all.rank
-        received, received_device = bins.recv, bins.recv_device
-        if local:
-            received, received_device = (_without(each, rank) for each in (received, received_device))
-        joined = join_chunks(received, received_device, bins.recv[:, rank], degrees)
-    return Plan(
-        modules=modules,
-        forward=forward,
-        backward=forward if same else cut(degrees.backward, backward_order),
-        joined=joined,
-        top_k=top_k,
-        num_slots=expert_TK.numel(),
-        restore=restore,
-        slot_token=tokens.of_slot,
-    )
-
-
-def _cut(
-    n: int,
-    order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    bins: RankCounts,
-    modules: Modules,
-    num_pieces: int,
-    has_drops: bool,
-) -> Cut:
-    top_k = expert_TK.shape[1]
-    grid, bypass_local = modules.grid, modules.stages.local
-    rank = grid.all.rank
-    shared = bins.joined(n)
-    send, recv, recv_device = shared.send, shared.recv, shared.recv_device
-    bins_device, sent_rows, come_rows = bins.recv_device, shared.sent_rows, shared.received_rows
-    if bypass_local:
-        send, recv, recv_device, bins_device, sent_rows, come_rows = (
-            _without(counts, rank) for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
-        )
-    sent, come = sent_rows.tolist(), come_rows.tolist()
-    by_expert = recv.sum(1).tolist()
-    width = grid.across.size
-    # Of each rank inside the node, what came to it.
-    here = slice(grid.inside.rank * width, (grid.inside.rank + 1) * width)
-    # Running sums of all chunks at once: a chunk's own would be several launches each.
-    received_ends = _ends(recv_device)
-    local_counts: list[list[int]] = []
-    local_ends: Sequence[Tensor | None] = ()
-    if bypass_local:
-        local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
-        local_ends = _ends(_by_piece(shared.recv_device[:, rank], num_pieces).unsqueeze(1))
-    bounds = chunk_bounds(tokens.count, n)
-    ends = [end * top_k for end in bounds]
-    if tokens.of_slot is not None:  # none of which is dropped
-        ends = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
-    chunks, pieces, first = [], [], 0
-
-    def add_piece(j: int, first: int) -> int:
-        end = first + sum(local_counts[j])
-        groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
-        pieces.append(Piece(rows=slice(first, end), groups=groups))
-        return end
-
-    # (source, chunk, expert, bin of the chunk): as rows arrive from one source.
-    fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
-    for i in range(n):
-        send_rows, gathered = sent[i], ()
-        if grid.is_sharded:
-            gathered = tuple(sum(come[i][at : at + width]) for at in range(0, len(come[i]), width))
-        regroup = None
-        if shared.sent_once is None and _are_several(come[i]):
-            regroup = _regroup(fine[:, i].flatten(1), come[i])
-        chunks.append(
-            Chunk(
-                tokens=slice(bounds[i], bounds[i + 1]),
-                slots=slice(ends[i], ends[i + 1]),
-                sent=slice(first, first + sum(send_rows)),
-                send_rows=tuple(send_rows),
-                recv_rows=tuple(come[i][here]),
-                received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
-                regroup=regroup,
-                relayed=(_relayed(shared.relayed[0], i), _relayed(shared.relayed[1], i)),
-                gathered=gathered,
-            )
-        )
-        first += sum(send_rows)
-        if num_pieces == n:
-            first = add_piece(i, first)
-    if num_pieces != n:
-        for j in range(num_pieces):
-            first = add_piece(j, first)
-    weights = once = None
-    if modules.stages.remote:
-        num_kept = int(shared.send.sum())
-        weights = _weight_journey(order.slots, expert_TK, send, recv, fine, num_kept, grid, bypass_local)
-        if shared.received_once_device is not None:
-            from pmoe.engine.once import number_rows
-
-            once = number_rows(weights, order, expert_TK, tokens, shared, fine, n)
-    sent_slot = order.sent.slot[:first]
-    token = sent_slot if top_k == 1 else sent_slot // top_k
-    return Cut(
-        chunks=tuple(chunks),
-        pieces=tuple(pieces),
-        weights=weights,
-        slot=order.slots.slot,
-        row_token=token if tokens.of_slot is None else tokens.of_slot[token],
-        position=order.sent.position,
-        has_drops=has_drops or once is not None,
-        once=once,
-    )
-
-
-def length(at: slice) -> int:
-    return int(at.stop - at.start)
-
-
-def _relayed(counts_nX: Tensor | None, i: int) -> tuple[int, ...]:
-    return () if counts_nX is None else tuple(counts_nX[i].tolist())
-
-
-def _weight_journey(
-    order: SortedRows,
-    expert_TK: Tensor,
-    send: Tensor,
-    recv: Tensor,
-    fine: Tensor,
-    num_kept: int,
-    grid: Grid,
-    bypass_local: bool,
-) -> WeightJourney:
-    slot = order.slot[:num_kept]
-    destination = expert_TK.reshape(-1)[slot] // send.shape[2]
-    if bypass_local:
-        destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
-    send_rows, come_rows = send.sum((0, 2)).tolist(), recv.sum((0, 2))
-    come = come_rows.tolist()
-    come_LP = come_rows.unflatten(0, (grid.inside.size, -1))
-    return WeightJourney(
-        slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
-        send=tuple(send_rows),
-        recv=tuple(come_LP[grid.inside.rank].tolist()),
-        regroup=_regroup(fine.flatten(1), come) if _are_several(come) else None,
-        gathered=tuple(come_LP.sum(1).tolist()) if grid.is_sharded else (),
-    )
-
-
-def _are_several(rows_by_source: Sequence[int]) -> bool:
-    """Whether rows came from more ranks than one: else they are in expert order as they are."""
-    return sum(rows > 0 for rows in rows_by_source) > 1
-
-
-def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
-    """Index that turns rows by (source rank, group) into rows by (group, source rank)."""
-    size, num_groups = counts_WG.shape
-    group = torch.arange(num_groups, device=counts_WG.device).repeat(size)
-    rows = group.repeat_interleave(counts_WG.reshape(-1), output_size=sum(rows_by_source))
-    return rows.argsort(stable=True)
-
-
-def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
-    """Each chunk's running sum over experts, int32 as grouped_mm wants it; None on the CPU, which loops."""
-    if counts_nWE.device.type != "cuda":
-        return [None] * counts_nWE.shape[0]
-    return counts_nWE.sum(1).cumsum(1).int().unbind(0)
-
-
-def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
-    """Counts of the n chunks as those of m pieces (m, E); see `pmoe.schedule.tasks.piece_of`."""
-    joined = counts_nE.shape[0] - m + 1
-    return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])
-
-
-def _without(counts_nWE: Tensor, rank: int) -> Tensor:
-    """counts with the rows between ``rank`` and itself set to none."""
-    counts_nWE = counts_nWE.clone()
-    counts_nWE[:, rank] = 0
-    return counts_nWE

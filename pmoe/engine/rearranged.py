@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.engine.plan import Degrees
+from pmoe.engine.cut import Degrees
 from pmoe.experts.base import Runs
 
 ChunkRuns = tuple[tuple[tuple[int, Runs], ...], ...]

@@ -29,8 +29,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """The spans of one pass. of: whose it is, as `run` was told."""
+class RecordedPass:
+    """The spans of one pass. of: whose it is, as `run_schedule` was told."""
 
     of: object
     direction: str
@@ -43,7 +43,7 @@ class Journal:
     pass in the order in which passes began."""
 
     spans: list[Span] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[RecordedPass] = field(default_factory=list)
     _settle: list[Callable[[], None]] = field(default_factory=list)
 
     def last(self, of: object, direction: str) -> list[Span] | None:
@@ -56,7 +56,7 @@ class Journal:
         self, schedule: Schedule, act: Callable[[Task], dist.Work | None], device: torch.device, of: object
     ) -> Callable[[Task], dist.Work | None]:
         """``act`` with its start and end noted: by events on CUDA, by the clock on the CPU."""
-        noted = Pass(of, schedule.direction)
+        noted = RecordedPass(of, schedule.direction)
         self.passes.append(noted)
 
         def note(task: Task, start: float, end: float) -> None:

@@ -17,7 +17,7 @@ Act = Callable[[Task], "dist.Work | None"]
 Actions = Mapping[Kind, Callable[[int], "dist.Work | None"]]
 
 
-def run(
+def run_schedule(
     schedule: Schedule,
     actions: Actions,
     rows: Tensor,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from pmoe.experts.base import Experts, Hidden, Runs, Shard, Space, row_dot
+from pmoe.experts.base import Allocate, Experts, Hidden, Runs, Shard, row_dot
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
 from pmoe.experts.products import GradientSum, RowGroups
 
@@ -83,7 +83,7 @@ class ModuleExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
@@ -182,7 +182,7 @@ class ModuleExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         out = torch.empty_like(grad_NM) if out is None else out

@@ -59,7 +59,9 @@ class RowGroups:
             yield experts[0], rows
         elif experts:
             sizes = [self.counts[expert] for expert in experts]
-            yield from zip(experts, zip(*(each.split(sizes) for each in rows), strict=True), strict=True)
+            yield from zip(
+                experts, zip(*(each.split_with_sizes(sizes) for each in rows), strict=True), strict=True
+            )
 
 
 def choice(

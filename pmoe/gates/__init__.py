@@ -96,7 +96,7 @@ def make_gate(
     given: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Gate:
-    """GATES[name](*sizes) with the options of all gates and those that were ``given``, None left out.
+    """``GATES[name](*sizes)`` with the options of all gates and those that were ``given``, None left out.
 
     Raises ValueError for an unknown name, and for an option that this gate does not have.
     """

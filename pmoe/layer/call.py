@@ -30,7 +30,7 @@ class Call:
         ranks' options at the first call. Collective then."""
         parts.grid.reconnect()
         call = Call(layer=layer, parts=parts, x=x, token_ids=token_ids, replay=replay_of(layer))
-        if is_capturing(x):
+        if is_captured(x):
             from pmoe.layer.capture import check_capturable
 
             check_capturable(call)
@@ -43,6 +43,6 @@ class Call:
         return call
 
 
-def is_capturing(x: object) -> bool:
+def is_captured(x: object) -> bool:
     """Whether what is launched for x becomes part of a CUDA graph."""
     return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()

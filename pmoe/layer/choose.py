@@ -44,7 +44,7 @@ def _chosen(batch: Batch, restore: Restore | None) -> Choice:
     if spec.budget is not None and restore is None:
         from pmoe.layer import predicted
 
-        return predicted.within_budget(batch)
+        return predicted.choice_within_budget(batch)
     if restore is None:
         restore = _pair(batch)
     n = spec.fixed_degree
@@ -68,7 +68,7 @@ def _pair(batch: Batch) -> Restore:
     if len(pairs) > 1 and counts.needs_grad:
         from pmoe.layer import predicted
 
-        restore = predicted.cheapest_pair(batch)
+        restore = predicted.pair_of_batch(batch)
     if counts.host_shortage and restore.dispatched == "offload":
         restore = Restore("communicate", restore.hidden)
         if counts.needs_grad:  # else nothing is offloaded at all

@@ -84,7 +84,7 @@ def run(decision: Decision) -> Tensor:
     return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
 
 
-def finished(decision: Decision, y_TM: Tensor) -> Tensor:
+def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     """The layer's output in its input's shape, behind the callbacks' last hooks.
 
     y_TM itself where it has that shape: FSDP2 warns of a module that returns a view, for an operation in

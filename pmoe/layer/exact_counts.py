@@ -17,7 +17,7 @@ from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Parts, any_requires_grad
-from pmoe.layer.route import Routed, route
+from pmoe.layer.route import Routed, route_batch
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
 
@@ -43,7 +43,7 @@ def decide(call: Call) -> Decision:
 
 def sorted_rows(call: Call) -> tuple[Routed, Orders]:
     """The routed tokens, and their slots as they can be sorted."""
-    routed = route(call)
+    routed = route_batch(call)
     routing = routed.routing
     count = routing.expert.shape[0] if routing.token is None else routed.num_tokens
     tokens = Tokens(count, routing.token)

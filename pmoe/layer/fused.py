@@ -146,7 +146,7 @@ def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
         assert counts.most_rows is not None
         device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
         request = make_request(parts, device, dtype, counts.max_tokens, counts.most_rows, counts.needs_grad)
-        if parts.spec.fused == "auto" and not fused_steps.worth(request):
+        if parts.spec.fused == "auto" and not fused_steps.is_faster(request):
             return None
         found = fused_steps.steps_for(request)
         if not isinstance(found, str):

@@ -20,7 +20,7 @@ from pmoe.engine.plan import Gradients
 from pmoe.experts.base import Shard
 from pmoe.layer import build
 from pmoe.layer.call import Call
-from pmoe.layer.decision import decide, finished, run
+from pmoe.layer.decision import decide, run, shaped_output
 from pmoe.layer.last import LastCall
 from pmoe.layer.parts import Known, Parts
 from pmoe.layer.ran import Ran
@@ -214,6 +214,7 @@ class MoELayer(nn.Module):
 
     @property
     def num_local_experts(self) -> int:
+        """Experts on this rank."""
         return self.num_experts // self.grid.across.size
 
     @property
@@ -251,7 +252,7 @@ class MoELayer(nn.Module):
         decision = decide(call)
         y_TM = run(decision)
         self.last = LastCall.of(decision)
-        return finished(decision, y_TM)
+        return shaped_output(decision, y_TM)
 
     @property
     def l_aux(self) -> Tensor | None:
@@ -329,7 +330,7 @@ class MoELayer(nn.Module):
         """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
         from pmoe.layer import searched
 
-        searched.save(self.parts, path)
+        searched.save_learnt(self.parts, path)
 
     def load_degrees(self, path: str | Path) -> None:
         """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
@@ -339,7 +340,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.layer import searched
 
-        searched.load(self.parts, path)
+        searched.load_learnt(self.parts, path)
 
     def predict_memory(
         self,
@@ -372,8 +373,8 @@ class MoELayer(nn.Module):
         )
 
     def memory_shape(self, rows_TM: Tensor | None = None) -> LayerSizes:
-        """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
-        of their parameters."""
+        """What of this layer its memory depends on. rows_TM: (T, M), as the experts get them, by default of
+        the type of their parameters."""
         from pmoe.layer import memory
 
         return memory.memory_shape(self.parts, rows_TM)

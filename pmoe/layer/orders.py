@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.plan import Degrees, Ordered, Plan, make_plan
+from pmoe.engine.cut import Degrees, Ordered, make_plan
+from pmoe.engine.plan import Plan
 from pmoe.layer.parts import Parts
 from pmoe.ordering.sorted import LocalExperts, Tokens, count_rows, sort_rows
 from pmoe.schedule.restore import Restore

@@ -26,7 +26,7 @@ from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Parts
-from pmoe.layer.route import Routed, route
+from pmoe.layer.route import Routed, route_batch
 from pmoe.ordering.capacity import expert_capacity
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
@@ -49,7 +49,7 @@ def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
 def decide(call: Call) -> Decision:
     """As `pmoe.layer.decision.decide`."""
     parts, spec = call.parts, call.parts.spec
-    routed = route(call)
+    routed = route_batch(call)
     expert_TK, device = routed.routing.expert, routed.x_TM.device
     kind = kind_of(parts, routed.x_TM, routed.dtype)
     splits = _splits(parts, kind, top_k=expert_TK.shape[1])

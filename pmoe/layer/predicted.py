@@ -24,14 +24,14 @@ def chooser_of(parts: Parts) -> Chooser:
     return found
 
 
-def cheapest_pair(batch: Batch) -> Restore:
+def pair_of_batch(batch: Batch) -> Restore:
     """MPipeMoE's Eq. 10, on measured rates."""
     parts, rows_TM = batch.parts, batch.inputs.x_TM
     profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
     return chooser_of(parts).pair(memory_shape(parts, rows_TM), batch.counts.max_tokens, profile)
 
 
-def within_budget(batch: Batch) -> Choice:
+def choice_within_budget(batch: Batch) -> Choice:
     """The fastest n and pair whose bytes hold the budget for any routing.
 
     Raises ValueError, on every rank, that says what the least budget would be.

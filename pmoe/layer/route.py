@@ -69,7 +69,7 @@ class Routed:
         return torch.autocast(self.x.device.type, enabled=inside, dtype=self.autocast)
 
 
-def route(call: Call) -> Routed:
+def route_batch(call: Call) -> Routed:
     """Checks the input and lets the gate decide.
 
     One rank alone raises at once; among several a rank that failed takes part with no tokens in the exchange
@@ -115,7 +115,7 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
-    changed = changed_routing(call, x_TM, routing.expert, routing.keep, routing.token)
+    changed = changed_since_first_pass(call, x_TM, routing.expert, routing.keep, routing.token)
     if changed is not None:
         with hidden_from_selective_checkpoint():
             fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
@@ -124,7 +124,7 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
     return Gated(routing=routing, keep_TK=keep_TK, fault=fault, is_again=changed is not None)
 
 
-def changed_routing(call: Call, x_TM: Tensor, *routing: Tensor | None) -> Tensor | None:
+def changed_since_first_pass(call: Call, x_TM: Tensor, *routing: Tensor | None) -> Tensor | None:
     """As `pmoe.engine.rerouting.changed_routing`: None where no checkpoint runs this call again."""
     if not may_run_again(call.layer):
         return None

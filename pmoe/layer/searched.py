@@ -13,7 +13,7 @@ from pmoe.measure.degrees_file import save_degrees
 from pmoe.planner.degree import LEAST_ROWS, adaptive_degree
 from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
-from pmoe.runners.searched import load_table, search, table
+from pmoe.runners.searched import granularity_table, load_table, search
 from pmoe.schedule.restore import Restore
 
 
@@ -50,15 +50,15 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
 
 def granularity(parts: Parts) -> GranularityTable:
     """What trials have found, shared by all layers like this one on this group."""
-    return table(parts.ranks, key_of(parts))
+    return granularity_table(parts.ranks, key_of(parts))
 
 
-def load(parts: Parts, path: str | Path) -> None:
+def load_learnt(parts: Parts, path: str | Path) -> None:
     """As `pmoe.MoELayer.load_degrees`."""
     load_table(parts.ranks, key_of(parts), path, parts.spec.degrees)
 
 
-def save(parts: Parts, path: str | Path) -> None:
+def save_learnt(parts: Parts, path: str | Path) -> None:
     """As `pmoe.MoELayer.save_degrees`."""
     save_degrees(granularity(parts), path, key_of(parts))
 

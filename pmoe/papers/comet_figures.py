@@ -18,7 +18,8 @@ from pmoe.papers.comet_division import BestDivision, best_division, busy_bars, f
 from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
 from pmoe.planner.timeline import Bar, simulated_bars
-from pmoe.schedule.tasks import Kind, Stages, Task, forward_schedule, local_pieces
+from pmoe.schedule.straight import forward_schedule
+from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces
 
 ASSUMPTIONS: Mapping[str, str] = {
     "machine": "8 H800 (section 5.1) with 132 multiprocessors (Fig. 8), one block each, all ranks alike "

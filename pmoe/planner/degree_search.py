@@ -19,15 +19,8 @@ from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
-from pmoe.schedule.tasks import (
-    Kind,
-    PassDirection,
-    Schedule,
-    Stages,
-    Task,
-    backward_schedule,
-    forward_schedule,
-)
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task
 
 WGRAD_SHARE = 0.5
 """Of experts' backward, what its weight gradients take: the layer makes them in tasks of their own."""

@@ -45,9 +45,9 @@ def overlap(spans: Sequence[TimedTask]) -> Overlap:
     start = min((span.start for span in spans), default=0.0)
     return Overlap(
         seconds=max((span.end for span in spans), default=0.0) - start,
-        communication=length(travelling),
+        communication=total_length(travelling),
         # What travels or computes, without what computes: what travels alone.
-        exposed=length(union([*travelling, *computing])) - length(computing),
+        exposed=total_length(union([*travelling, *computing])) - total_length(computing),
     )
 
 
@@ -62,6 +62,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def length(intervals: Iterable[Interval]) -> float:
+def total_length(intervals: Iterable[Interval]) -> float:
     """Of intervals that do not overlap."""
     return sum((end - start for start, end in intervals), 0.0)

@@ -14,7 +14,7 @@ from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden
 from pmoe.experts.stacked import split_parameters
 from pmoe.runners.fused import FusedCall, all_or_give_up, dense
-from pmoe.runners.pipeline import save
+from pmoe.runners.pipeline import keep_for_backward
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FusedForwardRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         with all_or_give_up(self.call.steps):
             done = self._take_steps(inputs)
-        return save(self.plan, inputs, done) if keep else (done.y_TM, None)
+        return keep_for_backward(self.plan, inputs, done) if keep else (done.y_TM, None)
 
     def _take_steps(self, inputs: Inputs) -> Forwarded:
         call, plan = self.call, self.plan

@@ -141,7 +141,7 @@ def _division(request: Request, kernel: kernels.FusedKernel, direction: PassDire
     return agreed(request.ranks, kernel_sizes(layer_sizes_of(request), kernel, direction), request.device)
 
 
-def worth(request: Request) -> bool:
+def is_faster(request: Request) -> bool:
     """Whether a layer of such sizes was measured to be faster fused than in chunks; where nothing was
     measured it is not fused. The same on every rank; collective the first time that so many rows come."""
     if request.device.type != "cuda":

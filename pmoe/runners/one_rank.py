@@ -72,7 +72,7 @@ def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:
     return route.route(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
 
 
-def aligned(rows_TM: Tensor) -> Tensor:
+def aligned_rows(rows_TM: Tensor) -> Tensor:
     """The same rows, as the kernels can read them."""
     if not rows_TM.numel():
         return rows_TM
@@ -114,7 +114,7 @@ class OneRankRunner:
     name: ClassVar[Path] = "one rank"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        x_TM, weight_TK, routes = aligned(inputs.x_TM), inputs.weight_TK, self.routes
+        x_TM, weight_TK, routes = aligned_rows(inputs.x_TM), inputs.weight_TK, self.routes
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
         y_TM, hidden_NG = _forward(x_TM, weight_TK, w1, w2, b1, b2, routes, self.activation, keep)
         if not keep:
@@ -132,7 +132,7 @@ def _backward(
     x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E = tensors
     tensors.clear()
     needs_x, needs_weight, _, needs_w1, needs_w2, needs_b1, needs_b2 = (*wanted, False, False)[:7]
-    top_k, grad_TM = weight_TK.shape[1], aligned(grad_TM)
+    top_k, grad_TM = weight_TK.shape[1], aligned_rows(grad_TM)
     slots = RowSlots(slot_N=_inverse(position_TK), top_k=top_k)
     scale = weight_TK.view(-1)
     # Products that only the parameters wait for come as soon as their operands can then be let go of:

@@ -28,7 +28,7 @@ class PipelineRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         forward = forward_of(self.plan, keep)(self.plan, inputs, keep)
         y_TM = forward.run()
-        return save(self.plan, inputs, forward.done(y_TM)) if keep else (y_TM, None)
+        return keep_for_backward(self.plan, inputs, forward.done(y_TM)) if keep else (y_TM, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class _Rest:
     passed: list[tuple[Any, ...]]
 
 
-def save(plan: Plan, inputs: Inputs, done: Forwarded) -> tuple[Tensor, Saved]:
+def keep_for_backward(plan: Plan, inputs: Inputs, done: Forwarded) -> tuple[Tensor, Saved]:
     """T_O, and what the engine's backward pass needs, its tensors in one list.
 
     Their order: inputs, routing weights received, units, hooks, regroups."""
@@ -73,7 +73,7 @@ def _backward(
 
 
 def _restored(plan: Plan, rest: _Rest, tensors: Iterator[Any], wanted: Sequence[bool]) -> SavedForBackward:
-    """What `save` laid out in one list."""
+    """What `keep_for_backward` laid out in one list."""
     found = SavedForBackward(
         inputs=rest.inputs.like(list(itertools.islice(tensors, len(rest.inputs.all)))),
         weight_received=next(tensors),

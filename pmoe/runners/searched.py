@@ -30,7 +30,7 @@ REPEATS = 3
 _tables: dict[tuple[str, str], GranularityTable] = {}
 
 
-def table(ranks: Ranks, key: Mapping[str, Any]) -> GranularityTable:
+def granularity_table(ranks: Ranks, key: Mapping[str, Any]) -> GranularityTable:
     """What is known of layers like this one on this group. key: sizes, types and strategy."""
     return _tables.setdefault(_name(ranks, key), GranularityTable())
 
@@ -55,7 +55,7 @@ def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidate
     if isinstance(found, Exception):
         raise found
     assert found is not None
-    table(ranks, key).take(found)  # layers hold the table itself
+    granularity_table(ranks, key).take(found)  # layers hold the table itself
 
 
 def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:

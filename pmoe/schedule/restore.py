@@ -26,8 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Dispatched = Literal["keep", "offload", "communicate"]
-Hidden = Literal["keep", "offload", "recompute"]
+DispatchedFate = Literal["keep", "offload", "communicate"]
+HiddenFate = Literal["keep", "offload", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Restore:
     Raises ValueError for a fate that the tensor does not have.
     """
 
-    dispatched: Dispatched
-    hidden: Hidden
+    dispatched: DispatchedFate
+    hidden: HiddenFate
 
     def __post_init__(self) -> None:
         for name, fate, allowed in (
-            ("dispatched", self.dispatched, get_args(Dispatched)),
-            ("hidden", self.hidden, get_args(Hidden)),
+            ("dispatched", self.dispatched, get_args(DispatchedFate)),
+            ("hidden", self.hidden, get_args(HiddenFate)),
         ):
             if fate not in allowed:
                 raise ValueError(f"{name} ({fate!r}) must be one of {', '.join(allowed)}")
@@ -74,7 +74,7 @@ KEEP = Restore("keep", "keep")
 """No reuse: nothing saved, nothing added."""
 
 ALL_PAIRS: tuple[Restore, ...] = tuple(
-    Restore(dispatched, hidden) for dispatched in get_args(Dispatched) for hidden in get_args(Hidden)
+    Restore(dispatched, hidden) for dispatched in get_args(DispatchedFate) for hidden in get_args(HiddenFate)
 )
 """All nine, in the order of the fates (T_DI, then T_M):
 

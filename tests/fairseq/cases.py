@@ -58,6 +58,15 @@ ACCEPTED = (
 )
 
 
+def some_of(cases: dict[str, str]) -> list[str]:
+    """Each takes half a second of a processor: these run always, the others in ``make test-all``."""
+    return list(cases)[::5]
+
+
+def others_of(cases: dict[str, str]) -> list[str]:
+    return [case for case in cases if case not in some_of(cases)]
+
+
 def refused(case: str, data: Path, folder: Path) -> tuple[str, ...]:
     """The command of a case, which would keep its checkpoints in ``folder``."""
     arguments = [*map(str, (data, *LANGUAGE_MODEL)), "--max-update", "1", "--disable-validation"]

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fairseq.cases import ACCEPTED, EVERY_OPTION, ON_ONE_RANK, ON_TWO_RANKS, refused
+from tests.fairseq.cases import (
+    ACCEPTED,
+    EVERY_OPTION,
+    ON_ONE_RANK,
+    ON_TWO_RANKS,
+    others_of,
+    refused,
+    some_of,
+)
 from tests.fairseq.environment import (
     ADAM,
     LANGUAGE_MODEL,
@@ -57,23 +65,22 @@ Commands = dict[str, Sequence[object]]
 def _commands_of_two(folder: Path) -> Commands:
     text, pairs = folder / "text", folder / "pairs"
     model = ("train", text / "data", *LANGUAGE_MODEL)
-    adam = (*model, *ADAM, "--max-update", 36)
-    resumed = ("--restore-file", folder / "adam" / "checkpoint_1_24.pt", "--save-dir", folder / "resumed")
+    adam = (*model, *ADAM, "--max-update", 24)
+    resumed = ("--restore-file", folder / "adam" / "checkpoint_1_16.pt", "--save-dir", folder / "resumed")
     sgd = (*model, *SGD, "--update-freq", 2, "--max-update", 3, *QUIET)
     translation = ("train", pairs / "data", *TRANSLATION, *TRANSLATION_SGD)
     places = ("--moe-freq", 2, "--moe-decoder-freq", 1)
     made: Commands = {
         "text": write_text(text),
         "pairs": write_pairs(pairs),
-        "adam": (*adam, "--save-interval-updates", 24, "--save-dir", folder / "adam"),
+        "adam": (*adam, "--save-interval-updates", 16, "--save-dir", folder / "adam"),
         "resumed": (*adam, *resumed),
         "sgd": (*sgd, "--save-dir", folder / "sgd"),
         "translation": (*translation, *places, "--save-dir", folder / "translation"),
     }
-    for case in ON_TWO_RANKS:
+    for case in some_of(ON_TWO_RANKS):
         made[case] = refused(case, text / "data", folder / "refused")
-    for i, options in enumerate(ACCEPTED):
-        made[f"accepted {i}"] = (*refused("", text / "data", folder / "refused"), "--no-save", *options)
+    made["accepted 0"] = accepted(0, text / "data", folder / "refused")
     return made
 
 
@@ -100,6 +107,20 @@ def _commands_of_one(folder: Path) -> Commands:
         ),
         "generated": ("generate", pairs, *generated, *beam),
     }
-    for case in ON_ONE_RANK:
+    for case in some_of(ON_ONE_RANK):
         made[case] = refused(case, text, folder / "refused")
     return made
+
+
+def accepted(i: int, data: Path, folder: Path) -> tuple[str, ...]:
+    return (*refused("", data, folder), "--no-save", *ACCEPTED[i])
+
+
+@pytest.fixture
+def others(session: Session, tmp_path: Path) -> Session:
+    """The cases that `session` leaves out."""
+    folder = tmp_path / "refused"
+    of_two: Commands = {case: refused(case, session.text, folder) for case in others_of(ON_TWO_RANKS)}
+    of_two |= {f"accepted {i}": accepted(i, session.text, folder) for i in range(1, len(ACCEPTED))}
+    of_one: Commands = {case: refused(case, session.text, folder) for case in others_of(ON_ONE_RANK)}
+    return Session(tmp_path, run_together(of_two, tmp_path, ranks=2), run_together(of_one, tmp_path, ranks=1))

@@ -56,12 +56,12 @@ def assert_close(one: Path, other: Path, tolerance: float) -> None:
 def test_the_loss_falls_and_the_log_tells_how_evenly_experts_are_loaded(session: Session) -> None:
     output = session.of_two["adam"].output
     losses = logged(output, "loss")
-    assert len(losses) == 36
+    assert len(losses) == 24
     assert sum(losses[-4:]) / 4 < 0.8 * sum(losses[:4]) / 4, losses
     assert all(1 <= load <= 2 for load in logged(output, "moe_load"))  # top-2 of 4: at most 2 x the mean
     assert all(loss > 0.5 for loss in logged(output, "moe_loss"))
     dropped = logged(output, "moe_dropped")
-    assert len(dropped) == 36 and 0 < max(dropped) < 50
+    assert len(dropped) == 24 and 0 < max(dropped) < 50
 
 
 def test_the_checkpoint_holds_the_experts_of_both_ranks(session: Session) -> None:
@@ -75,16 +75,16 @@ def test_the_checkpoint_holds_the_experts_of_both_ranks(session: Session) -> Non
 
 
 def test_resuming_continues_bit_for_bit(session: Session) -> None:
-    assert len(logged(session.of_two["resumed"].output, "loss")) == 12
+    assert len(logged(session.of_two["resumed"].output, "loss")) == 8
     assert_same_bits(session.checkpoint("resumed"), session.checkpoint("adam"))
 
 
 @pytest.mark.slow
 def test_resuming_in_a_process_of_its_own_continues_bit_for_bit(session: Session, tmp_path: Path) -> None:
-    shutil.copy(session.folder / "adam" / "checkpoint_1_24.pt", tmp_path / "checkpoint_last.pt")
-    steps = ("--max-update", 36, "--save-dir", tmp_path)
+    shutil.copy(session.folder / "adam" / "checkpoint_1_16.pt", tmp_path / "checkpoint_last.pt")
+    steps = ("--max-update", 24, "--save-dir", tmp_path)
     output = run("train", session.text, *LANGUAGE_MODEL, *ADAM, *steps, ranks=2)
-    assert len(logged(output, "loss")) == 12
+    assert len(logged(output, "loss")) == 8
     assert_same_bits(tmp_path / "checkpoint_last.pt", session.checkpoint("adam"))
 
 

@@ -41,8 +41,7 @@ from pmoe.engine import run as engine
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.host_pool import HostPool
 from pmoe.engine.lanes import Action
-from pmoe.schedule import Lane, Schedule
-from pmoe.schedule.tasks import Task
+from pmoe.schedule.tasks import Lane, Schedule, Task
 
 # ---- streams that only keep clocks
 

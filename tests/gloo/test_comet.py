@@ -394,15 +394,15 @@ def test_the_heap_follows_from_the_nodes_that_the_ranks_are_on(hosts: str, wante
 
 def worth_job(rank: int, world: int) -> tuple[int, int]:
     taking, layer = Taking(), build(Case(options={"fused": "auto"}), world)
-    xs, worth = inputs(world)[0], comet.worth
+    xs, worth = inputs(world)[0], comet.is_faster
     try:
         with comet.using(taking):
             layer(xs[rank])
             before = len(taking.fused)
-            comet.worth = lambda request: request.max_tokens == 9
+            comet.is_faster = lambda request: request.max_tokens == 9
             layer(xs[rank])
     finally:
-        comet.worth = worth
+        comet.is_faster = worth
     return before, len(taking.fused)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import pmoe
 import pmoe.gates
 import pmoe.layer.orders
-from pmoe.engine.plan import make_plan
+from pmoe.engine.cut import make_plan
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
@@ -37,15 +37,13 @@ from tests.gloo.flexible import (
 )
 from tests.pool import ranks
 from tests.reference import relative_error
-from tests.spread import spread
+from tests.spread import named, spread
 
 MESHES = [(2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1)]
 """world, ep, esp"""
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
-@pytest.mark.parametrize("world, ep, esp", MESHES)
+@pytest.mark.parametrize("world, ep, esp, expert, n", spread(MESHES, ["ffn", "swiglu"], [1, 2, 3], every=3))
 def test_sharded_experts_equal_the_definition(world: int, ep: int, esp: int, expert: str, n: int) -> None:
     for top_k, capacity in ((1, None), (2, 0.6)):
         options = {"pipeline": n, "expert": expert, "capacity_factor": capacity}
@@ -67,7 +65,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(
     "pair, world, ep, esp, n, n_backward",
-    spread(PAIRS, [(2, 1, 2), (4, 2, 2), (4, 1, 4)], [(1, None), (3, None), (2, 4), (4, 2)], every=4),
+    spread(PAIRS, [(2, 1, 2), (4, 2, 2), (4, 1, 4)], [(1, None), (3, None), (2, 4), (4, 2)], every=8),
 )
 def test_sharded_experts_with_memory_reuse_equal_the_definition(
     pair: pmoe.Restore, world: int, ep: int, esp: int, n: int, n_backward: int | None
@@ -80,9 +78,9 @@ def test_sharded_experts_with_memory_reuse_equal_the_definition(
 HIERARCHIES = [("hierarchical_1d", 1), ("hierarchical_1d", 2), ("hierarchical_2d", 1), ("hierarchical_2d", 2)]
 
 
-@pytest.mark.parametrize("send_once", [False, True])
-@pytest.mark.parametrize("name, nodes", HIERARCHIES)
-@pytest.mark.parametrize("bypass_local", [False, True])
+@pytest.mark.parametrize(
+    "name, nodes, send_once, bypass_local", spread(HIERARCHIES, [False, True], [False, True], every=2)
+)
 def test_hierarchical_collectives_equal_the_definition(
     name: str, nodes: int, send_once: bool, bypass_local: bool
 ) -> None:
@@ -97,15 +95,14 @@ def test_dispatch_and_combine_may_differ(combine: str) -> None:
     check(4, Case(4, 2, options=options))
 
 
-@pytest.mark.parametrize("world, top_k, n", spread([1, 2, 4], [1, 2, 4, 8], [1, 2, 3], every=2))
+@pytest.mark.parametrize("world, top_k, n", spread([1, 2, 4], [1, 2, 4, 8], [1, 2, 3], every=4))
 def test_rows_that_travel_once_equal_the_definition(world: int, top_k: int, n: int) -> None:
     for capacity, load in ((None, "mixed"), (0.6, "mixed"), (None, "one expert")):
         options = {"send_once": True, "pipeline": n, "capacity_factor": capacity}
         check(world, Case(8, top_k, load=load, options=options))
 
 
-@pytest.mark.parametrize("world, ep, esp", [(2, 1, 2), (4, 2, 2)])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("pair, world, ep, esp", spread(PAIRS, [(2, 1, 2), (4, 2, 2)], every=2), ids=named)
 def test_rows_that_travel_once_with_memory_reuse_and_shards(
     pair: pmoe.Restore, world: int, ep: int, esp: int
 ) -> None:
@@ -114,9 +111,9 @@ def test_rows_that_travel_once_with_memory_reuse_and_shards(
     check(world, Case(4, 3, ep, esp, options=options))
 
 
-@pytest.mark.parametrize("shared", [5, "module"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+@pytest.mark.parametrize(
+    "world, shared, expert", spread([1, 2, 4], [5, "module"], ["ffn", "swiglu"], every=3)
+)
 def test_shared_experts_equal_the_definition(world: int, shared: int | str, expert: str) -> None:
     for reuse in (False, "S1", "S4"):
         options = {"pipeline": 2, "memory_reuse": reuse, "expert": expert}
@@ -125,9 +122,11 @@ def test_shared_experts_equal_the_definition(world: int, shared: int | str, expe
             check(world, Case(4, 2, 2, 2, shared=shared, options=options))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("reuse", [False, "S4", pmoe.Restore("offload", "keep")], ids=str)
-@pytest.mark.parametrize("shared", [None, 5])
+@pytest.mark.parametrize(
+    "world, reuse, shared",
+    spread([1, 2, 4], [False, "S4", pmoe.Restore("offload", "keep")], [None, 5], every=2),
+    ids=named,
+)
 def test_callbacks_equal_the_definition(world: int, reuse: Any, shared: int | None) -> None:
     for n in (1, 3):
         options = {"pipeline": n, "memory_reuse": reuse, "callbacks": (Doubling(),)}
@@ -141,7 +140,7 @@ def test_callbacks_equal_the_definition(world: int, reuse: Any, shared: int | No
         [(2, 1, 2), (4, 2, 2), (4, 1, 4)],
         [1, 2, 3],
         [False, True],
-        every=3,
+        every=7,
     ),
 )
 def test_callbacks_of_sharded_experts_equal_the_definition(
@@ -186,8 +185,10 @@ def sine_job(
     return tuple(found)
 
 
-@pytest.mark.parametrize("reuse", [False, "S4"])
-@pytest.mark.parametrize("point", ["before_dispatch", "after_dispatch", "before_combine", "after_combine"])
+POINTS = ["before_dispatch", "after_dispatch", "before_combine", "after_combine"]
+
+
+@pytest.mark.parametrize("point, reuse", spread(POINTS, [False, "S4"], every=2))
 def test_one_hook_alone_is_the_same_for_sharded_experts(point: str, reuse: Any) -> None:
     for y, dx, y_flat, dx_flat in ranks(4).run(sine_job, point, 2, reuse):
         assert relative_error(y, y_flat) < 1e-12
@@ -291,7 +292,7 @@ def kept_in_order(expert_TK: Tensor, factor: float, num_experts: int) -> Tensor:
 OPTIONS = [{"pipeline": 1}, {"pipeline": 3, "memory_reuse": "S4"}, {"pipeline": 2, "send_once": True}]
 
 
-@pytest.mark.parametrize("world, gate, options", spread([1, 2, 4], GATES, OPTIONS, every=3))
+@pytest.mark.parametrize("world, gate, options", spread([1, 2, 4], GATES, OPTIONS, every=5))
 def test_every_gate_runs_in_every_layer(world: int, gate: str, options: dict[str, Any]) -> None:
     for found in ranks(world).run(gated_job, gate, options):
         for name, difference in found.items():
@@ -332,8 +333,15 @@ def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tup
         return run(rank, world, case), seen
 
 
-@pytest.mark.parametrize("reuse", [False, pmoe.Restore("keep", "keep"), "S4"], ids=str)
-@pytest.mark.parametrize("world, ep, esp", [(2, None, None), (2, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    "reuse, world, ep, esp",
+    spread(
+        [False, pmoe.Restore("keep", "keep"), "S4"],
+        [(2, None, None), (2, 1, 2), (4, 2, 2)],
+        every=2,
+    ),
+    ids=named,
+)
 def test_solved_degrees_follow_the_costs_and_change_no_result(
     world: int, ep: int | None, esp: int | None, reuse: Any
 ) -> None:

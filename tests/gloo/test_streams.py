@@ -23,8 +23,8 @@ from pmoe import MoELayer, Restore
 from pmoe.engine import lanes, passes
 from pmoe.engine.arena import pool
 from pmoe.engine.cuda_lanes import CudaLanes
-from pmoe.schedule import Lane, Schedule
 from pmoe.schedule.restore import ALL_PAIRS
+from pmoe.schedule.tasks import Lane, Schedule
 from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Report, Stream, watching
 from tests.planted import rings_reused_early
 from tests.pool import ranks
@@ -270,7 +270,7 @@ FLEXIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=4)
+    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=9)
 )
 def test_flexible_layers_never_race_and_no_buffer_is_freed_early(
     world: int, options: dict[str, Any], reuse: Any, n: int
@@ -289,7 +289,7 @@ def test_a_planted_race_of_the_lane_inside_the_node_is_found(mistake: str) -> No
 
 @pytest.mark.parametrize(
     "pair, world, n, pipeline_backward, expert, bypass_local",
-    spread(ALL_PAIRS, [1, 2], ROTATING, every=2),
+    spread(ALL_PAIRS, [1, 2], ROTATING, every=5),
     ids=named,
 )
 def test_rings_and_copies_never_race_and_no_buffer_is_freed_early(
@@ -321,7 +321,7 @@ def test_what_does_not_fit_on_the_host_is_made_again_without_a_race(world: int, 
 
 
 @pytest.mark.parametrize(
-    "world, pair, bypass_local", spread([1, 2], ["S1", "S2", "S3", "S4"], [True, False], every=2)
+    "world, pair, bypass_local", spread([1, 2], ["S1", "S2", "S3", "S4"], [True, False], every=3)
 )
 def test_layers_on_two_streams_share_lanes_and_host_memory_without_a_race(
     world: int, pair: str, bypass_local: bool

@@ -21,8 +21,7 @@ from pmoe.engine.arena import DevicePool
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.lanes import Action
 from pmoe.runners import one_rank as alone
-from pmoe.schedule import Lane
-from pmoe.schedule.tasks import Task
+from pmoe.schedule.tasks import Lane, Task
 from tests.reference import ACTIVATIONS
 from tests.switched import switched_layer
 

@@ -19,7 +19,8 @@ from pmoe.engine import run as engine
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.recording import recording
 from pmoe.layer.switches import Switches
-from pmoe.schedule import Lane, Schedule, Stages, backward_schedule, forward_schedule
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Lane, Schedule, Stages
 from tests.gpu.support import (
     AUX,
     DEVICE,
@@ -94,13 +95,13 @@ def test_values_hold_where_local_and_travelling_rows_meet(monkeypatch: pytest.Mo
 
 def without_waits(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> None:
     """The tasks of ``lane`` no longer wait for those of others."""
-    run = engine.run
+    run = engine.run_schedule
 
     def careless(schedule: Schedule, *args: Any) -> None:
         tasks = tuple(replace(t, waits=()) if t.lane is lane else t for t in schedule.tasks)
         run(replace(schedule, tasks=tasks), *args)
 
-    monkeypatch.setattr(engine, "run", careless)
+    monkeypatch.setattr(engine, "run_schedule", careless)
 
 
 def nan_until_received(compute: torch.cuda.Stream, out: Tensor) -> None:

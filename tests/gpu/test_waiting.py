@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pmoe.schedule import Lane
+from pmoe.schedule.tasks import Lane
 from tests.gpu.support import (
     LAYERS,
     LONG,

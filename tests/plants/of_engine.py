@@ -6,9 +6,10 @@ from tests.plants.plant import Plant
 
 PASSES = "pmoe/engine/passes.py"
 BACKWARD = "pmoe/engine/backward_pass.py"
-FORWARD = "pmoe/engine/forward_pass.py"
 LANES = "pmoe/engine/lanes.py"
-PLAN = "pmoe/engine/plan.py"
+CUDA_LANES = "pmoe/engine/cuda_lanes.py"
+OFFLOADED = "pmoe/engine/offloaded.py"
+CUT = "pmoe/engine/cut.py"
 STREAMS = "tests/gloo/test_streams.py"
 SPECIFICATION = "tests/gloo/test_specification.py"
 
@@ -17,14 +18,14 @@ ENGINE = (
         name="cpu-wait-dropped",
         breaks="on the CPU a task starts before what it waits for has ended",
         file=LANES,
-        old="        for name in task.waits:\n            self._wait(name)\n",
-        new="",
+        old="            if name in self._works:\n                self._wait(name)\n",
+        new="            pass\n",
         tests=SPECIFICATION,
     ),
     Plant(
         name="stream-wait-skipped",
         breaks="a stream does not wait for events of other lanes",
-        file=LANES,
+        file=CUDA_LANES,
         old="                stream.wait_event(self._events[name][1])\n",
         new="                pass\n",
         tests=f"{STREAMS} -k test_streams_never_race",
@@ -32,7 +33,7 @@ ENGINE = (
     Plant(
         name="stream-wait-of-own-lane",
         breaks="events of the own lane are awaited instead of those of others",
-        file=LANES,
+        file=CUDA_LANES,
         old="self._events[name][0] is not task.lane:",
         new="self._events[name][0] is task.lane:",
         tests=f"{STREAMS} -k test_streams_never_race",
@@ -40,7 +41,7 @@ ENGINE = (
     Plant(
         name="finish-the-wrong-way-round",
         breaks="other lanes wait for computing at the end, and computing for none of them",
-        file=LANES,
+        file=CUDA_LANES,
         old="                self._stream[Lane.COMPUTE].wait_stream(stream)\n",
         new="                stream.wait_stream(self._stream[Lane.COMPUTE])\n",
         tests=f"{STREAMS} -k test_streams_never_race",
@@ -48,7 +49,7 @@ ENGINE = (
     Plant(
         name="host-memory-while-it-is-read",
         breaks="copies out overwrite host memory that another stream's pass still reads",
-        file=LANES,
+        file=CUDA_LANES,
         old="            self._stream[Lane.COPY_OUT].wait_stream(copies_in)\n",
         new="            pass\n",
         tests=f"{STREAMS} -k two_streams or on_two_streams",
@@ -89,16 +90,16 @@ ENGINE = (
         name="dropped-slots-read-another-row",
         breaks="a dropped slot adds the last row that came home to its token",
         file=PASSES,
-        old="            row = row.clamp(max=home.shape[0] - 1)\n",
-        new="            row = row.clamp(max=home.shape[0] - 2)\n",
+        old="            row_SK = row_SK.clamp(max=home.shape[0] - 1)\n",
+        new="            row_SK = row_SK.clamp(max=home.shape[0] - 2)\n",
         tests="tests/unit/test_layer.py",
     ),
     Plant(
         name="regroup-reversed",
         breaks="results leave in the inverse of the order in which rows came",
         file=PASSES,
-        old="                leaving.index_copy_(0, regroup, rows_NM)\n",
-        new="                torch.index_select(rows_NM, 0, regroup, out=leaving)\n",
+        old="        leaving_NM.index_copy_(0, regroup, rows_NM)\n",
+        new="        torch.index_select(rows_NM, 0, regroup, out=leaving_NM)\n",
         tests=SPECIFICATION,
     ),
     Plant(
@@ -113,22 +114,22 @@ ENGINE = (
         name="relayed-counts-of-dispatch",
         breaks="combine takes dispatch's counts of rows that pass through",
         file=PASSES,
-        old="            leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[1]\n",
-        new="            leaving, chunk.recv_rows, home, chunk.send_rows, chunk.relayed[0]\n",
+        old="            leaving, chunk.recv_rows, self.comes_home(i), chunk.send_rows, chunk.relayed[1]\n",
+        new="            leaving, chunk.recv_rows, self.comes_home(i), chunk.send_rows, chunk.relayed[0]\n",
         tests="tests/gloo/test_flexible.py -k hierarchical",
     ),
     Plant(
         name="hidden-made-again-of-modules-that-changed-it",
         breaks="T_M that does not fit on the host is recomputed from an input that was spoilt",
-        file=FORWARD,
-        old="if recipe is None or not (self.plan.rearranged or rows_NM._version != version):",
+        file=OFFLOADED,
+        old="if kept.recipe is None or not (self.plan.rearranged or changed):",
         new="if True:",
         tests="tests/unit/test_reuse_host.py",
     ),
     Plant(
         name="host-bytes-counted-for-ever",
         breaks="what T_DI has been given is still kept free for it",
-        file=FORWARD,
+        file=OFFLOADED,
         old="            self.host_bytes_due -= aligned(rows_NM.nbytes)\n",
         new="",
         tests="tests/unit/test_reuse_host.py",
@@ -137,8 +138,8 @@ ENGINE = (
         name="weights-of-forwards-chunks",
         breaks="backward takes routing weights in forward's order where its chunks differ",
         file=BACKWARD,
-        old="            if plan.weight_map is not None:\n",
-        new="            if plan.weight_map is not None and False:\n",
+        old="            if plan.joined is not None:\n",
+        new="            if plan.joined is not None and False:\n",
         tests=f"{SPECIFICATION} -k other_chunks",
     ),
     Plant(
@@ -152,7 +153,7 @@ ENGINE = (
     Plant(
         name="hook-gradients-of-the-last-chunk",
         breaks="gradients of callbacks' parameters are those of one chunk",
-        file=BACKWARD,
+        file="pmoe/engine/hooked.py",
         old="                self.grad_hooks[j] = found if total is None else total + found\n",
         new="                self.grad_hooks[j] = found\n",
         tests="tests/unit/test_callbacks.py",
@@ -160,7 +161,7 @@ ENGINE = (
     Plant(
         name="rows-of-other-chunks",
         breaks="backward takes rows of the wrong chunk of forward",
-        file=PLAN,
+        file="pmoe/engine/rearranged.py",
         old="                of = runs.setdefault(at // forward_width, [])\n",
         new="                of = runs.setdefault(at // backward_width, [])\n",
         tests="tests/unit/test_reuse.py",
@@ -168,15 +169,15 @@ ENGINE = (
     Plant(
         name="forward-index-reversed",
         breaks="weights are looked up by the inverse of the index",
-        file=PLAN,
-        old="    return rows.argsort(stable=True)\n\n\ndef _weight_journey(",
-        new="    return rows.argsort(stable=True).argsort()\n\n\ndef _weight_journey(",
+        file="pmoe/engine/rearranged.py",
+        old="    return rows.argsort(stable=True)\n",
+        new="    return rows.argsort(stable=True).argsort()\n",
         tests=f"{SPECIFICATION} -k other_chunks",
     ),
     Plant(
         name="bypass-of-rank-0",
         breaks="every rank takes rank 0's rows for those that stay",
-        file=PLAN,
+        file=CUT,
         old="    counts_nWE[:, rank] = 0\n",
         new="    counts_nWE[:, 0] = 0\n",
         tests=SPECIFICATION,
@@ -184,15 +185,15 @@ ENGINE = (
     Plant(
         name="regroup-of-two-sources",
         breaks="rows of two sources are taken to be in expert order",
-        file=PLAN,
-        old="    if sum(rows > 0 for rows in rows_by_source) <= 1:\n",
-        new="    if sum(rows > 0 for rows in rows_by_source) <= 2:\n",
+        file=CUT,
+        old="    return sum(rows > 0 for rows in rows_by_source) > 1\n",
+        new="    return sum(rows > 0 for rows in rows_by_source) > 2\n",
         tests=SPECIFICATION,
     ),
     Plant(
         name="pieces-joined-at-the-end",
         breaks="the first piece has one chunk and the last all others",
-        file=PLAN,
+        file=CUT,
         old="    return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])\n",
         new="    return torch.cat([counts_nE[: m - 1], counts_nE[m - 1 :].sum(0, keepdim=True)])\n",
         tests=SPECIFICATION,

@@ -37,8 +37,8 @@ GATES = (
         name="chunks-of-other-tokens",
         breaks="rows are counted in other chunks than tokens are cut into",
         file=SORTED,
-        old="    chunk = ((token + 1) * n - 1) // max(tokens.count, 1)\n",
-        new="    chunk = token * n // max(tokens.count, 1)\n",
+        old="torch.arange(n - 1, n * num_tokens + n - 1, n, device",
+        new="torch.arange(0, n * num_tokens, n, device",
         tests="tests/unit/test_ordering.py",
     ),
     Plant(

@@ -67,8 +67,8 @@ RANKS = (
         name="own-rows-counted-as-sent",
         breaks="bytes of rows that stay count as traffic",
         file="pmoe/comm/flat.py",
-        old="        sent = (rows.shape[0] - send_rows[self.ranks.rank]) * ",
-        new="        sent = rows.shape[0] * ",
+        old="self.traffic.add(rows, rows.shape[0] - send_rows[self.ranks.rank])",
+        new="self.traffic.add(rows, rows.shape[0])",
         tests="tests/gloo/test_behaviour.py -k exactly_the_rows",
     ),
     Plant(

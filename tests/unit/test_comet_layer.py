@@ -388,17 +388,17 @@ def test_worth_is_what_was_measured_of_such_a_layer(monkeypatch: pytest.MonkeyPa
     times = LayerSeconds(fused_forward=2.0, fused_step=3.0, chunked_forward=1.0, chunked_step=4.0)
     for found, in_training, in_inference in ((None, False, False), (times, True, False)):
         monkeypatch.setattr(comet, "agreed_layer", lambda *_, found=found: found)
-        assert comet.worth(request) is in_training
-        assert comet.worth(replace(request, needs_grad=False)) is in_inference
+        assert comet.is_faster(request) is in_training
+        assert comet.is_faster(replace(request, needs_grad=False)) is in_inference
     assert asked[0] == {
         "d_model": 64, "d_hidden": 128, "num_experts": 4, "tokens": 100, "top_k": 2, "num_ranks": 1,
         "gated": True, "dtype": torch.bfloat16,
     }  # fmt: skip
-    assert not comet.worth(replace(request, device=torch.device("cpu")))
+    assert not comet.is_faster(replace(request, device=torch.device("cpu")))
 
 
 def test_auto_takes_what_was_measured_and_never_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comet, "worth", lambda request: True)
+    monkeypatch.setattr(comet, "is_faster", lambda request: True)
     with fused() as calls:
         assert not told(make(fused="auto")) and not calls
 

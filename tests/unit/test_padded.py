@@ -366,7 +366,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
     @contextlib.contextmanager
     def captured(gate: nn.Module | None = None) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "is_capturing", lambda _: True)
+            patch.setattr(layers, "is_captured", lambda _: True)
             if gate is not None:
                 patch.setattr(gate, "forward", lambda *_: pytest.fail("the gate was run"))
             yield

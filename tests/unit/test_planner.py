@@ -11,7 +11,8 @@ from pmoe.planner import timeline
 from pmoe.planner.degree import adaptive_degree, check_pipeline, fixed_degree
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace, draw
-from pmoe.schedule import Kind, Lane, Stages, backward_schedule, forward_schedule, sequential
+from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.tasks import Kind, Lane, Stages, sequential
 
 
 @dataclass(frozen=True)

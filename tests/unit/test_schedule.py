@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import (
     Kind,
     Lane,
     Schedule,
     Stages,
     Task,
-    backward_schedule,
-    forward_schedule,
     link,
     make_task,
     sequential,

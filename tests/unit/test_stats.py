@@ -15,7 +15,8 @@ from pmoe.engine import run as engine
 from pmoe.engine.recording import Span
 from pmoe.integrations.statistics import finders, imbalance
 from pmoe.planner.exposed import overlap
-from pmoe.schedule import Kind, Lane, Stages, forward_schedule
+from pmoe.schedule.straight import forward_schedule
+from pmoe.schedule.tasks import Kind, Lane, Stages
 
 
 class Fixed(nn.Module):
@@ -239,7 +240,7 @@ def test_the_engine_s_waiting_is_seen_in_what_it_records(
     actions[Kind.LOCAL] = lambda chunk: time.sleep(computes)
     owner = object()
     with pmoe.recording() as journal:
-        engine.run(schedule, actions, torch.empty(0), pmoe.MoELayer(2, 2, 2).ranks, of=owner)
+        engine.run_schedule(schedule, actions, torch.empty(0), pmoe.MoELayer(2, 2, 2).ranks, of=owner)
     assert journal.last(object(), "forward") is None
     spans = journal.last(owner, "forward")
     assert spans is not None and sorted(s.name for s in spans) == sorted(t.name for t in schedule.tasks)

@@ -33,7 +33,7 @@ FOLLOWS = {
 
 
 @dataclass(frozen=True)
-class Option:
+class CommandOption:
     """One option: its name without ``moe_``, its default and its help, as the command line has them."""
 
     name: str
@@ -46,16 +46,18 @@ class Option:
 
 
 PLACES = (
-    Option("freq", "2", "every how many layers there are experts: layer i has them if (i + 1) % freq == 0"),
-    Option("encoder_freq", "none", "the encoder's, where it is another; 0: no experts there"),
-    Option("decoder_freq", "none", "the decoder's, where it is another; 0: no experts there"),
-    Option(
+    CommandOption(
+        "freq", "2", "every how many layers there are experts: layer i has them if (i + 1) % freq == 0"
+    ),
+    CommandOption("encoder_freq", "none", "the encoder's, where it is another; 0: no experts there"),
+    CommandOption("decoder_freq", "none", "the decoder's, where it is another; 0: no experts there"),
+    CommandOption(
         "expert_parallel",
         "true",
         "experts are spread over ranks; false: each process holds them all (what checkpoints say: for "
         "generate and eval-lm)",
     ),
-    Option(
+    CommandOption(
         "expert_parallel_size",
         "none",
         "N: experts are spread over groups of N consecutive ranks, each with a copy of them all; none: over "
@@ -65,12 +67,12 @@ PLACES = (
 """What MoELayer has no argument for."""
 
 
-def layer_options() -> tuple[Option, ...]:
+def layer_options() -> tuple[CommandOption, ...]:
     """One for each argument of MoELayer but `NOT_OPTIONS`; defaults are the layer's own."""
     described = _descriptions(inspect.getdoc(MoELayer) or "")
     parameters = inspect.signature(MoELayer).parameters
     return tuple(
-        Option(
+        CommandOption(
             name,
             "none" if name in FOLLOWS else as_text(parameter.default),
             described.get(name, "") + (f" Where none: {FOLLOWS[name]}." if name in FOLLOWS else ""),
@@ -88,7 +90,7 @@ def layer_arguments(config: Any) -> dict[str, Any]:
     return {option.name: value_of(config, option) for option in layer_options()}
 
 
-def value_of(config: Any, option: Option) -> Any:
+def value_of(config: Any, option: CommandOption) -> Any:
     """What the configuration says for an option; its default where it says nothing (older checkpoints)."""
     text = getattr(config, f"moe_{option.name}", None)
     try:

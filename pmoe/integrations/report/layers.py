@@ -37,10 +37,10 @@ MOST_STRETCHES = 8
 
 grid = functools.partial(part, "grid")
 
-# ---- load
+# ---- expert load
 
 
-def load(history: History) -> list[str]:
+def load_charts(history: History) -> list[str]:
     if not history.by_layer:
         return []
     charts = [

@@ -20,7 +20,14 @@ from pmoe.integrations.report.charts import (
     line_chart,
 )
 from pmoe.integrations.report.history import COMMUNICATION, History, history_of
-from pmoe.integrations.report.layers import choices, communication, grid, load, memory, with_rest_folded
+from pmoe.integrations.report.layers import (
+    choices,
+    communication,
+    grid,
+    load_charts,
+    memory,
+    with_rest_folded,
+)
 from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, TIME, Run
 from pmoe.planner.drawing import SERIES, page, part
 
@@ -37,7 +44,7 @@ def run_page(run: Run) -> str:
     history = history_of(run)
     sections = {
         "Loss": _losses(history),
-        "Load of the experts": load(history),
+        "Load of the experts": load_charts(history),
         "Chosen n and restore pair": choices(history),
         "Communication": communication(history),
         "Memory": memory(history),

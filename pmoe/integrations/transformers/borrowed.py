@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import WHOLE, Experts, Hidden, Runs, Space, row_dot
+from pmoe.experts.base import WHOLE, Allocate, Experts, Hidden, Runs, row_dot
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts, split_parameters
@@ -220,7 +220,7 @@ class NormedExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
@@ -263,7 +263,7 @@ class NormedExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
         hidden_NG, plain_NM = hidden.tensors

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from pmoe.integrations.transformers.layout import check
-from pmoe.integrations.transformers.run import run
+from pmoe.integrations.transformers.run import run_module
 
 
 class PipelinedEP(EPImplementation):
@@ -28,12 +28,12 @@ class PipelinedEP(EPImplementation):
         """(T, M) of this rank's tokens (T, M), by their routing (T, K) to experts of the whole group."""
         group = self.ep_mesh.get_group()
         if self.tp_mesh.size() == 1:
-            return run(self.module, hidden_states, top_k_index, top_k_weights, group)
+            return run_module(self.module, hidden_states, top_k_index, top_k_weights, group)
         # Ranks that hold one batch send disjoint parts of it, or its tokens would be computed once for each.
         rows, index, weights = (
             _part(each, self.tp_mesh) for each in (hidden_states, top_k_index, top_k_weights)
         )
-        y = run(self.module, rows, index, weights, group)
+        y = run_module(self.module, rows, index, weights, group)
         return _whole(y, self.tp_mesh, hidden_states.shape)
 
 

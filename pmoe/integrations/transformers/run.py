@@ -18,7 +18,7 @@ from pmoe.integrations.transformers.layout import borrow
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def run(
+def run_module(
     module: nn.Module,
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -77,4 +77,4 @@ def experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The entry in the registry of experts implementations: all experts of the module are this rank's."""
-    return run(module, hidden_states, top_k_index, top_k_weights)
+    return run_module(module, hidden_states, top_k_index, top_k_weights)

@@ -66,7 +66,7 @@ def launch_route_backward(
     z_loss_weight: float = 0.0,
     **given: Tensor | None,
 ) -> None:
-    """Writes out_TE (T, E) float32, the gradient of the logits; arguments as in `route_backward`."""
+    """Writes out_TE (T, E) float32, the logits' gradient; see `route_backward`. given: `RouteGradients`."""
     grad_weight_TK, grad_l_aux, partial_PN, position_TK = RouteGradients(**given)
     problem, _ = _problem(logits_TE, weight_TK.shape[1], counts_nE.shape[0], normalize, z_loss_weight)
     saved = (logits_TE, expert_TK, weight_TK, counts_nE, grad_weight_TK, partial_PN, position_TK)

@@ -73,7 +73,7 @@ def route_backward(
     z_loss_weight: float = 0.0,
     **given: Tensor | None,
 ) -> Tensor:
-    """The gradient of the logits (T, E), by the formulas of the kernel. given: of `RouteGradients`."""
+    """The logits' gradient (T, E), by the formulas that the kernel computes. given: `RouteGradients`."""
     grad_weight_TK, grad_l_aux, partial_PN, position_TK = RouteGradients(**given)
     num_tokens, num_experts = logits_TE.shape
     p_TE = logits_TE.softmax(-1)

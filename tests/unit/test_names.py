@@ -1,0 +1,95 @@
+"""A name means one thing: no two types of pmoe share one, and functions only in the same role."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "pmoe").rglob("*.py"))
+
+SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
+    "a subcommand's part of the command line": (
+        {"add_arguments", "run_command"},
+        {f"pmoe/cli/{name}.py" for name in ("kernels", "memory", "plan", "profile", "profile_kernels")}
+        | {"pmoe/cli/report.py", "pmoe/cli/simulate.py"},
+    ),
+    "what a command line begins with": (
+        {"main"},
+        {"pmoe/cli/__init__.py", "pmoe/integrations/fairseq/__main__.py"},
+    ),
+    "where a call's row counts come from; decision.py asks one of the others": (
+        {"decide"},
+        {f"pmoe/layer/{name}.py" for name in ("decision", "exact_counts", "one_rank_counts", "padded_counts")}
+        | {"pmoe/layer/fused.py"},
+    ),
+    "n of both passes": ({"degrees"}, {"pmoe/layer/searched.py", "pmoe/layer/solved.py"}),
+    "whose kernels a device runs, and why they do not take some rows": (
+        {"path", "refusal"},
+        {f"pmoe/kernels/{name}/launch.py" for name in ("grouped_gemm", "permute", "route")}
+        | {"pmoe/kernels/comet/availability.py", "pmoe/runners/fused_steps.py"},
+    ),
+    "grouped products and their plain definition": (
+        {"product", "hidden_gradient", "weight_gradient"},
+        {"pmoe/kernels/grouped_gemm/products.py", "pmoe/kernels/grouped_gemm/reference.py"},
+    ),
+    "a permutation and its plain definition": (
+        {"permute", "unpermute"},
+        {"pmoe/kernels/permute/operators.py", "pmoe/kernels/permute/reference.py"},
+    ),
+    "a routing and its plain definition": (
+        {"route", "route_backward"},
+        {"pmoe/kernels/route/operators.py", "pmoe/kernels/route/reference.py"},
+    ),
+}
+"""By role, public functions that may share a name, and the files that may hold them."""
+
+
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Classes, wherever they are, and the file's names for types."""
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper():
+                yield name
+
+
+def functions_of(tree: ast.Module) -> Iterator[str]:
+    """Public functions at the top of the file."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield node.name
+
+
+def shared(kind: object) -> dict[str, set[str]]:
+    """By name, the files of all that share it."""
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for name in types_of(tree) if kind is ast.ClassDef else functions_of(tree):
+            files[name].append(str(path.relative_to(ROOT)))
+    return {name: set(where) for name, where in files.items() if len(where) > 1}
+
+
+def test_no_two_types_share_a_name() -> None:
+    assert len(FILES) > 20
+    assert not shared(ast.ClassDef)
+
+
+def test_functions_share_a_name_only_where_they_have_the_same_role() -> None:
+    found = shared(ast.FunctionDef)
+    listed = {name: files for names, files in SAME_ROLE.values() for name in names}
+    assert not {name: where for name, where in found.items() if not where <= listed.get(name, set())}
+    assert set(listed) == set(found), "a name that is no longer shared leaves the list"
+
+
+def test_the_reader_of_names_sees_classes_within_functions_and_names_of_types() -> None:
+    tree = ast.parse(
+        "Pair = tuple[int, int]\nMOST = 3\nclass A:\n    pass\n"
+        "def f():\n    class B:\n        def g(self): ...\ndef _h(): ...\n"
+    )
+    assert sorted(types_of(tree)) == ["A", "B", "Pair"]
+    assert list(functions_of(tree)) == ["f"]

@@ -20,8 +20,8 @@ class Allocated:
             at[0] = time.time_ns()
             time.sleep(1e-3)
 
-        # What earlier tests left in reference cycles would be seen to be freed in the middle of this one. What is
-        # alive now is not looked at again the next time: that would take longer than the function.
+        # What earlier tests left in reference cycles would be seen to be freed in the middle of this one.
+        # What is alive now is not looked at again the next time: that would take longer than the function.
         gc.collect()
         gc.freeze()
         gc.disable()

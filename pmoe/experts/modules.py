@@ -16,7 +16,6 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +121,13 @@ class ModuleExperts(Experts):
         return same_on_device and torch.equal(recipe.random, now.random)
 
     def recompute(
-        self, rows_NM: Tensor, groups: RowGroups, parameters: Any, recipe: Recipe | None, **unused: Any
+        self,
+        rows_NM: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        recipe: Recipe | None,
+        *,
+        space: Allocate | None = None,
     ) -> Hidden:
         graphs, tensors = list[Graph](), list[Tensor]()
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
@@ -149,7 +154,9 @@ class ModuleExperts(Experts):
                         buffer.copy_(value)
                 buffers[name] = buffer
 
-    def join(self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, **unused: Any) -> Hidden:
+    def join(
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
+    ) -> Hidden:
         """Backward's chunk holds whole chunks of forward: a graph cannot be split."""
         graphs, tensors = list[Graph](), list[Tensor]()
         for part, runs in parts:

@@ -29,6 +29,7 @@ from tests.kit import AUX, D_HIDDEN, D_MODEL, assert_same, tokens
 from tests.own_experts import mlp
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
+from tests.spread import named, spread
 
 # ---- initial values
 
@@ -79,9 +80,16 @@ def frozen_job(
     return backward(layer, x, dy)
 
 
-@pytest.mark.parametrize("frozen", ["x", "gate", "experts", "everything"])
-@pytest.mark.parametrize("options", [{}, {"expert": mlp}, {"pipeline": 1, "bypass_local": False}])
-@pytest.mark.parametrize("world, who", [(2, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "world, who, options, frozen",
+    spread(
+        [(2, 1), (4, 2), (4, 1)],
+        [{}, {"expert": mlp}, {"pipeline": 1, "bypass_local": False}],
+        ["x", "gate", "experts", "everything"],
+        every=3,
+    ),
+    ids=named,
+)
 def test_what_one_rank_freezes_neither_stops_the_others_nor_changes_their_gradients(
     world: int, who: int, options: dict[str, Any], frozen: str
 ) -> None:
@@ -132,8 +140,11 @@ def orders_job(rank: int, world: int, order: tuple[int, ...], options: dict[str,
     return [{**each, "expected": want} for each, want in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-@pytest.mark.parametrize("options", [{}, {"expert": mlp}])
+@pytest.mark.parametrize(
+    "order, options",
+    spread([((0, 1, 2),), ((2, 1, 0),), ((1, 2, 0),)], [{}, {"expert": mlp}], every=2),
+    ids=named,
+)
 def test_several_forwards_may_run_backward_in_any_order(order: tuple[int, ...], options: dict) -> None:
     for world in (2, 4):
         for by_call in ranks(world).run(orders_job, order, options):
@@ -161,8 +172,7 @@ def chained_job(rank: int, world: int, expert: object) -> list[dict[str, Tensor]
     return [found, *({name: p.grad for name, p in layer.named_parameters()} for layer in layers)]
 
 
-@pytest.mark.parametrize("expert", ["ffn", mlp])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", mlp], every=2))
 def test_layers_chained_and_used_twice_in_one_graph_run_backward_in_step(world: int, expert: object) -> None:
     # One rank after another on one layer: the experts' gradients add up, the gate's is each rank's own.
     layers = [build(expert=expert), build(expert=expert, pipeline=3)]
@@ -250,10 +260,10 @@ def traffic_job(rank: int, world: int, options: dict[str, Any]) -> list[dict[str
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("top_k, n", [(1, 1), (2, 3)])
-@pytest.mark.parametrize("bypass_local", [True, False])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "world, bypass_local, top_k, n, dtype",
+    spread([2, 4], [True, False], [(1, 1), (2, 3)], [torch.float64, torch.float32, torch.bfloat16], every=2),
+)
 def test_exactly_the_rows_of_other_ranks_experts_travel(
     world: int, bypass_local: bool, top_k: int, n: int, dtype: torch.dtype
 ) -> None:
@@ -296,10 +306,15 @@ def collectives_job(
     return [forward, back]
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize("load", ["uneven", "one", "none"])
 @pytest.mark.parametrize(
-    "world, options", [(2, {}), (4, {}), (2, {"expert": mlp}), (2, {"sequential": True})]
+    "world, options, load, n",
+    spread(
+        [(2, {}), (4, {}), (2, {"expert": mlp}), (2, {"sequential": True})],
+        ["uneven", "one", "none"],
+        [1, 2, 5],
+        every=3,
+    ),
+    ids=named,
 )
 def test_every_rank_issues_the_same_collectives_whatever_its_tokens(
     world: int, options: dict[str, Any], load: str, n: int
@@ -369,9 +384,11 @@ def checkpoint_job(rank: int, world: int, use_reentrant: bool, options: dict[str
     return runs
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("options", [{}, {"expert": mlp}, {"expert": mlp, "pipeline": 1, "top_k": 1}])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "world, options, use_reentrant",
+    spread([2, 4], [{}, {"expert": mlp}, {"expert": mlp, "pipeline": 1, "top_k": 1}], [True, False], every=2),
+    ids=named,
+)
 def test_a_checkpoint_around_the_layer_runs_every_ranks_forward_once_more(
     world: int, options: dict[str, Any], use_reentrant: bool
 ) -> None:
@@ -410,8 +427,11 @@ def narrow_job(rank: int, world: int, autocast: bool, options: dict[str, Any]) -
     return backward(layer, x.requires_grad_(), dy, run)
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("options", [{}, {"expert": "swiglu"}, {"expert": mlp}, {"pipeline": 3}])
+@pytest.mark.parametrize(
+    "options, autocast",
+    spread([{}, {"expert": "swiglu"}, {"expert": mlp}, {"pipeline": 3}], [True, False], every=2),
+    ids=named,
+)
 def test_narrow_types_err_on_several_ranks_no_more_than_on_one(
     autocast: bool, options: dict[str, Any]
 ) -> None:

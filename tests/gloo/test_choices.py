@@ -21,6 +21,7 @@ from tests.gloo.kit import build, counted_collectives, error_of
 from tests.own_experts import mlp
 from tests.pool import ranks
 from tests.reference import relative_error
+from tests.spread import named, spread
 
 D_MODEL = 6
 
@@ -178,9 +179,8 @@ def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dic
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"expert": mlp}, {"expert": "swiglu"}], ids=["ffn", "module", "swiglu"]
+    "world, options", spread([1, 2], [{}, {"expert": mlp}, {"expert": "swiglu"}], every=2), ids=named
 )
-@pytest.mark.parametrize("world", [1, 2])
 def test_true_takes_the_cheapest_of_the_four_strategies_on_every_rank_alike(
     world: int, options: dict[str, Any], measured: Path
 ) -> None:

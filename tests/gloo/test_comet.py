@@ -136,7 +136,7 @@ def max_rows(world: int, case: Case) -> int:
 @pytest.mark.parametrize(
     "way, pair, world, top_k, load",
     spread(
-        [True, "forward"], PAIRS, [2, 4], [1, 2, 4], ["mixed", "one expert", "some experts get none"], every=3
+        [True, "forward"], PAIRS, [2, 4], [1, 2, 4], ["mixed", "one expert", "some experts get none"], every=7
     ),
 )
 def test_output_and_gradients_equal_the_definition(
@@ -159,7 +159,7 @@ def test_every_expert_equals_the_definition(
 
 @pytest.mark.parametrize(
     "n, n_backward, world, pair",
-    spread([1, 2, 4], [None, 1, 2, 4], [2, 4], [False, True, *PAIRS], every=4),
+    spread([1, 2, 4], [None, 1, 2, 4], [2, 4], [False, True, *PAIRS], every=7),
 )
 def test_forward_alone_fits_the_engines_backward(
     n: int, n_backward: int | None, world: int, pair: Any

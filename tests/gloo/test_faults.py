@@ -18,6 +18,7 @@ from tests.gloo.kit import backward, build, counted_collectives, error_of, input
 from tests.kit import assert_same, tokens
 from tests.own_experts import mlp
 from tests.pool import Pool, ranks
+from tests.spread import spread
 
 # ---- faults on one rank
 
@@ -96,9 +97,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("world, who", [(2, (1,)), (2, (0, 1)), (4, (2,)), (4, (0, 3))])
-@pytest.mark.parametrize("expert", ["ffn", mlp])
+@pytest.mark.parametrize(
+    "world, who, fault, expert",
+    spread([(2, (1,)), (2, (0, 1)), (4, (2,)), (4, (0, 3))], list(FAULTS), ["ffn", mlp], every=3),
+)
 def test_a_fault_that_one_rank_sees_is_raised_by_all_before_any_row_travels(
     world: int, who: tuple[int, ...], fault: str, expert: object
 ) -> None:

@@ -35,6 +35,7 @@ from pmoe.training import parallel
 from pmoe.training.parallel import Meshes, is_expert, make_meshes, reduce_gradients
 from tests.pool import ranks
 from tests.reference import relative_error
+from tests.spread import spread
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -290,8 +291,7 @@ TILINGS = [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4,
 """world, ep, esp"""
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("world, ep, esp", TILINGS)
+@pytest.mark.parametrize("world, ep, esp, optimizer", spread(TILINGS, ["SGD", "AdamW"], every=2))
 def test_every_tiling_trains_like_one_process(world: int, ep: int, esp: int, optimizer: str) -> None:
     check(Case(world, 1, ep, esp, optimizer=optimizer))
 
@@ -309,7 +309,7 @@ def test_the_layers_options_change_nothing() -> None:
     check(Case(4, 1, 1, 2, options={**shared, "pipeline": 2, "bias": False}))
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, pytest.param(3.0, marks=pytest.mark.slow), math.inf])
 def test_norms_of_any_order(norm_type: float) -> None:
     check(Case(4, 1, 1, 2, norm_type=norm_type))
     check(Case(4, 2, 2, 2, dense="sequence", norm_type=norm_type))
@@ -323,14 +323,14 @@ def test_the_dense_part_may_be_left_to_distributed_data_parallel(world: int, ep:
 DENSE = ["sequence", "plain sequence", "gathered"]
 
 
-@pytest.mark.parametrize("dense", DENSE)
-@pytest.mark.parametrize("world, ep, esp", [(2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 4, 1)])
+@pytest.mark.parametrize(
+    "world, ep, esp, dense", spread([(2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 4, 1)], DENSE, every=2)
+)
 def test_attention_over_mp_beside_experts_on_other_meshes(world: int, ep: int, esp: int, dense: str) -> None:
     check(Case(world, 2, ep, esp, dense=dense))
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("dense", DENSE)
+@pytest.mark.parametrize("dense, optimizer", spread(DENSE, ["SGD", "AdamW"], every=2))
 def test_figure_2_trains_like_one_process(dense: str, optimizer: str) -> None:
     check(Case(4, 2, 2, 2, 2, dense, optimizer))
 

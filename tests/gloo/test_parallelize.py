@@ -39,7 +39,7 @@ from tests.pool import ranks
 from tests.reference import relative_error
 from tests.spread import spread as grid
 
-MAX_NORM, STEPS, LEARNING_RATE = 0.7, 20, 1e-2
+MAX_NORM, STEPS, LEARNING_RATE = 0.7, 12, 1e-2
 
 
 # ---- training
@@ -103,7 +103,7 @@ def test_four_ranks_train_as_one_process_does(wrap: str, passes: int, how: str) 
     losses, norms, parameters = expected_run(4, passes)
     found = ranks(4).run(trained, wrap, HOWS[how], passes, timeout=SLOW_IMPORT)
     assert min(norms) < MAX_NORM < max(norms)  # some steps are clipped, others not
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.3
     for step, expected in enumerate(losses):
         mean = sum(rank[0][step] for rank in found) / 4
         assert mean == pytest.approx(expected, rel=1e-5)

@@ -92,7 +92,7 @@ def pairs_job(rank: int, world: int, pair: Restore | bool, expert: Any, n: int, 
 
 @pytest.mark.parametrize(
     "world, pair, expert, degrees",
-    spread([2, 4], [False, *ALL_PAIRS], ["ffn", mlp, dropping], [[1, 1], [3, 3], [4, 2]], every=9),
+    spread([2, 4], [False, *ALL_PAIRS], ["ffn", mlp, dropping], [[1, 1], [3, 3], [4, 2]], every=13),
 )
 def test_a_checkpoint_changes_no_bit(
     world: int, pair: Restore | bool, expert: Any, degrees: list[int]

@@ -147,7 +147,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(
-    "world, options, accumulate", spread([2, 4], OPTIONS, [False, True], every=2), ids=named
+    "world, options, accumulate", spread([2, 4], OPTIONS, [False, True], every=3), ids=named
 )
 def test_gradients_equal_plain_all_reduces(world: int, options: dict[str, Any], accumulate: bool) -> None:
     dense = sum(p.numel() * 8 for p in build({}).parameters() if getattr(p, "allreduce", True))

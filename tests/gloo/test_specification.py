@@ -107,15 +107,14 @@ def check(world: int, case: Case, tolerance: float = 1e-12) -> None:
             assert error < tolerance, f"rank {rank}, {name}: {error}"
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-@pytest.mark.parametrize(
-    "world, top_k, local_experts",
-    [
-        (world, top_k, local_experts)
-        for world, top_k, local_experts in itertools.product([1, 2, 4], [1, 2, 4], [1, 4])
-        if top_k <= world * local_experts
-    ],
-)
+SIZES = [
+    (world, top_k, local_experts)
+    for world, top_k, local_experts in itertools.product([1, 2, 4], [1, 2, 4], [1, 4])
+    if top_k <= world * local_experts
+]
+
+
+@pytest.mark.parametrize("world, top_k, local_experts, n", spread(SIZES, [1, 2, 3, 8], every=3))
 def test_output_and_gradients_equal_the_definition(
     world: int, top_k: int, local_experts: int, n: int
 ) -> None:
@@ -123,10 +122,10 @@ def test_output_and_gradients_equal_the_definition(
         check(world, Case(n, top_k, local_experts, capacity_factor))
 
 
-@pytest.mark.parametrize("load", ["one expert", "some experts get none"])
-@pytest.mark.parametrize("capacity_factor", [None, 0.5])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world, n, capacity_factor, load",
+    spread([1, 2, 4], [1, 3], [None, 0.5], ["one expert", "some experts get none"], every=3),
+)
 def test_skewed_routing_equals_the_definition(
     world: int, n: int, capacity_factor: float | None, load: str
 ) -> None:
@@ -134,9 +133,10 @@ def test_skewed_routing_equals_the_definition(
         check(world, Case(n, top_k, 2, capacity_factor, load))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("expert, activation", [("ffn", "relu"), ("ffn", "silu"), ("swiglu", "gelu")])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world, expert, activation, bias",
+    spread([1, 2, 4], [("ffn", "relu"), ("ffn", "silu"), ("swiglu", "gelu")], [True, False], every=2),
+)
 def test_every_expert_equals_the_definition(world: int, expert: str, activation: str, bias: bool) -> None:
     check(world, Case(2, 2, 2, expert=expert, activation=activation, bias=bias))
 
@@ -147,9 +147,10 @@ def test_switch_gate_equals_the_definition(world: int, n: int) -> None:
     check(world, Case(n, 1, 2, gate="switch"))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("n", [1, 2, True])
-@pytest.mark.parametrize("bypass_local, sequential", [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    "world, n, bypass_local, sequential",
+    spread([1, 2, 4], [1, 2, True], [(False, False), (True, True), (False, True)], every=3),
+)
 def test_rows_sent_to_oneself_and_sequential_runs_change_nothing(
     world: int, n: int, bypass_local: bool, sequential: bool
 ) -> None:
@@ -168,7 +169,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair, world, n", spread(PAIRS, [1, 2, 4], [1, 2, 3, 8], every=2), ids=named)
+@pytest.mark.parametrize("pair, world, n", spread(PAIRS, [1, 2, 4], [1, 2, 3, 8], every=5), ids=named)
 def test_every_restore_pair_equals_the_definition(pair: pmoe.Restore, world: int, n: int) -> None:
     check(world, Case(n, 2, 2, memory_reuse=pair))
     check(world, Case(n, 1, 4, 0.6, memory_reuse=pair, expert="swiglu"))
@@ -176,7 +177,7 @@ def test_every_restore_pair_equals_the_definition(pair: pmoe.Restore, world: int
 
 @pytest.mark.parametrize(
     "pair, world, n, n_backward",
-    spread(PAIRS, [1, 2, 4], [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)], every=3),
+    spread(PAIRS, [1, 2, 4], [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)], every=4),
     ids=named,
 )
 def test_backward_may_have_other_chunks_than_forward(
@@ -204,7 +205,7 @@ def test_skew_cuts_finer_and_changes_no_result(
 
 @pytest.mark.parametrize(
     "pair, world, bypass_local, sequential",
-    spread(PAIRS, [1, 2, 4], [(False, False), (True, True), (False, True)], every=2),
+    spread(PAIRS, [1, 2, 4], [(False, False), (True, True), (False, True)], every=4),
     ids=named,
 )
 def test_reuse_with_rows_sent_to_oneself_and_in_sequence_changes_nothing(
@@ -215,7 +216,7 @@ def test_reuse_with_rows_sent_to_oneself_and_in_sequence_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "pair, world, activation", spread(PAIRS, [1, 2, 4], ["relu", "silu"], every=2), ids=named
+    "pair, world, activation", spread(PAIRS, [1, 2, 4], ["relu", "silu"], every=4), ids=named
 )
 def test_every_activation_is_restored(pair: pmoe.Restore, world: int, activation: str) -> None:
     check(world, Case(2, 2, 2, activation=activation, memory_reuse=pair))

@@ -203,8 +203,8 @@ def test_the_gradients_of_two_ranks_are_those_of_one(tmp_path):
 # ---- stopping and going on -----------------------------------------------------------------------
 
 # Long enough that a signal sent after the first checkpoints comes before the end, on a busy machine too.
-STEPS = 150
-LONG = ["--steps", STEPS, "--eval-every", 45, "--checkpoint-every", 10]
+STEPS = 90
+LONG = ["--steps", STEPS, "--eval-every", 45, "--checkpoint-every", 5]
 
 
 @pytest.fixture(scope="module")
@@ -238,11 +238,11 @@ def test_ctrl_c_on_any_rank_stops_all_with_a_checkpoint_and_resume_continues_bit
 ):
     out = tmp_path / "run"
     processes = start(2, out, *LONG)
-    wait_for_step(out, 20)
+    wait_for_step(out, 5)
     processes.signal(signal.SIGINT, ranks=[1])
     written = processes.finish(expected=0)
     stopped = last_step(out)
-    assert 20 <= stopped < STEPS
+    assert 5 <= stopped < STEPS
     assert f"stopped by another rank after step {stopped} of {STEPS}" in written
     assert (out / "curves.png").exists()
     assert f"resumed after step {stopped}" in start(2, out, *LONG, "--resume").finish()
@@ -262,7 +262,7 @@ def test_a_killed_run_resumes_bit_for_bit_from_its_last_checkpoint(tmp_path, uni
     start(2, out, *LONG, "--resume").finish()
     assert_same_run(out, uninterrupted)
     folders = {path.name for path in (out / "checkpoints").iterdir()}
-    assert folders == {"latest.json", f"step_{STEPS - 10:08}", f"step_{STEPS:08}"}
+    assert folders == {"latest.json", f"step_{STEPS - 5:08}", f"step_{STEPS:08}"}
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ GATES = (
         file="pmoe/gates/deepseek.py",
         old="            dist.all_reduce(self.load, group=group)\n",
         new="            pass\n",
-        tests="tests/unit/test_gates_ranks.py",
+        tests="tests/gloo/test_gates_ranks.py",
     ),
     Plant(
         name="hash-mixed-otherwise",

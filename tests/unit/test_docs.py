@@ -9,6 +9,7 @@ import functools
 import html
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -143,6 +144,20 @@ def test_a_file_that_a_page_names_exists() -> None:
     assert len(named) > 10
     for name, path in named:
         assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_a_name_that_a_page_gives_exists() -> None:
+    named = [
+        (each.name, name)
+        for each in GUIDES
+        for name in re.findall(r"(?<!not built yet \()`(pmoe(?:\.\w+)+)", each.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 30
+    for page_name, name in named:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            raise AssertionError(f"{page_name} names {name}") from error
 
 
 def test_the_readme_tells_what_every_folder_holds() -> None:

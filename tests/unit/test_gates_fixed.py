@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pmoe.gates import HashGate, RandomGate
 from pmoe.gates.hash import hashed
+from tests import fresh
 
 M, E = 6, 64
 WORD = (1 << 64) - 1
@@ -99,11 +98,9 @@ def test_another_process_hashes_alike() -> None:
         "import torch; from pmoe.gates import HashGate; "
         "print(HashGate(4, 100, 3, seed=7)(torch.empty(50, 4), torch.arange(50)).expert.tolist())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True
-    )
+    there = fresh.run(program)
     here = HashGate(4, 100, 3, seed=7)(torch.empty(50, 4), torch.arange(50)).expert.tolist()
-    assert done.stdout.strip() == str(here)
+    assert there.strip() == str(here)
 
 
 @pytest.mark.parametrize(

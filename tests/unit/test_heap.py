@@ -370,7 +370,7 @@ def test_a_process_may_end_with_open_heaps() -> None:
         "print('done')"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=250
+        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 

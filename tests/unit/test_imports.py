@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,10 +122,7 @@ def newly_imported(statement: str) -> set[str]:
         f"before = set(sys.modules)\n{statement}\n"
         "print(*sorted(set(sys.modules) - before))"
     )
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return set(found.stdout.split())
+    return set(fresh.run(program).split())
 
 
 def test_importing_pmoe_loads_no_optional_dependency_and_no_compiler() -> None:
@@ -141,7 +139,7 @@ def test_importing_pmoe_starts_no_process_group_and_no_cuda() -> None:
         "import torch, torch.distributed as dist, pmoe\n"
         "assert not dist.is_initialized() and not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True)
+    fresh.run(program)
 
 
 # What a layer with the default gate, exchange and experts loads in two passes with rings, beside the kernels.
@@ -161,7 +159,5 @@ print(len(names), lines)
 
 
 def test_a_call_needs_few_modules() -> None:
-    run = [sys.executable, "-W", "ignore", "-c", CALL]
-    found = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    modules, lines = map(int, found[-2:])
+    modules, lines = map(int, fresh.run(CALL).split()[-2:])
     assert modules <= CLOSURE_MODULES and lines <= CLOSURE_LINES, (modules, lines)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 
 import pmoe
+from tests import fresh
 
 
 class Block(nn.Module):
@@ -94,4 +93,4 @@ def test_names_that_are_slow_to_import_load_at_their_first_use() -> None:
         "assert all(hasattr(pmoe, name) for name in pmoe.__all__)\n"
         "assert not hasattr(pmoe, 'parallelise')\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    fresh.run(program)

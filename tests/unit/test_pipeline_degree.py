@@ -11,8 +11,6 @@ import functools
 import math
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +39,7 @@ from pmoe.planner.pipeline_degree import (
 )
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.stage_costs import LayerCosts, StageWork
+from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -427,4 +426,4 @@ def test_scipy_is_loaded_by_the_first_solve_only() -> None:
         "import sys, pmoe.papers.fsmoe_table5, pmoe.planner.gradient_partition, pmoe.cli\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'scipy']"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True)
+    fresh.run(program)

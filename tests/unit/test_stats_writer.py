@@ -7,7 +7,6 @@ import json
 import math
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from pmoe.integrations.run_folder import (
     read_run,
 )
 from pmoe.planner.exposed import Overlap
+from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -344,7 +344,4 @@ def test_importing_writer_and_report_loads_no_optional_dependency() -> None:
         "import sys, pmoe.integrations.logging, pmoe.integrations.report\n"
         "print(*(set(sys.modules) & {'tensorboard', 'torch.utils.tensorboard', 'matplotlib'}))"
     )
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == ""
+    assert fresh.run(program).strip() == ""

@@ -241,13 +241,21 @@ class NormedExperts(Experts):
         return values[: len(values) - len(self.norm_parameters)]
 
     def recompute(
-        self, rows_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], recipe: Any, **unused: Any
+        self,
+        rows_NM: Tensor,
+        groups: RowGroups,
+        parameters: Sequence[Tensor],
+        recipe: Any,
+        *,
+        space: Allocate | None = None,
     ) -> Hidden:
         plain_NM, hidden = self._plain(rows_NM, groups, parameters, keep=True)
         assert hidden is not None
         return Hidden(tensors=[*hidden.tensors, plain_NM], expendable=True)
 
-    def join(self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, **unused: Any) -> Hidden:
+    def join(
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
+    ) -> Hidden:
         joined = list[Tensor]()
         for i in range(len(parts[0][0].tensors)):
             of_one = [(Hidden(tensors=[part.tensors[i]]), runs) for part, runs in parts]

@@ -66,8 +66,7 @@ class Setting:
 
     @property
     def rows(self) -> int:
-        """Routed rows of each rank: its S and its R carry as many, and what is gathered of each rank is as
-        many, for routing is even."""
+        """Routed rows of each rank, which S, R and what is gathered of a rank have too: routing is even."""
         return self.tokens * self.top_k
 
     @property

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from pmoe.papers.fsmoe_layers import ASSUMPTIONS
 from pmoe.runners.features import TAKES, Feature
 
+REFUSERS = [taker for taker, takes in TAKES.items() if takes != frozenset(Feature)]
+"""The columns: all but the pipeline, which takes everything."""
+
 
 def options() -> str:
-    """Which option goes with what: a row for each feature of a layer, a column for each possible refuser."""
+    """Which option goes with what: a row for each feature of a layer."""
     rows = [
-        [words_of(each), *("yes" if each in takes else "no" for takes in TAKES.values())] for each in Feature
+        [words_of(each), *("yes" if each in TAKES[taker] else "no" for taker in REFUSERS)] for each in Feature
     ]
-    return markdown(["the layer's options say", *TAKES], rows)
+    return markdown(["the layer's options say", *REFUSERS], rows)
 
 
 def words_of(feature: Feature) -> str:

@@ -47,8 +47,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Idle ranks take time too: gloo wakes a thread of each of their groups a hundred times a second. What
-    the tests of a file imported is left out of later collections of garbage, too."""
+    """Idle ranks take time too: gloo wakes a thread of each of their groups a hundred times a second.
+
+    What a file's tests imported is left out of later collections of garbage, as what was there before is.
+    """
     pools = sys.modules.get("tests.pool")
     if pools and not (nextitem and any(folder in nextitem.nodeid for folder in ("/gloo/", "/spec/"))):
         pools.stop_all()

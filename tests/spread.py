@@ -19,9 +19,8 @@ def spread(*axes: Sequence[Any], every: int) -> list[Any]:
     cases = []
     fast = [values for is_fast, values in _combinations(axes, every) if is_fast]
     for i, axis in enumerate(axes):
-        missing = [
-            value for value in axis if not any(values[i] is value or values[i] == value for values in fast)
-        ]
+        chosen = [values[i] for values in fast]
+        missing = [value for value in axis if not any(each is value or each == value for each in chosen)]
         if missing:
             raise ValueError(f"every ({every}) must leave a case that is not slow to each of {missing}")
     for is_fast, values in _combinations(axes, every):

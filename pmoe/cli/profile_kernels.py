@@ -17,7 +17,8 @@ from pmoe.comm.agree import gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
-from pmoe.measure.fused_kernels import measure_kernels, now, time_layers, timing_refusal
+from pmoe.measure.fused_kernels import measure_kernels, time_layers, timing_refusal
+from pmoe.measure.rounds import timestamp
 from pmoe.measure.store import cache_folder
 from pmoe.planner.division import FusedLayerSizes, all_kernel_sizes, rule, sizes_of
 from pmoe.planner.division_table import DivisionTable, Entry, LayerTimes
@@ -137,7 +138,9 @@ def _time_layers(
         fused(x_TM)
         assert fused.ran is not None
         if fused.ran.path == "fused":
-            found[each] = LayerTimes(sizes=each, seconds=time_layers(fused, chunked, x_TM, ranks), when=now())
+            found[each] = LayerTimes(
+                sizes=each, seconds=time_layers(fused, chunked, x_TM, ranks), when=timestamp()
+            )
         else:  # the layer has warned why, though not if it has before
             print(f"pmoe: no layer times of {each}: the path {fused.ran.path!r} ran", file=sys.stderr)
     return found

@@ -36,11 +36,14 @@ class Ranks:
         return ranks
 
     @property
+    def members(self) -> list[int]:
+        """Global ranks; none without a group."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    @property
     def name(self) -> str:
         """Tells groups of this process apart; the same on all their ranks."""
-        if self.group is None:
-            return ""
-        return f"{self.group.group_name} {dist.get_process_group_ranks(self.group)}"
+        return "" if self.group is None else f"{self.group.group_name} {self.members}"
 
     def reconnect(self) -> None:
         """Takes the default group after unpickling; ValueError where it is not of the size it was."""
@@ -78,3 +81,13 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     except (AttributeError, IndexError, RuntimeError):
         return None
     return timeout
+
+
+def options_like(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Arguments of torch.distributed.new_group, for ranks of ``group`` with its backend and timeout.
+
+    Where the group has some of all processes, the others cannot be asked to take part.
+    """
+    options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
+    some = dist.get_world_size(group) < dist.get_world_size()
+    return options | ({"use_local_synchronization": True} if some else {})

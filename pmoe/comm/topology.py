@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pmoe.comm.agree import gathered
-from pmoe.comm.ranks import Ranks, timeout_of
+from pmoe.comm.ranks import Ranks, options_like
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 """The environment variable in which torchrun and others tell how many processes they started on a node."""
@@ -169,9 +169,8 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
     """
     known = _node_groups.setdefault(group, {})
     if topology not in known:
-        options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
-        if len(topology.global_ranks) < dist.get_world_size():
-            options["use_local_synchronization"] = True
+        options = options_like(group)
+        if "use_local_synchronization" in options:
             _check_number_of_groups(Ranks(group))
         places = [topology.across(rank) for rank in max(topology.members, key=len)]
         inside = _make_groups(topology.members, topology, options) if topology.most_local > 1 else None

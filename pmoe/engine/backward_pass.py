@@ -49,7 +49,7 @@ class Backward(Pass):
         super().__init__(plan, plan.backward, grad_TM, keep=True)
         self.saved, self.kept, self.parameters = saved, saved.kept, saved.inputs.parameters
         self.wanted = saved.inputs.like(saved.wanted)
-        additions = sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.schedule.tasks)
+        additions = self.schedule.num_weight_gradients
         self.sums = gradient_sums(self.parameters, self.wanted.parameters, additions)
         self.shared_sums: list[GradientSum | None] = []
         self.grad_shared_weight: Tensor | None = None

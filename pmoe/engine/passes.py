@@ -24,7 +24,7 @@ from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.plan import Cut, Plan, length
 from pmoe.engine.run import Actions as Actions
-from pmoe.experts.base import Hidden, Space
+from pmoe.experts.base import Allocate, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes
 from pmoe.schedule.tasks import Kind, Schedule, sequential
@@ -141,9 +141,9 @@ class Pass:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
         self.stages = plan.modules.stages
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
-        self.results = self.result_TM.split(cut.tokens_of_chunks)
+        self.results = self.result_TM.split_with_sizes(cut.tokens_of_chunks)
         slots = [length(chunk.slots) // plan.top_k for chunk in cut.chunks]
-        self.positions = cut.position.view(-1, plan.top_k).split(slots)
+        self.positions = cut.position.view(-1, plan.top_k).split_with_sizes(slots)
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in cut.chunks]
         self.schedule = plan_schedule(plan, self.direction, keep)
@@ -202,7 +202,7 @@ class Pass:
         key = f"{name}.{i}"
         return self.arena.view(key) if key in self.arena else self.new(*self.sizes.shape(key))
 
-    def space(self, unit: Unit) -> Space:
+    def space(self, unit: Unit) -> Allocate:
         i, at = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:
@@ -222,7 +222,7 @@ class Pass:
     # ---- towards the experts
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.chunks[i].sent], out)
+        self.plan.modules.order.order(source_TM, self.cut.sent_tokens[i], out)
 
     def gather(self, i: int) -> None:
         self.leave(self.source_TM, "send", self.brought_by_S, i)
@@ -339,4 +339,4 @@ class Pass:
 
 
 def split_by_chunk(per_row: Tensor, cut: Cut) -> tuple[Tensor, ...]:
-    return torch.split(per_row, [chunk.received.num_rows for chunk in cut.chunks])
+    return per_row.split_with_sizes([chunk.received.num_rows for chunk in cut.chunks])

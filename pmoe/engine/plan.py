@@ -110,6 +110,11 @@ class Cut:
     once: Once | None = None
 
     @functools.cached_property
+    def sent_tokens(self) -> list[Tensor]:
+        """Of each chunk, the token of each row that it sends."""
+        return [self.row_token[chunk.sent] for chunk in self.chunks]
+
+    @functools.cached_property
     def tokens_of_chunks(self) -> list[int]:
         return [length(chunk.tokens) for chunk in self.chunks]
 

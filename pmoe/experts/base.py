@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.schedule.slots import HiddenColumns
 
-Space = Callable[[str, int, int], Tensor]
+Allocate = Callable[[str, int, int], Tensor]
 """(name, rows, columns) -> memory of the rows' type, uninitialised. Experts say what they need it for ("T_M",
 "active", "dT_M", "T_DO", "dT_DI", "scratch"); the pass that calls them says where it lies: in a ring slot, or
 anew."""
@@ -37,8 +37,8 @@ Runs = Sequence[tuple[slice, slice]]
 """Where rows of a chunk of forward stand in a chunk of backward: pairs (there, here) of equal length."""
 
 
-def fresh(like: Tensor) -> Space:
-    """Space that is allocated anew each time."""
+def fresh(like: Tensor) -> Allocate:
+    """Memory that is allocated each time."""
     return lambda name, rows, columns: like.new_empty(rows, columns)
 
 
@@ -72,10 +72,16 @@ WHOLE = Shard()
 
 
 class Experts(nn.Module, abc.ABC):
-    """The E_local experts of one rank.
+    """The E_local experts of one rank. Subclass it for experts of another kind.
 
-    The parameters come as an argument, in the order of ``parameters()``: under autocast they are cast
-    copies, and the autograd function must name them as its inputs.
+    Its methods compute a chunk of N rows of M = d_model columns, sorted by expert. Arguments of several are:
+
+    rows_NM: (N, M), T_DI. weight_N: (N,), the rows' routing weights.
+    groups: where each expert's rows begin and end.
+    parameters: in the order of ``parameters()``. They come as an argument because under autocast they are
+        cast copies, and because the autograd function must name them as its inputs.
+    space: gives memory by name, rows and columns; None allocates it.
+    out: (N, M), memory for the result; None takes it from ``space``.
     """
 
     num_local_experts: int
@@ -128,9 +134,11 @@ class Experts(nn.Module, abc.ABC):
         raise TypeError(f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks")
 
     def local_parameters(self) -> list[Tensor]:
-        """``parameters()`` as the kernels take them: plain tensors, this rank's part of each. Gradients
-        travel back to the parameters, through ``reduce``. Raises ValueError where a wrapper has replaced
-        parallelized ones, or reduces them too."""
+        """``parameters()`` as the kernels take them: plain tensors, this rank's part of each.
+
+        Of stacked experts (E_local, ...). Gradients travel back to the parameters, through ``reduce``. Raises
+        ValueError where a wrapper has replaced parallelized ones, or reduces them too.
+        """
         parameters = list[Tensor](self.parameters())
         if not self.is_parallelized:
             return parameters
@@ -157,7 +165,7 @@ class Experts(nn.Module, abc.ABC):
         return self
 
     def columns(self, device_type: str) -> HiddenColumns:
-        """How wide the buffers are that these experts ask `Space` for; all 0 where they ask for none."""
+        """How wide the buffers are that these experts ask `Allocate` for; all 0 where they ask for none."""
         return HiddenColumns()
 
     @abc.abstractmethod
@@ -168,12 +176,15 @@ class Experts(nn.Module, abc.ABC):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
-        """Returns (T_DO, hidden): the experts' output times the routing weight, (N, M), into ``out`` where
-        given, and what `input_gradient` needs beside the rows (T_M); None unless ``keep``."""
+        """The forward pass of a chunk.
+
+        Returns T_DO (N, M), the experts' output times the routing weight, and what `input_gradient` needs
+        beside the rows (T_M), None unless ``keep``.
+        """
 
     def recipe(self, device: torch.device) -> Any:
         """Taken before a `compute` that keeps nothing: what `recompute` needs to run alike."""
@@ -191,13 +202,13 @@ class Experts(nn.Module, abc.ABC):
         parameters: Sequence[Tensor],
         recipe: Any,
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
     ) -> Hidden:
-        """T_M made again from T_DI. recipe: of `recipe`, or None for no rows."""
+        """T_M made again from T_DI, rows_NM (N, M). recipe: of `recipe`, or None for no rows."""
 
     @abc.abstractmethod
     def join(
-        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
         """What forward kept of its chunks, arranged for a backward chunk of ``num_rows`` rows."""
 
@@ -211,15 +222,24 @@ class Experts(nn.Module, abc.ABC):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Returns the gradients of rows (N, M), into ``out`` where given, and of weight (N,), and what
-        `weight_gradient` needs. May overwrite grad_NM, which stays the caller's to keep until then."""
+        """The backward pass of a chunk, but for the parameters' gradients.
+
+        grad_NM: (N, M), the gradient of T_DO. It may be overwritten, and the caller keeps it until
+            `weight_gradient`.
+        hidden: as `compute`, `recompute` or `join` returned it.
+
+        Returns the gradients of rows (N, M) and of weight (N,), and what `weight_gradient` needs.
+        """
 
     @abc.abstractmethod
     def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
-        """Adds the parameters' gradients to ``sums``; None stands for a parameter that needs none."""
+        """Adds the parameters' gradients to ``sums``, which have the same shape as the parameters.
+
+        pending: as `input_gradient` returned it. None among the sums is a parameter that needs no gradient.
+        """
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from pmoe.experts.base import Experts, Hidden, Runs, Shard, Space, row_dot
+from pmoe.experts.base import Allocate, Experts, Hidden, Runs, Shard, row_dot
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
 from pmoe.experts.products import GradientSum, RowGroups
 
@@ -82,7 +82,7 @@ class ModuleExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
@@ -127,7 +127,7 @@ class ModuleExperts(Experts):
         parameters: Sequence[Tensor],
         recipe: Recipe | None,
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
     ) -> Hidden:
         graphs, tensors = list[Graph](), list[Tensor]()
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
@@ -155,7 +155,7 @@ class ModuleExperts(Experts):
                 buffers[name] = buffer
 
     def join(
-        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
         """Backward's chunk holds whole chunks of forward: a graph cannot be split."""
         graphs, tensors = list[Graph](), list[Tensor]()
@@ -189,7 +189,7 @@ class ModuleExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         out = torch.empty_like(grad_NM) if out is None else out

@@ -59,7 +59,9 @@ class RowGroups:
             yield experts[0], rows
         elif experts:
             sizes = [self.counts[expert] for expert in experts]
-            yield from zip(experts, zip(*(each.split(sizes) for each in rows), strict=True), strict=True)
+            yield from zip(
+                experts, zip(*(each.split_with_sizes(sizes) for each in rows), strict=True), strict=True
+            )
 
 
 def choice(
@@ -89,14 +91,28 @@ def expert_product(
     bias_EO: Tensor | None = None,
     out: Tensor | None = None,
     scale_N: Tensor | None = None,
+    way: str | None = None,
 ) -> Tensor:
-    """rows @ weight[e]^T + bias[e] for the rows of each expert e, each row times its scale, (N, O)."""
-    way = choice("forward", rows_NI, weight_EOI, groups, bias_EO, out)
-    if way == PMOE and scale_N is not None:  # before the only rounding
-        scale = scale_of(scale_N, rows_NI)
+    """rows @ weight[e]^T + bias[e] for the rows of each expert e, each row times its scale, (N, O).
+
+    way: PMOE, GROUPED_MM or LOOP, by default the one that `choice` names.
+    """
+    way = choice("forward", rows_NI, weight_EOI, groups, bias_EO, out) if way is None else way
+    if way == PMOE:
+        scale = None if scale_N is None else scale_of(scale_N, rows_NI)  # before the only rounding
         return grouped_gemm.product(rows_NI, weight_EOI, groups.ends_E, bias_EO=bias_EO, scale=scale, out=out)
-    found = product_by(way, rows_NI, weight_EOI, groups, bias_EO, out)
-    return found if scale_N is None else found.mul_(scale_N.unsqueeze(1))
+    if way == GROUPED_MM:
+        result = F.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=groups.ends_E)
+        out = result.contiguous() if out is None else out.copy_(result)
+    else:
+        out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1]) if out is None else out
+        weight_IO, bias_O = weight_EOI.transpose(1, 2).unbind(), () if bias_EO is None else bias_EO.unbind()
+        for expert, (rows, part) in groups.parts(rows_NI, out):
+            if bias_O:
+                torch.addmm(bias_O[expert], rows, weight_IO[expert], out=part)
+            else:
+                torch.mm(rows, weight_IO[expert], out=part)
+    return out if scale_N is None else out.mul_(scale_N.unsqueeze(1))
 
 
 def scale_of(weight_N: Tensor, rows: Tensor) -> Tensor:
@@ -104,43 +120,15 @@ def scale_of(weight_N: Tensor, rows: Tensor) -> Tensor:
     return weight_N.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
 
 
-def product_by(
-    way: str,
-    rows_NI: Tensor,
+def expert_input_gradient(
+    grad_NO: Tensor,
     weight_EOI: Tensor,
     groups: RowGroups,
-    bias_EO: Tensor | None,
-    out: Tensor | None,
+    out: Tensor | None = None,
+    way: str | None = None,
 ) -> Tensor:
-    """As `expert_product`, computed by PMOE, GROUPED_MM or LOOP."""
-    if way == PMOE:
-        return grouped_gemm.product(rows_NI, weight_EOI, groups.ends_E, bias_EO=bias_EO, out=out)
-    if way == GROUPED_MM:
-        result = F.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=groups.ends_E)
-        return result.contiguous() if out is None else out.copy_(result)
-    if out is None:
-        out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1])
-    weight_IO, bias_O = weight_EOI.transpose(1, 2).unbind(), () if bias_EO is None else bias_EO.unbind()
-    for expert, (rows, result) in groups.parts(rows_NI, out):
-        if bias_O:
-            torch.addmm(bias_O[expert], rows, weight_IO[expert], out=result)
-        else:
-            torch.mm(rows, weight_IO[expert], out=result)
-    return out
-
-
-def expert_input_gradient(
-    grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups, out: Tensor | None = None
-) -> Tensor:
-    """grad @ weight[e] for the rows of each expert e, (N, I)."""
-    way = choice("input", grad_NO, weight_EOI, groups, None, out)
-    return input_gradient_by(way, grad_NO, weight_EOI, groups, out)
-
-
-def input_gradient_by(
-    way: str, grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups, out: Tensor | None
-) -> Tensor:
-    """As `expert_input_gradient`, computed by PMOE, GROUPED_MM or LOOP."""
+    """grad @ weight[e] for the rows of each expert e, (N, I). way: as in `expert_product`."""
+    way = choice("input", grad_NO, weight_EOI, groups, None, out) if way is None else way
     if way == PMOE:
         return grouped_gemm.input_gradient(grad_NO, weight_EOI, groups.ends_E, out=out)
     if way == GROUPED_MM:
@@ -172,13 +160,9 @@ class GradientSum:
         self._of_expert = self.total.unbind()
         self._first = True
 
-    def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> None:
-        """total[e] += grad[rows of e]^T @ rows[rows of e]"""
-        way = choice("weight", grad_NO, rows_NI, groups, None, self.total)
-        self.add_weight_by(way, grad_NO, rows_NI, groups)
-
-    def add_weight_by(self, way: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> None:
-        """As `add_weight`, computed by PMOE, GROUPED_MM or LOOP."""
+    def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, way: str | None = None) -> None:
+        """total[e] += grad[rows of e]^T @ rows[rows of e]. way: as in `expert_product`."""
+        way = choice("weight", grad_NO, rows_NI, groups, None, self.total) if way is None else way
         if way == PMOE:
             if self._first or self.total.dtype == torch.float32:  # straight into its place, rounded once
                 grouped_gemm.weight_gradient(

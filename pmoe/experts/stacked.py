@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from pmoe.experts.base import (
     WHOLE,
+    Allocate,
     Experts,
     Hidden,
     Runs,
     Shard,
-    Space,
     fresh,
     local_part,
     replace_parameter,
@@ -146,12 +146,17 @@ class StackedExperts(Experts):
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
-        """Writes the activated hidden; active may be the first columns of hidden."""
+        """Writes the activated hidden to active_NH, (N, H).
+
+        hidden_NG: (N, H), or (N, 2H) where it is gated, T_M. Its first columns may be active_NH.
+        """
 
     @abc.abstractmethod
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
-        """The first H columns of grad hold the gradient of the activated hidden; grad becomes, in place,
-        that of hidden."""
+        """Changes grad_NG in place: from the gradient of the activated hidden to that of hidden_NG.
+
+        Both are (N, H), or (N, 2H) where hidden is gated: then the first H columns hold what comes in.
+        """
 
     def columns(self, device_type: str) -> HiddenColumns:
         width = self.num_hidden
@@ -183,7 +188,7 @@ class StackedExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
@@ -200,7 +205,7 @@ class StackedExperts(Experts):
         groups: RowGroups,
         w1: Tensor,
         b1: Tensor | None,
-        space: Space,
+        space: Allocate,
         keep: bool,
     ) -> tuple[Tensor | None, Tensor]:
         """(T_M where it is kept, the activated hidden), by one launch of pmoe's kernels where they are taken:
@@ -243,7 +248,7 @@ class StackedExperts(Experts):
         parameters: Sequence[Tensor],
         recipe: Any,
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
     ) -> Hidden:
         space = fresh(rows_NM) if space is None else space
         w1, _, b1, _ = self.weights(parameters)
@@ -251,7 +256,7 @@ class StackedExperts(Experts):
         return Hidden(tensors=[expert_product(rows_NM, w1, groups, b1, out=hidden_NG)], expendable=True)
 
     def join(
-        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
         like = parts[0][0].tensors[0]
         space = fresh(like) if space is None else space
@@ -271,11 +276,14 @@ class StackedExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Where T_M is expendable the activated hidden takes its place, a block of rows at a time, and two
-        buffers of its size are all that a chunk needs."""
+        """As `Experts.input_gradient`: of rows (N, M) and weight (N,).
+
+        Where T_M is expendable the activated hidden takes its place, a block of rows at a time, and two
+        buffers of its size are all that a chunk needs.
+        """
         space = fresh(grad_NM) if space is None else space
         w1, w2, _, b2 = self.weights(parameters)
         (hidden_NG,) = hidden.tensors

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe import __version__
+from pmoe.arguments import check_count, check_int
 from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import Journal, recording
@@ -93,10 +94,7 @@ class StatsWriter:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model ({type(model).__name__}) must be a torch.nn.Module")
-        if not isinstance(every, int) or isinstance(every, bool):
-            raise TypeError(f"every ({every!r}) must be an int")
-        if every < 1:
-            raise ValueError(f"every ({every}) must be at least 1")
+        check_count(every=every)
         if not isinstance(settings, Mapping | None):
             raise TypeError(f"settings ({type(settings).__name__}) must be a dict, such as vars(arguments)")
         self.folder, self.every, self.exposed = Path(run_dir), every, exposed
@@ -140,8 +138,7 @@ class StatsWriter:
         Raises TypeError or ValueError for a step that does not ascend, a scalar that is no number, or a name
         that cannot be printed.
         """
-        if not isinstance(step, int) or isinstance(step, bool):
-            raise TypeError(f"step ({step!r}) must be an int")
+        check_int(step=step)
         if self._last is not None and step <= self._last:
             raise ValueError(f"step ({step}) must be greater than the last one ({self._last})")
         self._add(step, scalars)

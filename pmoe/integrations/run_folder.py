@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pmoe.integrations.statistics import LayerStats
+from pmoe.measure.store import save_json
 from pmoe.planner.exposed import Overlap
 
 TENSORS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
@@ -267,14 +268,7 @@ def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False
     """Adds a session to run.json, or puts it ``instead`` of the newest one; replaces the whole file."""
     sessions = read_sessions(path)
     kept = sessions[:-1] if instead else sessions
-    text = json.dumps({"format": FORMAT, "sessions": [*kept, session]}, indent=1, default=str)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    save_json(path, {"format": FORMAT, "sessions": [*kept, session]}, default=str, allow_nan=True)
 
 
 # ---- reading

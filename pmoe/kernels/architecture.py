@@ -37,18 +37,10 @@ class Architecture:
 
 def loaded_architecture(device: torch.device) -> Architecture:
     """Of this CUDA device."""
-    major, minor = torch.cuda.get_device_capability(device)
-    module, index = extension.load(), device.index or 0
-    try:
-        kernels = [] if module is None else module.kernels(index)
-    except RuntimeError:  # the driver loads none, and no path is found then, either
-        kernels = []
-    loaded = [(0, 0)]
-    for each in kernels:
-        versions = each["binary_version"], each["ptx_version"]
-        if not each["hopper"] or extension.hopper_refusal(*versions, (major, minor)) is None:
-            loaded.append(versions)
-    binary, ptx = max(loaded)
+    found = extension.ask_device(device.index or 0)
+    loaded = [(each.binary_version, each.ptx_version) for each in found.kernels if each.refusal is None]
+    binary, ptx = max(loaded, default=(0, 0))
+    major, minor = found.capability
     return Architecture(binary_version=binary, ptx_version=ptx, capability=10 * major + minor)
 
 

@@ -214,6 +214,7 @@ class MoELayer(nn.Module):
 
     @property
     def num_local_experts(self) -> int:
+        """Experts on this rank."""
         return self.num_experts // self.grid.across.size
 
     @property
@@ -372,8 +373,8 @@ class MoELayer(nn.Module):
         )
 
     def memory_shape(self, rows_TM: Tensor | None = None) -> LayerSizes:
-        """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
-        of their parameters."""
+        """What of this layer its memory depends on. rows_TM: (T, M), as the experts get them, by default of
+        the type of their parameters."""
         from pmoe.layer import memory
 
         return memory.memory_shape(self.parts, rows_TM)

@@ -6,7 +6,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet, status
 from pmoe.measure.division import AGREEING
 from pmoe.measure.fused_timing import time_division
-from pmoe.measure.rounds import begin_together, clock_of, median_seconds
+from pmoe.measure.rounds import begin_together, clock_of, median_seconds, timestamp
 from pmoe.planner.division import (
     Division,
     FusedKernelSizes,
@@ -30,11 +29,6 @@ from pmoe.planner.division_table import DivisionTable, Entry, LayerSeconds, chec
 
 WARM_UP, ROUNDS = 2, 7
 """Of a layer's passes: how often they run before they count, and how often they count."""
-
-
-def now() -> str:
-    """ISO 8601, UTC, in seconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
@@ -103,7 +97,7 @@ def sweep(
         seconds = {each: took for each, took in zip(tried, slowest, strict=True) if math.isfinite(took)}
         if seconds:
             best = min(seconds, key=lambda each: (seconds[each], each))
-            found.append(Entry(sizes=kernel, division=best, seconds=seconds, when=now()))
+            found.append(Entry(sizes=kernel, division=best, seconds=seconds, when=timestamp()))
     return found
 
 

@@ -19,7 +19,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes
-from pmoe.measure.rounds import event_seconds, median_seconds
+from pmoe.measure.rounds import event_seconds, marked, median_seconds
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
 from pmoe.planner.division import Division, FusedKernelSizes
 
@@ -124,11 +124,7 @@ def time_division(
 
         def run() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
             before()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            timed()
-            end.record()
-            return [(start, end)]
+            return marked(timed)
 
         ((seconds,),) = median_seconds([run], ROUNDS, warm_up=WARM_UP, seconds=event_seconds)
         return seconds

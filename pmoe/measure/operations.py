@@ -91,10 +91,7 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
     """``part``, or ``whole`` where it is None. Collective: on every rank ValueError where on
     any it is no part, or where parts are of unlike sizes."""
     part = whole if part is None else part
-    own, all_ranks = (
-        set() if ranks.group is None else set(dist.get_process_group_ranks(ranks.group))
-        for ranks in (part, whole)
-    )
+    own, all_ranks = set(part.members), set(whole.members)
     strange = not own <= all_ranks
     most, minus_least, any_strange = largest(
         whole, device, [part.size, -part.size, float(strange)], stage=AGREEING

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pmoe.experts.products import GradientSum, RowGroups, input_gradient_by, product_by
+from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
 from pmoe.kernels.architecture import Architecture, build_id, loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.measure.rounds import event_seconds, median_seconds
+from pmoe.measure.rounds import event_seconds, marked, median_seconds
 from pmoe.measure.store import cache_folder
 
 WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
@@ -38,7 +38,7 @@ class ProductBench:
 
         They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
         """
-        runs = [functools.partial(_marks, work) for work in works.values()]
+        runs = [functools.partial(marked, work) for work in works.values()]
 
         def medians(rounds: int, warm_up: int = 0) -> list[float]:
             torch.cuda.synchronize(device)
@@ -72,24 +72,16 @@ class ProductBench:
         return cache_folder()
 
 
-def _marks(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    work()
-    end.record()
-    return [(begin, end)]
-
-
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
     """One product as a layer computes it, the result in its place."""
     form, first, second, experts, bias, out = operands
     if form == "forward":
-        product_by(way, first, second, groups, bias, out)
+        expert_product(first, second, groups, bias, out, way=way)
     elif form == "input":
-        input_gradient_by(way, first, second, groups, out)
+        expert_input_gradient(first, second, groups, out, way)
     else:
         like = first.new_empty(1).expand(experts, first.shape[1], second.shape[1])
-        GradientSum(like, 1).add_weight_by(way, first, second, groups)
+        GradientSum(like, 1).add_weight(first, second, groups, way)
 
 
 def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups]:

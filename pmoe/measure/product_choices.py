@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from pmoe.kernels.architecture import Architecture
 from pmoe.kernels.product_request import ProductRequest
 from pmoe.kernels.registry import MeasuredChoice, Registry
 from pmoe.measure.product_bench import ProductBench, needed_bytes
+from pmoe.measure.rounds import timestamp
 from pmoe.measure.store import cache_path, load_json, save_json
 from pmoe.warn import warn_once
 
@@ -101,7 +101,7 @@ class ProductMeasurer:
         own = [second for request in requests for second in self._seconds(request, failures)]
         self.bench.release(requests[0].device)
         slowest = agree(own)
-        when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        when = timestamp()
         found: dict[str, MeasuredChoice] = {}
         for i, request in enumerate(requests):
             seconds = dict(zip(self.registry.compete, slowest[2 * i : 2 * i + 2], strict=True))

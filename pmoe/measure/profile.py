@@ -36,7 +36,6 @@ def load_or_measure(
     dtype: torch.dtype = torch.float32,
     *,
     folder: PathLike | None = None,
-    quick: bool = True,
     operations: bool = False,
     across: Ranks | None = None,
     inside: Ranks | None = None,
@@ -57,7 +56,7 @@ def load_or_measure(
     profile = _found_by_all(ranks, device, identity(ranks, device, dtype), folder)
     known = profile is not None
     if profile is None:
-        profile = measure(ranks, device, dtype, quick=quick)
+        profile = measure(ranks, device, dtype, quick=True)
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
@@ -158,10 +157,8 @@ def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | Valu
     return found
 
 
-def find_profile(
-    folder: PathLike | None = None, *, num_ranks: int, dtype: str, device_type: str | None = None
-) -> tuple[Path, Profile]:
-    """The one stored profile for so many ranks, this dtype and, unless None, this type of device.
+def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
+    """The one stored profile for so many ranks and this dtype.
 
     Raises NoProfileError where none fits or several do, with a line for each stored profile and how to
     measure one.
@@ -170,15 +167,11 @@ def find_profile(
     fitting = [
         (path, profile)
         for path, profile in stored.items()
-        if isinstance(profile, Profile)
-        and (profile.num_ranks, profile.dtype) == (num_ranks, dtype)
-        and device_type in (None, profile.device_type)
+        if isinstance(profile, Profile) and (profile.num_ranks, profile.dtype) == (num_ranks, dtype)
     ]
     if len(fitting) == 1:
         return fitting[0]
-    wanted = f"{num_ranks} rank{'s' * (num_ranks > 1)} and {dtype}" + (
-        f" on {device_type}" if device_type else ""
-    )
+    wanted = f"{num_ranks} rank{'s' * (num_ranks > 1)} and {dtype}"
     count = f"{len(fitting)} profiles fit" if fitting else "no profile fits"
     lines = [
         f"{count} {wanted} in {cache_folder(folder)}",

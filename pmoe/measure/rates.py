@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import combinations
 
 import torch
@@ -34,6 +33,7 @@ from pmoe.measure.bench import (
     seconds_of,
 )
 from pmoe.measure.identity import WIDTH, identity
+from pmoe.measure.rounds import timestamp
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.profile import Identity, Profile
@@ -95,7 +95,7 @@ def measure(
         copy_in=lines["copy_in"],
         interference=interference,
         seconds=time.perf_counter() - begin,
-        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        when=timestamp(),
     )
     return from_first(ranks, profile, stage="sharing a profile")
 

@@ -11,6 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from typing import TypeVar
 
 import torch
@@ -20,6 +21,11 @@ from pmoe.comm.agree import Agree
 from pmoe.comm.ranks import Ranks
 
 Part = TypeVar("Part")
+
+
+def timestamp() -> str:
+    """Now: ISO 8601, UTC, in seconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def in_turns(
@@ -95,6 +101,15 @@ def clock_of(*devices: torch.device) -> Callable[[], float]:
         return time.perf_counter()
 
     return when_done
+
+
+def marked(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    """Runs ``work`` between two CUDA events on the current stream: one part, for `event_seconds`."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    return [(begin, end)]
 
 
 def event_seconds(part: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:

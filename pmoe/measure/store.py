@@ -49,12 +49,14 @@ def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T]) -> T:
         raise type(error)(f"{path}: {error}") from None
 
 
-def save_json(path: PathLike, fields: Mapping[str, Any]) -> None:
+def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None:
     """Writes the whole file or none: a reader never sees half of it. Makes the folder.
+
+    options: of `json.dumps`.
 
     Raises OSError where it cannot be written, TypeError or ValueError for values that JSON cannot hold.
     """
-    path, text = Path(path), json.dumps(fields, indent=1, allow_nan=False) + "\n"
+    path, text = Path(path), json.dumps(fields, indent=1, **{"allow_nan": False, **options}) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     # A name of its own beside the target: several ranks may save at once, and a rename stays on one disk.
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")

@@ -129,18 +129,17 @@ def advise(
     *,
     budget: int | None = None,
     slack: float = 1.25,
-    degrees: Sequence[int] = DEGREES,
 ) -> Advice:
     """n and the restore pair for a layer with ``num_tokens`` tokens a rank, evenly routed.
 
     budget: bytes, or None. With one the fastest candidate, by the simulator, that holds it for any routing;
     without, the cheapest of S1 to S4 by Eq. 10, with the n of least simulated time. slack: rows of a slot
-    over the balanced share. degrees: n to choose from.
+    over the balanced share.
 
     Raises ValueError with the least budget where nothing holds it.
     """
     candidates = evaluate(
-        sizes, num_tokens, degrees=[(n, n) for n in degrees], pairs=ALL_PAIRS, profile=profile, slack=slack
+        sizes, num_tokens, degrees=[(n, n) for n in DEGREES], pairs=ALL_PAIRS, profile=profile, slack=slack
     )
     if budget is None:
         pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())

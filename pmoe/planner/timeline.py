@@ -59,15 +59,14 @@ class Bar:
     base: float = 0.0
 
 
-def bars(spans: Iterable[TimedTask], origin: float | None = None) -> list[Bar]:
-    """Spans as bars from time 0 (or ``origin``), each starting when its lane was free.
+def bars(spans: Iterable[TimedTask]) -> list[Bar]:
+    """Spans as bars from time 0, each starting when its lane was free.
 
     A communication span begins when it is issued; the time until the message before it has ended is
     waiting, not sending.
     """
     spans = sorted(spans, key=lambda span: span.start)
-    if origin is None:
-        origin = min((span.start for span in spans), default=0.0)
+    origin = min((span.start for span in spans), default=0.0)
     free: dict[str, float] = {}
     drawn = []
     for span in spans:

@@ -71,15 +71,19 @@ class BufferSizes:
     restore: Restore | None
     rearranged: bool = False
     _known: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict, init=False, compare=False)
+    _shapes: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, compare=False)
 
     def shape(self, buffer: str) -> tuple[int, int]:
         """Example: "T_M_L.3" -> (rows of chunk 3 that stay, H). Buffers that this pass or rank makes no use
         of have no rows."""
-        name, chunk = _parts(buffer)
-        if name not in self._known:
-            self._known[name] = self._rows_and_columns(name)
-        rows, columns = self._known[name]
-        return rows[chunk], columns
+        found = self._shapes.get(buffer)
+        if found is None:
+            name, chunk = _parts(buffer)
+            if name not in self._known:
+                self._known[name] = self._rows_and_columns(name)
+            rows, columns = self._known[name]
+            found = self._shapes[buffer] = rows[chunk], columns
+        return found
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
         """Of the buffers of this name: the rows of each chunk's, and their columns."""

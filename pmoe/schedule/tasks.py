@@ -113,6 +113,11 @@ class Schedule:
     tasks: tuple[Task, ...]
     slots: Mapping[str, str] = field(default_factory=dict)
 
+    @functools.cached_property
+    def num_weight_gradients(self) -> int:
+        """Tasks that each add to the gradients of the experts' parameters."""
+        return sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.tasks)
+
     def __str__(self) -> str:
         rows = [("task", "lane", "waits for", "reads", "writes")]
         rows += [

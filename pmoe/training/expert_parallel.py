@@ -201,14 +201,7 @@ def _check_wrappers(model: nn.Module) -> None:
 
 def _is_over(layer: MoELayer, grid: Grid) -> bool:
     pairs = ((layer.grid.across, grid.across), (layer.grid.inside, grid.inside))
-    return all(_members(own) == _members(wanted) for own, wanted in pairs)
-
-
-def _members(ranks: Ranks) -> list[int]:
-    if ranks.size == 1:
-        return []
-    assert ranks.group is not None
-    return dist.get_process_group_ranks(ranks.group)
+    return all(own.size == wanted.size == 1 or own.members == wanted.members for own, wanted in pairs)
 
 
 @torch.no_grad()

@@ -14,13 +14,13 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
 
 from pmoe.comm.agree import gathered
-from pmoe.comm.ranks import Ranks, timeout_of
+from pmoe.comm.ranks import Ranks, options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.gradient_partition import Partition
@@ -197,9 +197,6 @@ def _own_group(ranks: Ranks) -> dist.ProcessGroup | None:
     """Another group of the same ranks, backend and timeout. Collective among them."""
     if ranks.group is None:
         return None
-    options: dict[str, Any] = {"backend": dist.get_backend(ranks.group), "timeout": timeout_of(ranks.group)}
-    if ranks.size < dist.get_world_size():
-        options["use_local_synchronization"] = True
-    made = dist.new_group(dist.get_process_group_ranks(ranks.group), **options)
+    made = dist.new_group(ranks.members, **options_like(ranks.group))
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
+from pmoe.measure.rounds import clock_of
 from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
 from pmoe.training.gradient_partitioning import LayerBackward, Observed, Timetable
 
@@ -61,7 +61,7 @@ class FirstStep:
     """Sends nothing inside backward: shows the order of gradients, and how long the dense parts take."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._now = clock_of(device)
         self._order: dict[int, None] = {}
         self._layers: list[LayerBackward] = []
         self._dense_since: float | None = None
@@ -89,11 +89,6 @@ class FirstStep:
 
     def _dense_seconds(self) -> float:
         return 0.0 if self._dense_since is None else self._now() - self._dense_since
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 class PartitionedStep:

@@ -259,8 +259,8 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_nothing(patch: pytest.MonkeyPatch) -> None:
     """Which of two ways computes a product is for the test to say; no file of measurements is written."""
-    for module in ("pmoe.runners.one_rank", "pmoe.layer.choose"):
-        patch.setattr(f"{module}.measure_products", lambda *_, **__: None)
+    for measuring in ("pmoe.runners.one_rank.measure_products", "pmoe.layer.choose._measure_products"):
+        patch.setattr(measuring, lambda *_, **__: None)
 
 
 def count_alone(patch: pytest.MonkeyPatch) -> list[str]:

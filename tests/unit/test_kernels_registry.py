@@ -486,10 +486,13 @@ def test_the_architecture_is_that_of_the_code_that_was_loaded(
     expected: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = ("hopper", "binary_version", "ptx_version")
-    module = SimpleNamespace(kernels=lambda index: [dict(zip(names, each, strict=True)) for each in loaded])
-    monkeypatch.setattr(extension, "load", lambda: None if loaded is None else module)
+    sizes = ("threads", "registers", "shared_bytes", "dynamic_shared_bytes", "local_bytes")
+    names, others = ("hopper", "binary_version", "ptx_version"), {"name": "k", **dict.fromkeys(sizes, 0)}
+    kernels = [dict(zip(names, each, strict=True)) | others for each in loaded or ()]
+    module = None if loaded is None else SimpleNamespace(kernels=lambda index: kernels)
+    monkeypatch.setattr(extension, "_load", lambda: (module, "not built"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     found = ProductBench().architecture(CUDA)
     assert (found.binary_version, found.ptx_version, found.capability) == expected
 

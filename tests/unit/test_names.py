@@ -29,7 +29,7 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
     "whose kernels a device runs, and why they do not take some rows": (
         {"path", "refusal"},
         {f"pmoe/kernels/{name}/launch.py" for name in ("grouped_gemm", "permute", "route")}
-        | {"pmoe/kernels/comet/availability.py", "pmoe/runners/fused_steps.py"},
+        | {"pmoe/kernels/comet/launcher.py", "pmoe/runners/fused_steps.py"},
     ),
     "grouped products and their plain definition": (
         {"product", "hidden_gradient", "weight_gradient"},

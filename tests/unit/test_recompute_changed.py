@@ -95,7 +95,7 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
         if len(measured) < 3:
             measured.append(torch.ones(3, 2) @ torch.ones(2, 4))
 
-    monkeypatch.setattr(layer_choose, "measure_products", measure)
+    monkeypatch.setattr(layer_choose, "_measure_products", measure)
     if name == "alone":
         monkeypatch.setattr(alone, "kernel_refusal", measure)
     block = Block(build(**OPTIONS.get(name, {})))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.device_memory import DeviceMemory, RankPlace
@@ -21,7 +20,7 @@ class NvshmemMemory(DeviceMemory):
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.members = [0] if ranks.group is None else dist.get_process_group_ranks(ranks.group)
+        self.members = ranks.members or [0]
         self.base = 0
 
     def place(self, device: torch.device) -> RankPlace:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import WHOLE, Experts, Hidden, Runs, Space, row_dot
+from pmoe.experts.base import WHOLE, Allocate, Experts, Hidden, Runs, row_dot
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts, split_parameters
@@ -220,7 +220,7 @@ class NormedExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
@@ -247,14 +247,14 @@ class NormedExperts(Experts):
         parameters: Sequence[Tensor],
         recipe: Any,
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
     ) -> Hidden:
         plain_NM, hidden = self._plain(rows_NM, groups, parameters, keep=True)
         assert hidden is not None
         return Hidden(tensors=[*hidden.tensors, plain_NM], expendable=True)
 
     def join(
-        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Space | None = None
+        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
         joined = list[Tensor]()
         for i in range(len(parts[0][0].tensors)):
@@ -271,7 +271,7 @@ class NormedExperts(Experts):
         groups: RowGroups,
         parameters: Sequence[Tensor],
         *,
-        space: Space | None = None,
+        space: Allocate | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
         hidden_NG, plain_NM = hidden.tensors

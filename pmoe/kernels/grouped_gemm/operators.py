@@ -12,11 +12,18 @@ from pmoe.kernels.grouped_gemm.checks import (
     RowSlots,
     check_bias,
     check_operands,
+    check_rows,
     check_scale,
     hidden_width,
     weight_gradient_shape,
 )
-from pmoe.kernels.grouped_gemm.products import hidden, input_gradient, product, weight_gradient
+from pmoe.kernels.grouped_gemm.products import (
+    hidden,
+    hidden_gradient,
+    input_gradient,
+    product,
+    weight_gradient,
+)
 from pmoe.kernels.grouped_gemm.reference import slope
 from pmoe.kernels.permute import unpermute
 
@@ -101,6 +108,44 @@ def weight_gradient_op(
 def _(grad_NO: Tensor, rows: Tensor, ends_E: Tensor, slot_N: Tensor | None, top_k: int) -> Tensor:
     slots = RowSlots.of(slot_N, top_k)
     return rows.new_empty(weight_gradient_shape(grad_NO, rows, ends_E, slots, False, slots is not None))
+
+
+@torch.library.custom_op("pmoe::grouped_hidden_gradient", mutates_args=())
+def hidden_gradient_op(
+    grad: Tensor,
+    weight_EMH: Tensor,
+    hidden_NG: Tensor,
+    scale: Tensor,
+    ends_E: Tensor,
+    slot_N: Tensor | None,
+    top_k: int,
+    activation: str,
+    weighs_active: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    slots = RowSlots.of(slot_N, top_k)
+    return hidden_gradient(
+        grad, weight_EMH, hidden_NG, scale, ends_E, activation=activation, slots=slots,
+        gathered=slots is not None, weighs_active=weighs_active,
+    )  # fmt: skip
+
+
+@hidden_gradient_op.register_fake
+def _(
+    grad: Tensor, weight_EMH: Tensor, hidden_NG: Tensor, scale: Tensor, ends_E: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    slot_N, top_k, activation, _ = others
+    activation_code(activation)
+    slots = RowSlots.of(slot_N, top_k)
+    rows = check_operands(grad, weight_EMH, ends_E, slots, slots is not None, 1)
+    width = weight_EMH.shape[2]
+    check_rows("hidden", hidden_NG, (rows, 2 * width if activation == "swiglu" else width), weight_EMH)
+    check_scale(scale, grad, rows, slots, slots is not None)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return (
+        torch.empty_like(hidden_NG, memory_format=torch.contiguous_format),
+        grad.new_empty(rows, weight_EMH.shape[2]),
+        grad.new_empty(rows, dtype=wide),
+    )
 
 
 # ---- with gradients

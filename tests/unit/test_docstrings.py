@@ -1,0 +1,143 @@
+"""What users import and subclass says what it does, the shapes of its tensors, and what it raises."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import pmoe
+from pmoe import comm, experts
+from pmoe.gates import GATES
+
+BASES: list[type] = [
+    *(pmoe.Gate, pmoe.Routing, *GATES.values()),
+    *(pmoe.Order, pmoe.Callback, pmoe.Dispatch, pmoe.Combine, comm.base.Exchange),
+    *(pmoe.Experts, experts.StackedExperts, experts.FFNExperts, experts.SwiGLUExperts, experts.ModuleExperts),
+]
+"""Classes that users subclass, and those that show how."""
+
+SHAPE = re.compile(r"\((\.\.\.|[\w*/+ ]+)(,\s*[\w*/+ ]+)*,?\s*(,\s*\.\.\.)?\)")
+"""(T, M), (E,), (..., d_model), (2 * H, M)."""
+
+
+def has_shape(text: str) -> bool:
+    """Whether a docstring gives a shape, or says that a tensor is a scalar or of any shape."""
+    shapes = (found.group() for found in SHAPE.finditer(text))
+    words = re.search(r"\b(scalar|(any|whatever|same) shape)\b", text, re.IGNORECASE)
+    return words is not None or any("," in each for each in shapes)
+
+
+def takes_tensors(function: Callable[..., Any]) -> bool:
+    """Whether an argument or the result is a tensor, or holds some. Annotations are text."""
+    of = getattr(function, "__annotations__", {}).values()
+    return any(re.search(r"\bTensor\b", str(each)) for each in of)
+
+
+def raises(function: Callable[..., Any]) -> bool:
+    """Whether the function's own body raises an error of its own."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    nodes: list[ast.AST] = [*tree.body[0].body]  # type: ignore[attr-defined]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = ast.unparse(node.exc.func)
+            if name not in ("AssertionError", "AttributeError"):
+                return True
+        if not isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            nodes += ast.iter_child_nodes(node)
+    return False
+
+
+def functions_of(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Public methods and properties that pmoe defines, and what builds an object."""
+    for name in dir(kind):
+        owner = next(each for each in kind.__mro__ if name in vars(each))
+        if not owner.__module__.startswith("pmoe."):
+            continue
+        found = vars(owner)[name]
+        found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
+        found = inspect.unwrap(found) if callable(found) else found
+        is_written = inspect.isfunction(found) and not found.__code__.co_filename.startswith("<")
+        if is_written and (not name.startswith("_") or name in BUILDS):
+            yield name, found
+
+
+BUILDS = ("__init__", "__post_init__")
+"""What the docstring of a class speaks for."""
+
+
+def missing_of_class(kind: type) -> Iterator[str]:
+    about = inspect.getdoc(kind) if kind.__doc__ else None
+    if about is None:
+        yield f"{kind.__name__}: a docstring"
+        return
+    if any(re.search(r"\bTensor\b", str(each)) for each in vars(kind).get("__annotations__", {}).values()):
+        yield from [] if has_shape(about) else [f"{kind.__name__}: a shape"]
+    for name, function in functions_of(kind):
+        text = about if name in BUILDS else inspect.getdoc(getattr(kind, name)) or ""
+        yield from missing_of_function(f"{kind.__name__}.{name}", function, text)
+
+
+def missing_of_function(name: str, function: Callable[..., Any], text: str | None = None) -> Iterator[str]:
+    text = inspect.getdoc(function) or "" if text is None else text
+    if not text:
+        yield f"{name}: a docstring"
+        return
+    if takes_tensors(function) and not has_shape(text):
+        yield f"{name}: a shape"
+    if raises(function) and not re.search(r"\bRaises\b", text):
+        yield f"{name}: what it raises"
+
+
+PUBLIC = {name: getattr(pmoe, name) for name in pmoe.__all__ if name != "__version__"}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_says_what_it_does_its_shapes_and_errors(name: str) -> None:
+    value = PUBLIC[name]
+    if inspect.isclass(value):
+        assert not list(missing_of_class(value))
+    else:
+        assert not list(missing_of_function(name, inspect.unwrap(value)))
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(BASES), ids=lambda kind: kind.__name__)
+def test_what_users_subclass_says_what_it_does_its_shapes_and_errors(kind: type) -> None:
+    assert not list(missing_of_class(kind))
+
+
+def test_the_layers_docstring_is_read_at_one_go() -> None:
+    assert len((pmoe.MoELayer.__doc__ or "").splitlines()) <= 60
+
+
+def test_what_is_missing_is_found() -> None:
+    class Bad:
+        """Says nothing of shapes."""
+
+        def silent(self) -> None: ...
+
+        def shapeless(self, x: Tensor) -> None:
+            """Takes x."""
+
+        def raising(self, n: int) -> Tensor:
+            """Returns (N, M)."""
+            if n < 0:
+                raise ValueError(n)
+            raise AssertionError
+
+        def good(self, x: Tensor) -> None:
+            """x: (T, M). Calls raises in its own time."""
+
+    Bad.__module__ = "pmoe.bad"
+    assert list(missing_of_class(Bad)) == [
+        "Bad.raising: what it raises",
+        "Bad.shapeless: a shape",
+        "Bad.silent: a docstring",
+    ]

@@ -27,6 +27,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
+        """Bytes of all kinds."""
         return self.counts + self.rows + self.scalars
 
     def add(self, like: Tensor, num_rows: int, *, inside: bool = False) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.grid import Grid
-from pmoe.engine.plan import Chunk, Cut, Modules, Piece, Plan, WeightJourney
+from pmoe.engine.plan import Chunk, Modules, PassPlan, Piece, Plan, WeightJourney
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds
 from pmoe.schedule.restore import Restore
@@ -64,7 +64,7 @@ def make_plan(
     finest = math.lcm(degrees.forward, degrees.backward)
     bins = shared.joined(finest)
 
-    def cut(n: int, rows: Ordered) -> Cut:
+    def cut(n: int, rows: Ordered) -> PassPlan:
         pieces = degrees.pieces if same else n * local
         return _cut(n, rows, expert_TK, tokens, bins, modules, pieces, has_drops)
 
@@ -99,7 +99,7 @@ def _cut(
     modules: Modules,
     num_pieces: int,
     has_drops: bool,
-) -> Cut:
+) -> PassPlan:
     top_k = expert_TK.shape[1]
     grid, bypass_local = modules.grid, modules.stages.local
     rank = grid.all.rank
@@ -172,7 +172,7 @@ def _cut(
             once = number_rows(weights, order, expert_TK, tokens, shared, fine, n)
     sent_slot = order.sent.slot[:first]
     token = sent_slot if top_k == 1 else sent_slot // top_k
-    return Cut(
+    return PassPlan(
         chunks=tuple(chunks),
         pieces=tuple(pieces),
         weights=weights,

@@ -78,7 +78,7 @@ class Forward(Pass):
     def send_weights(self, _: int) -> dist.Work | None:
         journey, exchange = self.cut.weights, self.plan.modules.scalars.exchange
         assert journey is not None
-        return together(exchange(each.sent, journey.send, each.own, journey.recv) for each in self.scalars)
+        return joined(exchange(each.sent, journey.send, each.own, journey.recv) for each in self.scalars)
 
     def compute_local(self, j: int) -> None:
         piece = self.cut.pieces[j]
@@ -151,7 +151,7 @@ class Forward(Pass):
         )
 
 
-class _Together:
+class _SeveralWorks:
     """Several messages of one task."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
@@ -162,10 +162,10 @@ class _Together:
             work.wait()
 
 
-def together(works: Iterable[dist.Work | None]) -> dist.Work | None:
+def joined(works: Iterable[dist.Work | None]) -> dist.Work | None:
     begun = [work for work in works if work is not None]
     if len(begun) <= 1:
         return begun[0] if begun else None
-    all_begun: Any = _Together(begun)
+    all_begun: Any = _SeveralWorks(begun)
     waited: dist.Work | None = all_begun
     return waited

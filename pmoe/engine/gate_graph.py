@@ -102,7 +102,7 @@ class _TakeOver(torch.autograd.Function):
         )
 
 
-def taken_over(tensor: Tensor, x_TM: Tensor) -> Tensor:
+def as_first_pass_had(tensor: Tensor, x_TM: Tensor) -> Tensor:
     """As the first pass had it, as far as gradients are asked for."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()

@@ -22,7 +22,7 @@ from pmoe.ordering.sorted import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Once:
+class MergedRows:
     """number: (N,) int32, for each weight that is sent, which of the rows that its rank gets in its chunk is
     its row. base: (N,) where those rows begin among all that a chunk brings its rank, for each weight that
     arrives."""
@@ -39,7 +39,7 @@ def number_rows(
     shared: RankCounts,
     fine: Tensor,
     n: int,
-) -> Once:
+) -> MergedRows:
     """Which row carries each weight's token, counted from the first row of its chunk and rank."""
     come_nW = shared.received_once_device
     assert come_nW is not None and order.carrier_TK is not None and order.sent_nP is not None
@@ -55,7 +55,7 @@ def number_rows(
     base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
     rows_Wn = fine.sum((2, 3)).reshape(-1)
     num_received = int(shared.recv.sum())
-    return Once(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
+    return MergedRows(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
 
 
 class _Once(Pass):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
-from pmoe.engine.plan import Cut, Plan, length
+from pmoe.engine.plan import PassPlan, Plan, length
 from pmoe.engine.run import Actions as Actions
 from pmoe.experts.base import Allocate, Hidden
 from pmoe.experts.products import RowGroups
@@ -93,9 +93,12 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Forwarded:
-    """What a forward pass leaves, whoever ran it. y_TM: T_O. kept: for each unit of ``plan.forward``.
-    weight_received: the routing weights of the rows that its chunks received, by chunk and in expert order;
-    None where none did. passed: what hooks saved. regroup: of chunks whose rows travelled once (`Cut.once`).
+    """What a forward pass leaves, whoever ran it.
+
+    y_TM: (T, M), T_O. kept: for each unit of ``plan.forward``.
+    weight_received: (N,), the routing weights of the rows that its chunks received, by chunk and in expert
+        order; None where none did.
+    passed: what hooks saved. regroup: of chunks whose rows travelled once (`PassPlan.once`).
     """
 
     y_TM: Tensor
@@ -137,7 +140,7 @@ class Pass:
     brought_by_S: str
     taken_by_R: str
 
-    def __init__(self, plan: Plan, cut: Cut, source_TM: Tensor, keep: bool) -> None:
+    def __init__(self, plan: Plan, cut: PassPlan, source_TM: Tensor, keep: bool) -> None:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
         self.stages = plan.modules.stages
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
@@ -338,5 +341,5 @@ class Pass:
             self.home = None
 
 
-def split_by_chunk(per_row: Tensor, cut: Cut) -> tuple[Tensor, ...]:
+def split_by_chunk(per_row: Tensor, cut: PassPlan) -> tuple[Tensor, ...]:
     return per_row.split_with_sizes([chunk.received.num_rows for chunk in cut.chunks])

@@ -26,7 +26,7 @@ from pmoe.schedule.tasks import Stages
 if TYPE_CHECKING:
     from pmoe.comm.sharing import Sharing
     from pmoe.engine.callbacks import Hooks
-    from pmoe.engine.once import Once
+    from pmoe.engine.once import MergedRows
     from pmoe.engine.padding import Padding
     from pmoe.engine.rearranged import Joined
 
@@ -90,7 +90,7 @@ class WeightJourney:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class PassPlan:
     """How one pass cuts the batch.
 
     pieces: the rows that stay. slot: as in `SortedRows`. position: where each slot's row stands among those
@@ -107,7 +107,7 @@ class Cut:
     row_token: Tensor
     position: Tensor
     has_drops: bool
-    once: Once | None = None
+    once: MergedRows | None = None
 
     @functools.cached_property
     def sent_tokens(self) -> list[Tensor]:
@@ -203,8 +203,8 @@ class Plan:
     """
 
     modules: Modules
-    forward: Cut
-    backward: Cut
+    forward: PassPlan
+    backward: PassPlan
     joined: Joined | None
     top_k: int
     num_slots: int

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pmoe.engine.gate_graph import Packing, hold, is_capturing, map_tensors, taken_over, unpack
+from pmoe.engine.gate_graph import Packing, as_first_pass_had, hold, is_capturing, map_tensors, unpack
 from pmoe.engine.replay import FINDERS, Replay, SavedHooks, top_hooks
 
 V = TypeVar("V")
@@ -154,7 +154,7 @@ class _Replaying(Replay):
         # generators' states (preserve_rng_state=False) they are none of ours.
         if call.random is not None and _same(_random_states(x_TM.device), call.random[0]):
             _set_random_states(call.random[1], x_TM.device)
-        routing: V = map_tensors(call.routing, lambda tensor: taken_over(tensor, x_TM))
+        routing: V = map_tensors(call.routing, lambda tensor: as_first_pass_had(tensor, x_TM))
         return routing
 
 

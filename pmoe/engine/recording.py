@@ -44,7 +44,7 @@ class Journal:
 
     spans: list[Span] = field(default_factory=list)
     passes: list[RecordedPass] = field(default_factory=list)
-    _settle: list[Callable[[], None]] = field(default_factory=list)
+    _unfilled: list[Callable[[], None]] = field(default_factory=list)
 
     def last(self, of: object, direction: str) -> list[Span] | None:
         """The spans of the last pass of ``of`` in a direction; None where there was none."""
@@ -81,7 +81,7 @@ class Journal:
             end.record()
             if not hasattr(self, "_origin"):
                 self._origin = start
-            self._settle.append(
+            self._unfilled.append(
                 lambda: note(
                     task, self._origin.elapsed_time(start) / 1e3, self._origin.elapsed_time(end) / 1e3
                 )
@@ -103,15 +103,15 @@ class Journal:
 
             watcher = threading.Thread(target=wait, daemon=True)
             watcher.start()
-            self._settle.append(watcher.join)
+            self._unfilled.append(watcher.join)
             return work
 
         return on_cuda if device.type == "cuda" else on_cpu
 
-    def settle(self) -> None:
-        for settle in self._settle:
-            settle()
-        self._settle.clear()
+    def fill(self) -> None:
+        for fill in self._unfilled:
+            fill()
+        self._unfilled.clear()
 
 
 @contextlib.contextmanager
@@ -128,4 +128,4 @@ def recording() -> Iterator[Journal]:
         watchers.remove(journal)  # blocks may end in any order
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        journal.settle()
+        journal.fill()

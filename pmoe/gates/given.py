@@ -30,8 +30,10 @@ class GivenGate(Gate):
 
     @contextlib.contextmanager
     def routing(self, expert_TK: Tensor, weight_TK: Tensor, keep_TK: Tensor | None = None) -> Iterator[None]:
-        """What the layer's calls inside are routed by, as in `Routing`; checked by the layer, on every rank.
-        Of slots that keep_TK drops the expert may be any of the E."""
+        """Routes the layer's calls inside the block by these, (T, K) each, as in `Routing`.
+
+        The layer checks them, on every rank. Of slots that keep_TK drops the expert may be any of the E.
+        """
         zero = torch.zeros((), device=weight_TK.device)
         self._given = Routing(expert=expert_TK, weight=weight_TK, l_aux=zero, keep=keep_TK)
         try:
@@ -40,6 +42,7 @@ class GivenGate(Gate):
             self._given = None
 
     def forward(self, x_TM: Tensor) -> Routing:
+        """The routing of the block, for tokens (T, M). Raises RuntimeError outside of a block."""
         if self._given is None:
             raise RuntimeError("a layer with a GivenGate must be called inside `with gate.routing(...)`")
         return self._given

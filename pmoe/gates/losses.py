@@ -9,8 +9,10 @@ from torch import Tensor
 def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """E * sum_e f_e * P_e (Switch Transformer, Eq. 4): 1 for an even load, up to E for the worst.
 
+    probability_TE: (T, E). expert_TK: (T, K). Returns a scalar; without tokens 0, attached to the graph.
+
     f_e is the share of the T*K choices that fell on expert e, counted before any capacity drops, and P_e
-    the mean probability of e. Only P carries a gradient. No tokens give 0, attached to the graph.
+    the mean probability of e. Only P carries a gradient.
     """
     num_tokens, num_experts = probability_TE.shape
     chosen = expert_TK.reshape(-1)
@@ -27,5 +29,5 @@ def router_loss(probability_TE: Tensor, expert_TK: Tensor, logits_TE: Tensor, z_
 
 
 def router_z_loss(logits_TE: Tensor) -> Tensor:
-    """mean_t logsumexp(logits_t)^2 (ST-MoE, Eq. 5): keeps the logits small. No tokens give 0."""
+    """mean_t logsumexp(logits_t)^2 (ST-MoE, Eq. 5), a scalar: keeps the logits small. No tokens give 0."""
     return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)

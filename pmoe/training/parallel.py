@@ -60,6 +60,7 @@ class Meshes:
 
     @property
     def num_ranks(self) -> int:
+        """Of the whole mesh."""
         return self.dense.size()
 
     def size(self, name: str) -> int:

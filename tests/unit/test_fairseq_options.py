@@ -75,6 +75,12 @@ def test_every_option_reaches_the_layers_arguments_with_another_value_than_its_d
         assert given[name] != defaults[name], name
 
 
+def test_what_older_checkpoints_say_of_switches_is_ignored() -> None:
+    """They never changed a result, and are no options any more."""
+    older = SimpleNamespace(moe_bypass_local="false", moe_sequential="true", moe_one_lane="false")
+    assert layer_arguments(older) == layer_arguments(SimpleNamespace())
+
+
 def test_options_at_their_defaults_build_a_layer() -> None:
     arguments = layer_arguments(
         SimpleNamespace(moe_num_experts="4", moe_d_hidden="16", moe_activation="relu")

@@ -5,11 +5,14 @@ Only lower bounds of time are asserted: a busy machine may take any time longer.
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing.connection
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.links import INFINITE, LinkUnavailableError, launch, measure_rate
+from tests.pool import forks
 
 RATE = 10e6  # bytes per second
 BIG = 400_000  # bytes that a rank sends to the other: 0.04 s
@@ -236,6 +240,16 @@ def all_probes(link: Any) -> dict[str, Any]:
         dist.barrier()
         seen[probe.__name__] = probe(link)
     return seen
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """As the ranks of `tests.pool`: a benchmark's fresh ones each import torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        others = {"get_context": lambda kind: forks(), "connection": multiprocessing.connection}
+        module = importlib.import_module("bench.links.launch")
+        patch.setattr(module, "multiprocessing", SimpleNamespace(**others))
+        yield
 
 
 @pytest.fixture(scope="module")

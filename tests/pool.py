@@ -14,7 +14,11 @@ from typing import Any
 
 GROUP_TIMEOUT_SECONDS = float(os.environ.get("PMOE_TESTS_GROUP_SECONDS", "28"))
 """Of the ranks that tests share. Shorter than 30, the bound of a heap's waits."""
+SHORT_TIMEOUT_SECONDS = 6.0
+"""Of ranks that wait for a peer that never comes: a busy machine may keep one that does come for seconds."""
 JOB_SECONDS = 5 * GROUP_TIMEOUT_SECONDS
+START_SECONDS, STARTS = 240, 3
+"""For how long a start may take, in which torch is imported on a busy machine, and how often it is tried."""
 MOST_GROUPS = 24
 """Process groups that a rank may hold before new ranks take its place: gloo wakes a thread of each a hundred
 times a second, and hundreds of them leave no time for anything else."""
@@ -58,19 +62,30 @@ class Pool:
     """
 
     def __init__(self, world: int, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
+        self.world = world
+        for attempt in range(1, STARTS + 1):
+            try:
+                self._start(timeout_seconds)
+                return
+            except AssertionError:  # ranks that met too late for a short timeout
+                if attempt == STARTS:
+                    raise
+
+    def _start(self, timeout_seconds: float) -> None:
         context = forks()
-        self.world, self.usable, self.num_groups = world, True, 1
-        self.processes, self.pipes = [], []
+        self.usable, self.num_groups = True, 1
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
         init_file = os.path.join(tempfile.mkdtemp(prefix="pmoe-pool-"), "rendezvous")
-        for rank in range(world):
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
-            args = (rank, world, init_file, theirs, timeout_seconds)
+            args = (rank, self.world, init_file, theirs, timeout_seconds)
             process = context.Process(target=_worker, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        self._answers(60)
+        self._answers(START_SECONDS)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = JOB_SECONDS) -> list[Any]:
         self.start(function, *args)

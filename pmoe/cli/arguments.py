@@ -1,4 +1,4 @@
-"""Arguments: what their values must be, how wrong ones are refused, and those that describe one layer."""
+"""Arguments: what their values must be, and how wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from pmoe.arguments import parse_bytes
-from pmoe.cli.output import plural
 from pmoe.measure.identity import WIDTH
-from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.sizes_from_options import STACKED, sizes_from_options
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 Number = TypeVar("Number", int, float)
@@ -98,49 +95,3 @@ def refused_as(rule: str, *errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         raise BadInputError(f"{rule}: {getattr(error, 'strerror', None) or error}") from None
-
-
-# ---- the arguments that describe one layer: those of `pmoe memory` and `pmoe plan`
-
-
-NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
-
-
-def add_layer_sizes(command: argparse.ArgumentParser) -> None:
-    """Adds NAMES and the slack of slots."""
-    add = command.add_argument_group("the layer").add_argument
-    add("--d-model", type=whole_number, required=True, metavar="M")
-    add("--d-hidden", type=whole_number, required=True, metavar="H")
-    add("--num-experts", type=whole_number, required=True, metavar="E", help="on all ranks together")
-    add("--tokens", type=whole_number, required=True, metavar="B", help="of one rank, the most")
-    add("--ranks", type=whole_number, default=1, metavar="W", help="that share the experts")
-    add("--top-k", type=whole_number, default=1, metavar="K", help="experts a token")
-    add("--expert", choices=list(STACKED), default="ffn")
-    add("--bias", action=argparse.BooleanOptionalAction, default=True)
-    add("--dtype", choices=list(DTYPES), default="float32")
-    add("--slack", type=slack, default=1.25, help="rows of a slot over the balanced share")
-
-
-def layer_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The sizes by name, for JSON."""
-    return {name: getattr(args, name) for name in NAMES}
-
-
-def constructor_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `MoELayer`."""
-    options = layer_fields(args) | {"dtype": DTYPES[args.dtype]}
-    return {name: value for name, value in options.items() if name not in ("tokens", "ranks")}
-
-
-def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
-    """Raises ValueError for sizes that no layer has."""
-    return sizes_from_options(**constructor_arguments(args), num_ranks=args.ranks, device_type=device_type)
-
-
-def describe_layer(args: argparse.Namespace) -> str:
-    """The layer as Python would build it, its dtype, ranks and tokens."""
-    return (
-        f"MoELayer({args.d_model}, {args.d_hidden}, {args.num_experts}, top_k={args.top_k}, "
-        f"expert={args.expert!r}, bias={args.bias}), {args.dtype}, {plural(args.ranks, 'rank')}, "
-        f"{args.tokens} tokens a rank"
-    )

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from pmoe.cli.arguments import (
-    BadInputError,
+from pmoe.cli.arguments import BadInputError, parse_device, restore_pair, whole_number
+from pmoe.cli.layer_arguments import (
     add_layer_sizes,
     constructor_arguments,
     describe_layer,
     layer_fields,
     layer_shape,
-    parse_device,
-    restore_pair,
-    whole_number,
 )
 from pmoe.cli.output import Output, mib, pair_name
 from pmoe.engine.arena import pool

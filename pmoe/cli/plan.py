@@ -8,15 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pmoe.cli.arguments import (
-    BadInputError,
-    add_layer_sizes,
-    byte_count,
-    describe_layer,
-    layer_fields,
-    layer_shape,
-    refused_as,
-)
+from pmoe.cli.arguments import BadInputError, byte_count, refused_as
+from pmoe.cli.layer_arguments import add_layer_sizes, describe_layer, layer_fields, layer_shape
 from pmoe.cli.output import Output, describe_profile, mib, ms, pair_name
 from pmoe.measure.profile import find_profile, load_profile
 from pmoe.planner.candidates import Advice, PricedChoice, advise, step_bars

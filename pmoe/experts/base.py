@@ -10,17 +10,12 @@ Letters: N rows, M = d_model.
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.schedule.slots import HiddenColumns
@@ -141,18 +136,9 @@ class Experts(nn.Module, abc.ABC):
         parameters = list[Tensor](self.parameters())
         if not self.is_parallelized:
             return parameters
-        if not all(is_expert(each) for each in parameters):
-            raise ValueError(
-                "experts' parameters must not be replaced by a data-parallel wrapper: use "
-                "fully_shard(..., ignored_params=pmoe.expert_parameters(model))"
-            )
-        wrapper: Any = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is not None and any(each is parameters[0] for each in wrapper._module_parameters):
-            raise ValueError(
-                "experts' parameters must not be reduced by DistributedDataParallel, which leaves out names "
-                "that they do not have any more: call pmoe.parallelize again once all inside it is wrapped"
-            )
-        return list(_Local.apply(self.reduce, *parameters))  # type: ignore[no-untyped-call]
+        from pmoe.experts.placement import local_parts
+
+        return local_parts(parameters, self.reduce)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -241,66 +227,6 @@ def local_part(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = to_local()
         return local
-
-
-def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Puts a new Parameter in the place of the module's own one of that name. The next step of an optimizer
-    that has the old one raises ValueError: it would train what no model uses any more."""
-    old = module.get_parameter(name)
-    setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
-    old.is_replaced = True  # type: ignore[attr-defined]
-    _watch_optimizers()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if hasattr(parameter, "is_replaced"):
-            raise ValueError(
-                f"optimizer ({type(optimizer).__name__} of a parameter of shape {tuple(parameter.shape)} "
-                "that the model has no more) must be made after pmoe.parallelize or MoELayer.spread, which "
-                "replace experts' parameters"
-            )
-
-
-class _Local(torch.autograd.Function):
-    """This rank's part of parameters. Backward runs once all their gradients are there: they are reduced
-    together, in the same order on every rank, and added up over backward passes only then."""
-
-    @staticmethod
-    def forward(ctx: Any, reduce: Reduce | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.reduce, ctx.parameters = reduce, parameters
-        local = [local_part(each) for each in parameters]
-        views = tuple(each.view_as(each) for each in local)  # autograd writes into what it is handed
-        ctx.mark_non_differentiable(
-            *(view for view, each in zip(views, parameters, strict=True) if not each.requires_grad)
-        )
-        return views
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[1:]
-        if ctx.reduce is not None:
-            ctx.reduce([each for each, wants in zip(gradients, wanted, strict=True) if wants])
-        laid = zip(ctx.parameters, gradients, wanted, strict=True)
-        return None, *(_laid_out(gradient, like) if wants else None for like, gradient, wants in laid)
-
-
-def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a gradient, as its parameter lies over the ranks."""
-    if not hasattr(like, "to_local"):
-        return gradient
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(like, DTensor)
-    return DTensor.from_local(
-        gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def is_expert(parameter: Tensor) -> bool:

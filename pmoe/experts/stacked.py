@@ -19,7 +19,6 @@ from pmoe.experts.base import (
     Shard,
     fresh,
     local_part,
-    replace_parameter,
     row_dot,
 )
 from pmoe.experts.products import (
@@ -100,30 +99,14 @@ class StackedExperts(Experts):
         # Parameters that a subclass has added lie as only it knows.
         return {name: dims[name] for name in names} if set(names) <= set(dims) else None
 
-    @torch.no_grad()
     def keep(self, experts: slice, shard: Shard) -> None:
+        from pmoe.experts.placement import keep_part
+
         dims = self.hidden_dims()
         if dims is None:
             super().keep(experts, shard)  # raises
             return
-        count, width = experts.stop - experts.start, self.all_hidden // shard.count
-        for name, dim in dims.items():
-            whole = getattr(self, name)
-            parts = self.hidden_factor if dim == 1 else 1
-            shape = [count, *whole.shape[1:]]
-            if dim is not None:
-                shape[dim] = parts * width
-            if whole.is_meta:
-                kept = whole.new_empty(shape)
-            else:
-                kept = whole[experts]
-                if dim is not None:
-                    columns = kept.unflatten(dim, (parts, self.all_hidden))
-                    kept = columns.narrow(dim + 1, shard.index * width, width)
-                kept = kept.reshape(shape).clone()
-            replace_parameter(self, name, kept)
-        self.num_local_experts, self.shard = count, shard
-        self.mark_parameters()
+        keep_part(self, dims, experts, shard)
 
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:

@@ -58,12 +58,16 @@ class TopKRouter(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.check_options(top_k, normalize)
         check_sizes(d_model, num_experts, top_k)
         check_normalize(normalize)
         check_not_negative(z_loss_weight=z_loss_weight)
         self.top_k, self.z_loss_weight = top_k, z_loss_weight
         self.normalize = self.normalizes and top_k > 1 if normalize is None else normalize
         self.make_parameters(router_weight(num_experts, d_model, device, dtype))
+
+    def check_options(self, top_k: int, normalize: bool | None) -> None:
+        """Raises ValueError for what a subclass does not take."""
 
     def make_parameters(self, weight: nn.Parameter) -> None:
         """weight: (E, M). A subclass adds its own, like that one."""

@@ -123,7 +123,7 @@ def _fill(seen: Allocations, events: Sequence[Any], device_type: str) -> None:
                 live.pop(fields.ptr).end = seconds
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepMemory:
     """Bytes of one forward and backward, beyond what was held before it.
 
@@ -151,16 +151,9 @@ def step_memory(module: nn.Module, make_inputs: Callable[[], tuple[Tensor, Tenso
     module.zero_grad(set_to_none=True)
     counted = _step_on_cuda if device.type == "cuda" else _step_on_cpu
     begin = time.perf_counter()
-    found = counted(module, make_inputs, device)
+    peak, without_gradients, forward, gradients = counted(module, make_inputs, device)
     module.zero_grad(set_to_none=True)
-    peak, without_gradients, forward, gradients = found
-    return StepMemory(
-        peak=peak,
-        without_gradients=without_gradients,
-        forward=forward,
-        gradients=gradients,
-        seconds=time.perf_counter() - begin,
-    )
+    return StepMemory(peak, without_gradients, forward, gradients, time.perf_counter() - begin)
 
 
 def _step_on_cpu(

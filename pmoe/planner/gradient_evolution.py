@@ -8,9 +8,10 @@ D layers, in the order of the backward pass; S candidates.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pmoe.planner.costs import LineCost
@@ -48,12 +49,9 @@ class ExposedSeconds:
 
     def exposed(self, extra: Sequence[int]) -> float:
         """Seconds over those of a backward pass without gradients."""
-        seconds = 0.0
-        for layer, moe, more in zip(self.layers, self.moe, extra, strict=True):
-            t_gar = all_reduce_seconds(self.all_reduce, moe + more)
-            seconds += layer.best(t_gar).seconds(t_gar) - layer.best(0.0).alone
-        left = self.left(extra)
-        return seconds + min(all_reduce_seconds(self.all_reduce, left), self.joined_seconds(left))
+        import numpy as np
+
+        return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def left(self, extra: Sequence[int]) -> int:
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
@@ -70,6 +68,35 @@ class ExposedSeconds:
         whole = all_reduce_seconds(self.all_reduce, self.dense[-1] + left)
         return max(0.0, whole - self.layers[-1].dense_seconds)
 
+    @functools.cached_property
+    def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+        """Of many candidates at once: extra bytes (D, S) -> seconds (S,)."""
+        import numpy as np
+
+        line, last = self.all_reduce, self.layers[-1]
+        alone_D = np.array([layer.best(0.0).alone for layer in self.layers])[:, None]
+        moe_D = np.array(self.moe, dtype=float)[:, None]
+        most = max(len(layer.degrees) for layer in self.layers)
+        rows = [[*layer.degrees, *[layer.degrees[-1]] * (most - len(layer.degrees))] for layer in self.layers]
+        each_DN1 = np.array([[each.alone for each in row] for row in rows])[:, :, None]
+        beside_DN1 = np.array([[each.beside for each in row] for row in rows])[:, :, None]
+        total = self.left([0] * len(self.layers))
+
+        def all_reduced(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.where(num_bytes > 0, line.alpha_seconds + line.beta_seconds * num_bytes, 0.0)
+
+        def seconds(extra_DS: NDArray[np.float64]) -> NDArray[np.float64]:
+            t_gar_DS = all_reduced(moe_D + extra_DS)
+            pass_DS = np.maximum(each_DN1, beside_DN1 + t_gar_DS[:, None, :]).min(axis=1)
+            left_S = total - extra_DS.sum(axis=0)
+            end_S = all_reduced(left_S)
+            if not last.gradient_bytes:
+                longer_S = np.maximum(all_reduced(self.dense[-1] + left_S) - last.dense_seconds, 0.0)
+                end_S = np.minimum(end_S, longer_S)
+            return np.asarray((pass_DS - alone_D).sum(axis=0) + end_S)
+
+        return seconds
+
 
 def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     """Extra bytes of each MoE part by scipy's differential evolution, as the paper does.
@@ -83,7 +110,7 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     import numpy as np
     from scipy.optimize import differential_evolution  # not needed to import pmoe
 
-    seconds = _vectorized(problem)
+    seconds = problem.of_candidates
 
     def decoded(shares_DS: NDArray[np.float64]) -> NDArray[np.float64]:
         extra_DS = np.zeros_like(shares_DS)
@@ -103,43 +130,14 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
         updating="deferred",
     )
     extra = [int(each) for each in decoded(found.x[:, None])[:, 0]]
-    return _polished(problem, seconds, rooms, extra)
+    return _polished(problem, rooms, extra)
 
 
-def _vectorized(problem: ExposedSeconds) -> Any:
-    """`ExposedSeconds.exposed` of many candidates."""
-    import numpy as np
-
-    line, last = problem.all_reduce, problem.layers[-1]
-    alone_D = np.array([layer.best(0.0).alone for layer in problem.layers])[:, None]
-    moe_D = np.array(problem.moe, dtype=float)[:, None]
-    most = max(len(layer.degrees) for layer in problem.layers)
-    rows = [[*layer.degrees, *[layer.degrees[-1]] * (most - len(layer.degrees))] for layer in problem.layers]
-    each_DN1 = np.array([[each.alone for each in row] for row in rows])[:, :, None]
-    beside_DN1 = np.array([[each.beside for each in row] for row in rows])[:, :, None]
-    total = problem.left([0] * len(problem.layers))
-
-    def all_reduced(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.where(num_bytes > 0, line.alpha_seconds + line.beta_seconds * num_bytes, 0.0)
-
-    def seconds(extra_DS: NDArray[np.float64]) -> NDArray[np.float64]:
-        t_gar_DS = all_reduced(moe_D + extra_DS)
-        pass_DS = np.maximum(each_DN1, beside_DN1 + t_gar_DS[:, None, :]).min(axis=1)
-        left_S = total - extra_DS.sum(axis=0)
-        end_S = all_reduced(left_S)
-        if not last.gradient_bytes:
-            longer_S = np.maximum(all_reduced(problem.dense[-1] + left_S) - last.dense_seconds, 0.0)
-            end_S = np.minimum(end_S, longer_S)
-        return np.asarray((pass_DS - alone_D).sum(axis=0) + end_S)
-
-    return seconds
-
-
-def _polished(problem: ExposedSeconds, seconds: Any, rooms: Sequence[int], extra: list[int]) -> list[int]:
+def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
     """Each layer in turn takes the end of that plateau which helps most, until none does."""
     import numpy as np
 
-    best = float(seconds(np.array(extra, dtype=float)[:, None])[0])
+    seconds, best = problem.of_candidates, problem.exposed(extra)
     for _ in range(len(rooms) + 1):
         before = best
         for at, layer in enumerate(problem.layers):

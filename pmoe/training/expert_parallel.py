@@ -35,7 +35,8 @@ from pmoe.comm.counts import at_stage
 from pmoe.comm.grid import Grid
 from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
 from pmoe.comm.ranks import Ranks
-from pmoe.experts.base import Experts, is_expert, local_part, replace_parameter
+from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
 
 M = TypeVar("M", bound=nn.Module)

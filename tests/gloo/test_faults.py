@@ -17,7 +17,7 @@ from pmoe import Routing
 from tests.gloo.kit import backward, build, counted_collectives, error_of, inputs, one_step
 from tests.kit import assert_same, tokens
 from tests.own_experts import mlp
-from tests.pool import Pool, ranks
+from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
 from tests.spread import spread
 
 # ---- faults on one rank
@@ -140,8 +140,6 @@ def test_logits_that_are_no_numbers_hang_nothing_and_spoil_no_other_token(
 
 # ---- peers that die or never come
 
-TIMEOUT_SECONDS = 3
-
 
 def lonely_job(rank: int, world: int, stage: str, ending: str) -> tuple[str, float]:
     """Rank 1 leaves before ``stage``; rank 0 goes on and tells what it met, and after how long."""
@@ -162,14 +160,14 @@ def lonely_job(rank: int, world: int, stage: str, ending: str) -> tuple[str, flo
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @pytest.mark.parametrize("ending", ["dies", "never comes"])
 def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str, stage: str) -> None:
-    pool = Pool(2, timeout_seconds=TIMEOUT_SECONDS)
+    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
     try:
         pool.start(lonely_job, stage, ending)
-        message, seconds = pool.answer(0, timeout=40)
+        message, seconds = pool.answer(0)
     finally:
         pool.stop()
     where = "the exchange of row counts" if stage == "forward" else r"[a-z]+ \([SR]0\) of chunk 0, backward"
     assert re.match(rf"RuntimeError: pmoe: rank 0 of 2 failed in {where}; a peer has died, never", message), (
         message
     )
-    assert seconds < TIMEOUT_SECONDS + 20  # what a busy machine may add
+    assert seconds < SHORT_TIMEOUT_SECONDS + 20  # what a busy machine may add

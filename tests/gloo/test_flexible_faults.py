@@ -14,7 +14,7 @@ import pmoe
 import pmoe.experts
 import pmoe.gates
 from pmoe.gates import Routing
-from tests.pool import Pool, ranks
+from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
 
 D_MODEL, D_HIDDEN = 6, 12
 
@@ -169,7 +169,7 @@ def one_hook_job(rank: int, world: int, point: str) -> str:
 
 @pytest.mark.parametrize("point", [POINTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in POINTS[1:])])
 def test_a_hook_that_fails_on_one_rank_raises_there_and_its_peers_name_a_stage(point: str) -> None:
-    pool = Pool(2, timeout_seconds=3)
+    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
     try:
         first, second = pool.run(one_hook_job, point)
         assert first == "ValueError: this hook fails"

@@ -40,7 +40,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.comet.launcher import SPARE_BLOCKS
 from tests.heap_probe import probe_flag
 from tests.heaps import CPU, FileMemory, use_layout
-from tests.pool import GROUP_TIMEOUT_SECONDS, Pool, ranks
+from tests.pool import GROUP_TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS, Pool, ranks
 
 SHAPE = HeapShape(2, 3, 50, 20, 16, torch.bfloat16)
 HOPPER = FileMemory().where
@@ -335,7 +335,7 @@ def closed_by_one(rank: int, world: int) -> tuple[str, int]:
 
 
 def test_memory_stays_where_a_peer_does_not_come_to_close() -> None:
-    pool = Pool(2, timeout_seconds=3)
+    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
     try:
         pool.start(closed_by_one)
         error, left = pool.answer(0)

@@ -5,11 +5,14 @@ Only lower bounds of time are asserted: a busy machine may take any time longer.
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing.connection
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.links import INFINITE, LinkUnavailableError, launch, measure_rate
+from tests.pool import forks
 
 RATE = 10e6  # bytes per second
 BIG = 400_000  # bytes that a rank sends to the other: 0.04 s
@@ -238,10 +242,20 @@ def all_probes(link: Any) -> dict[str, Any]:
     return seen
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """As the ranks of `tests.pool`: a benchmark's fresh ones each import torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        others = {"get_context": lambda kind: forks(), "connection": multiprocessing.connection}
+        module = importlib.import_module("bench.links.launch")
+        patch.setattr(module, "multiprocessing", SimpleNamespace(**others))
+        yield
+
+
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
     """What the two ranks saw. One launch for all: starting processes is the slow part."""
-    return launch(2, all_probes, "modelled", RATE, timeout_seconds=90)
+    return launch(2, all_probes, "modelled", RATE, timeout_seconds=240)
 
 
 Seen = list[dict[str, Any]]
@@ -353,7 +367,7 @@ def on_two_levels(link: Any) -> dict[str, Any]:
 
 
 def test_groups_of_a_mesh_pass_the_links_that_lie_between_their_ranks() -> None:
-    seen = launch(4, on_two_levels, "modelled", INFINITE, ranks_per_node=2, timeout_seconds=90)
+    seen = launch(4, on_two_levels, "modelled", INFINITE, ranks_per_node=2, timeout_seconds=240)
     for rank, found in enumerate(seen):
         node, place = divmod(rank, 2)
         seconds, *rest = found["world"]
@@ -380,7 +394,7 @@ def one_rank_dies(link: Any) -> None:
 
 def test_a_dead_peer_raises_on_the_survivor_and_both_are_told() -> None:
     with pytest.raises(RuntimeError) as caught:
-        launch(2, one_rank_dies, "modelled", RATE, timeout_seconds=60)
+        launch(2, one_rank_dies, "modelled", RATE, timeout_seconds=240)
     message = str(caught.value)
     assert "rank 1: died, exit code 7" in message
     assert "rank 0: Traceback" in message
@@ -448,7 +462,7 @@ def on_the_real_link(link: Any) -> tuple[tuple[float, float], tuple[float, float
 @pytest.mark.slow
 def test_the_real_link_carries_all_bytes_at_its_rate_and_leaves_nothing_behind() -> None:
     try:
-        results = launch(2, on_the_real_link, "real", RATE, timeout_seconds=90)
+        results = launch(2, on_the_real_link, "real", RATE, timeout_seconds=240)
     except LinkUnavailableError as reason:
         pytest.skip(str(reason))
     at_first, later, sent, is_right = zip(*results, strict=True)
@@ -481,7 +495,7 @@ def on_two_real_nodes(link: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_real_links_of_two_nodes_each_carry_what_is_theirs() -> None:
     try:
-        results = launch(4, on_two_real_nodes, "real", RATE, ranks_per_node=2, timeout_seconds=90)
+        results = launch(4, on_two_real_nodes, "real", RATE, ranks_per_node=2, timeout_seconds=240)
     except LinkUnavailableError as reason:
         pytest.skip(str(reason))
     free_bytes, small = 128 << 10, BIG // 2  # barriers and connections take some bytes, too

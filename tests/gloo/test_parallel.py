@@ -540,7 +540,7 @@ def test_the_example_trains_and_ends_cleanly() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert found.returncode == 0, found.stderr
     first, *steps = found.stdout.splitlines()

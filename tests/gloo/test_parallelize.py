@@ -39,7 +39,7 @@ from tests.pool import ranks
 from tests.reference import relative_error
 from tests.spread import spread as grid
 
-MAX_NORM, STEPS, LEARNING_RATE = 0.7, 12, 1e-2
+MAX_NORM, STEPS, LEARNING_RATE = 0.9, 12, 1e-2
 
 
 # ---- training

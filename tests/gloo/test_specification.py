@@ -157,11 +157,6 @@ def test_rows_sent_to_oneself_and_sequential_runs_change_nothing(
     check(world, Case(n, 2, 2, 0.8, bypass_local=bypass_local, sequential=sequential))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_adaptive_degree_equals_the_definition(world: int) -> None:
-    check(world, Case(True, 2, 2))
-
-
 # ---- memory reuse ---------------------------------------------------------------------------------
 
 PAIRS = [

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.plants.all_plants import PLANTS
-from tests.plants.plant import run
+from tests.plants.plant import Plant, run
 
-words = sys.argv[1:]
-missed = 0
-for plant in PLANTS:
-    if words and not any(word in plant.name for word in words):
-        continue
+
+def told(plant: Plant) -> tuple[bool, str]:
+    """Whether it was found, and a line about it."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             outcome = run(plant, Path(folder))
-            told = outcome.by if outcome.found else "NOT FOUND by " + plant.tests
-            missed += not outcome.found
         except (AssertionError, ValueError) as error:
-            told, missed = f"NOT RUN: {error}", missed + 1
-            print(f"{plant.name:32} {told}", flush=True)
-            continue
-    print(f"{plant.name:32} {outcome.seconds:5.1f} s  {told}", flush=True)
+            return False, f"{plant.name:32} NOT RUN: {error}"
+    by = outcome.by if outcome.found else f"NOT FOUND by {plant.tests}"
+    return outcome.found, f"{plant.name:32} {outcome.seconds:5.1f} s  {by}"
+
+
+words = sys.argv[1:]
+chosen = [plant for plant in PLANTS if not words or any(word in plant.name for word in words)]
+missed = 0
+with ThreadPoolExecutor(os.cpu_count() or 1) as several:
+    for found, line in several.map(told, chosen):
+        missed += not found
+        print(line, flush=True)
 sys.exit(1 if missed else 0)

@@ -68,9 +68,9 @@ EXPERTS = (
     Plant(
         name="shared-expert-of-other-width",
         breaks="of a gated expert's halves a shard keeps columns of the first alone",
-        file=STACKED,
-        old="            parts = self.hidden_factor if dim == 1 else 1\n            shape",
-        new="            parts = 1\n            shape",
+        file="pmoe/experts/placement.py",
+        old="        parts = stacked.hidden_factor if dim == 1 else 1\n        shape",
+        new="        parts = 1\n        shape",
         tests="tests/gloo/test_parallelize.py -k built_alone",
     ),
     Plant(

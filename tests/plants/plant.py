@@ -83,7 +83,7 @@ def run(plant: Plant, folder: Path) -> Outcome:
         environment["XDG_CACHE_HOME"] = str(tree / "cache")  # a program with a mistake is not worth keeping
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=120"]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=240"]
     began = time.monotonic()
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-m", "not slow and not gpu", *_words(plant.tests)],
@@ -91,7 +91,7 @@ def run(plant: Plant, folder: Path) -> Outcome:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     output = ran.stdout[-3000:] + ran.stderr[-1000:]
     failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]

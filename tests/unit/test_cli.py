@@ -360,6 +360,7 @@ def test_python_m_pmoe_is_the_command_and_needs_no_optional_package() -> None:
 
 CLOSED_PIPE = """
 import json, os, runpy, sys, pmoe.cli
+import matplotlib.figure, scipy.optimize  # once, not in each command's process
 for argv in json.loads(sys.argv[1]):
     child = os.fork()
     if child == 0:

@@ -171,7 +171,7 @@ def test_the_breakdown_is_the_theory_and_beside_it_what_was_measured(tmp_path: P
 
 
 def test_the_pairs_script_has_memory_and_time_of_every_way(tmp_path: Path) -> None:
-    arguments = ["--models", "32x64", "--tokens", "128", "--n", "2", "--rounds", "2", "--threads", "1"]
+    arguments = ["--models", "32x64", "--tokens", "128", "--n", "2", "--rounds", "1", "--threads", "1"]
     memory_pairs.main([*arguments, "--out", str(tmp_path)])
     found = results(tmp_path / "memory_pairs_1_ranks.json")
     names = [memory.pair_name(pair) for pair in ALL_PAIRS] + ["no rings"]
@@ -179,7 +179,7 @@ def test_the_pairs_script_has_memory_and_time_of_every_way(tmp_path: Path) -> No
     for row in found["rows"]:
         assert row["measured_bytes"] > 4 * 4 * (32 + 2 * 64 * 32)
         assert row["seconds"] > 0
-        assert len(row["times"]["samples_s"]) == 2
+        assert len(row["times"]["samples_s"]) == 1
     assert (tmp_path / "memory_pairs_1_ranks_32x64_128.png").exists()
 
 

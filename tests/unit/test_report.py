@@ -293,6 +293,7 @@ def test_values_that_are_not_finite_are_counted_and_leave_gaps(tmp_path: Path) -
     assert "No finite value in 3 points." in run_page(read_run(tmp_path / "all"))
 
 
+@pytest.mark.slow
 def test_a_run_of_100_000_steps_and_many_layers_and_experts_stays_a_small_page(tmp_path: Path) -> None:
     scalars = [ScalarRow(step=s, name="loss", value=3 + math.sin(s)) for s in range(1, 100_001)]
     append(tmp_path / SCALARS, ScalarRow, scalars)

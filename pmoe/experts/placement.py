@@ -1,0 +1,118 @@
+"""Experts' parameters that `pmoe.parallelize` has laid over ranks, or that were replaced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pmoe.experts.base import Reduce, Shard, is_expert, local_part
+
+if TYPE_CHECKING:
+    from pmoe.experts.stacked import StackedExperts
+
+
+def local_parts(parameters: Sequence[Tensor], reduce: Reduce | None) -> list[Tensor]:
+    """As `pmoe.experts.base.Experts.local_parameters`, of parallelized experts."""
+    if not all(is_expert(each) for each in parameters):
+        raise ValueError(
+            "experts' parameters must not be replaced by a data-parallel wrapper: use "
+            "fully_shard(..., ignored_params=pmoe.expert_parameters(model))"
+        )
+    wrapper: Any = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is not None and any(each is parameters[0] for each in wrapper._module_parameters):
+        raise ValueError(
+            "experts' parameters must not be reduced by DistributedDataParallel, which leaves out names "
+            "that they do not have any more: call pmoe.parallelize again once all inside it is wrapped"
+        )
+    return list(_Local.apply(reduce, *parameters))  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def keep_part(stacked: StackedExperts, dims: Mapping[str, int | None], experts: slice, shard: Shard) -> None:
+    """As `pmoe.experts.base.Experts.keep`. dims: of `hidden_dims`."""
+    count, width = experts.stop - experts.start, stacked.all_hidden // shard.count
+    for name, dim in dims.items():
+        whole = getattr(stacked, name)
+        parts = stacked.hidden_factor if dim == 1 else 1
+        shape = [count, *whole.shape[1:]]
+        if dim is not None:
+            shape[dim] = parts * width
+        if whole.is_meta:
+            kept = whole.new_empty(shape)
+        else:
+            kept = whole[experts]
+            if dim is not None:
+                columns = kept.unflatten(dim, (parts, stacked.all_hidden))
+                kept = columns.narrow(dim + 1, shard.index * width, width)
+            kept = kept.reshape(shape).clone()
+        replace_parameter(stacked, name, kept)
+    stacked.num_local_experts, stacked.shard = count, shard
+    stacked.mark_parameters()
+
+
+def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Puts a new Parameter in the place of the module's own one of that name. The next step of an optimizer
+    that has the old one raises ValueError: it would train what no model uses any more."""
+    old = module.get_parameter(name)
+    setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
+    old.is_replaced = True  # type: ignore[attr-defined]
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if hasattr(parameter, "is_replaced"):
+            raise ValueError(
+                f"optimizer ({type(optimizer).__name__} of a parameter of shape {tuple(parameter.shape)} "
+                "that the model has no more) must be made after pmoe.parallelize or MoELayer.spread, which "
+                "replace experts' parameters"
+            )
+
+
+class _Local(torch.autograd.Function):
+    """This rank's part of parameters. Backward runs once all their gradients are there: they are reduced
+    together, in the same order on every rank, and added up over backward passes only then."""
+
+    @staticmethod
+    def forward(ctx: Any, reduce: Reduce | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduce, ctx.parameters = reduce, parameters
+        local = [local_part(each) for each in parameters]
+        views = tuple(each.view_as(each) for each in local)  # autograd writes into what it is handed
+        ctx.mark_non_differentiable(
+            *(view for view, each in zip(views, parameters, strict=True) if not each.requires_grad)
+        )
+        return views
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        if ctx.reduce is not None:
+            ctx.reduce([each for each, wants in zip(gradients, wanted, strict=True) if wants])
+        laid = zip(ctx.parameters, gradients, wanted, strict=True)
+        return None, *(_laid_out(gradient, like) if wants else None for like, gradient, wants in laid)
+
+
+def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a gradient, as its parameter lies over the ranks."""
+    if not hasattr(like, "to_local"):
+        return gradient
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -25,8 +25,8 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
 from pmoe.engine.recording import Journal
 from pmoe.layer import MoELayer
+from pmoe.layer.last import Ran
 from pmoe.layer.memory import check_predictable
-from pmoe.layer.ran import Ran
 from pmoe.planner.exposed import Overlap, overlap
 from pmoe.planner.memory import PredictedMemory
 from pmoe.text import table

@@ -21,9 +21,8 @@ from pmoe.experts.base import Shard
 from pmoe.layer import build
 from pmoe.layer.call import Call
 from pmoe.layer.decision import decide, run, shaped_output
-from pmoe.layer.last import LastCall
+from pmoe.layer.last import LastCall, Ran
 from pmoe.layer.parts import Known, Parts
-from pmoe.layer.ran import Ran
 from pmoe.layer.spec import LayerSpec, Option
 from pmoe.layer.switches import Switches, check_no_switch
 from pmoe.ordering import Order, make_order

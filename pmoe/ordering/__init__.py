@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from pmoe.ordering.base import Order
 
-__all__ = ["Order", "make_order"]
+if TYPE_CHECKING:
+    from pmoe.ordering.einsum import EinsumOrder
+    from pmoe.ordering.sorted import SortedOrder
+
+__all__ = ["EinsumOrder", "Order", "SortedOrder", "make_order"]
 
 ORDERS = {"sorted": "SortedOrder", "einsum": "EinsumOrder"}
 """Classes by the name that MoELayer's ``order`` takes, which is their file's too."""
+_FILES = {name: file for file, name in ORDERS.items()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module 'pmoe.ordering' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"pmoe.ordering.{_FILES[name]}"), name)
 
 
 def make_order(order: str | Order) -> Order:
@@ -20,5 +32,5 @@ def make_order(order: str | Order) -> Order:
         raise TypeError(f"order ({order!r}) must be a pmoe.Order or one of {', '.join(ORDERS)}")
     if order not in ORDERS:
         raise ValueError(f"order ({order!r}) must be a pmoe.Order or one of {', '.join(ORDERS)}")
-    made: Order = getattr(importlib.import_module(f"pmoe.ordering.{order}"), ORDERS[order])()
+    made: Order = __getattr__(ORDERS[order])()
     return made

@@ -290,6 +290,11 @@ def test_simulate_prints_table_5_beside_the_papers(capsys: pytest.CaptureFixture
     assert found["ideal"]["systems"]["FSMoE"]["mean"] > found["contended"]["systems"]["FSMoE"]["mean"] > 1
     assert found["paper_differing"] == 912
     assert len(found["table2"]) == 21
+
+
+@pytest.mark.slow
+def test_simulate_prints_table_5_as_a_table_with_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "simulate", "fsmoe-table5")
     run("simulate", "fsmoe-table5")
     out = capsys.readouterr().out
     mean = found["ideal"]["systems"]["FSMoE"]["mean"]

@@ -8,41 +8,34 @@ keeps is held. Host memory for offloaded tensors is another pool, counted apart.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pmoe.schedule.slots import BufferSizes, arena_elements, slot_elements
+from pmoe.schedule.tasks import Schedule
 
 if TYPE_CHECKING:
     from pmoe.engine.host_pool import HostPool
 
 
 class Arena:
-    """The slots of one pass, in one piece of device memory."""
+    """The slots of one pass, in one piece of device memory. buffers: those with rows, where they lie."""
 
-    def __init__(self, pool: DevicePool, slots: Mapping[str, str], sizes: BufferSizes, like: Tensor) -> None:
-        self._pool, self._slots, self._sizes = pool, slots, sizes
-        elements = slot_elements(slots, sizes)
-        spans, total = arena_elements(elements, like.element_size())
+    def __init__(self, pool: DevicePool, schedule: Schedule, sizes: BufferSizes, like: Tensor) -> None:
+        self._pool = pool
+        spans, total = arena_elements(slot_elements(schedule, sizes), like.element_size())
         self._memory: Tensor | None = pool.take(total, like)
         # unsafe: writes to one slot are no changes of the others' tensors.
         pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
-        self._pieces = dict(zip(spans, pieces, strict=True))
-        self._views: dict[str, Tensor] = {}
-
-    def __contains__(self, buffer: str) -> bool:
-        return buffer in self._slots
-
-    def view(self, buffer: str) -> Tensor:
-        found = self._views.get(buffer)
-        if found is None:
-            rows, columns = self._sizes.shape(buffer)
-            piece = self._pieces[self._slots[buffer]]
-            found = self._views[buffer] = piece.as_strided((rows, columns), (columns, 1))
-        return found
+        of_slot = dict(zip(spans, pieces, strict=True))
+        shapes = {name: sizes.of(name) for _, name, _, _ in schedule.turns}
+        self.buffers: dict[str, Tensor] = {}
+        for buffer, name, chunk, slot in schedule.turns:
+            rows, columns = shapes[name]
+            if rows[chunk]:
+                self.buffers[buffer] = of_slot[slot].as_strided((rows[chunk], columns), (columns, 1))
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in one of the slots."""
@@ -56,8 +49,7 @@ class Arena:
         if self._memory is not None:
             self._pool.give_back(self._memory)
             self._memory = None
-            self._pieces.clear()
-            self._views.clear()
+            self.buffers.clear()
 
 
 class DevicePool:

@@ -161,7 +161,8 @@ class Pass:
         # All buffers that a collective or a copy touches are made on the compute lane, most of them here, and
         # live until the end of the pass: the other lanes of a GPU are other streams, to which the allocator
         # is blind.
-        self.arena = Arena(pool(source_TM.device).device, self.schedule.slots, self.sizes, source_TM)
+        self.arena = Arena(pool(source_TM.device).device, self.schedule, self.sizes, source_TM)
+        self.in_slots = self.arena.buffers
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
@@ -196,24 +197,24 @@ class Pass:
     def buffer(self, name: str, i: int) -> Tensor:
         """The slot that the schedule gives it, or memory of its own."""
         key = f"{name}.{i}"
-        if key not in self.own and key in self.arena:
-            return self.arena.view(key)
-        return self.own_buffer(name, i)
+        found = self.own.get(key)
+        if found is None:
+            found = self.in_slots.get(key)
+        return self.own_buffer(name, i) if found is None else found
 
     def temporary(self, name: str, i: int) -> Tensor:
         """The slot, or memory that lasts as long as its user holds it."""
-        key = f"{name}.{i}"
-        return self.arena.view(key) if key in self.arena else self.new(*self.sizes.shape(key))
+        found = self.in_slots.get(f"{name}.{i}")
+        return self.new(*self.sizes.shape(f"{name}.{i}")) if found is None else found
 
     def space(self, unit: Unit) -> Allocate:
         i, at = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:
-            key = f"{name}{at}.{i}"
-            if key not in self.arena:
+            found = self.in_slots.get(f"{name}{at}.{i}")
+            if found is None:
                 return self.new(rows, columns)
-            found = self.arena.view(key)
-            assert found.shape == (rows, columns), (key, found.shape, rows, columns)
+            assert found.shape == (rows, columns), (name, unit, found.shape, rows, columns)
             return found
 
         return place

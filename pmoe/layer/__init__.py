@@ -1,7 +1,8 @@
 """The MoE layer: gate, order, dispatch, experts, combine, in the order a token meets them.
 
-`module` has the layer itself, `forward` its stages in reading order; `route`, `plans`, `choose` and `run` are
-what they do. Calls that go another way: `alone`, `fused`, `padded`; `capture` says what a CUDA graph holds.
+`module` has the layer itself and a call in five lines. `decision` decides a call and runs it, by the row
+counts of `exact_counts`, `padded_counts` or `one_rank_counts`. `route` asks the gate, `choose` says n and the
+restore pair, `fused` prepares the fused kernels. `capture` says what a CUDA graph holds.
 """
 
 from pmoe.layer.module import MoELayer

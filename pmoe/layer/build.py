@@ -5,7 +5,7 @@ What is special (modules as experts, gates but the default) is imported where it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from pmoe.engine.arena import pool
 from pmoe.experts import make_stacked
 from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Experts, Shard
-from pmoe.experts.initial import initialise, seeded
+from pmoe.experts.initial import initialise
 from pmoe.gates import make_gate
 from pmoe.layer.parts import Parts
 from pmoe.layer.spec import LayerSpec, check_flag
@@ -144,43 +144,9 @@ def make_experts(
         )
         initialise(stacked, first_expert=place.first_expert)
         return stacked
-    if isinstance(expert, Experts | nn.ModuleList):
-        given = expert if isinstance(expert, Experts) else _module_experts(expert)
-        if given.num_local_experts != local:
-            raise ValueError(
-                f"expert (a {type(expert).__name__} of {given.num_local_experts}) must hold this rank's "
-                f"{local} experts"
-            )
-        if given.shard != place.shard:
-            raise ValueError(
-                f"expert (a {type(expert).__name__}, {given.shard}) must hold this rank's part of the "
-                f"hidden columns ({place.shard}), where experts are sharded over the ranks of a node"
-            )
-        return given
-    if place.shard.count > 1 and callable(expert):
-        raise ValueError(
-            f"expert ({expert!r}) must be ffn or swiglu, or a pmoe.experts.Experts of this rank's "
-            "columns, where experts are sharded over the ranks of a node: a module's hidden is its own"
-        )
-    if isinstance(expert, nn.Module) or not callable(expert):
-        raise TypeError(
-            f"expert ({expert!r}) must be a name, a callable that builds one expert, or a "
-            f"torch.nn.ModuleList of this rank's {local} experts"
-        )
-    from pmoe.experts.modules import build_modules
+    from pmoe.layer.given_experts import given_experts
 
-    build = build_modules(expert, spec.d_model, spec.d_hidden)
-    modules = seeded(build, first_expert=place.first_expert, count=local)
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
-    return _module_experts(module.to(**options) for module in modules)
-
-
-def _module_experts(modules: Iterable[nn.Module]) -> Experts:
-    from pmoe.experts.modules import ModuleExperts
-
-    return ModuleExperts(modules)
+    return given_experts(spec, place, expert, options)
 
 
 def make_shared(
@@ -197,7 +163,9 @@ def make_shared(
     if getattr(gate, "mixes_tokens", False):
         raise ValueError(f"shared_expert ({shared}) must be None with SoftMoE, which mixes tokens")
     if isinstance(shared, nn.Module):
-        made = _module_experts([shared])
+        from pmoe.experts.modules import ModuleExperts
+
+        made = ModuleExperts([shared])
         made.is_parallel = False
         return made
     if not isinstance(shared, int) or isinstance(shared, bool):

@@ -132,7 +132,7 @@ def _arena(sizes: LayerSizes, rows: PassRows, direction: str, restore: Restore, 
         restore=restore,
         rearranged=rearranged,
     )
-    elements = slot_elements(schedule.slots, buffers)
+    elements = slot_elements(schedule, buffers)
     return arena_elements(elements, sizes.element_size)[1] * sizes.element_size
 
 

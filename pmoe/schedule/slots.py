@@ -7,11 +7,11 @@ Letters: n chunks, M = d_model, H = d_hidden; T_DI, T_M, T_DO as in MPipeMoE.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import Schedule
 
 ALIGNMENT = 256
 """Bytes; every slot starts at a multiple of it."""
@@ -71,22 +71,21 @@ class BufferSizes:
     restore: Restore | None
     rearranged: bool = False
     _known: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict, init=False, compare=False)
-    _shapes: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, compare=False)
 
     def shape(self, buffer: str) -> tuple[int, int]:
         """Example: "T_M_L.3" -> (rows of chunk 3 that stay, H). Buffers that this pass or rank makes no use
         of have no rows."""
-        found = self._shapes.get(buffer)
-        if found is None:
-            name, chunk = _parts(buffer)
-            if name not in self._known:
-                self._known[name] = self._rows_and_columns(name)
-            rows, columns = self._known[name]
-            found = self._shapes[buffer] = rows[chunk], columns
-        return found
+        name, _, chunk = buffer.rpartition(".")
+        rows, columns = self.of(name)
+        return rows[int(chunk)], columns
+
+    def of(self, name: str) -> tuple[Sequence[int], int]:
+        """Of the buffers of this name: the rows of each chunk's, and their columns."""
+        if name not in self._known:
+            self._known[name] = self._rows_and_columns(name)
+        return self._known[name]
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
-        """Of the buffers of this name: the rows of each chunk's, and their columns."""
         extent, width = self.extent, self.d_model
         stays = name.endswith("_L")
         rows, none = (extent.local if stays else extent.received), (0,) * len(extent.received)
@@ -148,23 +147,19 @@ class BufferSizes:
         return self.columns.active if in_place else self.columns.scratch
 
 
-@functools.lru_cache(maxsize=1024)
-def _parts(buffer: str) -> tuple[str, int]:
-    """Example: "T_M_L.3" -> ("T_M_L", 3)."""
-    name, _, chunk = buffer.rpartition(".")
-    return name, int(chunk)
-
-
 def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def slot_elements(slots: Mapping[str, str], sizes: BufferSizes) -> dict[str, int]:
+def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
     """Elements of each ring slot: as many as the largest of its buffers."""
+    shapes = {name: sizes.of(name) for _, name, _, _ in schedule.turns}
     largest: dict[str, int] = {}
-    for buffer, slot in slots.items():
-        rows, columns = sizes.shape(buffer)
-        largest[slot] = max(largest.get(slot, 0), rows * columns)
+    for _, name, chunk, slot in schedule.turns:
+        rows, columns = shapes[name]
+        elements = rows[chunk] * columns
+        if elements >= largest.get(slot, 0):
+            largest[slot] = elements
     return largest
 
 

@@ -112,6 +112,15 @@ class Schedule:
     slots: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
+    def turns(self) -> tuple[tuple[str, str, int, str], ...]:
+        """(buffer, its name, its chunk, the slot) of each buffer that takes a turn in a slot.
+
+        Example: ("T_M_L.3", "T_M_L", 3, "T_M[0]").
+        """
+        parts = ((buffer, *buffer.rpartition("."), slot) for buffer, slot in self.slots.items())
+        return tuple((buffer, name, int(chunk), slot) for buffer, name, _, chunk, slot in parts)
+
+    @functools.cached_property
     def num_weight_gradients(self) -> int:
         """Tasks that each add to the gradients of the experts' parameters."""
         return sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.tasks)

@@ -22,7 +22,7 @@ class GradScaler(torch.amp.GradScaler):
     group: the ranks that hold the model together. None is the default group, or this process alone without
         one.
 
-    Every rank must call `unscale_` (or `step`, which does it) for the same optimizers, once gradients are
+    Every rank must call ``unscale_`` (or `step`, which does it) for the same optimizers, once gradients are
     reduced: one all-reduce of one number each. A rank may have no gradients.
     """
 

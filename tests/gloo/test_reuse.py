@@ -299,9 +299,9 @@ def skew_job(
         rows: dict[tuple[str, bool], int] = {}
 
         class Watched(arena):  # type: ignore[misc, valid-type]
-            def __init__(self, pool: Any, slots: Any, sizes: BufferSizes, like: Tensor) -> None:
-                super().__init__(pool, slots, sizes, like)
-                for buffer in slots:
+            def __init__(self, pool: Any, schedule: Any, sizes: BufferSizes, like: Tensor) -> None:
+                super().__init__(pool, schedule, sizes, like)
+                for buffer in schedule.slots:
                     name = buffer.partition(".")[0]
                     if not name.startswith(("send", "home", "dhome")):
                         key = (sizes.direction, name.endswith("_L"))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pmoe
 from pmoe import MoELayer
 from pmoe.layer.switches import Switches
-from tests.kit import D_HIDDEN, D_MODEL, NUM_EXPERTS, assert_same, build, gradients, tokens
+from tests.kit import D_HIDDEN, D_MODEL, NUM_EXPERTS, TOKENS, assert_same, build, gradients, tokens
 from tests.own_experts import mlp
 
 # ---- construction
@@ -366,6 +366,20 @@ def test_switches_and_the_pair_are_set_on_a_built_layer() -> None:
     assert layer.ran is not None and layer.ran.restore == layer.restore == pmoe.Restore(
         "communicate", "recompute"
     )
+
+
+def test_switches_set_after_a_call_are_those_of_a_layer_that_had_them_before() -> None:
+    """Nothing that follows from them is kept: stages, rings, what ranks asked, the prediction."""
+    switches = Switches(bypass_local=False, sequential=True)
+    first, late = (build(pipeline=2, memory_reuse="S4") for _ in range(2))
+    first.switches = switches
+    gradients(late)
+    late.switches = switches
+    assert_same(gradients(late), gradients(first))
+    assert late.predict_memory(TOKENS) == first.predict_memory(TOKENS)
+    assert late.predict_memory(TOKENS) != build(pipeline=2, memory_reuse="S4").predict_memory(TOKENS)
+    assert late.ran == first.ran and late.row_counts.depth == first.row_counts.depth
+    assert late.parts.stages == first.parts.stages
 
 
 def test_switches_have_one_place() -> None:

@@ -286,7 +286,7 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
         sizes = BufferSizes(
             direction=schedule.direction, extent=extents(B, n), d_model=M, columns=columns, restore=pair
         )
-        return slot_elements(schedule.slots, sizes)
+        return slot_elements(schedule, sizes)
 
     def of(tensors: tuple[str, ...], found: dict[str, int]) -> int:
         return sum(size for slot, size in found.items() if slot.partition("[")[0] in tensors)

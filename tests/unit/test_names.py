@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +87,36 @@ def test_functions_share_a_name_only_where_they_have_the_same_role() -> None:
     listed = {name: files for names, files in SAME_ROLE.values() for name in names}
     assert not {name: where for name, where in found.items() if not where <= listed.get(name, set())}
     assert set(listed) == set(found), "a name that is no longer shared leaves the list"
+
+
+# ---- names in docstrings
+
+
+MENTION = re.compile(r"(?<!`)`(~?[A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`(?!`)")
+"""`name`, `module.name` or `name()`; what stands in double backticks is code, and no name to look up."""
+OTHERS = ("torch", "fairseq", "transformers", "numpy", "scipy", "matplotlib", "logging")
+"""Packages whose names are theirs."""
+
+
+def names_of(source: str) -> set[str]:
+    """Every name in the code, docstrings and comments left out."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}
+
+
+def test_names_that_docstrings_mention_exist() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in FILES}
+    known = {"pmoe"}.union(*map(names_of, sources.values()), *(path.parts for path in FILES))
+    known |= {path.stem for path in FILES}
+    for path in (ROOT / "cuda").rglob("*.h"):
+        known |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    missing = [
+        f"{path.relative_to(ROOT)}: {mention}"
+        for path, source in sources.items()
+        for mention in MENTION.findall(source)
+        if mention.split(".")[0] not in OTHERS and not {*mention.split(".")} <= known
+    ]
+    assert not missing, "\n".join(missing)
 
 
 def test_the_reader_of_names_sees_classes_within_functions_and_names_of_types() -> None:

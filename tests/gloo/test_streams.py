@@ -226,7 +226,7 @@ PLAIN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "world, options, bypass_local", spread([1, 2], PLAIN, [True, False], every=2), ids=named
+    "world, options, bypass_local", spread([1, 2], PLAIN, [True, False], every=3), ids=named
 )
 def test_streams_never_race_and_no_buffer_is_freed_early(
     world: int, options: dict[str, Any], bypass_local: bool
@@ -275,7 +275,7 @@ FLEXIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=9)
+    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=11)
 )
 def test_flexible_layers_never_race_and_no_buffer_is_freed_early(
     world: int, options: dict[str, Any], reuse: Any, n: int
@@ -294,7 +294,7 @@ def test_a_planted_race_of_the_lane_inside_the_node_is_found(mistake: str) -> No
 
 @pytest.mark.parametrize(
     "pair, world, n, pipeline_backward, expert, bypass_local",
-    spread(ALL_PAIRS, [1, 2], ROTATING, every=5),
+    spread(ALL_PAIRS, [1, 2], ROTATING, every=7),
     ids=named,
 )
 def test_rings_and_copies_never_race_and_no_buffer_is_freed_early(

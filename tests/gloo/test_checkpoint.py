@@ -102,7 +102,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("copies, fsdp to ddp", "modules")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES]
+)
 def test_what_four_ranks_saved_one_and_two_load_to_the_bit(case: str, tmp_path: Path) -> None:
     sizes, wrap, expert, others, other_wrap = CASES[case]
     written = ranks(4).run(saved, tmp_path, sizes, wrap, expert, timeout=SLOW_IMPORT)

@@ -88,7 +88,7 @@ def trained(
 
 
 HOWS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-QUICK = {("ddp", 1, "fused"), ("fsdp", 1, "default"), ("ddp", 2, "default"), ("fsdp", 2, "foreach")}
+QUICK = {("ddp", 2, "fused"), ("fsdp", 2, "foreach")}
 """Those of every test run."""
 
 

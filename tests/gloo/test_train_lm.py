@@ -147,7 +147,7 @@ def assert_close(actual: list[float], expected: list[float], relative: float) ->
 
 # ---- the same numbers for any number of ranks ----------------------------------------------------
 
-WITHOUT_AUX = ["--steps", 10, "--eval-every", 5, "--aux-weight", 0, "--layers", 4]
+WITHOUT_AUX = ["--steps", 6, "--eval-every", 3, "--aux-weight", 0, "--layers", 4]
 
 
 def test_two_ranks_report_the_losses_and_gradient_norms_of_one(tmp_path):
@@ -155,10 +155,10 @@ def test_two_ranks_report_the_losses_and_gradient_norms_of_one(tmp_path):
     for num_ranks in (1, 2):
         start(num_ranks, tmp_path / str(num_ranks), *WITHOUT_AUX).finish()
     one, two = (metrics(tmp_path / name)["history"] for name in "12")
-    assert len(one["train_loss"]) == 10 and len(one["valid_loss"]) == 1
+    assert len(one["train_loss"]) == 6 and len(one["valid_loss"]) == 1
     for name in ("train_loss", "gradient_norm", "valid_loss"):
         assert_close(two[name], one[name], relative=1e-4)
-    assert one["train_bytes"] == two["train_bytes"] == [64 * (step + 1) for step in range(10)]
+    assert one["train_bytes"] == two["train_bytes"] == [64 * (step + 1) for step in range(6)]
     rows = [read_run(tmp_path / name).rows for name in "12"]
     assert [(row.step, row.layer) for row in rows[0]] == [(row.step, row.layer) for row in rows[1]]
     assert [row.tokens_per_expert for row in rows[0]][:2] == [row.tokens_per_expert for row in rows[1]][:2]

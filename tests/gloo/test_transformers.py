@@ -274,6 +274,7 @@ def trainer_job(
     return [each["loss"] for each in steps], [each["grad_norm"] for each in steps], borrow.call_count
 
 
+@pytest.mark.slow
 def test_trainer_with_gradient_checkpointing_trains_as_the_eager_implementation_does(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def test_more_ranks_activations_and_sizes_give_it_too(program: Path) -> None:
     assert run_program(program, "thorough", timeout=500) == "ok\n"
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_left_out_is_noticed(program: Path) -> None:
     told = run_program(program, "planted", timeout=250)
     assert told.count(": found") == 8 and "NOT" not in told

@@ -368,7 +368,7 @@ def test_without_messages_all_lanes_are_computation_and_copies() -> None:
 # ---- measuring
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_measured_costs_are_positive_and_factors_at_most_one(dtype: torch.dtype) -> None:
     before = torch.get_rng_state()
     with torch.inference_mode():

@@ -102,7 +102,7 @@ CASES = {
 }
 
 
-SLOW = ("copies, fsdp to ddp", "modules")
+SLOW = ("copies, fsdp to ddp",)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ PLANNER = (
         file="pmoe/planner/simulator.py",
         old="                running[lane] = (task, left - step * speed.get(lane, 1.0))\n",
         new="                running[lane] = (task, left - step)\n",
-        tests="tests/unit/test_planner.py",
+        tests="tests/unit/test_fsmoe_table5.py",
     ),
     Plant(
         name="buffers-die-a-task-early",

@@ -112,9 +112,6 @@ def _cut(
         )
     sent, come = sent_rows.tolist(), come_rows.tolist()
     by_expert = recv.sum(1).tolist()
-    width = grid.across.size
-    # Of each rank inside the node, what came to it.
-    here = slice(grid.inside.rank * width, (grid.inside.rank + 1) * width)
     # Running sums of all chunks at once: a chunk's own would be several launches each.
     received_ends = _ends(recv_device)
     local_counts: list[list[int]] = []
@@ -137,9 +134,7 @@ def _cut(
     # (source, chunk, expert, bin of the chunk): as rows arrive from one source.
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
-        send_rows, gathered = sent[i], ()
-        if grid.is_sharded:
-            gathered = tuple(sum(come[i][at : at + width]) for at in range(0, len(come[i]), width))
+        send_rows, (recv_rows, gathered) = sent[i], _by_place(come[i], grid)
         regroup = None
         if shared.sent_once is None and _are_several(come[i]):
             regroup = _regroup(fine[:, i].flatten(1), come[i])
@@ -149,7 +144,7 @@ def _cut(
                 slots=slice(ends[i], ends[i + 1]),
                 sent=slice(first, first + sum(send_rows)),
                 send_rows=tuple(send_rows),
-                recv_rows=tuple(come[i][here]),
+                recv_rows=recv_rows,
                 received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
                 regroup=regroup,
                 relayed=(_relayed(shared.relayed[0], i), _relayed(shared.relayed[1], i)),
@@ -202,16 +197,24 @@ def _weight_journey(
     destination = expert_TK.reshape(-1)[slot] // send.shape[2]
     if bypass_local:
         destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
-    send_rows, come_rows = send.sum((0, 2)).tolist(), recv.sum((0, 2))
-    come = come_rows.tolist()
-    come_LP = come_rows.unflatten(0, (grid.inside.size, -1))
+    send_rows, come = send.sum((0, 2)).tolist(), recv.sum((0, 2)).tolist()
+    recv_rows, gathered = _by_place(come, grid)
     return WeightJourney(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),
-        recv=tuple(come_LP[grid.inside.rank].tolist()),
+        recv=recv_rows,
         regroup=_regroup(fine.flatten(1), come) if _are_several(come) else None,
-        gathered=tuple(come_LP.sum(1).tolist()) if grid.is_sharded else (),
+        gathered=gathered,
     )
+
+
+def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of rows by source, as they lie once gathered: those that came to this rank itself, by rank across; and
+    how many came to each rank inside, where experts are sharded."""
+    width = grid.across.size
+    own = grid.inside.rank * width
+    gathered = (sum(come[at : at + width]) for at in range(0, len(come), width))
+    return tuple(come[own : own + width]), tuple(gathered) if grid.is_sharded else ()
 
 
 def _are_several(rows_by_source: Sequence[int]) -> bool:

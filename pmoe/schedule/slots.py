@@ -104,12 +104,10 @@ class BufferSizes:
             case "scratch":
                 most = self.columns.scratch_rows if self._expendable else 0
                 return [min(each, most) for each in rows], self.columns.scratch
-        if name.endswith("_sorted"):
-            return [of * sorts for of, sorts in zip(rows, extent.regrouped, strict=True)], width
         by_link = name in ("T_DO", "dT_DO", "dT_DI") or (name == "T_DI" and self._restores_by_link)
         if by_link and not stays and extent.gathered is not None:
             rows = extent.gathered
-        if name == "T_DI" and not stays and self._keeps_what_arrives:
+        if name.endswith("_sorted") or (name == "T_DI" and not stays and self._keeps_what_arrives):
             return [of * sorts for of, sorts in zip(rows, extent.regrouped, strict=True)], width
         return rows, width
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from pmoe.engine import run as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.plan import PassPlan, Plan, length
-from pmoe.engine.run import Actions as Actions
+from pmoe.engine.run import Actions
 from pmoe.experts.base import Allocate, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes

@@ -11,54 +11,40 @@ from pmoe.engine.plan import Plan
 
 def forward_of(plan: Plan, keep: bool) -> type[Forward]:
     """The forward pass of ``plan``. keep: whether a backward pass follows."""
-    parts: list[type[Forward]] = []
-    if plan.modules.hooks:
-        from pmoe.engine.hooked import HookedForward
-
-        parts.append(HookedForward)
-    if plan.modules.shared is not None:
-        from pmoe.engine.shared_expert import ForwardWithSharedExpert
-
-        parts.append(ForwardWithSharedExpert)
-    if plan.modules.stages.sharded:
-        from pmoe.engine.sharded import ShardedForward
-
-        parts.append(ShardedForward)
-    if plan.forward.once is not None:
-        from pmoe.engine.once import OnceForward
-
-        parts.append(OnceForward)
-    if keep and plan.restore.offloads:
-        from pmoe.engine.offloaded import OffloadingForward
-
-        parts.append(OffloadingForward)
-    return _together((*parts, Forward))
+    parts = _special_parts(plan, moves=keep and plan.restore.offloads)
+    return _together((*(forward for forward, _ in parts), Forward))
 
 
 def backward_of(plan: Plan) -> type[Backward]:
     """The backward pass of ``plan``."""
-    parts: list[type[Backward]] = []
+    parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
+    return _together((*(backward for _, backward in parts), Backward))
+
+
+def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
+    """moves: T_DI or T_M is copied away, or fetched from where forward kept it."""
+    parts: list[tuple[type[Forward], type[Backward]]] = []
     if plan.modules.hooks:
-        from pmoe.engine.hooked import HookedBackward
+        from pmoe.engine.hooked import HookedBackward, HookedForward
 
-        parts.append(HookedBackward)
+        parts.append((HookedForward, HookedBackward))
     if plan.modules.shared is not None:
-        from pmoe.engine.shared_expert import BackwardWithSharedExpert
+        from pmoe.engine.shared_expert import BackwardWithSharedExpert, ForwardWithSharedExpert
 
-        parts.append(BackwardWithSharedExpert)
+        parts.append((ForwardWithSharedExpert, BackwardWithSharedExpert))
     if plan.modules.stages.sharded:
-        from pmoe.engine.sharded import ShardedBackward
+        from pmoe.engine.sharded import ShardedBackward, ShardedForward
 
-        parts.append(ShardedBackward)
-    if plan.backward.once is not None:
-        from pmoe.engine.once import OnceBackward
+        parts.append((ShardedForward, ShardedBackward))
+    if plan.forward.once is not None:
+        from pmoe.engine.once import OnceBackward, OnceForward
 
-        parts.append(OnceBackward)
-    if plan.restore.offloads or plan.rearranged:
-        from pmoe.engine.offloaded import FetchingBackward
+        parts.append((OnceForward, OnceBackward))
+    if moves:
+        from pmoe.engine.offloaded import FetchingBackward, OffloadingForward
 
-        parts.append(FetchingBackward)
-    return _together((*parts, Backward))
+        parts.append((OffloadingForward, FetchingBackward))
+    return parts
 
 
 @functools.cache

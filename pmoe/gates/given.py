@@ -22,6 +22,7 @@ class GivenGate(Gate):
     """
 
     partition = "none"
+    saved_scores = 0
     is_given_routing = True
 
     def __init__(self) -> None:

@@ -113,7 +113,7 @@ class Parts:
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:
-        """The callbacks' hooks inside the layer; None where there are no callbacks."""
+        """The callbacks' hooks inside the layer; None where they have none."""
         if not self.callbacks:
             return None
         from pmoe.engine.callbacks import Hooks
@@ -124,12 +124,13 @@ class Parts:
     def stages(self) -> Stages:
         """The stages that every call has: the same on every rank, whatever rows it has."""
         spec, sharded = self.spec, self.grid.is_sharded
-        local = spec.switches.bypass_local and not (sharded or self.hooks or spec.send_once)
+        seen = self.hooks is not None
+        local = spec.switches.bypass_local and not (sharded or seen or spec.send_once)
         return Stages(
             local=local,
             remote=self.ranks.size > 1 or not local,
             sharded=sharded,
-            hooked=sharded and bool(self.hooks),
+            hooked=sharded and self.hooks is not None,
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=spec.switches.one_lane,

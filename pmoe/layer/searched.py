@@ -34,7 +34,7 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     worth = counts.needs_grad and ranks.size > 1 and rows >= 2 * LEAST_ROWS
     shared = parts.shared_expert
     modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
-    if not worth or modules or parts.hooks or spec.switches.sequential:
+    if not worth or modules or parts.hooks is not None or spec.switches.sequential:
         return PassDegrees(ruled, ruled)
 
     def runner_of(degrees: PassDegrees) -> Runner | None:

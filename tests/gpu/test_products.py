@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts, products
+from pmoe.experts import FFNExperts, StackedExperts, products
 from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.architecture import loaded_architecture
 from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
 from pmoe.kernels.product_request import ProductOperands, ProductRequest

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
+from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.comet import Steps
 from pmoe.planner.division_table import LayerSeconds
 from pmoe.runners import fused_steps as comet
@@ -65,7 +66,7 @@ def step(layer: pmoe.MoELayer, count: int = T) -> dict[str, Tensor | None]:
 def by_definition(layer: pmoe.MoELayer, count: int = T, **options: Any) -> dict[str, Tensor]:
     parameters = {name: value.detach() for name, value in layer.named_parameters()}
     experts = layer.experts
-    kind = "swiglu" if isinstance(experts, pmoe.experts.SwiGLUExperts) else "ffn"
+    kind = "swiglu" if isinstance(experts, SwiGLUExperts) else "ffn"
     definition = Definition(parameters, layer.top_k, kind, getattr(experts, "activation", "gelu"), **options)
     (y,), (aux,), (gradients,) = definition.gradients([tokens(count)], [tokens(count, 2)], AUX)
     return {"y": y, "l_aux": aux, **gradients}

@@ -168,8 +168,13 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
         bypass_local=parts.stages.local,
         inside=parts.grid.inside.size,
-        has_drops=(spec.capacity_factor is not None and not spec.pad_to_capacity) or parts.is_given_routing,
+<<<<<<< HEAD
+        has_drops=(spec.capacity_factor is not None and not spec.pad_to_capacity) or parts.has_external_routing,
         gate_scores=getattr(parts.gate, "saved_scores", 1) + bool(getattr(parts.gate, "z_loss_weight", 0)),
+=======
+        has_drops=spec.capacity_factor is not None or parts.has_external_routing,
+        gate_scores=0 if parts.has_external_routing else 1 + bool(getattr(parts.gate, "z_loss_weight", 0)),
+>>>>>>> main
         cast_from=wide if wide != size else 0,
         rotates=spec.rotates,
         merges=spec.send_once,

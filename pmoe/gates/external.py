@@ -22,12 +22,8 @@ class ExternalGate(Gate):
     """
 
     partition = "none"
-<<<<<<< HEAD:pmoe/gates/given.py
     saved_scores = 0
-    is_given_routing = True
-=======
     has_external_routing = True
->>>>>>> main:pmoe/gates/external.py
 
     def __init__(self) -> None:
         super().__init__()

@@ -168,13 +168,9 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
         bypass_local=parts.stages.local,
         inside=parts.grid.inside.size,
-<<<<<<< HEAD
-        has_drops=(spec.capacity_factor is not None and not spec.pad_to_capacity) or parts.has_external_routing,
+        has_drops=parts.has_external_routing
+        or (spec.capacity_factor is not None and not spec.pad_to_capacity),
         gate_scores=getattr(parts.gate, "saved_scores", 1) + bool(getattr(parts.gate, "z_loss_weight", 0)),
-=======
-        has_drops=spec.capacity_factor is not None or parts.has_external_routing,
-        gate_scores=0 if parts.has_external_routing else 1 + bool(getattr(parts.gate, "z_loss_weight", 0)),
->>>>>>> main
         cast_from=wide if wide != size else 0,
         rotates=spec.rotates,
         merges=spec.send_once,

@@ -176,7 +176,7 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         merges=spec.send_once,
         shared_columns=HiddenColumns() if shared is None else shared.columns(device_type),
         shared_parameters=0 if shared is None else _elements_of(shared),
-        relays=parts.dispatch.topology.most_local if isinstance(parts.dispatch, HierarchicalExchange) else 0,
+        relays=parts.dispatch.topology.max_local if isinstance(parts.dispatch, HierarchicalExchange) else 0,
     )
 
 

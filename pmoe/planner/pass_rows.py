@@ -78,7 +78,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         local=sum(local),
         sent=sum(extent.send),
         exact=True,
-        relayed=max((_most_rows(each) for each in counts.relayed if each is not None), default=0),
+        relayed=max((_max_rows(each) for each in counts.relayed if each is not None), default=0),
         merged=is_merged,
     )
 
@@ -90,7 +90,7 @@ def _without(counts: Tensor, rank: int) -> Tensor:
     return counts
 
 
-def _most_rows(relayed_nX: Tensor) -> int:
+def _max_rows(relayed_nX: Tensor) -> int:
     return int(relayed_nX.sum(1).max()) if relayed_nX.numel() else 0
 
 

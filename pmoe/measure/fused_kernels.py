@@ -18,14 +18,17 @@ from pmoe.measure.fused_timing import time_division
 from pmoe.measure.rounds import begin_together, clock_of, median_seconds, timestamp
 from pmoe.planner.division import (
     Division,
+    DivisionTable,
+    Entry,
     FusedKernelSizes,
     FusedLayerSizes,
+    LayerSeconds,
     all_kernel_sizes,
     candidates,
+    check_seconds,
     clamped,
     rule,
 )
-from pmoe.planner.division_table import DivisionTable, Entry, LayerSeconds, check_seconds
 
 WARM_UP, ROUNDS = 2, 7
 """Of a layer's passes: how often they run before they count, and how often they count."""

@@ -21,7 +21,7 @@ from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.comet import Steps
-from pmoe.planner.division_table import LayerSeconds
+from pmoe.planner.division import LayerSeconds
 from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from pmoe.runners.fused_forward import unit_index

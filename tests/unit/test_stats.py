@@ -14,7 +14,7 @@ import pmoe
 from pmoe.engine import run as engine
 from pmoe.engine.recording import Span
 from pmoe.integrations.statistics import finders, imbalance
-from pmoe.planner.exposed import overlap
+from pmoe.planner.timeline import overlap
 from pmoe.schedule.straight import forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Stages
 

@@ -18,9 +18,9 @@ from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
-from pmoe.kernels.route import Routes
+from pmoe.kernels.route import Routes, route
 from pmoe.measure.rounds import event_seconds, marked, median_seconds
-from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
+from pmoe.ordering.sorted import chunk_bounds
 from pmoe.planner.division import Division, FusedKernelSizes
 
 WARM_UP, ROUNDS = 2, 7
@@ -50,42 +50,14 @@ def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[
     ]
 
 
-def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:
-    """The routes that `pmoe.kernels.route` would make of choices, with weights of 1.
-
-    expert_TK (T, K) int: of all ranks' tokens. keep_TK (T, K) bool: None keeps all. Dropped rows have
-    position -1, and rows of a rank begin where they would if all were kept.
-    """
-    num_tokens, top_k = expert_TK.shape
-    position_TK = torch.full_like(expert_TK, -1, dtype=torch.int32)
-    slot_N = torch.zeros(num_tokens * top_k, dtype=torch.int32, device=expert_TK.device)
-    counts = torch.zeros(num_ranks, num_experts, dtype=torch.int32, device=expert_TK.device)
-    bounds = chunk_bounds(num_tokens, num_ranks)
-    if keep_TK is None:
-        keep_TK = torch.ones_like(expert_TK, dtype=torch.bool)
-    for rank, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        kept = keep_TK[begin:end]
-        rows = sort_rows(expert_TK[begin:end].long(), kept, 1, num_experts, LocalExperts(0, 0), 0)
-        first, count = begin * top_k, int(kept.sum())
-        slot_N[first : first + count] = rows.slot[:count].int() + first
-        own = rows.position.view(end - begin, top_k).int() + first
-        position_TK[begin:end] = own.masked_fill(~kept, -1)
-        counts[rank] = expert_TK[begin:end][kept].bincount(minlength=num_experts).int()
-    return Routes(
-        weight_TK=torch.ones(num_tokens, top_k, device=expert_TK.device),
-        expert_TK=expert_TK.int(),
-        position_TK=position_TK,
-        slot_N=slot_N,
-        counts_nE=counts,
-        ends_nE=counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts),
-        l_aux=torch.zeros((), device=expert_TK.device),
-    )
-
-
-def even_choices(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
-    """(T, K) int32: every expert as often as every other, by tokens of every rank."""
-    slot = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
-    return (slot % num_experts).view(num_tokens, top_k)
+def even_routes(
+    num_tokens: int, top_k: int, num_experts: int, num_ranks: int, device: torch.device
+) -> Routes:
+    """Every expert as often as every other, by tokens of every rank; a chunk a rank."""
+    slot = torch.arange(num_tokens * top_k, device=device)
+    expert_TK = (slot % num_experts).view(num_tokens, top_k)
+    logits_TE = torch.zeros(num_tokens, num_experts, device=device).scatter_(1, expert_TK, 1.0)
+    return route(logits_TE, top_k, normalize=True, num_chunks=num_ranks)
 
 
 # ---- timing a division point
@@ -115,7 +87,7 @@ def time_division(
 
     try:
         launcher = Launcher(heaps, lambda kernel, direction: division)
-        routes = routes_of(even_choices(ranks * tokens, top_k, num_experts, device), None, ranks, num_experts)
+        routes = even_routes(ranks * tokens, top_k, num_experts, ranks, device)
         journeys = journeys_of(routes, sizes, [heap.rank for heap in heaps])
         w1 = matrices(kernel.d_hidden * (1 + kernel.gated), kernel.d_model)
         w2 = matrices(kernel.d_model, kernel.d_hidden)

@@ -29,22 +29,8 @@ from pmoe.arguments import check_count, check_int
 from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import Journal, recording
+from pmoe.integrations import run_folder as files
 from pmoe.integrations.board import Board
-from pmoe.integrations.run_folder import (
-    HOST_POOL_PEAK,
-    LAYERS,
-    POOL_PEAK,
-    RUN,
-    SCALARS,
-    TIME,
-    LayerRow,
-    ScalarRow,
-    add_session,
-    append,
-    claim,
-    layer_row,
-    mend,
-)
 from pmoe.integrations.statistics import Stats, layers_of, stats
 
 SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
@@ -104,7 +90,7 @@ class StatsWriter:
         self._last: int | None = None
         self._claim: BinaryIO | None = None
         self._described: dict[str, Any] | None = None
-        self._rows: list[LayerRow] = []
+        self._rows: list[files.LayerRow] = []
         self._scalars: list[tuple[int, str, float | Tensor]] = []
         self._recording = contextlib.ExitStack()
         self._journal: Journal | None = None
@@ -125,10 +111,10 @@ class StatsWriter:
         if tensorboard:
             self._board = Board(self.folder / "tensorboard")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._claim = claim(self.folder)
-        mend(self.folder / SCALARS, ScalarRow)
-        mend(self.folder / LAYERS, LayerRow)
-        add_session(self.folder / RUN, self._session)
+        self._claim = files.claim(self.folder)
+        files.mend(self.folder / files.SCALARS, files.ScalarRow)
+        files.mend(self.folder / files.LAYERS, files.LayerRow)
+        files.add_session(self.folder / files.RUN, self._session)
 
     def step(self, step: int, **scalars: float | Tensor) -> Stats | None:
         """Call it after each training step: keeps the scalars; writes all lines when statistics are due.
@@ -175,23 +161,25 @@ class StatsWriter:
             self._scalars += found
 
     def _add_statistics(self, step: int, found: Stats) -> None:
-        self._rows += [layer_row(step, each) for each in found.layers]
-        self._scalars.append((step, TIME, time.time()))
+        self._rows += [files.layer_row(step, each) for each in found.layers]
+        self._scalars.append((step, files.TIME, time.time()))
         if found.pools:
             device = sum(each.device_peak_bytes for each in found.pools)
             host = sum(each.host_peak_bytes for each in found.pools)
-            self._scalars += [(step, POOL_PEAK, device), (step, HOST_POOL_PEAK, host)]
+            self._scalars += [(step, files.POOL_PEAK, device), (step, files.HOST_POOL_PEAK, host)]
 
     def _write(self, otherwise: str, found: Stats | None = None) -> None:
         """Writes all lines that wait. otherwise: see `_stops_nothing`. found: the last step's statistics."""
         with self._stops_nothing(otherwise):
             if self._described is not None:
-                add_session(self.folder / RUN, self._described, instead=True)
+                files.add_session(self.folder / files.RUN, self._described, instead=True)
                 self._described = None
-            append(self.folder / LAYERS, LayerRow, self._rows)
+            files.append(self.folder / files.LAYERS, files.LayerRow, self._rows)
             self._rows.clear()
-            lines = [ScalarRow(step=step, name=name, value=float(of)) for step, name, of in self._scalars]
-            append(self.folder / SCALARS, ScalarRow, lines)
+            lines = [
+                files.ScalarRow(step=step, name=name, value=float(of)) for step, name, of in self._scalars
+            ]
+            files.append(self.folder / files.SCALARS, files.ScalarRow, lines)
             self._scalars.clear()
             if self._board is not None and self._last is not None:
                 self._board.show(lines, self._last, found)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from pmoe.arguments import parse_bytes
-from pmoe.measure.identity import WIDTH
+from pmoe.planner.profile import WIDTH
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 Number = TypeVar("Number", int, float)

@@ -69,8 +69,15 @@ class Gate(nn.Module, abc.ABC):
     mixes_tokens = False
     """Whether rows are mixtures of tokens (`Routing.mix`)."""
 
-    is_given_routing = False
+    has_external_routing = False
     """Whether the routing comes from outside of the layer."""
+
+    saved_scores = 1
+    """How many numbers for each pair of token and expert autograd keeps until backward."""
+
+    def num_rows(self, num_tokens: int) -> int:
+        """S for so many tokens, where the gate `picks_tokens`: by it memory is predicted."""
+        return num_tokens
 
     def reset_parameters(self) -> None:
         """Draws parameters and buffers anew, as the constructor does: what a gate from the meta device needs

@@ -61,6 +61,7 @@ class DeepSeekGate(TopKRouter):
     positive, a negative update_speed or z_loss_weight.
     """
 
+    saved_scores = 3
     bias: Tensor
     load: Tensor
 

@@ -70,6 +70,9 @@ class ExpertChoiceGate(Gate):
     def reset_parameters(self) -> None:
         draw_router_weight(self.weight)
 
+    def num_rows(self, num_tokens: int) -> int:
+        return self.weight.shape[0] * self.rows_an_expert(num_tokens)
+
     def rows_an_expert(self, num_tokens: int) -> int:
         """C."""
         factor = 1.0 if self.capacity_factor is None else self.capacity_factor

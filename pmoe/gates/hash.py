@@ -35,6 +35,7 @@ class HashGate(Gate):
     """
 
     needs_token_ids = True
+    saved_scores = 0
 
     def __init__(
         self,

@@ -35,6 +35,10 @@ class NoisyTopKGate(TopKRouter):
     Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
     """
 
+    @property
+    def saved_scores(self) -> int:  # type: ignore[override]
+        return 4 + self.normalize
+
     def make_parameters(self, weight: nn.Parameter) -> None:
         super().make_parameters(weight)
         self.noise_weight = nn.Parameter(torch.zeros_like(weight))

@@ -29,6 +29,7 @@ class RandomGate(Gate):
     """
 
     partition = "none"
+    saved_scores = 0
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class SigmoidGate(TopKRouter):
     """
 
     normalizes = False
+    saved_scores = 3
 
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):

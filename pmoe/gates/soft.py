@@ -80,6 +80,13 @@ class SoftGate(Gate):
             mix=mix,
         )
 
+    @property
+    def saved_scores(self) -> int:  # type: ignore[override]
+        return 4 * self.weight.shape[1]
+
+    def num_rows(self, num_tokens: int) -> int:
+        return self.weight.shape[0] * self.weight.shape[1]
+
     def _logits(self, x_TM: Tensor) -> Tensor:
         """(T, S). Lengths divide the products, which are smaller than the tokens."""
         phi_SM = self.weight.flatten(0, 1)

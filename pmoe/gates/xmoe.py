@@ -49,6 +49,8 @@ class XMoEGate(Gate):
     not positive, a negative z_loss_weight.
     """
 
+    saved_scores = 4
+
     def __init__(
         self,
         d_model: int,

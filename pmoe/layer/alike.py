@@ -51,7 +51,7 @@ def _options(parts: Parts) -> dict[str, str]:
         "combine": type(parts.combine).__name__,
         "send_once": spec.send_once,
         "shared_expert": None if parts.shared_expert is None else type(parts.shared_expert).__name__,
-        "callbacks": "with hooks inside the layer" if parts.hooks else "without hooks inside the layer",
+        "callbacks": f"{'without' if parts.hooks is None else 'with'} hooks inside the layer",
         "switches": spec.switches,
         "a GradientReducer": parts.gradients is not None,
     }

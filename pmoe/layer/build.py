@@ -75,8 +75,8 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
     """Raises ValueError where options do not go with each other or with the modules."""
     spec, pair = parts.spec, parts.spec.restore
     apart = spec.pipeline_backward not in (None, spec.fixed_degree)
-    if apart and (parts.hooks or spec.send_once):
-        name = "callbacks see chunks" if parts.hooks else "rows travel once (send_once=True)"
+    if apart and (parts.hooks is not None or spec.send_once):
+        name = "callbacks see chunks" if parts.hooks is not None else "rows travel once (send_once=True)"
         raise ValueError(
             f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None where "
             f"{name}"
@@ -86,9 +86,9 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
     if isinstance(pair, Restore) and pair.offloads:
         check_host_memory(pair, parts.like, device)
     if spec.memory_budget is not None:
-        from pmoe.layer.memory import check_predictable
+        from pmoe.layer.memory import check_budget
 
-        check_predictable(parts, "memory_budget", spec.memory_budget)
+        check_budget(parts)
     if spec.pad_to_capacity and (why := parts.refusal("padded counts")) is not None:
         raise ValueError(f"pad_to_capacity (True) must be False where {why}")
     recomputes = pair is True or (pair and pair.hidden == "recompute")

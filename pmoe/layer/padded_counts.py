@@ -52,7 +52,7 @@ def decide(call: Call) -> Decision:
     routed = route_batch(call)
     expert_TK, device = routed.routing.expert, routed.x_TM.device
     kind = kind_of(parts, routed.x_TM, routed.dtype)
-    splits = _splits(parts, kind, top_k=expert_TK.shape[1])
+    splits = splits_of(parts, kind.num_tokens, top_k=expert_TK.shape[1])
     padding, kept_E = make_padding(expert_TK, splits)
     max_tokens = -(-splits.num_rows // expert_TK.shape[1])
     counts = splits.counts(parts.ranks.size, device, max_tokens=max_tokens, needs_grad=kind.needs_grad)
@@ -107,13 +107,14 @@ def compares_always(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
-def _splits(parts: Parts, kind: PaddedKind, top_k: int) -> Splits:
+def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
+    """The padded rows of a rank with so many tokens."""
     spec = parts.spec
     assert spec.capacity_factor is not None
-    capacity = expert_capacity(spec.capacity_factor, kind.num_tokens, top_k, spec.num_experts)
+    capacity = expert_capacity(spec.capacity_factor, num_tokens, top_k, spec.num_experts)
     return Splits(
         num_experts=spec.num_experts,
-        capacity=min(capacity, kind.num_tokens),  # a token's experts are distinct
+        capacity=min(capacity, num_tokens),  # a token's experts are distinct
         bins=math.lcm(*spec.degrees),
     )
 

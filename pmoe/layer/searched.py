@@ -10,7 +10,7 @@ from pmoe.engine.autograd import Runner
 from pmoe.layer.choose import Batch
 from pmoe.layer.parts import Parts
 from pmoe.measure.degrees_file import save_degrees
-from pmoe.planner.degree import LEAST_ROWS, adaptive_degree
+from pmoe.planner.degree import MIN_ROWS, adaptive_degree
 from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
 from pmoe.runners.searched import granularity_table, load_table, search
@@ -24,17 +24,17 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     trial might change, a rule decides instead.
     """
     parts, spec, counts = batch.parts, batch.parts.spec, batch.counts
-    most, ranks = counts.max_tokens, parts.ranks
-    rows = most * spec.top_k
+    max_tokens, ranks = counts.max_tokens, parts.ranks
+    rows = max_tokens * spec.top_k
     ruled = adaptive_degree(rows, 2 if spec.rotates else ranks.size)
     known = granularity(parts)
-    found = known.lookup(most)
+    found = known.lookup(max_tokens)
     if found is not None:
         return found
-    worth = counts.needs_grad and ranks.size > 1 and rows >= 2 * LEAST_ROWS
+    worth = counts.needs_grad and ranks.size > 1 and rows >= 2 * MIN_ROWS
     shared = parts.shared_expert
     modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
-    if not worth or modules or parts.hooks or spec.switches.sequential:
+    if not worth or modules or parts.hooks is not None or spec.switches.sequential:
         return PassDegrees(ruled, ruled)
 
     def runner_of(degrees: PassDegrees) -> Runner | None:
@@ -43,7 +43,7 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
         return PipelineRunner(batch.plan_for(degrees.forward, degrees.backward, restore))
 
     traffic = replace(parts.traffic)
-    found = search(known, most, spec.degrees, runner_of, batch.inputs, ranks)
+    found = search(known, max_tokens, spec.degrees, runner_of, batch.inputs, ranks)
     vars(parts.traffic).update(vars(traffic))  # trials are no traffic of the model
     return found
 

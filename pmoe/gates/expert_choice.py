@@ -14,7 +14,7 @@ from pmoe.arguments import check_one_of, check_positive
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.router import check_sizes, draw_router_weight, router_weight
-from pmoe.gates.selection import attached_zero, rows_for_each_expert
+from pmoe.gates.whole_batch import attached_zero, rows_for_each_expert
 
 
 class ExpertChoiceGate(Gate):

@@ -12,7 +12,7 @@ from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
 from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import top_indices
+from pmoe.kernels.route import top_indices
 
 
 def sigmoid_shares(logits_TE: Tensor) -> Tensor:

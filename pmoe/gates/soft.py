@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_count
 from pmoe.gates.base import Gate, Mix, Routing
-from pmoe.gates.logits import inverse_length, router_logits
+from pmoe.gates.cosines import inverse_length
+from pmoe.gates.logits import router_logits
 from pmoe.gates.router import check_sizes
-from pmoe.gates.selection import attached_zero
+from pmoe.gates.whole_batch import attached_zero
 
 
 class SoftGate(Gate):

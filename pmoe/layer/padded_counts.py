@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.base import Traffic
-from pmoe.comm.counts import CountsExchange, Fault, FaultError
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
 from pmoe.comm.grid import Grid
 from pmoe.engine.padding import Splits, make_padding
 from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose
-from pmoe.layer.counts import PaddedCounts
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
@@ -30,6 +29,21 @@ from pmoe.layer.route import Routed, route_batch
 from pmoe.ordering.capacity import expert_capacity
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
+
+
+@dataclass(frozen=True)
+class PaddedCounts:
+    """Counts of padded rows, and (E,) those of them that are no padding, on the device."""
+
+    counts: RankCounts
+    kept_device_E: Tensor
+    max_tokens: int
+
+    def rows(self) -> RankCounts:
+        return self.counts
+
+    def kept_E(self) -> Tensor:
+        return self.kept_device_E.to("cpu", copy=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,4 +153,20 @@ PLANNER = (
         new="        best = max(DEGREES, key=step)\n",
         tests="tests/gloo/test_flexible.py -k solved_degrees_follow",
     ),
+    Plant(
+        name="weights-read-for-nothing",
+        breaks="chunks do not read the experts' weights anew: sixteen are as good as two",
+        file="pmoe/planner/layer_seconds.py",
+        old="        Kind.COMPUTE: profile.products(rows * of_row, weights * (hidden + active)),\n",
+        new="        Kind.COMPUTE: profile.compute(rows * of_row),\n",
+        tests="tests/unit/test_chosen_degrees.py",
+    ),
+    Plant(
+        name="all-rows-travel",
+        breaks="the solver has all rows wait for messages, and takes more chunks than are worth it",
+        file="pmoe/planner/layer_sizes.py",
+        old="        return 1 / self.num_ranks if self.bypass_local and self.inside == 1 else 0.0\n",
+        new="        return 0.0\n",
+        tests="tests/unit/test_chosen_degrees.py",
+    ),
 )

@@ -326,10 +326,13 @@ class MoELayer(nn.Module):
         spread.reset_parameters(self.parts)
 
     def save_degrees(self, path: str | Path) -> None:
-        """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
+        """Writes what pipeline=True has learnt for layers like this one to a JSON file.
+
+        With $PMOE_CACHE set, rank 0 does so by itself, in that folder, and the next run begins with it.
+        """
         from pmoe.layer import searched
 
-        searched.save_learnt(self.parts, path)
+        searched.write_degrees(self.parts, path)
 
     def load_degrees(self, path: str | Path) -> None:
         """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
@@ -339,7 +342,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.layer import searched
 
-        searched.load_learnt(self.parts, path)
+        searched.take_degrees(self.parts, path)
 
     def predict_memory(
         self,

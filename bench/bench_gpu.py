@@ -4,8 +4,8 @@
 
 On one GPU nothing needs to travel, so this measures what micro-batches cost, not what they hide: n = 1, 2, 4,
 8 with the rows computed in place ("stays"), and with all of them sent to oneself through NCCL ("sent"). The
-plain layer is what one would write with autograd: gate, index_select, one product for all experts where torch
-has one (bfloat16), else a loop over them, and a weighted sum. Both synchronise with the host once at most.
+plain layer is what one would write with autograd, the fastest of several spellings (`bench.plain`), with
+one product for all experts among them where torch has one (bfloat16).
 
 First every variant's output and gradients are checked against the plain layer in float64; then all variants
 are timed in turn, round by round, by CUDA events, behind a write that empties the L2 cache. FLOP are those of
@@ -30,12 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
 from bench.device import file_name, need_gpu, relative_error, show_gpu, time_in_turn
+from bench.plain import GROUPED, SPELLINGS, PlainMoE, fastest, name_of
 from bench.timing import Timing, table, write_json
 from pmoe.layer.switches import Switches
 
@@ -73,52 +73,6 @@ SCENARIOS = (
 )
 
 
-class PlainLayer(nn.Module):
-    """The same layer under autograd, with ``layer``'s parameters, or copies of them in another dtype."""
-
-    def __init__(self, layer: pmoe.MoELayer, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.top_k, self.num_experts = layer.top_k, layer.num_experts
-        for name, parameter in (
-            ("gate_weight", layer.gate.weight),
-            ("w1", layer.experts.w1),
-            ("w2", layer.experts.w2),
-        ):
-            if dtype is not None:
-                parameter = nn.Parameter(parameter.detach().to(dtype))
-            self.register_parameter(name, parameter)
-
-    def forward(self, x_TM: Tensor, expert_TK: Tensor | None = None) -> Tensor:
-        """expert_TK overrides the gate's choice, for comparisons in which no choice may flip."""
-        wide = torch.promote_types(x_TM.dtype, torch.float32)
-        probability_TE = F.linear(x_TM.to(wide), self.gate_weight.to(wide)).softmax(-1)
-        if expert_TK is None:
-            expert_TK = probability_TE.topk(self.top_k).indices
-        weight_TK = probability_TE.gather(1, expert_TK)
-        if self.top_k > 1:
-            weight_TK = weight_TK / weight_TK.sum(1, keepdim=True)
-        chosen_N = expert_TK.reshape(-1)
-        slot_N = chosen_N.argsort(stable=True)
-        counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x_TM.device)
-        counts_E.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
-
-        rows_NM = x_TM.index_select(0, slot_N // self.top_k)
-        if one_launch(rows_NM):
-            ends_E = counts_E.cumsum(0).int()
-            active_NH = F.gelu(F.grouped_mm(rows_NM, self.w1.transpose(1, 2), offs=ends_E))
-            out_NM = F.grouped_mm(active_NH, self.w2.transpose(1, 2), offs=ends_E)
-        else:
-            parts = []
-            for e, rows in enumerate(rows_NM.split(counts_E.tolist())):
-                parts.append(F.linear(F.gelu(F.linear(rows, self.w1[e])), self.w2[e]))
-            out_NM = torch.cat(parts)
-
-        weighted_NM = (out_NM * weight_TK.reshape(-1)[slot_N].unsqueeze(1)).to(x_TM.dtype)
-        if self.top_k == 1:
-            return torch.zeros_like(x_TM).index_copy(0, slot_N, weighted_NM)
-        return torch.zeros_like(x_TM).index_add(0, slot_N // self.top_k, weighted_NM)
-
-
 def one_launch(rows: Tensor) -> bool:
     """Whether torch has one product for all experts that does not read the row counts on the host."""
     major, _ = torch.cuda.get_device_capability(rows.device)
@@ -139,17 +93,17 @@ def results(
 
 
 def check(
-    scenario: Scenario, layer: pmoe.MoELayer, plain: PlainLayer, x: Tensor, grad: Tensor
+    scenario: Scenario, layer: pmoe.MoELayer, plain: PlainMoE, x: Tensor, grad: Tensor
 ) -> dict[str, Any]:
     """The largest error of each tensor over all variants, beside the plain layer's.
 
     Raises SystemExit where one is over the limit: FLOAT32_ERROR, or in bfloat16 twice the plain layer's.
     """
     expert_TK = layer.gate(x).expert
-    exact = PlainLayer(layer, torch.float64)
+    exact = PlainMoE(layer, "unbound", torch.float64)
     expected = results(lambda x: exact(x, expert_TK), list(exact.parameters()), x.double(), grad.double())
     parameters = [layer.gate.weight, layer.experts.w1, layer.experts.w2]
-    by_plain = results(lambda x: plain(x, expert_TK), parameters, x, grad)
+    by_plain = results(lambda x: plain(x, expert_TK), list(plain.parameters()), x, grad)
     names = ("y", "x", "gate.weight", "experts.w1", "experts.w2")
     plain_error = {
         name: relative_error(got, right) for name, got, right in zip(names, by_plain, expected, strict=True)
@@ -197,12 +151,13 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
         device="cuda",
         dtype=DTYPES[scenario.dtype],
     )
-    plain = PlainLayer(layer)
+    spellings = (*SPELLINGS, GROUPED) if one_launch(layer.experts.w1) else SPELLINGS
+    plain = {name_of(spelling): PlainMoE(layer, spelling) for spelling in spellings}
     x = torch.randn(scenario.tokens, scenario.d_model, device="cuda").to(DTYPES[scenario.dtype])
     grad = torch.randn_like(x)
-    checked = check(scenario, layer, plain, x, grad)
+    stacked = GROUPED if GROUPED in spellings else "unbound"  # its gradients are the layer's, one for one
+    checked = check(scenario, layer, plain[name_of(stacked)], x, grad)
     leaf = x.clone().requires_grad_()
-    parameters = [leaf, layer.gate.weight, layer.experts.w1, layer.experts.w2]
 
     def forward_of(model: nn.Module, configure: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -212,13 +167,17 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
         return run
 
     def both_of(model: nn.Module, configure: Callable[[], None]) -> Callable[[], None]:
+        parameters = [leaf, *model.parameters()]
+
         def run() -> None:
             configure()
             torch.autograd.grad(model(leaf), parameters, grad)
 
         return run
 
-    every: dict[str, tuple[nn.Module, Callable[[], None]]] = {"plain": (plain, lambda: None)}
+    every: dict[str, tuple[nn.Module, Callable[[], None]]] = {
+        name: (each, lambda: None) for name, each in plain.items()
+    }
     every |= {name: (layer, configure) for name, configure in variants(layer).items()}
     passes = {"forward": (forward_of, 1), "forward and backward": (both_of, 3)}
     timings: dict[str, dict[str, Timing]] = {}
@@ -229,7 +188,7 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
     for name in every:
         row: dict[str, Any] = {"layer": name}
         for passed, (_, factor) in passes.items():
-            timing, base = timings[passed][name], timings[passed]["plain"]
+            timing, base = timings[passed][name], timings[passed][fastest(timings[passed])]
             short = "fwd" if factor == 1 else "fwd+bwd"
             row[f"{short} ms"] = timing.median * 1e3
             row[f"{short} spread"] = timing.spread

@@ -131,7 +131,7 @@ def measure(
     ceilings.dense_rates.append(dense_rate)
     timing = timings["pmoe"]
     rate = case.flop / timing.median
-    bound = min(dense_rate * case.fill, case.flop * ceilings.copy_rate / case.least_bytes)
+    bound = min(dense_rate * case.fill, case.flop * ceilings.copy_rate / case.min_bytes)
     row: dict[str, Any] = {
         "product": case.name,
         "ms": timing.median * 1e3,
@@ -140,7 +140,7 @@ def measure(
         "of dense": rate / dense_rate,
         "fill": case.fill,
         "of bound": rate / bound,
-        "of copy": case.least_bytes / timing.median / ceilings.copy_rate,
+        "of copy": case.min_bytes / timing.median / ceilings.copy_rate,
         "alone": timings["alone"].median * 1e3 if "alone" in timings else None,
         "pairs": timings["pairs"].median * 1e3 if "pairs" in timings else None,
         "rival ms": timings["rival"].median * 1e3 if "rival" in timings else None,
@@ -148,7 +148,7 @@ def measure(
         "error": error,
         "plain": case.plain,
         "flop": case.flop,
-        "least_bytes": case.least_bytes,
+        "min_bytes": case.min_bytes,
         "goal_of": "bound" if by_bound else "dense",
     }
     return row, timings

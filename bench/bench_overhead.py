@@ -46,7 +46,7 @@ PASSES = ("forward", "backward")
 COUNTS = ("tasks", "operations", "views")
 WARMUP = 20
 ANSWER = "answer: "
-MOST_FILES = 14
+MAX_FILES = 14
 
 CLOCKS: dict[str, Callable[[], float]] = {
     "thread": time.thread_time,
@@ -346,7 +346,7 @@ def main() -> None:
     for name, of in found.items():
         for case in CASES:
             print(f"\n{case}, {name}: operations and thread time by file")
-            print(table(by_file(of, case)[:MOST_FILES]))
+            print(table(by_file(of, case)[:MAX_FILES]))
     if arguments.out:
         path = arguments.out / "overhead.json"
         write_json(path, roots={name: str(root) for name, root in roots.items()}, rows=rows, found=found)

@@ -1,7 +1,7 @@
 """What does pmoe's machinery cost where there is nothing to hide? One rank, n = 1, against plain autograd.
 
-Both layers hold the same weights and give the same output; the plain one is a loop over experts that anyone
-would write first.
+All layers hold the same weights and give the same output. The plain one is spelled in several ways
+(`bench.plain`); "/ plain" is the time over that of the fastest.
 
     python bench/bench_plain.py --threads 2
 """
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
-from bench.timing import Timing, interleaved, table, write_json
+from bench.plain import SPELLINGS, PlainMoE, fastest, name_of
+from bench.timing import Timing, interleaved, machine, table, write_json
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,6 @@ class Setting:
     top_k: int = 1
 
 
-class PlainMoE(nn.Module):
-    """The layer as plain autograd: each expert picks its tokens, and adds its weighted output to them."""
-
-    def __init__(self, layer: pmoe.MoELayer) -> None:
-        super().__init__()
-        self.gate_weight = nn.Parameter(layer.gate.weight.detach().clone())
-        self.w1, self.b1, self.w2, self.b2 = (
-            nn.Parameter(getattr(layer.experts, name).detach().clone()) for name in ("w1", "b1", "w2", "b2")
-        )
-        self.top_k = layer.top_k
-
-    def forward(self, x: Tensor) -> Tensor:
-        probability = (x @ self.gate_weight.t()).softmax(-1)
-        weight, expert = probability.topk(self.top_k)
-        if self.top_k > 1:
-            weight = weight / weight.sum(-1, keepdim=True)
-        y = torch.zeros_like(x)
-        for e in range(self.w1.shape[0]):
-            token, choice = (expert == e).nonzero(as_tuple=True)
-            hidden = F.gelu(F.linear(x[token], self.w1[e], self.b1[e]))
-            out = F.linear(hidden, self.w2[e], self.b2[e]) * weight[token, choice].unsqueeze(1)
-            y = y.index_add(0, token, out)
-        return y
-
-
 def step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
     layer.zero_grad(set_to_none=True)
     x.grad = None
@@ -72,19 +47,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--d-model", type=int, default=512)
+    parser.add_argument("--d-hidden", type=int, default=2048)
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args()
+    started = machine()
     torch.set_num_threads(args.threads)
-    setting = Setting(tokens=args.tokens, top_k=args.top_k)
+    setting = Setting(tokens=args.tokens, d_model=args.d_model, d_hidden=args.d_hidden, top_k=args.top_k)
     torch.manual_seed(0)
     layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts, setting.top_k)
-    plain = PlainMoE(layer)
+    plain = {name_of(spelling): PlainMoE(layer, spelling) for spelling in SPELLINGS}
     x = torch.randn(setting.tokens, setting.d_model, requires_grad=True)
     dy = torch.randn(setting.tokens, setting.d_model)
-    torch.testing.assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-5)
+    for each in plain.values():
+        torch.testing.assert_close(layer(x), each(x), rtol=1e-4, atol=1e-5)
     runs: dict[str, Callable[[], object]] = {}
     for n in (1, 2, 4, 8):
 
@@ -93,21 +72,30 @@ def main() -> None:
             step(layer, x, dy)
 
         runs[f"pmoe n={n}"] = forward_backward
-    runs["plain autograd"] = functools.partial(step, plain, x, dy)
+    runs |= {name: functools.partial(step, each, x, dy) for name, each in plain.items()}
     times: dict[str, Timing] = interleaved(runs, args.rounds)
+    baseline = fastest(times)
     rows = [
         {
             "layer": name,
             "forward+backward ms": timing.median * 1e3,
             "spread": timing.spread,
-            "/ plain": 1 / timing.speedup_over(times["plain autograd"]),
+            "/ plain": 1 / timing.speedup_over(times[baseline]),
         }
         for name, timing in times.items()
     ]
-    print(f"{setting}, float32, {args.threads} threads, medians of {args.rounds} rounds")
+    print(f"{setting}, float32, {args.threads} threads, medians of {args.rounds} rounds; / {baseline}")
     print(table(rows))
     path = args.out / f"plain_{args.threads}_threads.json"
-    write_json(path, setting=asdict(setting), threads=args.threads, rows=rows, times=times)
+    write_json(
+        path,
+        setting=asdict(setting),
+        threads=args.threads,
+        machine_before=started,
+        baseline=baseline,
+        rows=rows,
+        times=times,
+    )
     print(f"wrote {path}")
 
 

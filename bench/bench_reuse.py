@@ -2,11 +2,12 @@
 
 2 ranks, one thread each, on a slow link whose rate makes the forward's communication cost what its
 computation costs (`--rate auto`), or the step's (`--rate auto-step`). For plain autograd over one all-to-all
-each way, the same under `torch.utils.checkpoint`, the layer without reuse, and all nine restore pairs: bytes
-held between forward and backward, the peak of a step (both counted by the allocator; inputs and parameters
-are not counted, gradients are), and the time of a step. Beside each pair's time relative to keep/keep stands
-the one that the simulator predicts from its schedule; the costs of tasks come from other runs, in sequence
-and at two sizes, on a link without limit.
+each way, in several spellings (`bench.plain`) of which the fastest is called plain, the last of them under
+`torch.utils.checkpoint`, the layer without reuse, and all nine restore pairs: bytes held between forward and
+backward, the peak of a step (both counted by the allocator; inputs and parameters are not counted, gradients
+are), and the time of a step. Beside each pair's time relative to keep/keep stands the one that the simulator
+predicts from its schedule; the costs of tasks come from other runs, in sequence and at two sizes, on a link
+without limit.
 
     python bench/bench_reuse.py --link modelled --rate auto
     sudo python bench/bench_reuse.py --link real --rate auto
@@ -25,9 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
@@ -47,6 +46,8 @@ from bench.passes import (
     spans_of,
     timed,
 )
+from bench.plain import SPELLINGS, PlainOverRanks, fastest
+from bench.plain import name_of as name_of_plain
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine.recording import recording
 from pmoe.layer.switches import Switches
@@ -56,62 +57,21 @@ from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.rings import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Kind, Stages, Task
 
-# ---- the plain layer
-
-
-class Exchange(torch.autograd.Function):
-    """An all-to-all whose gradient is the all-to-all back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
-        ctx.send, ctx.recv = send, recv
-        out = rows.new_empty(sum(recv), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), recv, send)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Exchange.apply(grad, ctx.recv, ctx.send), None, None
-
-
-def plain_forward(layer: pmoe.MoELayer, x: Tensor) -> Tensor:
-    """The layer's own gate and parameters, under autograd, one message each way. Rows of this rank's experts
-    are in the message too; what a rank sends to itself crosses no link."""
-    world, local = layer.ranks.size, layer.num_local_experts
-    routing = layer.gate(x)
-    expert = routing.expert[:, 0]
-    order = expert.argsort(stable=True)
-    counts = torch.bincount(expert, minlength=layer.num_experts)
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts)
-    send, by_source = counts.view(world, local).sum(1).tolist(), received.view(world, local)
-    arrived = Exchange.apply(x[order], send, by_source.sum(1).tolist())
-    blocks = arrived.split(by_source.flatten().tolist())
-    w1, w2 = layer.experts.w1, layer.experts.w2
-    b1, b2 = layer.experts.b1, layer.experts.b2
-    outs = []
-    for e in range(local):
-        rows = torch.cat(blocks[e::local])
-        out = F.linear(F.gelu(F.linear(rows, w1[e], b1[e])), w2[e], b2[e])
-        outs.append(out.split([len(block) for block in blocks[e::local]]))
-    back = torch.cat([outs[e][source] for source in range(world) for e in range(local)])
-    home = Exchange.apply(back, by_source.sum(1).tolist(), send)
-    position = torch.empty_like(order)
-    position[order] = torch.arange(len(order))
-    return home[position] * routing.weight
+PLAIN = [name_of_plain(spelling) for spelling in SPELLINGS]
 
 
 class Step:
-    """A step of one variant on this rank: "plain", "checkpointed", "no reuse", or a pair."""
+    """A step of one variant on this rank: a plain layer, "checkpointed", "no reuse", or a pair."""
 
     def __init__(self, setting: Setting) -> None:
         self.layer, self.x, self.dy = make_layer(setting)
+        self.plain = {name_of_plain(spelling): PlainOverRanks(self.layer, spelling) for spelling in SPELLINGS}
 
     def forward(self, variant: str | Restore, n: int, is_sequential: bool = False) -> Tensor:
-        if variant == "plain":
-            return plain_forward(self.layer, self.x)
+        if variant in self.plain:
+            return self.plain[variant](self.x)
         if variant == "checkpointed":
-            return checkpoint(plain_forward, self.layer, self.x, use_reentrant=False)
+            return checkpoint(self.plain[PLAIN[-1]], self.x, use_reentrant=False)
         layer = self.layer
         layer.pipeline, layer.switches = n, Switches(sequential=is_sequential)
         layer.memory_reuse = False if variant == "no reuse" else variant
@@ -119,7 +79,8 @@ class Step:
 
     def clear(self) -> None:
         self.x.grad = None
-        self.layer.zero_grad(set_to_none=True)
+        for layer in (self.layer, *self.plain.values()):
+            layer.zero_grad(set_to_none=True)
 
     def __call__(self, variant: str | Restore, n: int, is_sequential: bool = False) -> dict[str, float]:
         self.clear()
@@ -127,6 +88,9 @@ class Step:
 
     def gradients(self, variant: str | Restore, n: int) -> list[Tensor]:
         self(variant, n)
+        if variant in PLAIN or variant == "checkpointed":
+            found = self.plain[PLAIN[-1] if variant == "checkpointed" else variant].gradients()
+            return [self.x.grad, *(found[name] for name, _ in self.layer.named_parameters())]
         return [self.x.grad, *(parameter.grad for parameter in self.layer.parameters())]
 
     def bytes(self, variant: str | Restore, n: int) -> dict[str, int]:
@@ -250,7 +214,7 @@ class Result:
 
 
 def name_of(variant: str | Restore, n: int) -> str:
-    if variant in ("plain", "checkpointed"):
+    if variant in (*PLAIN, "checkpointed"):
         return str(variant)
     strategy = variant.strategy if isinstance(variant, Restore) else None
     return f"{variant} n={n}" + (f" {strategy}" if strategy else "")
@@ -260,9 +224,9 @@ def run_rank(link: Any, setting: Setting, rate: str, degrees: list[int], rounds:
     link.set_rate(INFINITE)
     step = Step(setting)
     alone = measure({"computation": products_alone(setting)}, rounds)["computation"]
-    variants: list[tuple[str | Restore, int]] = [("plain", 1), ("checkpointed", 1)]
+    variants: list[tuple[str | Restore, int]] = [(each, 1) for each in (*PLAIN, "checkpointed")]
     variants += [(each, n) for n in degrees for each in ("no reuse", *ALL_PAIRS)]
-    expected = step.gradients("plain", 1)
+    expected = step.gradients(PLAIN[0], 1)
     worst = 0.0
     counted = {}
     for variant, n in variants:
@@ -282,14 +246,20 @@ def run_rank(link: Any, setting: Setting, rate: str, degrees: list[int], rounds:
 # ---- the report
 
 
+def fastest_of(result: Result) -> str:
+    return fastest({name: times["step"] for name, times in result.times.items()})
+
+
 def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
-    """One row a variant: megabytes, milliseconds, ratios to plain and to keep/keep of the same n."""
+    """One row a variant: megabytes, milliseconds, ratios to plain and to keep/keep of the same n. The fastest
+    plain layer is called plain."""
     rows = []
-    plain, plain_peak = result.times["plain"]["step"], result.bytes["plain"]["peak"]
+    baseline = fastest_of(result)
+    plain, plain_peak = result.times[baseline]["step"], result.bytes[baseline]["peak"]
     for name, times in result.times.items():
         counted = result.bytes[name]
         row: dict[str, Any] = {
-            "variant": name,
+            "variant": "plain" if name == baseline else name,
             "held MB": counted["held"] / 1e6,
             "peak MB": counted["peak"] / 1e6,
             "host MB": counted["host"] / 1e6,
@@ -334,7 +304,8 @@ def main() -> None:
     print(f"{setting.world} ranks, one thread each, {setting}")
     print(
         f"{args.link} link at {result.bytes_per_second / 1e6:.2f} MB/s a rank; "
-        f"medians of {args.rounds} rounds; largest relative error of a gradient {result.worst_error:.1e}"
+        f"medians of {args.rounds} rounds; largest relative error of a gradient {result.worst_error:.1e}; "
+        f"plain is {fastest_of(result)}"
     )
     print(table(rows))
     path = args.out / f"reuse_{args.link}_{args.rate}.json"
@@ -345,6 +316,7 @@ def main() -> None:
         bytes_per_second=result.bytes_per_second,
         machine_before=started,
         rounds=args.rounds,
+        baseline=fastest_of(result),
         rows=rows,
         worst_error=result.worst_error,
         bytes=result.bytes,

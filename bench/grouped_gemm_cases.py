@@ -75,7 +75,7 @@ class Case:
     run: Callable[[], Tensor]
     exact: Callable[[Tensor], tuple[Tensor, Tensor]]
     flop: int
-    least_bytes: int
+    min_bytes: int
     fill: float
     rival: Callable[[], Tensor] | None = None
     plain: bool = False
@@ -161,7 +161,7 @@ def plain_cases(
     x, grad = draw(num_rows, num_in), draw(num_rows, num_out)
     weight, ends = draw(experts, num_out, num_in, scale=num_in**-0.5), routed.ends_E
     rows, columns, depth = tile
-    flop, least = 2 * num_rows * num_in * num_out, size(x, grad, weight)
+    flop, min_bytes = 2 * num_rows * num_in * num_out, size(x, grad, weight)
     down = groups_filled(routed.counts, rows)
     fill = down * filled(num_out, columns) * filled(num_in, depth)
     yield Case(
@@ -169,7 +169,7 @@ def plain_cases(
         run=lambda: grouped_gemm.product(x, weight, ends),
         rival=lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
         exact=compare_rows(routed, x, weight, as_they_are),
-        flop=flop, least_bytes=least, fill=fill, plain=True,
+        flop=flop, min_bytes=min_bytes, fill=fill, plain=True,
     )  # fmt: skip
     fill = down * filled(num_in, columns) * filled(num_out, depth)
     yield Case(
@@ -177,7 +177,7 @@ def plain_cases(
         run=lambda: grouped_gemm.input_gradient(grad, weight, ends),
         rival=lambda: F.grouped_mm(grad, weight, offs=ends),
         exact=compare_rows(routed, grad, weight.transpose(1, 2), as_they_are),
-        flop=flop, least_bytes=least, fill=fill, plain=True,
+        flop=flop, min_bytes=min_bytes, fill=fill, plain=True,
     )  # fmt: skip
     fill = filled(num_out, rows) * filled(num_in, columns) * groups_filled(routed.counts, depth)
     yield Case(
@@ -185,14 +185,14 @@ def plain_cases(
         run=lambda: grouped_gemm.weight_gradient(grad, x, ends),
         rival=lambda: F.grouped_mm(grad.t(), x, offs=ends),
         exact=compare_columns(routed, grad, x),
-        flop=flop, least_bytes=least, fill=fill, plain=True,
+        flop=flop, min_bytes=min_bytes, fill=fill, plain=True,
     )  # fmt: skip
     total = torch.zeros(experts, num_out, num_in, device=DEVICE)  # and ever more, once it is checked
     yield Case(
         name=f"{name}: weight gradient, accumulating",
         run=lambda: grouped_gemm.weight_gradient(grad, x, ends, out=total, accumulate=True),
         exact=compare_columns(routed, grad, x),
-        flop=flop, least_bytes=size(x, grad) + 2 * size(total), fill=fill,
+        flop=flop, min_bytes=size(x, grad) + 2 * size(total), fill=fill,
     )  # fmt: skip
 
 
@@ -229,14 +229,14 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         run=lambda: hidden(x, False),
         rival=lambda: gated(x),
         exact=compare_rows(routed, x, w1, gate),
-        flop=flop, least_bytes=size(x, w1) + written, fill=forward_fill,
+        flop=flop, min_bytes=size(x, w1) + written, fill=forward_fill,
     )  # fmt: skip
     yield Case(
         name="gated hidden, gathered",
         run=lambda: hidden(tokens, True),
         rival=lambda: gated(tokens.index_select(0, token_N)),
         exact=compare_rows(routed, x, w1, gate),
-        flop=flop, least_bytes=size(tokens, w1) + written, fill=forward_fill,
+        flop=flop, min_bytes=size(tokens, w1) + written, fill=forward_fill,
     )  # fmt: skip
     hidden_NG = F.grouped_mm(x, w1.transpose(1, 2), offs=ends)
     w2 = draw(experts, num_model, width, scale=width**-0.5)
@@ -248,7 +248,7 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         rival=lambda: (F.grouped_mm(active, w2.transpose(1, 2), offs=ends) * weight_N1).bfloat16(),
         exact=compare_rows(routed, active, w2, lambda products, at: products * weight_N1[at].double()),
         flop=flop // 2,
-        least_bytes=size(active, w2) + 2 * num_rows * num_model,
+        min_bytes=size(active, w2) + 2 * num_rows * num_model,
         fill=down * filled(num_model, columns) * filled(width, depth),
     )  # fmt: skip
     grad = draw(routed.num_tokens, num_model)
@@ -266,7 +266,7 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
             weighs_active=True,
         )[0],
         exact=compare_rows(routed, grad.index_select(0, token_N), w2.transpose(1, 2), slope),
-        flop=flop // 2, least_bytes=size(grad, w2, hidden_NG) + written, fill=back_fill,
+        flop=flop // 2, min_bytes=size(grad, w2, hidden_NG) + written, fill=back_fill,
     )  # fmt: skip
     of_hidden = draw(num_rows, 2 * width)
     yield Case(
@@ -275,6 +275,6 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         rival=lambda: F.grouped_mm(of_hidden.t(), tokens.index_select(0, token_N), offs=ends),
         exact=compare_columns(routed, of_hidden, x),
         flop=flop,
-        least_bytes=size(of_hidden, tokens, w1),
+        min_bytes=size(of_hidden, tokens, w1),
         fill=filled(2 * width, rows) * filled(num_model, columns) * groups_filled(routed.counts, depth),
     )  # fmt: skip

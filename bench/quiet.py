@@ -34,13 +34,13 @@ class Neighbours:
         seconds = time.monotonic() - self._began
         return max(0.0, (_busy_seconds() - self._busy - own.item()) / (seconds * (os.cpu_count() or 1)))
 
-    def wait(self, patience_seconds: float, most: float = 0.1) -> None:
+    def wait(self, patience_seconds: float, max_share: float = 0.1) -> None:
         """Returns on all ranks when others take at most that share, or when rank 0's patience is over."""
         end = time.monotonic() + patience_seconds
         while dist.get_rank() == 0 and time.monotonic() < end:
             self._began, self._busy = time.monotonic(), _busy_seconds()
             time.sleep(2)
-            if (_busy_seconds() - self._busy) / (2 * (os.cpu_count() or 1)) <= most:
+            if (_busy_seconds() - self._busy) / (2 * (os.cpu_count() or 1)) <= max_share:
                 break
         dist.barrier()
 

@@ -27,7 +27,7 @@ from pmoe.comm.flat import FlatDispatch
 from pmoe.experts import FFNExperts
 from pmoe.experts.base import WHOLE, Shard
 from pmoe.gates import TopKGate
-from pmoe.gates.given import GivenGate
+from pmoe.gates.external import ExternalGate
 from pmoe.runners.features import Feature
 from tests.kit import AUX
 from tests.own_experts import mlp
@@ -131,7 +131,7 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.OTHER_GATE: sets("gate", "sigmoid"),
     Feature.OWN_GATE: Recipe("gate", lambda: {"gate": OwnGate()}),
     Feature.GATE_MODULE: Recipe("gate", lambda: {"gate": TopKGate(M, E, K, dtype=F64)}),
-    Feature.GIVEN_ROUTING: Recipe("gate", lambda: {"gate": GivenGate()}),
+    Feature.EXTERNAL_ROUTING: Recipe("gate", lambda: {"gate": ExternalGate()}),
     Feature.MODULE_EXPERTS: sets("expert", mlp),
     Feature.OTHER_EXPERTS: Recipe("expert", lambda: {"expert": OwnExperts}),
 }
@@ -223,8 +223,8 @@ def fill(layer: pmoe.MoELayer) -> None:
 
 
 def given(gate: nn.Module, rank: int) -> tuple[Tensor | None, Any]:
-    """The routing weights of a `GivenGate` as a leaf, and the block in which the layer is called."""
-    if not isinstance(gate, GivenGate):
+    """The routing weights of an `ExternalGate` as a leaf, and the block in which the layer is called."""
+    if not isinstance(gate, ExternalGate):
         return None, contextlib.nullcontext()
     expert_TK = (torch.arange(T)[:, None] ** 2 + torch.arange(K) + rank) % E
     weight_TK = values("weight", T, K).abs().requires_grad_()

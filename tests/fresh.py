@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _SERVER = """
 import json, os, sys, traceback
-import torch, torch.distributed
 for line in sys.stdin:
     program, printed = json.loads(line)
     child = os.fork()
     if child == 0:
         code, file = 1, os.open(printed, os.O_WRONLY)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(file, 1)
         os.dup2(file, 2)
         try:
@@ -38,20 +38,31 @@ for line in sys.stdin:
 """
 
 
+class Server:
+    """A process that runs ``imports``, and whose forks run programs. It ends with this process."""
+
+    def __init__(self, imports: str) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", imports + _SERVER]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, program: str) -> tuple[int, str]:
+        """The code that ``program`` ended with, and what it printed, both streams together."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as printed:
+            self._process.stdin.write(json.dumps([program, printed.name]) + "\n")
+            self._process.stdin.flush()
+            return int(self._process.stdout.readline()), printed.read()
+
+
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    """It ends with this process, whose end of the pipe is then closed."""
-    command = [sys.executable, "-W", "ignore", "-c", _SERVER]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _server() -> Server:
+    return Server("import torch, torch.distributed\n")
 
 
 def run(program: str) -> str:
     """What ``program`` printed, both streams together. AssertionError where it did not end with 0."""
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
-    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as printed:
-        server.stdin.write(json.dumps([program, printed.name]) + "\n")
-        server.stdin.flush()
-        code, output = server.stdout.readline(), printed.read()
-    assert code == "0\n", f"ended with {code.strip()}:\n{output}"
+    code, output = _server().run(program)
+    assert code == 0, f"ended with {code}:\n{output}"
     return output

@@ -19,7 +19,7 @@ SHORT_TIMEOUT_SECONDS = 6.0
 JOB_SECONDS = 5 * GROUP_TIMEOUT_SECONDS
 START_SECONDS, STARTS = 240, 3
 """For how long a start may take, in which torch is imported on a busy machine, and how often it is tried."""
-MOST_GROUPS = 24
+MAX_GROUPS = 24
 """Process groups that a rank may hold before new ranks take its place: gloo wakes a thread of each a hundred
 times a second, and hundreds of them leave no time for anything else."""
 
@@ -134,7 +134,7 @@ _pools: dict[int, Pool] = {}
 
 def ranks(world: int) -> Pool:
     """The pool of ``world`` ranks that all tests of this run share."""
-    if world in _pools and _pools[world].num_groups > MOST_GROUPS:
+    if world in _pools and _pools[world].num_groups > MAX_GROUPS:
         _pools[world].stop()
     if world not in _pools or not _pools[world].usable:
         _pools[world] = Pool(world)

@@ -165,7 +165,7 @@ def _system_rows(ideal: Table5, contended: Table5) -> Iterator[Sequence[str]]:
     yield "system", "C = 1", "of one layer", f"C = {contended.contention:g}", "of one layer", "paper"
     for name, alone in ideal.systems.items():
         beside = contended.systems[name]
-        spans = [f"{each.least:.2f} - {each.greatest:.2f}" for each in (alone, beside)]
+        spans = [f"{each.smallest:.2f} - {each.largest:.2f}" for each in (alone, beside)]
         paper = "-" if alone.paper is None else f"{alone.paper:.2f}"
         yield name, f"{alone.mean:.3f}", spans[0], f"{beside.mean:.3f}", spans[1], paper
 

@@ -48,8 +48,8 @@ def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: 
     Example: ranks with (1, 5) and (3, 5) -> [False, True].
     """
     found = largest(ranks, device, [*values, *(-value for value in values)], stage=stage)
-    most, minus_least = found[: len(values)], found[len(values) :]
-    return [high == -low for high, low in zip(most, minus_least, strict=True)]
+    highest, minus_lowest = found[: len(values)], found[len(values) :]
+    return [high == -low for high, low in zip(highest, minus_lowest, strict=True)]
 
 
 def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:

@@ -76,7 +76,7 @@ class RankCounts:
     holds several of its experts; None where each row does. relayed: (F, X) of `Exchange.relay_counts`, for
     dispatch and for combine. The rest is the same on every rank, and so are decisions taken from it. depth:
     for each n asked for, how often it must be doubled until no chunk brings any rank more rows than
-    `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory. most_rows:
+    `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory. max_rows:
     the largest number of rows that any rank receives, its own among them; None where that was not asked for,
     or where some rank has other rows than one for each kept choice of its tokens."""
 
@@ -87,7 +87,7 @@ class RankCounts:
     needs_grad: bool
     depth: dict[int, int] = field(default_factory=dict)
     host_shortage: bool = False
-    most_rows: int | None = None
+    max_rows: int | None = None
     sent_once: Tensor | None = None
     received_once: Tensor | None = None
     received_once_device: Tensor | None = None
@@ -151,16 +151,16 @@ class Slots:
         """The depth that this rank needs for each degree, as scalars on the device."""
         by_source = recv_FWE.sum(2)
         rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
-        most: dict[int, Tensor] = {}  # rows of the largest of n chunks: degrees have cuttings in common
+        largest: dict[int, Tensor] = {}  # rows of the largest of n chunks: degrees have cuttings in common
         depths = []
         for n in self.degrees:
             # In float64, as on the host: float32 would round large numbers of tokens.
             limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
             depth = torch.zeros_like(max_tokens)
             while rows_F.shape[0] % (2 * n) == 0:
-                if n not in most:
-                    most[n] = rows_F.view(n, -1).sum(1).max()
-                depth = depth + (most[n] > limit)
+                if n not in largest:
+                    largest[n] = rows_F.view(n, -1).sum(1).max()
+                depth = depth + (largest[n] > limit)
                 n *= 2
             depths.append(depth)
         return depths
@@ -180,14 +180,14 @@ def num_bins(degrees: Sequence[int], num_ranks: int) -> int:
 
     Example: degrees (4, 2) on 3 ranks -> 16.
     """
-    most = math.lcm(*degrees)
-    bins = most
-    while bins < most * num_ranks and 2 * bins <= MOST_BINS:
+    finest = math.lcm(*degrees)
+    bins = finest
+    while bins < finest * num_ranks and 2 * bins <= MAX_BINS:
         bins *= 2
     return bins
 
 
-MOST_BINS = 256
+MAX_BINS = 256
 
 HEADER = 4
 """Integers before the counts in each message: the sender's tokens, fault, needs_grad, type of rows."""
@@ -213,13 +213,13 @@ class CountsExchange:
         once_FP: Tensor | None = None,
         exchanges: tuple[Exchange, ...] = (),
         bypass_local: bool = False,
-        asks_most_rows: bool = False,
+        asks_max_rows: bool = False,
         one_row_a_choice: bool = True,
     ) -> None:
         """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there.
         dtype: of the rows that will travel. once_FP: see `RankCounts`. exchanges: the dispatch and the
         combine, where they have counts to relay. bypass_local: rows between a rank and itself do not travel.
-        asks_most_rows: whether `RankCounts.most_rows` is wanted, on all ranks or on none; one_row_a_choice:
+        asks_max_rows: whether `RankCounts.max_rows` is wanted, on all ranks or on none; one_row_a_choice:
         whether this rank's rows are such that it makes sense."""
         counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
         self._counted_once = once_FP is not None
@@ -228,7 +228,7 @@ class CountsExchange:
         self._grid, self._ranks, self._exchanges = grid, grid.all, exchanges
         self._own_FPX, ranks, self._bypass_local = counts_FPX, grid.all, bypass_local
         self._slots, self._traffic = slots, traffic
-        self._asks_most_rows, self._one_row_a_choice = asks_most_rows, one_row_a_choice
+        self._asks_max_rows, self._one_row_a_choice = asks_max_rows, one_row_a_choice
         kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
         told = 0 if isinstance(fault, Tensor) else fault.value
         # From pinned memory: another copy of Python's numbers to a GPU would make the host wait.
@@ -265,7 +265,7 @@ class CountsExchange:
         own, arrived, headers, numbers, *counts = (
             found.view_as(each) for found, each in zip(on_host, on_device, strict=True)
         )
-        max_tokens, fault, needs_grad, _, host_shortage, most_rows, irregular, *depths = numbers.tolist()
+        max_tokens, fault, needs_grad, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
         if fault:
             told = [
                 f"rank {rank}: {FAULTS[Fault(code)]}"
@@ -291,7 +291,7 @@ class CountsExchange:
             needs_grad=bool(needs_grad),
             depth={} if self._slots is None else dict(zip(self._slots.degrees, depths, strict=True)),
             host_shortage=bool(host_shortage),
-            most_rows=most_rows if self._asks_most_rows and not irregular else None,
+            max_rows=max_rows if self._asks_max_rows and not irregular else None,
             sent_once=sent_once,
             received_once=received_once_host,
             received_once_device=received_once,
@@ -327,11 +327,11 @@ class CountsExchange:
         be asked for after them."""
         told = self._received[:, :HEADER].amax(0)
         slots = self._slots
-        if slots is None and not self._asks_most_rows:
+        if slots is None and not self._asks_max_rows:
             return F.pad(told, (0, 3))
         agreed = recv_FWE.new_zeros(HEADER + 3 + (0 if slots is None else len(slots.degrees)))
         agreed[:HEADER] = told
-        if self._asks_most_rows:
+        if self._asks_max_rows:
             agreed[HEADER + 1] = recv_FWE.sum()
             agreed[HEADER + 2] = not self._one_row_a_choice
         if slots is not None:

@@ -32,7 +32,7 @@ class Grid:
     def of_group(group: dist.ProcessGroup | Ranks | None) -> Grid:
         """All ranks across, none inside."""
         ranks = group if isinstance(group, Ranks) else Ranks(group)
-        return Grid(ranks, ranks, Ranks.alone(), tuple(range(ranks.size)))
+        return Grid(ranks, ranks, Ranks.single(), tuple(range(ranks.size)))
 
     @property
     def is_sharded(self) -> bool:

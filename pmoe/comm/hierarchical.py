@@ -104,7 +104,7 @@ class HierarchicalExchange(Exchange):
         if size == 1:
             out.copy_(rows)
         elif level:
-            across = self.topology.most_local == 1
+            across = self.topology.max_local == 1
             peers = (self.topology.across if across else self.topology.inside)(self.ranks.rank)
             sent = [send_rows[rank] for rank in peers]
             self.last_step(in_order(rows, send_rows, peers), sent, out, recv_rows, peers, across=across)

@@ -39,7 +39,7 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         sent_WF = torch.stack([send_FW[:, rank] for rank in self._destinations()])
         got_WF = torch.empty_like(sent_WF)
         num_bins, nodes = send_FW.shape[0], self.topology.num_nodes
-        each = [nodes] * self.topology.most_local
+        each = [nodes] * self.topology.max_local
         group = self.connect().inside
         assert group is not None
         self.traffic.counts += (len(each) - 1) * nodes * num_bins * sent_WF.element_size()
@@ -51,7 +51,7 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
     def _destinations(self) -> list[int]:
         """The ranks, by place, then by node."""
         members = self.topology.members
-        return [node[place] for place in range(self.topology.most_local) for node in members]
+        return [node[place] for place in range(self.topology.max_local) for node in members]
 
     def check_relayed(
         self, send_rows: Sequence[int], recv_rows: Sequence[int], relayed: Sequence[int]
@@ -70,7 +70,7 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
     ) -> None:
         members, nodes = self.topology.members, self.topology.num_nodes
         mates = [self.topology.node(rank) for rank in self.topology.across(self.ranks.rank)]  # their nodes
-        places = range(self.topology.most_local)
+        places = range(self.topology.max_local)
 
         rows = in_order(rows, send_rows, self._destinations())
         sent = [sum(send_rows[node[j]] for node in members) for j in places]

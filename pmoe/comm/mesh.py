@@ -25,8 +25,8 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
         )
     whole = mesh._flatten() if mesh.ndim > 1 else mesh
     ranks = Ranks(whole.get_group())
-    across = Ranks(mesh.get_group(ACROSS)) if ACROSS in names else Ranks.alone()
-    inside = Ranks(mesh.get_group(INSIDE)) if INSIDE in names else Ranks.alone()
+    across = Ranks(mesh.get_group(ACROSS)) if ACROSS in names else Ranks.single()
+    inside = Ranks(mesh.get_group(INSIDE)) if INSIDE in names else Ranks.single()
     table = mesh.mesh if ACROSS in names else mesh.mesh.unsqueeze(0)
     table = table if INSIDE in names else table.unsqueeze(1)
     if names[0] == INSIDE and len(names) == 2:

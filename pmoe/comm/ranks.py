@@ -29,7 +29,7 @@ class Ranks:
             self.rank, self.size = rank, dist.get_world_size(group)
 
     @staticmethod
-    def alone() -> Ranks:
+    def single() -> Ranks:
         """One rank, whatever torch.distributed knows of others."""
         ranks = Ranks.__new__(Ranks)
         ranks.group, ranks.size, ranks.rank = None, 1, 0

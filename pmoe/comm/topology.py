@@ -58,14 +58,14 @@ class Topology:
         return len(self.members)
 
     @property
-    def most_local(self) -> int:
+    def max_local(self) -> int:
         """Ranks of the largest node."""
         return max(len(ranks) for ranks in self.members)
 
     @property
     def is_level(self) -> bool:
         """Whether there is only one level: a single node, or a single rank on each."""
-        return self.num_nodes == 1 or self.most_local == 1
+        return self.num_nodes == 1 or self.max_local == 1
 
     def node(self, rank: int) -> int:
         return self._node[rank]
@@ -173,7 +173,7 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
         if "use_local_synchronization" in options:
             _check_number_of_groups(Ranks(group))
         places = [topology.across(rank) for rank in max(topology.members, key=len)]
-        inside = _make_groups(topology.members, topology, options) if topology.most_local > 1 else None
+        inside = _make_groups(topology.members, topology, options) if topology.max_local > 1 else None
         across = _make_groups(places, topology, options) if topology.num_nodes > 1 else None
         known[topology] = NodeGroups(inside, across)
     return known[topology]

@@ -68,7 +68,8 @@ class Hooks:
         return tuple(parameter for module in self.modules for parameter in module.parameters())
 
     @staticmethod
-    def of(callbacks: Iterable[Callback]) -> Hooks:
+    def of(callbacks: Iterable[Callback]) -> Hooks | None:
+        """None where they have no hook inside the layer."""
         callbacks = tuple(callbacks)
         at = {
             point: tuple(
@@ -78,10 +79,9 @@ class Hooks:
             )
             for point in POINTS
         }
+        if not any(at.values()):
+            return None
         return Hooks(at, tuple(each for each in callbacks if isinstance(each, nn.Module)))
-
-    def __bool__(self) -> bool:
-        return any(self.at.values())
 
     def has(self, point: str) -> bool:
         return bool(self.at.get(point))

@@ -35,7 +35,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     passes a call of a layer keeps its indices, weights and counts, and what its gate saves: for the gates
     of pmoe nothing wider than the logits (a gate of one's own that widens the tokens, as ``x.float()`` does,
     keeps the wide ones). Gates' forward hooks, and whatever a gate counts, see one pass. A router outside of
-    the layer (`pmoe.gates.GivenGate`) is run again like all else and must decide again as it did: nothing
+    the layer (`pmoe.gates.ExternalGate`) is run again like all else and must decide again as it did: nothing
     compares it here.
 
     One call is for one checkpoint: give the function itself, not its result. The checkpointed function must

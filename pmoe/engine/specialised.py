@@ -24,7 +24,7 @@ def backward_of(plan: Plan) -> type[Backward]:
 def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
     """moves: T_DI or T_M is copied away, or fetched from where forward kept it."""
     parts: list[tuple[type[Forward], type[Backward]]] = []
-    if plan.modules.hooks:
+    if plan.modules.hooks is not None:
         from pmoe.engine.hooked import HookedBackward, HookedForward
 
         parts.append((HookedForward, HookedBackward))

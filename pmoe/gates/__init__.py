@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pmoe.gates.batch_prioritised import BatchPrioritisedGate
     from pmoe.gates.deepseek import DeepSeekGate
     from pmoe.gates.expert_choice import ExpertChoiceGate
-    from pmoe.gates.given import GivenGate
+    from pmoe.gates.external import ExternalGate
     from pmoe.gates.hash import HashGate
     from pmoe.gates.noisy_topk import NoisyTopKGate
     from pmoe.gates.random import RandomGate
@@ -41,7 +41,7 @@ _CLASSES = {
     "random": "RandomGate",
 }
 """By the name that MoELayer's ``gate`` takes, which is its file's too."""
-_FILES = {name: file for file, name in _CLASSES.items()} | {"GivenGate": "given"}
+_FILES = {name: file for file, name in _CLASSES.items()} | {"ExternalGate": "external"}
 
 __all__ = [
     "GATES",
@@ -49,7 +49,7 @@ __all__ = [
     "DeepSeekGate",
     "ExpertChoiceGate",
     "Gate",
-    "GivenGate",
+    "ExternalGate",
     "HashGate",
     "Mix",
     "NoisyTopKGate",

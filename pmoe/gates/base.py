@@ -69,7 +69,7 @@ class Gate(nn.Module, abc.ABC):
     mixes_tokens = False
     """Whether rows are mixtures of tokens (`Routing.mix`)."""
 
-    is_given_routing = False
+    has_external_routing = False
     """Whether the routing comes from outside of the layer."""
 
     def reset_parameters(self) -> None:

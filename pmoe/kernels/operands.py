@@ -13,7 +13,7 @@ from torch import Tensor
 
 VECTOR_BYTES = 16
 
-MOST_ROWS = 2**31 - 1
+MAX_ROWS = 2**31 - 1
 """Positions of rows are int32."""
 
 

@@ -45,7 +45,7 @@ def options_in_words(parts: Parts, *, of_users: bool = False) -> dict[str, str]:
     spec = {field.name: getattr(parts.spec, field.name) for field in fields(parts.spec)}
     names = [field.name for field in fields(parts) if field.name not in NOT_COMPARED]
     others = {
-        "callbacks": "with hooks inside the layer" if parts.hooks else "without hooks inside the layer",
+        "callbacks": f"{'without' if parts.hooks is None else 'with'} hooks inside the layer",
         "a GradientReducer": parts.gradients is not None,
     }
     modules = {name: _described(getattr(parts, name), of_users) for name in names}

@@ -75,8 +75,8 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
     """Raises ValueError where options do not go with each other or with the modules."""
     spec, pair = parts.spec, parts.spec.restore
     apart = spec.pipeline_backward not in (None, spec.fixed_degree)
-    if apart and (parts.hooks or spec.send_once):
-        name = "callbacks see chunks" if parts.hooks else "rows travel once (send_once=True)"
+    if apart and (parts.hooks is not None or spec.send_once):
+        name = "callbacks see chunks" if parts.hooks is not None else "rows travel once (send_once=True)"
         raise ValueError(
             f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None where "
             f"{name}"

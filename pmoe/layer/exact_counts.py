@@ -51,12 +51,12 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
 
 
 def start(
-    call: Call, routed: Routed, orders: Orders, operands: Operands, *, asks_most_rows: bool = False
+    call: Call, routed: Routed, orders: Orders, operands: Operands, *, asks_max_rows: bool = False
 ) -> Callable[[], RankCounts]:
     """Begins the exchange of counts, and returns what ends it. A second pass exchanges nothing.
 
     Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
-    asks_most_rows: as in `CountsExchange`.
+    asks_max_rows: as in `CountsExchange`.
     """
     if call.replay.is_replay:
         return _never
@@ -74,7 +74,7 @@ def start(
             once_FP=orders.count_once(parts.num_bins),
             exchanges=(parts.dispatch, parts.combine),
             bypass_local=parts.stages.local,
-            asks_most_rows=asks_most_rows,
+            asks_max_rows=asks_max_rows,
             one_row_a_choice=_gives_top_k(parts, routed),
         )
 

@@ -80,7 +80,7 @@ def decide(call: Call) -> Decision:
     routed, orders = sorted_rows(call)
     operands = Operands.of(parts)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    finish = start(call, routed, orders, operands, asks_most_rows=fuses)
+    finish = start(call, routed, orders, operands, asks_max_rows=fuses)
     inputs = make_inputs(parts, routed, operands)
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
@@ -143,9 +143,9 @@ def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
     why = _counts_refusal(parts, counts)
     if why is None:
-        assert counts.most_rows is not None
+        assert counts.max_rows is not None
         device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
-        request = make_request(parts, device, dtype, counts.max_tokens, counts.most_rows, counts.needs_grad)
+        request = make_request(parts, device, dtype, counts.max_tokens, counts.max_rows, counts.needs_grad)
         if parts.spec.fused == "auto" and not fused_steps.is_faster(request):
             return None
         found = fused_steps.steps_for(request)
@@ -158,7 +158,7 @@ def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
 
 def _counts_refusal(parts: Parts, counts: RankCounts) -> str | None:
     """Why a call is not fused, as far as sizes on a device have no part in it. The same on every rank."""
-    if counts.most_rows is None:
+    if counts.max_rows is None:
         name, top_k = type(parts.gate).__name__, parts.spec.top_k
         return f"the gate ({name}) does not give every token top_k ({top_k}) rows"
     if counts.needs_grad and fused_pair(parts) is None:
@@ -167,7 +167,7 @@ def _counts_refusal(parts: Parts, counts: RankCounts) -> str | None:
 
 
 def make_request(
-    parts: Parts, device: torch.device, dtype: torch.dtype, max_tokens: int, most_rows: int, needs_grad: bool
+    parts: Parts, device: torch.device, dtype: torch.dtype, max_tokens: int, max_rows: int, needs_grad: bool
 ) -> fused_steps.Request:
     """dtype: of the rows as the experts get them."""
     return fused_steps.Request(
@@ -180,7 +180,7 @@ def make_request(
         experts=parts.num_local_experts,
         top_k=parts.spec.top_k,
         max_tokens=max_tokens,
-        most_rows=most_rows,
+        max_rows=max_rows,
         needs_grad=needs_grad,
         slack=parts.spec.slack,
     )

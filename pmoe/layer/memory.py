@@ -96,7 +96,7 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
         bypass_local=parts.stages.local,
         inside=parts.grid.inside.size,
-        has_drops=spec.capacity_factor is not None or parts.is_given_routing,
-        gate_scores=0 if parts.is_given_routing else 1 + bool(getattr(parts.gate, "z_loss_weight", 0)),
+        has_drops=spec.capacity_factor is not None or parts.has_external_routing,
+        gate_scores=0 if parts.has_external_routing else 1 + bool(getattr(parts.gate, "z_loss_weight", 0)),
         cast_from=wide if wide != size else 0,
     )

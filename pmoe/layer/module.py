@@ -74,7 +74,7 @@ class MoELayer(nn.Module):
             True, are chosen for it.
         slack: slot_rows = ceil(slack * T * K / n); routing that is more skewed is cut into more chunks.
 
-        group: the process group; None is the default group, `Ranks.alone()` one rank.
+        group: the process group; None is the default group, `Ranks.single()` one rank.
         mesh: instead of group, a device mesh of "ep" and "esp"; experts' hidden columns are split over "esp".
         dispatch: "flat", "hierarchical_1d", "hierarchical_2d", or a `pmoe.Dispatch`.
         combine: the same of the way back, or a `pmoe.Combine`; None is as dispatch.

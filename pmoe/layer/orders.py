@@ -102,6 +102,6 @@ def _degrees(parts: Parts, forward: int, backward: int, restore: Restore, depth:
         forward, backward = forward << depth[forward], backward << depth[backward]
     if forward % backward and parts.experts.are_modules and restore.hidden != "recompute":
         backward = forward  # a saved graph cannot be split
-    if parts.hooks or parts.spec.send_once:
+    if parts.hooks is not None or parts.spec.send_once:
         backward = forward
     return Degrees(forward=forward, backward=backward, pieces=parts.num_pieces(forward))

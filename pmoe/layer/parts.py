@@ -97,9 +97,9 @@ class Parts:
         return any_requires_grad(x, *self.gate.parameters(), *self.experts.parameters())
 
     @property
-    def is_given_routing(self) -> bool:
+    def has_external_routing(self) -> bool:
         """Whether the routing comes from outside."""
-        return bool(getattr(self.gate, "is_given_routing", False))
+        return bool(getattr(self.gate, "has_external_routing", False))
 
     @property
     def num_local_experts(self) -> int:
@@ -113,7 +113,7 @@ class Parts:
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:
-        """The callbacks' hooks inside the layer; None where there are no callbacks."""
+        """The callbacks' hooks inside the layer; None where they have none."""
         if not self.callbacks:
             return None
         from pmoe.engine.callbacks import Hooks
@@ -124,12 +124,13 @@ class Parts:
     def stages(self) -> Stages:
         """The stages that every call has: the same on every rank, whatever rows it has."""
         spec, sharded = self.spec, self.grid.is_sharded
-        local = spec.switches.bypass_local and not (sharded or self.hooks or spec.send_once)
+        seen = self.hooks is not None
+        local = spec.switches.bypass_local and not (sharded or seen or spec.send_once)
         return Stages(
             local=local,
             remote=self.ranks.size > 1 or not local,
             sharded=sharded,
-            hooked=sharded and bool(self.hooks),
+            hooked=sharded and self.hooks is not None,
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=spec.switches.one_lane,
@@ -205,7 +206,7 @@ class Parts:
 
     def _asked(self) -> dict[Feature, bool]:
         spec, gate, switches = self.spec, self.gate, self.spec.switches
-        is_given = self.is_given_routing
+        is_given = self.has_external_routing
         picks = bool(getattr(gate, "picks_tokens", False))
         in_steps = self.dispatch.in_steps or self.combine.in_steps
         is_flat = type(self.dispatch) is FlatDispatch and type(self.combine) is FlatCombine
@@ -236,7 +237,7 @@ class Parts:
             Feature.OTHER_GATE: type(gate).__module__ not in PLAIN_GATES and not is_given,
             Feature.OWN_GATE: not (is_given or type(gate).__module__.startswith("pmoe.gates.")),
             Feature.GATE_MODULE: not (self.trusts_gate or is_given),
-            Feature.GIVEN_ROUTING: is_given,
+            Feature.EXTERNAL_ROUTING: is_given,
             Feature.MODULE_EXPERTS: self.experts.are_modules,
             Feature.OTHER_EXPERTS: type(self.experts).__module__ not in PLAIN_EXPERTS,
         }

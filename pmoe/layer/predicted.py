@@ -36,10 +36,10 @@ def choice_within_budget(batch: Batch) -> Choice:
     """
     parts, spec, counts, rows_TM = batch.parts, batch.parts.spec, batch.counts, batch.inputs.x_TM
     profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
-    chooser, shape, most = chooser_of(batch), memory_shape(parts, rows_TM), counts.max_tokens
+    chooser, shape, max_tokens = chooser_of(batch), memory_shape(parts, rows_TM), counts.max_tokens
     candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
     degrees = [(n, spec.pipeline_backward or n) for n in candidates]
-    choice = chooser.fitting(shape, most, degrees, profile)
+    choice = chooser.fitting(shape, max_tokens, degrees, profile)
     if counts.host_shortage and choice.restore.dispatched == "offload":
-        choice = chooser.fitting(shape, most, degrees, profile, host_is_full=True)
+        choice = chooser.fitting(shape, max_tokens, degrees, profile, host_is_full=True)
     return choice

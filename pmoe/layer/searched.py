@@ -14,7 +14,7 @@ from pmoe.layer.choose import Batch
 from pmoe.layer.parts import Parts
 from pmoe.measure.degrees_file import save_degrees
 from pmoe.measure.identity import identity
-from pmoe.planner.degree import LEAST_ROWS, adaptive_degree
+from pmoe.planner.degree import MIN_ROWS, adaptive_degree
 from pmoe.planner.granularity import PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
 from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, search
@@ -28,18 +28,18 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     trial might change, a rule decides instead.
     """
     parts, spec, counts = batch.parts, batch.parts.spec, batch.counts
-    most, ranks = counts.max_tokens, parts.ranks
-    rows = most * spec.top_k
+    max_tokens, ranks = counts.max_tokens, parts.ranks
+    rows = max_tokens * spec.top_k
     ruled = adaptive_degree(rows, 2 if spec.rotates else ranks.size)
-    worth = counts.needs_grad and ranks.size > 1 and rows >= 2 * LEAST_ROWS
+    worth = counts.needs_grad and ranks.size > 1 and rows >= 2 * MIN_ROWS
     shared = parts.shared_expert
     modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
-    tries = worth and not (modules or parts.hooks or spec.switches.sequential)
+    tries = worth and not (modules or parts.hooks is not None or spec.switches.sequential)
     learnt = learnt_of(parts) if tries else parts.known.choosers.get(_name(parts))
     if learnt is None:
         return PassDegrees(ruled, ruled)
     known = learnt.table(restore, batch.inputs.x_TM.dtype)
-    found: PassDegrees | None = known.lookup(most)
+    found: PassDegrees | None = known.lookup(max_tokens)
     if found is not None or not tries:
         return found or PassDegrees(ruled, ruled)
 
@@ -49,7 +49,7 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
         return PipelineRunner(batch.plan_for(degrees.forward, degrees.backward, restore))
 
     traffic = replace(parts.traffic)
-    found = search(known, most, spec.degrees, runner_of, batch.inputs, ranks)
+    found = search(known, max_tokens, spec.degrees, runner_of, batch.inputs, ranks)
     learnt.keep()
     vars(parts.traffic).update(vars(traffic))  # trials are no traffic of the model
     return found

@@ -139,8 +139,8 @@ def _of_rank_0(
     """A maximum in which the others have least: so one reduction also shows whether sizes are the same."""
     here = float(digest([str(sizes)]))
     own = found() if ranks.rank == 0 else [-math.inf] * count
-    most, minus_least, *values = largest(ranks, device, [here, -here, *own], stage=AGREEING)
-    if most != -minus_least:
+    highest, minus_lowest, *values = largest(ranks, device, [here, -here, *own], stage=AGREEING)
+    if highest != -minus_lowest:
         raise ValueError(f"shape ({sizes}) must be the same on every rank, and another rank has another")
     return values
 

@@ -83,8 +83,8 @@ def sweep(
     Raises ValueError on every rank where the ranks come with unlike kernels.
     """
     here = float(digest(map(str, kernels)))
-    most, minus_least = agree([here, -here])
-    if most != -minus_least:
+    highest, minus_lowest = agree([here, -here])
+    if highest != -minus_lowest:
         raise ValueError("shapes to measure must be the same on every rank, and differ")
     warned: set[str] = set()
     found = []

@@ -93,15 +93,16 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
     part = whole if part is None else part
     own, all_ranks = set(part.members), set(whole.members)
     strange = not own <= all_ranks
-    most, minus_least, any_strange = largest(
+    highest, minus_lowest, any_strange = largest(
         whole, device, [part.size, -part.size, float(strange)], stage=AGREEING
     )
     if any_strange:
         here = f"ranks {sorted(own)}" if strange else "of another rank"
         raise ValueError(f"{name} ({here}) must be a part of ranks {sorted(all_ranks)}")
-    if most != -minus_least:
+    if highest != -minus_lowest:
         raise ValueError(
-            f"{name} ({part.size} ranks) must be as large on every rank, not {-minus_least:.0f} to {most:.0f}"
+            f"{name} ({part.size} ranks) must be as large on every rank, "
+            f"not {-minus_lowest:.0f} to {highest:.0f}"
         )
     return part
 

@@ -16,7 +16,7 @@ from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.rounds import event_seconds, marked, median_seconds
 from pmoe.measure.store import cache_folder
 
-WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
+WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
 """How often each candidate runs before it counts; how often it counts, within about so many seconds."""
 
 LEAD_CYCLES = 3_000_000
@@ -48,8 +48,8 @@ class ProductBench:
 
         with torch.cuda.device(device):
             span = sum(medians(1, WARM_UP - 1))
-            rounds = int(SPAN_SECONDS / span) if span > 0 else MOST_ROUNDS
-            counted = medians(min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS))
+            rounds = int(SPAN_SECONDS / span) if span > 0 else MAX_ROUNDS
+            counted = medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
         return dict(zip(works, counted, strict=True))
 
     def mismatch(self, case: KernelCase) -> str | None:

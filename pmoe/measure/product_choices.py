@@ -73,15 +73,15 @@ class ProductMeasurer:
         of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
         code = [here.binary_version, here.ptx_version, here.capability]
         facts = [*code, of_requests, of_codes, float(fault is not None)]
-        least, most = _range(facts, agree)
-        _check_architectures(here, least, most)
-        if least[3] != most[3]:
+        lowest_facts, highest_facts = _range(facts, agree)
+        _check_architectures(here, lowest_facts, highest_facts)
+        if lowest_facts[3] != highest_facts[3]:
             warn_once("the ranks' experts are of unlike sizes: their products are not measured")
             return
-        if most[5]:
+        if highest_facts[5]:
             self.registry.distrust(requests[0], fault or "they compute wrongly on another rank")
             return
-        low, high = (codes, codes) if least[4] == most[4] else _range(codes, agree)
+        low, high = (codes, codes) if lowest_facts[4] == highest_facts[4] else _range(codes, agree)
         unknown = []
         for request, lowest, highest in zip(requests, low, high, strict=True):
             if lowest == highest and highest not in (UNKNOWN, UNWILLING):
@@ -178,13 +178,15 @@ def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[flo
     return [-value for value in found[len(values) :]], found[: len(values)]
 
 
-def _check_architectures(here: Architecture, least: Sequence[float], most: Sequence[float]) -> None:
+def _check_architectures(
+    here: Architecture, lowest_facts: Sequence[float], highest_facts: Sequence[float]
+) -> None:
     """Where no rank has kernels there are none to differ."""
-    if least[:3] != most[:3] and most[0]:
+    if lowest_facts[:3] != highest_facts[:3] and highest_facts[0]:
         names = ("binary version", "PTX version", "compute capability times 10")
         found = [
             f"{name} {int(low)} to {int(high)}"
-            for name, low, high in zip(names, least[:3], most[:3], strict=True)
+            for name, low, high in zip(names, lowest_facts[:3], highest_facts[:3], strict=True)
         ]
         raise ValueError(
             f"mixed architectures: the kernels of this rank ({here}) must be those of all ranks, which have "

@@ -103,8 +103,8 @@ def product_requests(
     """Every product of these experts. Empty where the kernels do not take the type or the sizes."""
     if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.num_hidden) is not None:
         return []
-    most = LARGEST * bucket(max_rows)
-    buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := most >> i)]
+    max_bucket = LARGEST * bucket(max_rows)
+    buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]
     found = []
     for name, shape in experts.shapes().items():
         for form in _forms(needs_grad):

@@ -38,18 +38,18 @@ from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.profile import Identity, Profile
 
-MOST_ROWS = {"cpu": 8192, "cuda": 16384}
+MAX_ROWS = {"cpu": 8192, "cuda": 16384}
 FIRST_ROWS = {"cpu": 64, "cuda": 256}
 """By device type: the number of rows that the measured weight is applied to grows from the first to the most,
 until a product is long enough to be timed."""
 
-FIRST_MESSAGE_BYTES, FIRST_COPY_BYTES, MOST_BYTES = 2**14, 2**20, 2**26
+FIRST_MESSAGE_BYTES, FIRST_COPY_BYTES, MAX_BYTES = 2**14, 2**20, 2**26
 """Messages and copies likewise."""
 
 TRIES = 7
 """Of each size in that search. Beside other processes a message may take many times its fastest."""
 
-LEAST_SPEED = 1e-3
+MIN_SPEED = 1e-3
 """A lane that others bring to a stand has this relative speed, since a factor of zero has no inverse."""
 
 
@@ -107,7 +107,7 @@ class _LaneWork:
     lane: str
     size: float
     first_units: int
-    most_units: int
+    max_units: int
     make: Callable[[int], TimedCall]
 
 
@@ -144,7 +144,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
             lane=COMPUTE,
             size=width * width,
             first_units=FIRST_ROWS[device.type],
-            most_units=MOST_ROWS[device.type],
+            max_units=MAX_ROWS[device.type],
             make=compute,
         )
     }
@@ -154,7 +154,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
             lane=COMMUNICATE,
             size=size,
             first_units=max(16, FIRST_MESSAGE_BYTES // size),
-            most_units=max(64, MOST_BYTES // size),
+            max_units=max(64, MAX_BYTES // size),
             make=message,
         )
     for name, make in (("copy_out", copy_out), ("copy_in", copy_in)):
@@ -162,7 +162,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
             lane=COPY,
             size=dtype.itemsize,
             first_units=FIRST_COPY_BYTES // dtype.itemsize,
-            most_units=MOST_BYTES // dtype.itemsize,
+            max_units=MAX_BYTES // dtype.itemsize,
             make=make,
         )
     return kinds
@@ -174,11 +174,11 @@ def _units_for(bench: Bench, kind: _LaneWork, effort: _Effort) -> int:
     interruption would make pieces too small."""
     units = kind.first_units
     first = seconds = seconds_of(bench, kind.lane, kind.make(units), TRIES, min)
-    while units < kind.most_units and (seconds < effort.piece_seconds / 2 or seconds < 3 * first):
-        units = min(kind.most_units, 4 * units)
+    while units < kind.max_units and (seconds < effort.piece_seconds / 2 or seconds < 3 * first):
+        units = min(kind.max_units, 4 * units)
         seconds = seconds_of(bench, kind.lane, kind.make(units), TRIES, min)
     if seconds < effort.piece_seconds:
-        units = min(kind.most_units, int(units * effort.piece_seconds / seconds))
+        units = min(kind.max_units, int(units * effort.piece_seconds / seconds))
     return units
 
 
@@ -249,7 +249,7 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: _Effort
     slowness = [-statistics.median(relative[FACTORS[name][0], lanes_of[name]]) for name in names]
     slowest = bench.largest(slowness)
     return Interference(
-        **{name: min(1.0, max(LEAST_SPEED, -s)) for name, s in zip(names, slowest, strict=True)}
+        **{name: min(1.0, max(MIN_SPEED, -s)) for name, s in zip(names, slowest, strict=True)}
     )
 
 

@@ -67,7 +67,7 @@ def best_division(
     n_c, then the fewest chunks (the division point of section 3.2.2, simulated where COMET profiles).
 
     divisions: n_c to choose from, default 1 to blocks - 1. chunks: T_N, default 256, 512, ... and all
-    columns. Candidates are simulated in the order of `least_seconds` until that exceeds what has been found.
+    columns. Candidates are simulated in the order of `min_seconds` until that exceeds what has been found.
     Raises ValueError for none to choose from, chunks for layer 0, and bad ones among them.
     """
     if isinstance(layer, Arriving):
@@ -80,14 +80,14 @@ def best_division(
     if not allowed or not widths:
         raise ValueError(f"divisions ({allowed}) and chunks ({widths}) must hold something to choose from")
     candidates = sorted(
-        (least_seconds(layer, device, n_c, width), n_c, -width)
+        (min_seconds(layer, device, n_c, width), n_c, -width)
         for n_c in dict.fromkeys(allowed)
         for width in dict.fromkeys(widths)
     )
     best = (math.inf, 0, 0)
     simulated = 0
-    for least, n_c, negative in candidates:
-        if least * (1 - 1e-9) > best[0]:  # sums in another order differ by rounding
+    for min_rows, n_c, negative in candidates:
+        if min_rows * (1 - 1e-9) > best[0]:  # sums in another order differ by rounding
             break
         simulated += 1
         best = min(best, (fused_seconds(layer, device, n_c, -negative), n_c, negative))
@@ -106,7 +106,7 @@ def all_chunks(columns: int) -> list[int]:
     return [*itertools.takewhile(lambda width: width < every, doubled), every]
 
 
-def least_seconds(
+def min_seconds(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> float:
     """What no simulation of a division falls below: the computing blocks' work with what must come before or
@@ -116,12 +116,12 @@ def least_seconds(
     """
     check_division(n_c, device)
     if isinstance(layer, Arriving):
-        return _least_of_layer_0(layer, device, n_c)
+        return _min_of_layer_0(layer, device, n_c)
     check_chunk(chunk_columns)
-    return _least_of_layer_1(layer, device, n_c, chunk_widths(layer, chunk_columns))
+    return _min_of_layer_1(layer, device, n_c, chunk_widths(layer, chunk_columns))
 
 
-def _least_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
+def _min_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
     tile, local = device.tile_seconds(layer.reduction), device.block_local_bytes
     tiles = sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
     tiles *= math.ceil(layer.columns / TILE_COLUMNS)
@@ -136,7 +136,7 @@ def _least_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
     )
 
 
-def _least_of_layer_1(layer: Returning, device: DeviceRates, n_c: int, widths: Sequence[int]) -> float:
+def _min_of_layer_1(layer: Returning, device: DeviceRates, n_c: int, widths: Sequence[int]) -> float:
     tile, computing = device.tile_seconds(layer.reduction), device.blocks - n_c
     here, partials = layer.partials_W[0], sum(layer.partials_W)
     sums, outputs = _seconds_a_column(layer, device, n_c)

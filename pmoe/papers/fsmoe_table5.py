@@ -166,11 +166,11 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 
 @dataclass(frozen=True, kw_only=True)
 class Table5Row:
-    """A system's speed-up over Tutel: mean, least and greatest over the layers, and the paper's mean."""
+    """A system's speed-up over Tutel: mean, smallest and largest over the layers, and the paper's mean."""
 
     mean: float
-    least: float
-    greatest: float
+    smallest: float
+    largest: float
     paper: float | None
 
 
@@ -219,7 +219,7 @@ _step = functools.cache(plan_seconds)
 def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> Table5Row:
     ratios = [base / each for base, each in zip(tutel, seconds, strict=True)]
     return Table5Row(
-        mean=statistics.fmean(ratios), least=min(ratios), greatest=max(ratios), paper=PAPER.get(name)
+        mean=statistics.fmean(ratios), smallest=min(ratios), largest=max(ratios), paper=PAPER.get(name)
     )
 
 

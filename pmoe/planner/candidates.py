@@ -96,10 +96,10 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
     """
     fitting = [each for each in candidates if each.memory.promised <= budget]
     if not fitting:
-        least = min(candidates, key=lambda each: each.memory.promised)
+        smallest = min(candidates, key=lambda each: each.memory.promised)
         raise ValueError(
-            f"memory_budget ({budget} bytes) must be at least {least.memory.promised} for these tokens, "
-            f"whatever their routing (n={least.forward}, {least.restore})"
+            f"memory_budget ({budget} bytes) must be at least {smallest.memory.promised} for these tokens, "
+            f"whatever their routing (n={smallest.forward}, {smallest.restore})"
         )
     return min(fitting, key=lambda each: (each.seconds, each.memory.promised))
 

@@ -71,13 +71,13 @@ def _nearest(points: Mapping[float, float]) -> LineCost:
     """In units of the largest size and of the longest seconds, so that both columns are of like size."""
     from scipy.optimize import nnls  # not needed to import pmoe
 
-    most, longest = max(points), max(points.values())
+    largest, longest = max(points), max(points.values())
     if not longest:
         return LineCost(0.0, 0.0)
     (alpha, beta), _ = nnls(
-        [[1.0, size / most] for size in points], [seconds / longest for seconds in points.values()]
+        [[1.0, size / largest] for size in points], [seconds / longest for seconds in points.values()]
     )
-    return LineCost(float(alpha) * longest, float(beta) * longest / most)
+    return LineCost(float(alpha) * longest, float(beta) * longest / largest)
 
 
 def _r_squared(line: LineCost, points: Mapping[float, float]) -> float:

@@ -63,9 +63,9 @@ class FusedLayerSizes:
             kind = {"int": int, "str": str, "bool": bool}[str(each.type)]
             if type(value) is not kind:  # a bool is no number here
                 raise ValueError(f"{each.name} ({value!r}) must be of type {kind.__name__}")
-            least = 2 if each.name == "num_blocks" else 1
-            if isinstance(value, int) and kind is int and value < least:
-                raise ValueError(f"{each.name} ({value}) must be at least {least}")
+            minimum = 2 if each.name == "num_blocks" else 1
+            if isinstance(value, int) and kind is int and value < minimum:
+                raise ValueError(f"{each.name} ({value}) must be at least {minimum}")
         if self.rows != bucket(self.rows):
             raise ValueError(f"rows ({self.rows}) must be a power of two: {bucket(self.rows)}")
         dtype = getattr(torch, self.dtype, None)

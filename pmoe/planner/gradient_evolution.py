@@ -76,8 +76,11 @@ class ExposedSeconds:
         line, last = self.all_reduce, self.layers[-1]
         alone_D = np.array([layer.best(0.0).alone for layer in self.layers])[:, None]
         moe_D = np.array(self.moe, dtype=float)[:, None]
-        most = max(len(layer.degrees) for layer in self.layers)
-        rows = [[*layer.degrees, *[layer.degrees[-1]] * (most - len(layer.degrees))] for layer in self.layers]
+        max_degrees = max(len(layer.degrees) for layer in self.layers)
+        rows = [
+            [*layer.degrees, *[layer.degrees[-1]] * (max_degrees - len(layer.degrees))]
+            for layer in self.layers
+        ]
         each_DN1 = np.array([[each.alone for each in row] for row in rows])[:, :, None]
         beside_DN1 = np.array([[each.beside for each in row] for row in rows])[:, :, None]
         total = self.left([0] * len(self.layers))
@@ -147,9 +150,9 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
             columns = np.repeat(np.array(extra, dtype=float)[:, None], len(tried), axis=1)
             columns[at] = tried
             found = seconds(columns)
-            least = int(np.argmin(found))
-            if found[least] < best * (1 - 1e-12):
-                best, extra = float(found[least]), [*extra[:at], tried[least], *extra[at + 1 :]]
+            fastest = int(np.argmin(found))
+            if found[fastest] < best * (1 - 1e-12):
+                best, extra = float(found[fastest]), [*extra[:at], tried[fastest], *extra[at + 1 :]]
         if best >= before:
             break
     return extra

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from pmoe.arguments import check_count
-from pmoe.experts import FFNExperts, SwiGLUExperts
+from pmoe.experts import FFNExperts
+from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.planner.layer_sizes import LayerSizes
 
 STACKED: dict[str, Callable[..., FFNExperts | SwiGLUExperts]] = {"ffn": FFNExperts, "swiglu": SwiGLUExperts}

@@ -115,8 +115,8 @@ class GeneralizedLayer:
     @property
     def hidden_seconds(self) -> float:
         """t_olp,moe: the longest t_gar that costs the MoE part nothing."""
-        least = self.best(0.0).alone
-        return max(each.alone - each.beside for each in self.degrees if each.alone <= least)
+        shortest = self.best(0.0).alone
+        return max(each.alone - each.beside for each in self.degrees if each.alone <= shortest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +139,8 @@ def bytes_within(all_reduce: LineCost, seconds: float) -> int:
     left = seconds - all_reduce.alpha_seconds
     if left <= 0:
         return 0
-    most = left / all_reduce.beta_seconds if all_reduce.beta_seconds else 2.0**53
-    found = int(min(most, 2.0**53))
+    max_bytes = left / all_reduce.beta_seconds if all_reduce.beta_seconds else 2.0**53
+    found = int(min(max_bytes, 2.0**53))
     while found and all_reduce(found) > seconds:  # the quotient may be rounded up
         found -= 1
     return found

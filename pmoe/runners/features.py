@@ -42,7 +42,7 @@ class Feature(str, enum.Enum):
     OTHER_GATE = "the gate is a {gate}, neither topk nor switch"
     OWN_GATE = "gate ({gate}) is a module of one's own"
     GATE_MODULE = "gate ({gate}) is a module"
-    GIVEN_ROUTING = "the routing comes from outside (GivenGate)"
+    EXTERNAL_ROUTING = "the routing comes from outside (ExternalGate)"
     MODULE_EXPERTS = "experts ({experts}) are modules of one's own"
     OTHER_EXPERTS = "the experts are {experts}, neither ffn nor swiglu"
 
@@ -54,7 +54,7 @@ TAKES: dict[str, frozenset[Feature]] = {
     "pipeline": frozenset(Feature),
     "fused": frozenset(
         {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.FUSED}
-        | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.GIVEN_ROUTING}
+        | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
     ),
     # Nothing travels there, however it would.
     "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
@@ -69,7 +69,7 @@ TAKES: dict[str, frozenset[Feature]] = {
     "memory": frozenset(
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
-        | {F.GIVEN_ROUTING, F.GATE_MODULE, F.OTHER_EXPERTS, F.FUSED}
+        | {F.EXTERNAL_ROUTING, F.GATE_MODULE, F.OTHER_EXPERTS, F.FUSED}
     ),
 }
 TAKES["memory budget"] = TAKES["memory"] - {F.GATE_MODULE}

@@ -25,7 +25,7 @@ class Request:
     """What a call asks of the fused kernels; all but ``device`` is the same on every rank.
 
     dtype: of the rows. activation: as `pmoe.kernels.grouped_gemm` names it. experts: of a rank. max_tokens,
-    most_rows: the largest number of any rank's tokens, and of the rows that any rank receives. slack: of the
+    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives. slack: of the
     heap's rows over the balanced share.
     """
 
@@ -38,7 +38,7 @@ class Request:
     experts: int
     top_k: int
     max_tokens: int
-    most_rows: int
+    max_rows: int
     needs_grad: bool
     slack: float = 1.25
 
@@ -96,8 +96,8 @@ def _kernel_steps(request: Request) -> Steps | str:
     numbers that all ranks share, or by an error that all raise."""
     ranks = request.ranks
     shape = heap_shape(request)
-    if request.most_rows > shape.rows:
-        return f"more rows arrive at a rank than its heap holds: {request.most_rows}, of {shape.rows}"
+    if request.max_rows > shape.rows:
+        return f"more rows arrive at a rank than its heap holds: {request.max_rows}, of {shape.rows}"
     make = nvshmem_heap if _spans_nodes(request) else process_heap
 
     def find_heap() -> Heap:
@@ -169,6 +169,6 @@ def layer_sizes_of(request: Request) -> FusedLayerSizes:
 def _any(key: tuple[object, ...], request: Request, here: bool) -> bool:
     """Whether it holds on any rank. Asked once for a key, which must be as new on all ranks alike."""
     if key not in _agreed:
-        (most,) = largest(request.ranks, request.device, [float(here)], stage="agreeing on fused kernels")
-        _agreed[key] = bool(most)
+        (is_any,) = largest(request.ranks, request.device, [float(here)], stage="agreeing on fused kernels")
+        _agreed[key] = bool(is_any)
     return _agreed[key]

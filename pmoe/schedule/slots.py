@@ -102,8 +102,8 @@ class BufferSizes:
             case "active":
                 return rows, self._active_columns
             case "scratch":
-                most = self.columns.scratch_rows if self._expendable else 0
-                return [min(each, most) for each in rows], self.columns.scratch
+                scratch_rows = self.columns.scratch_rows if self._expendable else 0
+                return [min(each, scratch_rows) for each in rows], self.columns.scratch
         by_link = name in ("T_DO", "dT_DO", "dT_DI") or (name == "T_DI" and self._restores_by_link)
         if by_link and not stays and extent.gathered is not None:
             rows = extent.gathered

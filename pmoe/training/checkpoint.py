@@ -48,7 +48,7 @@ __all__ = ["CheckpointError", "Loaded", "load_checkpoint", "save_checkpoint"]
 
 T = TypeVar("T")
 
-MOST_PROBLEMS = 12
+MAX_PROBLEMS = 12
 """That a message names."""
 
 
@@ -221,8 +221,8 @@ def _check_fit(
     of_ranks = gathered(ranks, problems, stage="comparing what does not fit")
     found = list(dict.fromkeys(problem for each in of_ranks for problem in each))
     if found:
-        text = "; ".join(found[:MOST_PROBLEMS])
-        text += f"; and {len(found) - MOST_PROBLEMS} more" if len(found) > MOST_PROBLEMS else ""
+        text = "; ".join(found[:MAX_PROBLEMS])
+        text += f"; and {len(found) - MAX_PROBLEMS} more" if len(found) > MAX_PROBLEMS else ""
         raise CheckpointError(f"checkpoint {path} does not fit the {part}: {text}")
 
 

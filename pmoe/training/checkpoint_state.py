@@ -28,8 +28,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pmoe.experts import ModuleExperts
 from pmoe.experts.base import local_part
+from pmoe.experts.modules import ModuleExperts
 from pmoe.layer import MoELayer
 
 Plain = dict[str, Any]

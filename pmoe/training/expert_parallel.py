@@ -86,7 +86,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
             raise kind(f"{name or 'model'}: {error}") from None
     _check_wrappers(model)
     (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
-    copies = Ranks(mesh.get_group(others[0])) if others else Ranks.alone()
+    copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
     for _, layer in layers:
         if layer.experts.is_parallelized:
             continue

@@ -46,7 +46,7 @@ def test_every_rank_gets_the_same_answers_each_by_one_collective() -> None:
 
 
 def test_one_rank_agrees_with_itself_without_a_process_group() -> None:
-    one = Ranks.alone()
+    one = Ranks.single()
     assert largest(one, CPU, [1.0, 2.0], stage="a test") == [1.0, 2.0]
     assert same(one, CPU, [1.0], stage="a test") == [True]
     assert gathered(one, "x", stage="a test") == ["x"]

@@ -33,7 +33,7 @@ class Case:
     top_k: int = 2
     local_experts: int = 2
     load: str = "mixed"
-    most_rows: int = 1000  # of a rank, that the steps take
+    max_rows: int = 1000  # of a rank, that the steps take
     options: dict[str, Any] = field(default_factory=lambda: {"fused": True})
 
 
@@ -70,14 +70,14 @@ def inputs(world: int) -> tuple[list[Tensor], list[Tensor]]:
 class Taking:
     """Makes the steps of a case, and notes for which calls."""
 
-    def __init__(self, most_rows: int = 1000) -> None:
-        self.most_rows, self.fused = most_rows, list[bool]()
+    def __init__(self, max_rows: int = 1000) -> None:
+        self.max_rows, self.fused = max_rows, list[bool]()
 
     def __call__(self, request: Request) -> PlainSteps | str:
-        self.fused.append(request.most_rows <= self.most_rows)
+        self.fused.append(request.max_rows <= self.max_rows)
         if self.fused[-1]:
             return plain_steps(request)
-        return f"more rows arrive than memory holds: {request.most_rows} on a rank, of {self.most_rows}"
+        return f"more rows arrive than memory holds: {request.max_rows} on a rank, of {self.max_rows}"
 
 
 def step(layer: pmoe.MoELayer, rank: int, world: int) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def step(layer: pmoe.MoELayer, rank: int, world: int) -> dict[str, Any]:
 
 
 def run(rank: int, world: int, case: Case) -> tuple[dict[str, Tensor], list[bool]]:
-    taking = Taking(case.most_rows)
+    taking = Taking(case.max_rows)
     with comet.using(taking):
         return step(build(case, world), rank, world), taking.fused
 
@@ -110,7 +110,7 @@ def check(world: int, case: Case) -> None:
     ys, aux, gradients = definition.gradients(*inputs(world), AUX)
     most = max_rows(world, case)
     for rank, (got, fused) in enumerate(ranks(world).run(run, case)):
-        assert fused == [most <= case.most_rows], rank
+        assert fused == [most <= case.max_rows], rank
         mine = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
         expected = {"y": ys[rank], "l_aux": aux[rank], **gradients[rank]}
         assert set(got) == set(expected)
@@ -123,7 +123,7 @@ def check(world: int, case: Case) -> None:
 
 def max_rows(world: int, case: Case) -> int:
     """The most rows that any rank receives, from the gate alone."""
-    if case.most_rows == 1000:
+    if case.max_rows == 1000:
         return 0
     layer = build(replace(case, local_experts=case.local_experts * world), 1, fused=False)
     received = torch.zeros(world, dtype=torch.int64)
@@ -177,9 +177,9 @@ def test_more_rows_than_memory_holds_go_through_the_engine_on_every_rank(
 ) -> None:
     options = {"fused": way, "memory_reuse": reuse, "pipeline": 2}
     case = Case(2, 2, "one expert", options=options)
-    most = max_rows(world, replace(case, most_rows=0))
-    check(world, replace(case, most_rows=most))
-    check(world, replace(case, most_rows=most - 1))
+    most = max_rows(world, replace(case, max_rows=0))
+    check(world, replace(case, max_rows=most))
+    check(world, replace(case, max_rows=most - 1))
 
 
 def again_job(rank: int, world: int, case: Case) -> list[dict[str, Tensor]]:

@@ -26,7 +26,7 @@ def build(group: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def whole_checkpoint() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Of one process with all experts after a step: different values in every tensor."""
-    model, optimizer = build(Ranks.alone())
+    model, optimizer = build(Ranks.single())
     model(torch.randn(32, 8)).square().sum().backward()
     optimizer.step()
     return model.state_dict(), optimizer.state_dict()

@@ -327,7 +327,7 @@ def test_what_cannot_be_parallelized_is_refused_by_name() -> None:
 def meta_job(rank: int, world: int) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(6, 6), pmoe.MoELayer(6, 8, 4, 2, group=Ranks.alone()))
+        model = nn.Sequential(nn.Linear(6, 6), pmoe.MoELayer(6, 8, 4, 2, group=Ranks.single()))
     pmoe.parallelize(model, mesh)
     model.to_empty(device="cpu")
     torch.manual_seed(5)

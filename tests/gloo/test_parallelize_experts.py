@@ -285,10 +285,10 @@ def test_mixed_precision_of_fsdp_needs_autocast_for_experts() -> None:
 def torchs_tools(rank: int, world: int) -> dict[str, bool]:
     """As docs/training.md says that they are to be used."""
     mesh = make_mesh({"ep": world})
-    plain = build(None, group=Ranks.alone())
+    plain = build(None, group=Ranks.single())
     for parameter in plain.parameters():
         parameter.data.mul_(2)
-    model = pmoe.parallelize(build(None, group=Ranks.alone()), mesh)
+    model = pmoe.parallelize(build(None, group=Ranks.single()), mesh)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, plain.state_dict(), options=options)
     values = {name: whole(each) for name, each in model.named_parameters()}

@@ -19,8 +19,10 @@ import torch.distributed as dist
 
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.experts import FFNExperts, ModuleExperts, StackedExperts, SwiGLUExperts
+from pmoe.experts import FFNExperts, StackedExperts
 from pmoe.experts.base import Shard
+from pmoe.experts.modules import ModuleExperts
+from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels import product_request
 from pmoe.kernels.architecture import Architecture
 from pmoe.kernels.candidates import GROUPED_MM, PRODUCTS

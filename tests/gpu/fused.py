@@ -166,11 +166,11 @@ class World:
             self.groups.append([sum(each.numel() for each in part) for part in parts])
 
     @property
-    def most_received(self) -> int:
+    def max_received(self) -> int:
         return max(each.numel() for each in self.received)
 
     @property
-    def most_sent(self) -> int:
+    def max_sent(self) -> int:
         return max(self.case.tokens) * self.case.top_k
 
     def journeys(self) -> list[Journey]:
@@ -439,8 +439,8 @@ def virtual(case: Case, world: World, **options: Any) -> Iterator[Player]:
     owner = VirtualRanks(
         case.num_ranks,
         case.experts,
-        rows=world.most_received + case.spare,
-        home_rows=world.most_sent,
+        rows=world.max_received + case.spare,
+        home_rows=world.max_sent,
         d_model=case.d_model,
         dtype=case.dtype,
         device=DEVICE,

@@ -39,7 +39,7 @@ from tests.gpu.support import (
 pytestmark = NEEDS_GPU
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-MOST_KERNELS = 6
+MAX_KERNELS = 6
 """Of forward: the gate's product, the loss, counts and memsets included."""
 
 
@@ -326,7 +326,7 @@ def test_forward_is_six_kernels_at_most(
         found = device_work(lambda: layer(leaf))
     assert len(kernels) == 4
     assert len(found) >= 4, f"the profiler saw {found} only"
-    assert len(found) <= MOST_KERNELS, "\n".join([f"{len(found)}:", *found])
+    assert len(found) <= MAX_KERNELS, "\n".join([f"{len(found)}:", *found])
 
 
 def test_saved_bytes_are_the_input_the_hidden_the_logits_and_16_a_slot(kernels: list[str]) -> None:

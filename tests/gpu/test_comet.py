@@ -27,7 +27,7 @@ from tests.gpu.test_ptx import INSIDE
 
 pytestmark = NEEDS_GPU
 
-MOST_KERNELS = 6
+MAX_KERNELS = 6
 """Of a forward pass: the gate's product, the routing, counts and memsets included."""
 
 
@@ -151,7 +151,7 @@ def test_ranks_are_routed_by_one_launch(random: torch.Generator, top_k: int, num
     assert torch.equal(routes.position_TK.cpu(), world.position_TK)
     assert torch.equal(routes.slot_N.cpu(), world.slot_N)
     owner = VirtualRanks(
-        num_ranks, case.experts, rows=world.most_received, home_rows=world.most_sent, d_model=case.d_model,
+        num_ranks, case.experts, rows=world.max_received, home_rows=world.max_sent, d_model=case.d_model,
         dtype=case.dtype, device=DEVICE,
     )  # fmt: skip
     journeys = owner.journeys(routes)
@@ -174,7 +174,7 @@ def test_dropped_rows_as_routes_of_tells_them(random: torch.Generator, num_ranks
     for found, wanted in ((routes.position_TK, world.position_TK), (routes.counts_nE, world.counts)):
         assert torch.equal(found.cpu(), wanted)
     owner = VirtualRanks(
-        num_ranks, case.experts, rows=world.most_received, home_rows=world.most_sent, d_model=case.d_model,
+        num_ranks, case.experts, rows=world.max_received, home_rows=world.max_sent, d_model=case.d_model,
         dtype=case.dtype, device=DEVICE,
     )  # fmt: skip
     journeys = owner.journeys(routes)
@@ -280,8 +280,8 @@ def test_rows_that_a_heap_cannot_hold_are_a_value_error(random: torch.Generator)
     case = Case(tokens=(60, 70))
     world = World(case, random)
     for rows, home_rows, told in (
-        (world.most_received - 1, world.most_sent, "num_received"),
-        (world.most_received, world.most_sent - 1, "home_rows|may be sent"),
+        (world.max_received - 1, world.max_sent, "num_received"),
+        (world.max_received, world.max_sent - 1, "home_rows|may be sent"),
     ):
         owner = VirtualRanks(
             2, case.experts, rows=rows, home_rows=home_rows, d_model=case.d_model, dtype=case.dtype,
@@ -322,4 +322,4 @@ def test_a_forward_pass_of_virtual_ranks_is_six_kernels_at_most(path: str) -> No
     print(f"{path}: {len(found)} kernels, copies and memsets", *found, sep="\n  ")
     fused = [name for name in found if "dispatch_gemm" in name or "gemm_combine" in name]
     assert len(fused) == 2, found
-    assert len(found) <= MOST_KERNELS, "\n".join([f"{len(found)}:", *found])
+    assert len(found) <= MAX_KERNELS, "\n".join([f"{len(found)}:", *found])

@@ -61,7 +61,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message="pmoe")
         yield found
-    close_heaps(Ranks.alone())
+    close_heaps(Ranks.single())
 
 
 def check(launches: list[str], num_tokens: int, way: bool | str, **options: Any) -> list[str]:
@@ -160,7 +160,7 @@ def test_one_host_synchronisation_in_forward_and_none_in_backward(launches: list
         torch.cuda.set_sync_debug_mode("default")
 
 
-MOST_KERNELS = 6
+MAX_KERNELS = 6
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -183,4 +183,4 @@ def test_kernels_of_a_forward_pass(
     fused = [name for name in found if "dispatch_gemm" in name or "gemm_combine" in name]
     assert len(fused) == 2, found
     if way is True:
-        assert len(found) <= MOST_KERNELS, f"{len(found)} are more than {MOST_KERNELS}, see above"
+        assert len(found) <= MAX_KERNELS, f"{len(found)} are more than {MAX_KERNELS}, see above"

@@ -36,7 +36,7 @@ from tests.pool import Pool
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(200)]
 
 PROBE_SECONDS, BOUND_SECONDS, GROUP_SECONDS = 10.0, 30, 60
-MOST_ROWS = 256
+MAX_ROWS = 256
 
 _pools: list[Pool] = []
 
@@ -140,8 +140,8 @@ def played(rank: int, world: int, case: Case, seed: int, parted: bool) -> list[t
     shape = HeapShape(
         case.num_ranks,
         case.experts,
-        max(each.most_received for each in given),
-        max(each.most_sent for each in given),
+        max(each.max_received for each in given),
+        max(each.max_sent for each in given),
         case.d_model,
         case.dtype,
     )
@@ -177,7 +177,7 @@ def joined(world: World, of_ranks: Sequence[Any]) -> Any:
 
 
 def check_steps(case: Case, *, parted: bool) -> None:
-    assert sum(case.tokens) * case.top_k <= MOST_ROWS
+    assert sum(case.tokens) * case.top_k <= MAX_ROWS
     seed = 100 * len(case.tokens) + case.top_k
     by_rank = two().run(played, case, seed, parted, timeout=150)
     for turn in range(2):
@@ -253,7 +253,7 @@ def whole(of_ranks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def check_layer(options: dict[str, Any], *, parted: bool) -> None:
     options = {"fused": True, **options}
-    assert sum(TOKENS) * 2 <= MOST_ROWS
+    assert sum(TOKENS) * 2 <= MAX_ROWS
     fused = whole(two().run(stepped, options, parted, timeout=150))
     plain = whole(two().run(stepped, {**options, "fused": False}, False, timeout=150))
     expert_TK = fused.pop("expert")
@@ -289,7 +289,7 @@ def absent(rank: int, world: int, case: Case, seed: int) -> str:
     os.environ[WAIT_SECONDS] = "2"
     torch.cuda.set_device(DEVICE)
     given, told = World(case, torch.Generator().manual_seed(seed), where=CPU), ""
-    shape = HeapShape(2, case.experts, given.most_received, given.most_sent, case.d_model, case.dtype)
+    shape = HeapShape(2, case.experts, given.max_received, given.max_sent, case.d_model, case.dtype)
     heap = process_heap(Ranks(), shape, DEVICE)
     if rank == 0:
         player = Player(given, [heap])

@@ -148,9 +148,9 @@ def test_a_flag_that_a_peer_raises_is_seen_and_one_that_nobody_raises_ends_the_w
 
 
 def test_the_probe_of_one_rank_alone_comes_through() -> None:
-    heap = process_heap(Ranks.alone(), replace(SHAPE, num_ranks=1), DEVICE)
+    heap = process_heap(Ranks.single(), replace(SHAPE, num_ranks=1), DEVICE)
     for _ in range(3):
-        seconds = probe_flag(heap, Ranks.alone(), seconds=PROBE_SECONDS)
+        seconds = probe_flag(heap, Ranks.single(), seconds=PROBE_SECONDS)
         assert seconds is not None and 0 <= seconds < PROBE_SECONDS
     heap.close()
 
@@ -175,12 +175,12 @@ def test_what_a_kernel_reports_is_raised_behind_the_device(monkeypatch: pytest.M
 def test_heaps_of_the_same_device_may_be_named_in_several_ways() -> None:
     shape = replace(SHAPE, num_ranks=1)
     torch.cuda.set_device(DEVICE)
-    heap = heap_for(Ranks.alone(), "cuda", shape)
+    heap = heap_for(Ranks.single(), "cuda", shape)
     assert heap.device == DEVICE
-    assert heap_for(Ranks.alone(), DEVICE, shape) is heap_for(Ranks.alone(), "cuda:0", shape) is heap
-    larger = heap_for(Ranks.alone(), DEVICE, replace(shape, rows=5000))
+    assert heap_for(Ranks.single(), DEVICE, shape) is heap_for(Ranks.single(), "cuda:0", shape) is heap
+    larger = heap_for(Ranks.single(), DEVICE, replace(shape, rows=5000))
     assert larger.rows(5000).shape == (5000, 64)
-    close_heaps(Ranks.alone())
+    close_heaps(Ranks.single())
 
 
 # ---- two processes on one device
@@ -324,7 +324,7 @@ from pmoe.comm.heap import HeapShape, nvshmem_heap
 from pmoe.comm.ranks import Ranks
 shape = HeapShape(1, 4, 1000, 500, 64, torch.bfloat16)
 try:
-    heap = nvshmem_heap(Ranks.alone(), shape, "cuda:0")
+    heap = nvshmem_heap(Ranks.single(), shape, "cuda:0")
 except RuntimeError as error:
     print("refused:", error)
 else:
@@ -333,7 +333,7 @@ else:
     heap.check()
     assert (heap.rows(1000) == 3).all()
     heap.close()
-    nvshmem_heap(Ranks.alone(), shape, "cuda:0").close()
+    nvshmem_heap(Ranks.single(), shape, "cuda:0").close()
     print("done")
 """
 

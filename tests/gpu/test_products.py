@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.experts import FFNExperts, StackedExperts, SwiGLUExperts, products
+from pmoe.experts import FFNExperts, StackedExperts, products
 from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.architecture import loaded_architecture
 from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
@@ -260,7 +261,7 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_p
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
     measurer, case = measurer_in(tmp_path), KernelCase.of(experts, DEVICE, torch.bfloat16)
     found = measurer.registry
-    measurer.measure(requests, partial(largest, Ranks.alone(), DEVICE, stage="a test"), case)
+    measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers have moved"
     for request in requests:
@@ -272,7 +273,7 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_p
     another = measurer_in(tmp_path)
     another.bench.seconds = None  # nothing is measured
     again = another.registry
-    another.measure(requests, partial(largest, Ranks.alone(), DEVICE, stage="a test"), case)
+    another.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     assert [again.choose(each) for each in requests] == [found.choose(each) for each in requests]
     print("\n".join(found.explain(each) for each in requests))
 

@@ -32,7 +32,7 @@ LEAST = {"gate.weight": 1.0}
 """A gate that is sure has gradients far below the numbers near 1 whose difference they are: its error is
 measured against those."""
 
-LEAST_MARGIN = 1e-4
+MIN_MARGIN = 1e-4
 """Between the last probability that is chosen and the first that is not: float32 flips no choice."""
 
 
@@ -83,7 +83,7 @@ def check(case: specification.Case, dtype: torch.dtype) -> None:
     exact = {name: value.detach().cpu().double() for name, value in layer.named_parameters()}
     exact_x, exact_grad = x.cpu().double(), grad.cpu().double()
     if dtype != torch.float64:
-        assert margin(exact["gate.weight"], exact_x, case.top_k) > LEAST_MARGIN, "the inputs leave a near tie"
+        assert margin(exact["gate.weight"], exact_x, case.top_k) > MIN_MARGIN, "the inputs leave a near tie"
     ys, l_aux, gradients = definition_of(case, exact).gradients([exact_x], [exact_grad], AUX)
     expected = {"y": ys[0], "l_aux": l_aux[0], **gradients[0]}
 

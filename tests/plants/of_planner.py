@@ -6,6 +6,7 @@ from tests.plants.plant import Plant
 
 COST_MODEL = "pmoe/planner/cost_model.py"
 DEGREE = "pmoe/planner/pipeline_degree.py"
+CHOICES = "tests/gloo/test_best_choices.py"
 
 PLANNER = (
     Plant(
@@ -119,5 +120,53 @@ PLANNER = (
         old="    rooms = [min(spare[at:]) for at in range(len(spare))]",
         new="    rooms = [max(spare[at:]) for at in range(len(spare))]",
         tests="tests/unit/test_gradient_partition.py",
+    ),
+    Plant(
+        name="dearest-pair",
+        breaks="memory_reuse=True takes the pair that Eq. 10 finds slowest",
+        file="pmoe/planner/chooser.py",
+        old="            self._pairs[key] = found\n",
+        new="            self._pairs[key] = max(seconds, key=seconds.__getitem__)\n",
+        tests=f"{CHOICES} -k suits",
+    ),
+    Plant(
+        name="slowest-degree",
+        breaks="pipeline=True records the n of most seconds",
+        file="pmoe/runners/searched.py",
+        old="    best = known.record(max_tokens, seconds)\n",
+        new="    best = known.record(max_tokens, {tried: 1 / took for tried, took in seconds.items()})\n",
+        tests=f"{CHOICES} -k trials",
+    ),
+    Plant(
+        name="degrees-of-the-other-pass",
+        breaks="forward's trials choose backward's n and the other way round",
+        file="pmoe/runners/searched.py",
+        old="        forward[degrees.forward], backward[degrees.backward] = ahead, back\n",
+        new="        forward[degrees.forward], backward[degrees.backward] = back, ahead\n",
+        tests=f"{CHOICES} -k trials",
+    ),
+    Plant(
+        name="means-of-trials",
+        breaks="one trial that something else slowed decides on n",
+        file="pmoe/measure/rounds.py",
+        old="        [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]\n",
+        new="        [statistics.fmean(map(seconds, part)) for part in zip(*samples, strict=True)]\n",
+        tests=f"{CHOICES} -k trials",
+    ),
+    Plant(
+        name="least-bytes-of-a-budget",
+        breaks="of what fits a budget the smallest is taken, however slow",
+        file="pmoe/planner/candidates.py",
+        old="    return min(fitting, key=lambda each: (each.seconds, each.memory.promised))\n",
+        new="    return min(fitting, key=lambda each: (each.memory.promised, each.seconds))\n",
+        tests=f"{CHOICES} -k budget",
+    ),
+    Plant(
+        name="slowest-solved-degree",
+        breaks='pipeline="solve" takes the slowest n for both passes',
+        file="pmoe/runners/solved.py",
+        old="        best = min(DEGREES, key=step)\n",
+        new="        best = max(DEGREES, key=step)\n",
+        tests="tests/gloo/test_flexible.py -k solved_degrees_follow",
     ),
 )

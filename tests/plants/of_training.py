@@ -112,4 +112,13 @@ TRAINING = (
         new="first[dim] + number * parts[0].shape[dim],",
         tests=CHECKPOINT,
     ),
+    Plant(
+        name="example-never-trains-its-experts",
+        breaks="the language model's optimizer leaves the experts as they were drawn",
+        file="examples/train_lm.py",
+        old="    for name, parameter in model.named_parameters():\n        is_matrix",
+        new="    for name, parameter in model.named_parameters():\n        if is_expert(parameter):\n"
+        "            continue\n        is_matrix",
+        tests="tests/gloo/test_train_lm.py -k small_experts",
+    ),
 )

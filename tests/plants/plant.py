@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-import subprocess
-import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.fresh import Server
+
 ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = ROOT / "tests" / "libraries.py"
 COPIED = ("pmoe", "tests", "cuda", "bench", "examples", "docs")
 FILES = ("pyproject.toml", "setup.py", "README.md", "MANIFEST.in", "Makefile")
 GROUP_TIMEOUT = "8"
 """Seconds after which ranks that wait for each other give up: some plants make them."""
+
+PROGRAM = """
+import os, sys
+os.chdir({tree!r})
+os.environ.update({environment!r})
+sys.path[0] = {tree!r}
+from tests.plants.child import main
+sys.exit(main({words!r}))
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,27 +89,24 @@ def run(plant: Plant, folder: Path) -> Outcome:
     tree = copy_tree(folder)
     path = tree / plant.file
     path.write_text(path.read_text(encoding="utf-8").replace(plant.old, plant.new), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PMOE_TESTS_GROUP_SECONDS": GROUP_TIMEOUT}
-    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment = {"PYTHONPATH": str(tree), "PMOE_TESTS_GROUP_SECONDS": GROUP_TIMEOUT}
     if plant.file.startswith(("cuda/", "tests/")):
         environment["XDG_CACHE_HOME"] = str(tree / "cache")  # a program with a mistake is not worth keeping
-    for name in [name for name in environment if name.startswith("PYTEST_")]:
-        del environment[name]
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=240"]
     began = time.monotonic()
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-m", "not slow and not gpu", *_words(plant.tests)],
-        cwd=tree,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    output = ran.stdout[-3000:] + ran.stderr[-1000:]
-    failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    words = _words(plant.tests)
+    program = PROGRAM.format(tree=str(tree), environment=environment, words=words)
+    code, output = _server(threading.get_ident()).run(program)
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     # 2 and more: tests that cannot be collected, or none: then the plant or its tests must change.
-    assert ran.returncode in (0, 1), f"plant {plant.name}: pytest ended with {ran.returncode}\n{output}"
-    return Outcome(ran.returncode == 1, " ".join(failed)[:200], time.monotonic() - began, output)
+    assert code in (0, 1), f"plant {plant.name}: pytest ended with {code}\n{output[-4000:]}"
+    return Outcome(code == 1, " ".join(failed)[:200], time.monotonic() - began, output[-4000:])
+
+
+@functools.cache
+def _server(thread: int) -> Server:
+    """One for each thread: a server runs one program at a time."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return Server(f"import runpy\nrunpy.run_path({str(LIBRARIES)!r})\n")  # leaves no module of tests
 
 
 def _words(tests: str) -> list[str]:

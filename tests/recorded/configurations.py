@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.gates import DeepSeekGate, GivenGate
+from pmoe.gates import DeepSeekGate, ExternalGate
 from tests import own_experts
 from tests.recorded import internals
 
@@ -148,7 +148,7 @@ def own_gate(local: int, dtype: torch.dtype) -> nn.Module:
 
 
 def given_gate(local: int, dtype: torch.dtype) -> nn.Module:
-    return GivenGate()
+    return ExternalGate()
 
 
 def grouped_deepseek(local: int, dtype: torch.dtype) -> nn.Module:

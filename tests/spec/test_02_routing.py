@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.gates import GATES, DeepSeekGate, GivenGate, load_balance_loss, router_z_loss
+from pmoe.gates import GATES, DeepSeekGate, ExternalGate, load_balance_loss, router_z_loss
 from tests.spec.kit import E, H, K, M, assert_close, assert_is_the_plain_layer, make, run_expert, step, tokens
 
 LEARNED = sorted(set(GATES) - {"hash", "random"})
@@ -195,7 +195,7 @@ def test_a_gate_of_ones_own_routes(options: dict) -> None:
 
 
 def test_a_router_outside_of_the_layer_hands_its_routing_over() -> None:
-    gate = GivenGate()
+    gate = ExternalGate()
     layer, x = pmoe.MoELayer(M, H, E, K, gate=gate, dtype=torch.float64), tokens(3)
     expert, weight = (
         torch.tensor([[0, 1], [2, 3], [1, 0]]),

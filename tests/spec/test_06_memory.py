@@ -88,7 +88,7 @@ def test_ranks_with_very_different_numbers_of_tokens_share_slots_of_one_size(cou
 # ---- budgets
 
 
-def least_budget() -> int:
+def min_budget() -> int:
     """What the refusal of a budget that is too small names."""
     layer = make(pipeline=True, memory_reuse=True, memory_budget=1)
     message = error_of(lambda: layer(tokens(64).requires_grad_()))
@@ -100,7 +100,7 @@ def test_a_budget_that_nothing_holds_is_refused_with_the_least_that_would_do(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
-    least = least_budget()
+    least = min_budget()
     layer = make(pipeline=True, memory_reuse=True, memory_budget=least)
     assert_close(step(layer, tokens(64)), step(make(), tokens(64)))
     layer.memory_budget = least - 1
@@ -109,7 +109,7 @@ def test_a_budget_that_nothing_holds_is_refused_with_the_least_that_would_do(
 
 def test_what_a_budget_chose_is_predicted_to_hold_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
-    budget = 2 * least_budget()
+    budget = 2 * min_budget()
     layer = make(pipeline=True, memory_reuse=True, memory_budget=budget)
     step(layer, tokens(64))
     chosen = {"pipeline": layer.ran.forward, "memory_reuse": layer.ran.restore}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
-from pmoe.gates import GivenGate
+from pmoe.gates import ExternalGate
 from pmoe.integrations.transformers.borrowed import (
     BorrowedActivation,
     BorrowedFFN,
@@ -108,10 +108,10 @@ class Case:
         found = torch.autograd.grad(y, list(named.values()), self.dy)
         return dict(zip(named, found, strict=True))
 
-    def layer(self, **options: Any) -> tuple[pmoe.MoELayer, GivenGate]:
-        gate = GivenGate()
+    def layer(self, **options: Any) -> tuple[pmoe.MoELayer, ExternalGate]:
+        gate = ExternalGate()
         layer = switched_layer(
-            D_MODEL, D_HIDDEN, EXPERTS, TOP_K, gate=gate, expert=self.experts, group=Ranks.alone(), **options
+            D_MODEL, D_HIDDEN, EXPERTS, TOP_K, gate=gate, expert=self.experts, group=Ranks.single(), **options
         )
         return layer, gate
 
@@ -201,9 +201,9 @@ def test_memory_is_predicted_exactly_with_pmoes_kernels_and_bounded_with_other_f
     w1 = nn.Parameter(0.1 * torch.randn(num_experts, 2 * d_hidden, d_model, generator=generator))
     w2 = nn.Parameter(0.1 * torch.randn(num_experts, d_model, d_hidden, generator=generator))
     experts, _ = made(kind, Stacks(w1=w1, w2=w2))
-    gate = GivenGate()
+    gate = ExternalGate()
     layer = pmoe.MoELayer(
-        *SIZES, gate=gate, expert=experts, group=Ranks.alone(), pipeline=4, memory_reuse=pair,
+        *SIZES, gate=gate, expert=experts, group=Ranks.single(), pipeline=4, memory_reuse=pair,
         memory_budget="100MiB",
     )  # fmt: skip
     expert = torch.rand(tokens, num_experts, generator=generator).argsort(1)[:, :top_k]

@@ -145,7 +145,7 @@ def test_no_times_are_stored_of_a_layer_that_falls_back_the_second_time_without_
     options: dict[str, Any] = {"d_model": 8, "d_hidden": 8, "num_experts": 2, "top_k": 1, "expert": "ffn"}
     options |= {"device": torch.device("cpu"), "dtype": torch.float32}
     with pytest.warns(UserWarning, match="falls back") as given:
-        assert profile_kernels._time_layers(options, sizes, Ranks.alone()) == {}
+        assert profile_kernels._time_layers(options, sizes, Ranks.single()) == {}
     assert len([each for each in given if "falls back" in str(each.message)]) == 1
     told = capsys.readouterr().err.splitlines()
     assert told == [f"pmoe: no layer times of {each}: the path 'pipeline' ran" for each in sizes.values()]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
+from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.comet import Steps
 from pmoe.planner.division_table import LayerSeconds
 from pmoe.runners import fused_steps as comet
@@ -65,7 +66,7 @@ def step(layer: pmoe.MoELayer, count: int = T) -> dict[str, Tensor | None]:
 def by_definition(layer: pmoe.MoELayer, count: int = T, **options: Any) -> dict[str, Tensor]:
     parameters = {name: value.detach() for name, value in layer.named_parameters()}
     experts = layer.experts
-    kind = "swiglu" if isinstance(experts, pmoe.experts.SwiGLUExperts) else "ffn"
+    kind = "swiglu" if isinstance(experts, SwiGLUExperts) else "ffn"
     definition = Definition(parameters, layer.top_k, kind, getattr(experts, "activation", "gelu"), **options)
     (y,), (aux,), (gradients,) = definition.gradients([tokens(count)], [tokens(count, 2)], AUX)
     return {"y": y, "l_aux": aux, **gradients}
@@ -325,8 +326,8 @@ def test_a_layer_that_carries_other_gradients_is_not_fused() -> None:
 
 def test_reasons_with_numbers_are_told_once_too() -> None:
     def make_steps(request: Request) -> PlainSteps | str:
-        if request.most_rows > 8:
-            return f"more rows arrive than memory holds: {request.most_rows} on a rank, of 8"
+        if request.max_rows > 8:
+            return f"more rows arrive than memory holds: {request.max_rows} on a rank, of 8"
         return plain_steps(request)
 
     layer = make(fused="forward")
@@ -380,8 +381,8 @@ def test_on_one_rank_it_wins_over_the_kernels_of_one_rank_unless_refused(
 
 def test_worth_is_what_was_measured_of_such_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(
-        ranks=Ranks.alone(), device=torch.device("cuda"), dtype=torch.bfloat16, d_model=64, d_hidden=128,
-        activation="swiglu", experts=4, top_k=2, max_tokens=100, most_rows=400, needs_grad=True,
+        ranks=Ranks.single(), device=torch.device("cuda"), dtype=torch.bfloat16, d_model=64, d_hidden=128,
+        activation="swiglu", experts=4, top_k=2, max_tokens=100, max_rows=400, needs_grad=True,
     )  # fmt: skip
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(comet, "fused_layer_sizes", lambda device, **sizes: asked.append(sizes))

@@ -22,7 +22,7 @@ from pmoe.papers.comet_division import (
     busy_bars,
     fused_run,
     fused_seconds,
-    least_seconds,
+    min_seconds,
 )
 from pmoe.papers.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
 from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
@@ -310,7 +310,7 @@ def test_the_best_division_is_that_of_brute_force(make, seed: int) -> None:
         (n_c, width): fused_seconds(layer, machine, n_c, width) for n_c in range(1, 9) for width in chunks
     }
     for (n_c, width), each in seconds.items():
-        assert least_seconds(layer, machine, n_c, width) <= each * (1 + 1e-12)
+        assert min_seconds(layer, machine, n_c, width) <= each * (1 + 1e-12)
     n_c, width = min(seconds, key=lambda each: (seconds[each], each[0], -each[1]))
     found = best_division(layer, machine)
     assert found.seconds == seconds[n_c, width]

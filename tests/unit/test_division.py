@@ -270,7 +270,7 @@ def test_layer_seconds_say_which_way_is_faster_in_which_pass() -> None:
 
 def test_time_layers_times_both_passes_of_both_layers() -> None:
     layers = [MoELayer(8, 16, 4, 2, pipeline=n) for n in (1, 2)]
-    found = time_layers(*layers, torch.randn(12, 8), Ranks.alone())
+    found = time_layers(*layers, torch.randn(12, 8), Ranks.single())
     assert min(asdict(found).values()) > 0
     assert all(parameter.grad is None for each in layers for parameter in each.parameters())
 
@@ -365,7 +365,7 @@ def forgotten() -> Any:
 
 
 def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path) -> None:
-    ranks = Ranks.alone()
+    ranks = Ranks.single()
     assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
     assert agreed_layer(ranks, SHAPE, CPU, folder=tmp_path) is None
     save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path)

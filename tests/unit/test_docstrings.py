@@ -15,13 +15,16 @@ from torch import Tensor
 
 import pmoe
 from pmoe import comm, experts, gates, kernels, ordering
+from pmoe.experts.modules import ModuleExperts
+from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.gates import GATES
+from pmoe.ordering.einsum import EinsumOrder
 from pmoe.training import parallel
 
 BASES: list[type] = [
     *(pmoe.Gate, pmoe.Routing, *GATES.values()),
     *(pmoe.Order, pmoe.Callback, pmoe.Dispatch, pmoe.Combine, comm.base.Exchange),
-    *(pmoe.Experts, experts.StackedExperts, experts.FFNExperts, experts.SwiGLUExperts, experts.ModuleExperts),
+    *(pmoe.Experts, experts.StackedExperts, experts.FFNExperts, SwiGLUExperts, ModuleExperts, EinsumOrder),
 ]
 """Classes that users subclass, and those that show how."""
 
@@ -111,7 +114,7 @@ PUBLIC = {
     for module in DOCUMENTED
     for name in getattr(module, "__all__", None) or defined_in(module)
     if callable(getattr(module, name))
-}
+} | {f"{each.__module__}.{each.__name__}": each for each in (SwiGLUExperts, ModuleExperts, EinsumOrder)}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

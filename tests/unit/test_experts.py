@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pmoe
-from pmoe.experts import FFNExperts, SwiGLUExperts
+from pmoe.experts import FFNExperts
 from pmoe.experts.activations import ACTIVATIONS, find_activation
 from pmoe.experts.products import GradientSum
 from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.candidates import LOOP, PMOE, PRODUCTS
 from tests.kit import D_HIDDEN, D_MODEL
 from tests.own_experts import mlp

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import pmoe
-from pmoe.experts import FFNExperts, ModuleExperts
+from pmoe.experts import FFNExperts
+from pmoe.experts.modules import ModuleExperts
 from tests.kit import D_HIDDEN, D_MODEL
 from tests.reference import relative_error
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import pmoe
+from pmoe.gates import GATES
 from pmoe.integrations.fairseq.options import (
     FOLLOWS,
     NOT_OPTIONS,
@@ -40,7 +41,7 @@ OTHERS: dict[str, tuple[str, object]] = {
     "d_hidden": ("24", 24),
     "num_experts": ("4", 4),
     "top_k": ("2", 2),
-    "gate": ("noisy", "noisy"),
+    "gate": ("switch", "switch"),
     "expert": ("swiglu", "swiglu"),
     "activation": ("silu", "silu"),
     "bias": ("false", False),
@@ -68,7 +69,7 @@ OTHERS: dict[str, tuple[str, object]] = {
 
 def test_every_option_reaches_the_layers_arguments_with_another_value_than_its_default() -> None:
     defaults = layer_arguments(SimpleNamespace())
-    assert set(OTHERS) == set(defaults)
+    assert set(OTHERS) == set(defaults) and OTHERS["gate"][1] in GATES
     given = layer_arguments(SimpleNamespace(**{f"moe_{name}": text for name, (text, _) in OTHERS.items()}))
     for name, (_, value) in OTHERS.items():
         assert given[name] == value and type(given[name]) is type(value), name

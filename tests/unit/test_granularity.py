@@ -11,7 +11,6 @@ import random
 import re
 import subprocess
 import sys
-import timeit
 from itertools import groupby
 from pathlib import Path
 
@@ -436,20 +435,3 @@ def test_no_other_module_imports_sortedcontainers() -> None:
             names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
             found |= {path.name for name in names if name.split(".")[0] == "sortedcontainers"}
     assert found == {"granularity.py"}
-
-
-def test_a_lookup_reports_what_it_costs() -> None:
-    """Printed (pytest -s), not judged: the machine may be busy."""
-    search = GranularityTable()
-    for B in range(0, 64_000, 1000):
-        search.record(B, {both(DEGREES[B // 16_000]): 1.0})
-    search.lookup(500)
-    cases = {
-        "cached": lambda: search.lookup(500),
-        "in a range": lambda: search.ranges.find(500),
-        "between ranges": lambda: search.lookup(15_500),
-    }
-    assert [case() for case in cases.values()] == [both(1), both(1), None]
-    for name, case in cases.items():
-        seconds = min(timeit.repeat(case, number=2000, repeat=5)) / 2000
-        print(f"lookup {name}: {seconds * 1e9:.0f} ns")

@@ -33,7 +33,7 @@ from pmoe.comm.heap import (
     wait_seconds,
 )
 from pmoe.comm.heap.device_memory import tensor_at
-from pmoe.comm.heap.rank_heap import MOST_EPOCHS, open_heaps
+from pmoe.comm.heap.rank_heap import MAX_EPOCHS, open_heaps
 from pmoe.comm.heap.shape import _places
 from pmoe.comm.heap.shared import _without_group
 from pmoe.comm.ranks import Ranks
@@ -109,11 +109,11 @@ def test_more_than_the_kernels_know_is_refused_with_the_limit() -> None:
     cuda: Any = extension.load()
     if cuda is None:
         pytest.skip("pmoe._cuda is not built")
-    most_ranks, most_experts = cuda.comet_limits["ranks"], cuda.comet_limits["experts"]
-    with pytest.raises(ValueError, match=rf"num_ranks \({most_ranks + 1}\) must be {most_ranks} at most"):
-        _ = HeapShape(**{**SIZES, "num_ranks": most_ranks + 1}).places
-    experts = most_experts // 2 + 1
-    told = rf"experts \({experts}\): those of all 2 ranks \({2 * experts}\) must be {most_experts} at most"
+    max_ranks, max_experts = cuda.comet_limits["ranks"], cuda.comet_limits["experts"]
+    with pytest.raises(ValueError, match=rf"num_ranks \({max_ranks + 1}\) must be {max_ranks} at most"):
+        _ = HeapShape(**{**SIZES, "num_ranks": max_ranks + 1}).places
+    experts = max_experts // 2 + 1
+    told = rf"experts \({experts}\): those of all 2 ranks \({2 * experts}\) must be {max_experts} at most"
     with pytest.raises(ValueError, match=told):
         _ = HeapShape(**{**SIZES, "experts": experts}).places
 
@@ -126,7 +126,7 @@ def test_without_the_extension_the_sentence_says_how_to_build_it(monkeypatch: py
     with pytest.raises(RuntimeError, match=told):
         _ = SHAPE.places
     with pytest.raises(RuntimeError, match=told):
-        process_heap(Ranks.alone(), ALONE, CPU, memory=FileMemory())
+        process_heap(Ranks.single(), ALONE, CPU, memory=FileMemory())
 
 
 def test_a_heap_serves_every_shape_that_differs_in_fewer_rows() -> None:
@@ -207,7 +207,7 @@ def test_the_bound_of_waits_is_the_variables(
 ) -> None:
     if text is not None:
         monkeypatch.setenv(WAIT_SECONDS, text)
-    assert wait_seconds(Ranks.alone()) == seconds
+    assert wait_seconds(Ranks.single()) == seconds
     (heap,) = virtual_heaps(ALONE, CPU, memory=FileMemory())
     assert heap.bound_nanoseconds == round(seconds * 1e9)
     heap.close()
@@ -217,9 +217,9 @@ def test_the_bound_of_waits_is_the_variables(
 def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(WAIT_SECONDS, text)
     with pytest.raises(ValueError, match=rf"PMOE_WAIT_SECONDS \('{text}'\) must be a number of seconds"):
-        wait_seconds(Ranks.alone())
+        wait_seconds(Ranks.single())
     with pytest.raises(ValueError, match=r"rank 0: PMOE_WAIT_SECONDS"):
-        process_heap(Ranks.alone(), ALONE, CPU, memory=FileMemory())
+        process_heap(Ranks.single(), ALONE, CPU, memory=FileMemory())
 
 
 @pytest.mark.parametrize(
@@ -323,9 +323,9 @@ def test_a_lost_device_means_that_the_process_must_end(monkeypatch: pytest.Monke
 
 def test_rounds_begin_again_after_the_last_number() -> None:
     (heap,) = virtual_heaps(ALONE, CPU, memory=FileMemory())
-    heap.epoch = MOST_EPOCHS - 2
-    assert heap.next_epoch() == MOST_EPOCHS - 1
-    with pytest.raises(HeapError, match=f"has had {MOST_EPOCHS - 1} rounds, the most there are"):
+    heap.epoch = MAX_EPOCHS - 2
+    assert heap.next_epoch() == MAX_EPOCHS - 1
+    with pytest.raises(HeapError, match=f"has had {MAX_EPOCHS - 1} rounds, the most there are"):
         heap.next_epoch()
     with pytest.raises(HeapError, match="a new heap must be made"):
         heap.rows(0)
@@ -365,7 +365,7 @@ def test_a_process_may_end_with_open_heaps() -> None:
         "memory = FileMemory()\n"
         "shape = HeapShape(1, 2, 8, 8, 16, torch.bfloat16)\n"
         "heaps = virtual_heaps(shape, CPU, memory=memory)\n"
-        "kept = heap_for(Ranks.alone(), CPU, shape, make=lambda *a: process_heap(*a, memory=memory))\n"
+        "kept = heap_for(Ranks.single(), CPU, shape, make=lambda *a: process_heap(*a, memory=memory))\n"
         "import os; [os.unlink(path) for _, path in memory.mapped.values()]\n"
         "print('done')"
     )
@@ -380,16 +380,16 @@ def test_a_process_may_end_with_open_heaps() -> None:
 
 def test_one_rank_alone_needs_no_peer() -> None:
     memory = FileMemory()
-    heap = process_heap(Ranks.alone(), ALONE, CPU, memory=memory)
+    heap = process_heap(Ranks.single(), ALONE, CPU, memory=memory)
     assert heap.peer_addresses == (heap.base,)
     heap.close()
     assert memory.log == ["place", "allocate", "free"]
     with pytest.raises(ValueError, match=r"num_ranks \(2\) must be the size of the group \(1\)"):
-        process_heap(Ranks.alone(), SHAPE, CPU, memory=memory)
+        process_heap(Ranks.single(), SHAPE, CPU, memory=memory)
 
 
 def test_layers_share_a_heap_that_grows() -> None:
-    memory, ranks = FileMemory(), Ranks.alone()
+    memory, ranks = FileMemory(), Ranks.single()
 
     def wanted(**sizes: Any) -> Heap:
         shape = HeapShape(**{**SIZES, "num_ranks": 1, **sizes})
@@ -451,7 +451,7 @@ def test_a_device_that_is_none_of_cudas_is_refused_with_its_name() -> None:
     with pytest.raises(RuntimeError, match=told):
         virtual_heaps(SHAPE, CPU)
     with pytest.raises(RuntimeError, match=told):
-        process_heap(Ranks.alone(), ALONE, CPU)
+        process_heap(Ranks.single(), ALONE, CPU)
 
 
 def test_without_nvshmem_its_provider_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,4 +459,4 @@ def test_without_nvshmem_its_provider_says_how_to_build_it(monkeypatch: pytest.M
         pytest.skip("NVSHMEM is built in")
     told = "NVSHMEM is not built in|needs pmoe._cuda"
     with pytest.raises(RuntimeError, match=told):
-        nvshmem_heap(Ranks.alone(), ALONE, CPU)
+        nvshmem_heap(Ranks.single(), ALONE, CPU)

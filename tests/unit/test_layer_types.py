@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import pmoe
 from pmoe import MoELayer
+from pmoe.experts.modules import ModuleExperts
+from pmoe.experts.swiglu import SwiGLUExperts
 from tests.kit import AUX, assert_same, build, gradients, loss_of, tokens
 from tests.own_experts import mlp
 from tests.own_gates import ByPosition
@@ -26,12 +27,12 @@ def plain_pytorch(layer: MoELayer, x: Tensor) -> Tensor:
     y = 0
     for e in range(layer.num_experts):
         token, choice = (routing.expert == e).nonzero(as_tuple=True)
-        if isinstance(layer.experts, pmoe.experts.ModuleExperts):
+        if isinstance(layer.experts, ModuleExperts):
             out = layer.experts.local[e](x[token])
         else:
             p = layer.experts
             hidden = F.linear(x[token], p.w1[e], p.b1[e])
-            if isinstance(p, pmoe.experts.SwiGLUExperts):
+            if isinstance(p, SwiGLUExperts):
                 gate, up = hidden.chunk(2, dim=-1)
                 active = F.silu(gate) * up
             else:

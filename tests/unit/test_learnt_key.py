@@ -40,7 +40,7 @@ def key_with(change: Callable[[pmoe.MoELayer], None]) -> dict[str, Any]:
 
 
 def ranks_of(size: int) -> Ranks:
-    found = Ranks.alone()
+    found = Ranks.single()
     found.size = size
     return found
 

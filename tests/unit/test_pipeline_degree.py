@@ -85,7 +85,7 @@ def both(count: int) -> list[Drawn]:
     return drawn(count, alike=True) + drawn(count, alike=False)
 
 
-def least_seconds(
+def min_seconds(
     costs: LayerCosts,
     options: ScheduleOptions,
     t_gar: float,
@@ -97,7 +97,7 @@ def least_seconds(
 
 def over_best(costs: LayerCosts, degree: int, options: ScheduleOptions, t_gar: float) -> float:
     """Simulated seconds of a degree over those of the best, less 1."""
-    return pass_seconds(costs, degree, options, t_gar) / least_seconds(costs, options, t_gar) - 1
+    return pass_seconds(costs, degree, options, t_gar) / min_seconds(costs, options, t_gar) - 1
 
 
 def layer(
@@ -345,7 +345,7 @@ def test_the_search_is_within_3_percent_of_all_degrees_on_the_layers_own_schedul
     passes = [one for each in drawn(count, alike=alike) for one in each.passes(BACKWARD)]
     for costs, options, t_gar in passes:
         found = best_degree(costs, options, t_gar)
-        least = least_seconds(costs, options, t_gar)
+        least = min_seconds(costs, options, t_gar)
         assert pass_seconds(costs, found, options, t_gar) <= least * (1 + 1e-6)
     assert len(simulated) < 5 * len(passes)
 
@@ -356,7 +356,7 @@ def test_the_search_keeps_to_the_allowed_degrees(degrees: tuple[int, ...]) -> No
         costs = each.forward.backward()
         found = best_degree(costs, BACKWARD, each.t_gar, degrees)
         assert found in degrees
-        least = least_seconds(costs, BACKWARD, each.t_gar, degrees)
+        least = min_seconds(costs, BACKWARD, each.t_gar, degrees)
         assert pass_seconds(costs, found, BACKWARD, each.t_gar) == least
 
 

@@ -296,7 +296,7 @@ class Priced:
 def priced(seconds: Callable[[int], float]) -> measuring._LaneWork:
     """Work in units of 10 bytes; so many units take seconds(units)."""
     return measuring._LaneWork(
-        lane="copy", size=10, first_units=16, most_units=4096, make=lambda units: lambda: seconds(units)
+        lane="copy", size=10, first_units=16, max_units=4096, make=lambda units: lambda: seconds(units)
     )
 
 

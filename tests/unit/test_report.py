@@ -30,7 +30,7 @@ from pmoe.integrations.report.charts import (
     line_chart,
 )
 from pmoe.integrations.report.history import short_names
-from pmoe.integrations.report.layers import MOST_COLUMNS
+from pmoe.integrations.report.layers import MAX_COLUMNS
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
     LAYERS,
@@ -325,7 +325,7 @@ def test_thinning_keeps_means_and_extremes_of_finite_values() -> None:
     bins = charts.bins_of(range(6), [1, 5, math.nan, 3, math.inf, math.nan], 3)
     assert list(zip(*bins, strict=True))[:2] == [(0.5, 3, 1, 5), (2.5, 3, 3, 3)]
     assert np.isnan(bins.mean[2]) and np.isnan(bins.low[2])
-    assert len(charts.bins_of(range(100_000), range(100_000), charts.MOST_POINTS).x) <= charts.MOST_POINTS
+    assert len(charts.bins_of(range(100_000), range(100_000), charts.MAX_POINTS).x) <= charts.MAX_POINTS
     assert charts.median([3, math.nan, 1, 2]) == 2 and charts.median([math.nan]) is None
 
 
@@ -340,7 +340,7 @@ def labels_of(svg: str) -> list[str]:
 
 
 def test_a_line_goes_through_its_points_and_stops_at_gaps() -> None:
-    svg = line_chart("title", [Line(name="a", xs=[0, 1, 2, 3, 4], ys=[0, 10, math.nan, 10, 0])], least=0)
+    svg = line_chart("title", [Line(name="a", xs=[0, 1, 2, 3, 4], ys=[0, 10, math.nan, 10, 0])], floor=0)
     (way,) = points_of(svg, "line")
     (x0, foot), (x1, top), (x3, also_top), (x4, also_foot) = way
     assert (x1 - x0, x3 - x1, x4 - x3) == pytest.approx(
@@ -361,7 +361,7 @@ def test_a_point_alone_is_a_dot() -> None:
 def test_axes_have_units() -> None:
     line = Line(name="a", xs=[0, 100_000], ys=[0, 0.02])
     steps = ["0", "20k", "40k", "60k", "80k", "100k", "step"]
-    assert labels_of(line_chart("t", [line], least=0)) == [
+    assert labels_of(line_chart("t", [line], floor=0)) == [
         *steps,
         "0.000",
         "0.005",
@@ -369,9 +369,9 @@ def test_axes_have_units() -> None:
         "0.015",
         "0.020",
     ]
-    shown = labels_of(line_chart("t", [line], least=0, show=format_seconds))
+    shown = labels_of(line_chart("t", [line], floor=0, show=format_seconds))
     assert shown == [*steps, "0 s", "5 ms", "10 ms", "15 ms", "20 ms"]
-    shown = labels_of(line_chart("t", [line], least=0, show=format_share))
+    shown = labels_of(line_chart("t", [line], floor=0, show=format_share))
     assert shown == [*steps, "0.00%", "0.50%", "1.00%", "1.50%", "2.00%"]
 
 
@@ -393,7 +393,7 @@ def test_a_line_of_many_points_lies_in_a_band_that_holds_them_all() -> None:
     ys = [s % 7 for s in range(2002)]
     svg = line_chart("t", [Line(name="a", xs=range(2002), ys=ys)])
     (outline,) = points_of(svg, "band")
-    assert len(outline) <= 2 * charts.MOST_POINTS + 10
+    assert len(outline) <= 2 * charts.MAX_POINTS + 10
     assert len({y for _, y in outline}) == 2  # every bin has a 0 and a 6
     (way,) = points_of(svg, "line")
     highest, lowest = sorted(
@@ -430,7 +430,7 @@ def test_many_steps_of_load_are_added_up_to_few_columns(tmp_path: Path) -> None:
     steps = [stats_of("0", [8, 0] if step % 2 else [0, 8]) for step in range(500)]
     append(tmp_path / LAYERS, LayerRow, [layer_row(step, each) for step, each in enumerate(steps)])
     found = pixels(run_page(read_run(tmp_path)))
-    assert found.shape[0] == 2 and found.shape[1] <= MOST_COLUMNS
+    assert found.shape[0] == 2 and found.shape[1] <= MAX_COLUMNS
     assert found[:, :-1, 3].max() < 0.35  # shares of 2/5 to 3/5 are near to even
 
 

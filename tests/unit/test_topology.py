@@ -90,7 +90,7 @@ def test_a_variable_that_is_no_number_of_ranks_is_refused(text: str, monkeypatch
     with pytest.raises(
         ValueError, match=rf"LOCAL_WORLD_SIZE \('{text}'\) must be a number of ranks, at least 1"
     ):
-        find_topology(Ranks.alone())
+        find_topology(Ranks.single())
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_nodes_that_cannot_be_are_refused(nodes: object, error: type[Exception],
 
 def alone(nodes: int = 1) -> HierarchicalAllToAll2D:
     exchange = Hierarchical2DCombine(nodes)
-    exchange.bind(Ranks.alone(), Traffic())
+    exchange.bind(Ranks.single(), Traffic())
     return exchange
 
 
 @pytest.mark.parametrize("kind", [Hierarchical1DDispatch, Hierarchical2DCombine])
 def test_one_rank_alone_copies_its_rows(kind: type) -> None:
     exchange = kind()
-    exchange.bind(Ranks.alone(), Traffic())
+    exchange.bind(Ranks.single(), Traffic())
     rows = torch.randn(3, 2)
     out = torch.empty_like(rows)
     assert exchange.relay_counts(torch.tensor([[3]]), torch.tensor([[3]])) is None

@@ -30,7 +30,7 @@ def virtual_heaps(
     RuntimeError naming rank and bytes where memory does not suffice; nothing is kept then.
     """
     memory, device = DeviceMemory() if memory is None else memory, with_index(device)
-    bound = wait_seconds(Ranks.alone())
+    bound = wait_seconds(Ranks.single())
     bases: list[int] = []
     try:
         for _ in range(shape.num_ranks):

@@ -11,7 +11,7 @@ from torch import Tensor
 from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.shape import WAIT_SECONDS, Awaited, HeapError, HeapShape
 
-MOST_EPOCHS = 2**31 - 1
+MAX_EPOCHS = 2**31 - 1
 """Later than that a flag that was never raised would count as raised (cuda/comet/protocol.h)."""
 
 REPORT_WORDS = 8
@@ -78,7 +78,7 @@ class Heap:
     def next_epoch(self) -> int:
         """The number of the round that begins, for one launch on every rank. Raises as `raise_if_failed`."""
         self.raise_if_failed()
-        if self.epoch + 1 >= MOST_EPOCHS:
+        if self.epoch + 1 >= MAX_EPOCHS:
             self._unusable = f"this heap of rank {self.rank} has had {self.epoch} rounds, the most there are"
             self.check_usable()
         self.epoch += 1

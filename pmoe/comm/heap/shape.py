@@ -19,7 +19,7 @@ from pmoe.comm.ranks import Ranks, timeout_of
 FLAG_BYTES = 1024
 """Behind the layout: a flag, by which tests see whether kernels of several processes run together."""
 
-MOST_ROWS = 2**31 - 1
+MAX_ROWS = 2**31 - 1
 ROW_ALIGNMENT_BYTES = 16
 
 
@@ -42,10 +42,16 @@ class HeapShape:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        for name, least in (("num_ranks", 1), ("experts", 1), ("rows", 0), ("home_rows", 0), ("d_model", 1)):
+        for name, minimum in (
+            ("num_ranks", 1),
+            ("experts", 1),
+            ("rows", 0),
+            ("home_rows", 0),
+            ("d_model", 1),
+        ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_ROWS:
-                raise ValueError(f"{name} ({value!r}) must be a whole number from {least} to {MOST_ROWS}")
+            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_ROWS:
+                raise ValueError(f"{name} ({value!r}) must be a whole number from {minimum} to {MAX_ROWS}")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise ValueError(f"dtype ({self.dtype!r}) must be a floating-point type of torch")
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
@@ -98,7 +104,7 @@ def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int)
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 """The environment variable: for how long a kernel waits for a peer."""
 
-DEFAULT_WAIT_SECONDS, MOST_WAIT_SECONDS = 30.0, 86400.0
+DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30.0, 86400.0
 
 WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
 """`Wait` of cuda/comet/watch.h, in words."""
@@ -166,10 +172,10 @@ def wait_seconds(ranks: Ranks) -> float:
             seconds = float(text)
         except ValueError:
             seconds = math.nan
-        if not 0 < seconds <= MOST_WAIT_SECONDS:
+        if not 0 < seconds <= MAX_WAIT_SECONDS:
             raise ValueError(
                 f"{WAIT_SECONDS} ({text!r}) must be a number of seconds, more than 0 and at most "
-                f"{MOST_WAIT_SECONDS:g}"
+                f"{MAX_WAIT_SECONDS:g}"
             )
     timeout = None if ranks.group is None else timeout_of(ranks.group)
     return seconds if timeout is None else min(seconds, timeout.total_seconds())

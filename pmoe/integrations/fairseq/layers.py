@@ -138,7 +138,7 @@ def _expert_ranks(config: Any) -> Ranks:
     """The ranks that hold all experts together."""
     given = places(config)
     if not given["expert_parallel"]:
-        return Ranks.alone()
+        return Ranks.single()
     everyone, size = Ranks(), given["expert_parallel_size"]
     if size is None:
         return everyone
@@ -147,7 +147,7 @@ def _expert_ranks(config: Any) -> Ranks:
             f"--moe-expert-parallel-size ({size}) must divide the number of ranks ({everyone.size})"
         )
     if size == 1:
-        return Ranks.alone()
+        return Ranks.single()
     return everyone if size == everyone.size else Ranks(make_meshes(ep=size).group("ep"))
 
 

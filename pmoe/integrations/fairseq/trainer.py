@@ -65,7 +65,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
             self.ranks: Ranks = model.moe_layers[0].fc1.ranks
             size, num_ranks = self.ranks.size, self.data_parallel_world_size
-            copies = Ranks(make_meshes(ep=size).group("edp")) if size < num_ranks else Ranks.alone()
+            copies = Ranks(make_meshes(ep=size).group("edp")) if size < num_ranks else Ranks.single()
             self._reduce = MeanOverRanks(num_ranks, copies)
 
     @property

@@ -75,10 +75,10 @@ class Bins(NamedTuple):
     high: Numbers
 
 
-def bins_of(xs: ArrayLike, ys: ArrayLike, most: int) -> Bins:
+def bins_of(xs: ArrayLike, ys: ArrayLike, max_points: int) -> Bins:
     """At most ``most`` bins of equally many points each. xs, ys: (N,), N at least 1."""
     x, y = np.asarray(xs, float), nan_unless_finite(ys)
-    starts = np.arange(0, len(x), -(-len(x) // most))
+    starts = np.arange(0, len(x), -(-len(x) // max_points))
     num = np.add.reduceat(~np.isnan(y), starts, dtype=int)
     return Bins(
         x=np.add.reduceat(x, starts) / np.diff([*starts, len(x)]),
@@ -100,7 +100,7 @@ def nan_unless_finite(ys: ArrayLike) -> Numbers:
 COLUMN, BROAD = (330, 200), (690, 220)
 """Width and height in CSS pixels: as wide as a phone or a column of the page, and as two columns."""
 
-MOST_POINTS = 300
+MAX_POINTS = 300
 """Of a line: about as many as a column shows apart."""
 
 ROUND = (1, 2, 5, 10)
@@ -151,13 +151,13 @@ def _style() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series, (N,) each. is_filled: down to the axis. most: points; each stands for its neighbours."""
+    """One series, (N,) each. is_filled: down to the axis. max_points: others are drawn as bins."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     is_filled: bool = False
-    most: int = MOST_POINTS
+    max_points: int = MAX_POINTS
 
     def gaps(self) -> list[float]:
         """The steps whose values are not finite."""
@@ -169,7 +169,7 @@ def line_chart(
     lines: Sequence[Line],
     *,
     unit: str = "",
-    least: float | None = None,
+    floor: float | None = None,
     show: Callable[[float], str] = format_number,
     note: str = "",
     is_broad: bool = False,
@@ -178,16 +178,16 @@ def line_chart(
 
     A line goes through the means of neighbouring points, in a band from their least to their greatest value.
     Values that are not finite leave gaps, marked at the top; a few very large ones are cut off, and the note
-    below says so. least: a value that the axis shows. show: makes texts of values, `format_seconds` or
+    below says so. floor: a value that the axis shows. show: makes texts of values, `format_seconds` or
     `format_share` on the axis, too.
     """
-    found = [bins_of(line.xs, line.ys, line.most) for line in lines]
+    found = [bins_of(line.xs, line.ys, line.max_points) for line in lines]
     values = np.concatenate([ends for bins in found for ends in (bins.low, bins.high)])
     values = np.sort(values[~np.isnan(values)])
     if not len(values):
         nothing = f"No finite value in {len(lines[0].xs)} points."
         return part("chart", title, "", unit=unit, note=f"{nothing} {note}")
-    low, high, cut = _range(values, least)
+    low, high, cut = _range(values, floor)
 
     def draw(axis: Axes) -> None:
         _set_y_axis(axis, low, high, show)
@@ -209,17 +209,17 @@ def line_chart(
     )
 
 
-def _range(ordered: Any, least: float | None) -> tuple[float, float, float | None]:
+def _range(ordered: Any, floor: float | None) -> tuple[float, float, float | None]:
     """Ends of an axis for ascending values (N,), and the greatest one where it lies above them."""
     low, high = float(ordered[0]), float(ordered[-1])
-    if least is not None:
-        low = min(low, least)
+    if floor is not None:
+        low = min(low, floor)
     usual = float(ordered[int(0.95 * (len(ordered) - 1))])
     cut = None
     if high > usual + 2 * (usual - low) and usual > low and len(ordered) >= 40:
         cut, high = high, usual + 0.5 * (usual - low)
     pad = (high - low) * 0.04 or abs(high) * 0.05 or 1.0
-    return low if low == least else low - pad, high + pad, cut
+    return low if low == floor else low - pad, high + pad, cut
 
 
 def _set_y_axis(axis: Axes, low: float, high: float, show: Callable[[float], str]) -> None:
@@ -244,7 +244,7 @@ def _draw_line(axis: Axes, line: Line, bins: Bins, colour: str) -> None:
     if is_single.any():
         axis.plot(x[is_single], mean[is_single], "o", ms=5, color=colour, gid="dot")
     if gaps := line.gaps():
-        at = bins_of(gaps, gaps, MOST_POINTS).x
+        at = bins_of(gaps, gaps, MAX_POINTS).x
         axis.vlines(at, 0.93, 1, theme_colour("bad"), transform=axis.get_xaxis_transform(), gid="bad")
 
 

@@ -97,9 +97,9 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     parts = [name.split(".") for name in names]
     ahead = behind = 0
     if len(names) > 1 and max(map(len, names)) > LONG_NAME:
-        least = min(map(len, parts))
-        ahead = min(len(commonprefix(parts)), least - 1)
-        behind = min(len(commonprefix([each[::-1] for each in parts])), least - ahead - 1)
+        shortest = min(map(len, parts))
+        ahead = min(len(commonprefix(parts)), shortest - 1)
+        behind = min(len(commonprefix([each[::-1] for each in parts])), shortest - ahead - 1)
     shortened = [".".join(each[ahead : len(each) - behind]) or "(the model)" for each in parts]
     return {
         name: f"layer {short}" if short.isdecimal() else short

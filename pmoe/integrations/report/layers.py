@@ -23,16 +23,16 @@ from pmoe.integrations.report.history import COMMUNICATION, History, Stretch, st
 from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, PREDICTED, TENSORS, LayerRow
 from pmoe.planner.drawing import SERIES, part
 
-MOST_LINES = 6
+MAX_LINES = 6
 """Layers that have a line of their own; of more, the median and the ends are drawn."""
 
-MOST_SHOWN = 6
+MAX_SHOWN = 6
 """Heat maps that are shown at once, and half as many as other parts; the rest is folded away."""
 
-MOST_COLUMNS = 120
+MAX_COLUMNS = 120
 """Of a heat map."""
 
-MOST_STRETCHES = 8
+MAX_STRETCHES = 8
 """Of a layer, in the table of n and restore pairs."""
 
 grid = functools.partial(part, "grid")
@@ -45,14 +45,14 @@ def load_charts(history: History) -> list[str]:
         return []
     charts = [
         *_by_layer(
-            history, "Imbalance: rows of the busiest expert", "imbalance", unit="over the mean", least=1
+            history, "Imbalance: rows of the busiest expert", "imbalance", unit="over the mean", floor=1
         ),
         *_by_layer(
-            history, "Imbalance: rows of the busiest rank", "rank_imbalance", unit="over the mean", least=1
+            history, "Imbalance: rows of the busiest rank", "rank_imbalance", unit="over the mean", floor=1
         ),
     ]
     if any(row.drop_rate for rows in history.by_layer.values() for row in rows):
-        charts += _by_layer(history, "Dropped rows", "drop_rate", least=0, show=format_share)
+        charts += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=format_share)
     return [grid(charts), *_heat_maps(history)]
 
 
@@ -66,7 +66,7 @@ def _by_layer(history: History, title: str, field: str, **options: Any) -> list[
         for name, rows in history.by_layer.items()
     }
     by_name = {name: values for name, values in found.items() if values}
-    if len(by_name) > MOST_LINES:
+    if len(by_name) > MAX_LINES:
         return [_of_many(title, by_name, **options)]
     lines = [Line(name=name, xs=list(of), ys=list(of.values())) for name, of in by_name.items()]
     return [line_chart(title, lines, **options)] if lines else []
@@ -93,18 +93,18 @@ def _heat_maps(history: History) -> list[str]:
     }
     if not ran:
         return []
-    worst = sorted(ran, key=lambda name: ran[name][-1].imbalance or 0.0, reverse=True)[:MOST_SHOWN]
+    worst = sorted(ran, key=lambda name: ran[name][-1].imbalance or 0.0, reverse=True)[:MAX_SHOWN]
     whose = f"; the {len(worst)} most uneven layers" if len(ran) > len(worst) else ""
     maps = [_heat_map(name, ran[name]) for name in sorted(ran, key=lambda name: name not in worst)]
     head = heat_legend(f"Rows of each expert, against an even share of its layer's rows{whose}")
-    return [head, *with_rest_folded(maps, MOST_SHOWN, "more layers", grid)]
+    return [head, *with_rest_folded(maps, MAX_SHOWN, "more layers", grid)]
 
 
 def _heat_map(name: str, rows: Sequence[LayerRow]) -> str:
     """Steps are joined where there are too many: rows are added up."""
     last = rows[-1].tokens_per_expert
     rows = [row for row in rows if len(row.tokens_per_expert) == len(last)]
-    starts = np.arange(0, len(rows), -(-len(rows) // MOST_COLUMNS))
+    starts = np.arange(0, len(rows), -(-len(rows) // MAX_COLUMNS))
     steps = np.add.reduceat([row.step for row in rows], starts) / np.diff([*starts, len(rows)])
     summed = np.add.reduceat([row.tokens_per_expert for row in rows], starts)
     with np.errstate(invalid="ignore"):
@@ -129,9 +129,9 @@ def choices(history: History) -> list[str]:
     lines = []
     for found, names in names_of.items():
         shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
-        left_out = len(found) - MOST_STRETCHES
+        left_out = len(found) - MAX_STRETCHES
         shown += f" (after {left_out} changes)" if left_out > 0 else ""
-        lines += [[shown if i == 0 else "", *each] for i, each in enumerate(found[-MOST_STRETCHES:])]
+        lines += [[shown if i == 0 else "", *each] for i, each in enumerate(found[-MAX_STRETCHES:])]
     if not lines:
         return []
     about = (
@@ -153,7 +153,7 @@ def communication(history: History) -> list[str]:
     charts = [_of_a_step(total, exposed)]
     for direction in ("forward", "backward"):
         title, field = f"Exposed communication, {direction}", f"{direction}_exposed"
-        charts += _by_layer(history, title, field, least=0, show=format_seconds)
+        charts += _by_layer(history, title, field, floor=0, show=format_seconds)
     return [grid(charts)]
 
 
@@ -166,7 +166,7 @@ def _of_a_step(total: Mapping[int, float], exposed: Mapping[int, float]) -> str:
         "Both passes of all layers; means over the ranks. Of a layer that a step calls several times, only "
         "the last call is in it; the exchange of row counts is not."
     )
-    return line_chart("Communication of a step", lines, least=0, show=format_seconds, note=note)
+    return line_chart("Communication of a step", lines, floor=0, show=format_seconds, note=note)
 
 
 # ---- memory
@@ -185,11 +185,13 @@ def memory(history: History) -> list[str]:
     ]
     header = ["layer", "T_DI / T_M", "held between the passes", "added by a pass", "peak", "on the host"]
     about = ["Predicted for the rows that came, on rank 0, parameters and input not counted:"]
-    most, more = 2 * MOST_SHOWN, "more layers"
+    max_items, more = 2 * MAX_SHOWN, "more layers"
     return [
-        *with_rest_folded(bars, most, more, lambda some: part("bars", "Memory by tensor", keys, some, note)),
+        *with_rest_folded(
+            bars, max_items, more, lambda some: part("bars", "Memory by tensor", keys, some, note)
+        ),
         *(about if lines else []),
-        *with_rest_folded(lines, most, more, lambda some: part("table", header, some, words=2)),
+        *with_rest_folded(lines, max_items, more, lambda some: part("table", header, some, words=2)),
         *_pools(history),
     ]
 
@@ -208,9 +210,9 @@ def _pools(history: History) -> list[str]:
 
 
 def with_rest_folded(
-    items: Sequence[Any], most: int, what: str, made: Callable[[Sequence[Any]], str]
+    items: Sequence[Any], max_items: int, what: str, made: Callable[[Sequence[Any]], str]
 ) -> list[str]:
     """The part ``made`` of the first items, and that of the rest, folded away under ``what`` they are."""
-    first, rest = items[:most], items[most:]
+    first, rest = items[:max_items], items[max_items:]
     parts = [made(first)] if first else []
     return [*parts, part("folded", f"{len(rest)} {what}", [made(rest)])] if rest else parts

@@ -111,7 +111,7 @@ def _loss_tile(history: History) -> list[tuple[str, str, str]]:
 
 def _losses(history: History) -> list[str]:
     lines = [
-        Line(name=name, xs=curve.steps, ys=curve.values, most=SMOOTHED)
+        Line(name=name, xs=curve.steps, ys=curve.values, max_points=SMOOTHED)
         for name, curve in history.losses.items()
     ]
     groups = [lines[i : i + len(SERIES)] for i in range(0, len(lines), len(SERIES))]

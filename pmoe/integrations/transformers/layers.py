@@ -20,7 +20,7 @@ from torch import nn
 
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
-from pmoe.gates.given import GivenGate
+from pmoe.gates.external import ExternalGate
 from pmoe.integrations.statistics import finders
 from pmoe.integrations.transformers.borrowed import BorrowedExperts, BorrowedSwiGLU, NormedExperts, Stacks
 from pmoe.layer import MoELayer
@@ -63,7 +63,7 @@ def configure(**options: Any) -> None:
             raise TypeError(f"{name} ({value!r}) must be a name: a module belongs to one layer")
     experts = BorrowedSwiGLU(Stacks(w1=torch.empty(2, 16, 8), w2=torch.empty(2, 8, 8)))
     sizes = {"d_model": 8, "d_hidden": 8, "num_experts": 2, "top_k": 2}
-    make_layer(experts, Ranks.alone(), sizes, options)
+    make_layer(experts, Ranks.single(), sizes, options)
     _options = options
 
 
@@ -84,7 +84,7 @@ def make_layer(
     options: Mapping[str, Any],
 ) -> MoELayer:
     """A layer around this rank's experts that is routed from outside. sizes: MoELayer's first arguments."""
-    return MoELayer(**sizes, gate=GivenGate(), expert=experts, group=group, **options)
+    return MoELayer(**sizes, gate=ExternalGate(), expert=experts, group=group, **options)
 
 
 # ---- layers by their modules
@@ -134,7 +134,7 @@ def layer_of(
     built, chosen = _layers.get(module), options()
     is_same = built is not None and (built.sizes, built.group) == (sizes, group)
     if built is None or not is_same or not are_same(built.options, chosen):
-        layer = make_layer(experts, Ranks.alone() if group is None else group, sizes, chosen)
+        layer = make_layer(experts, Ranks.single() if group is None else group, sizes, chosen)
         built = _layers[module] = _Built(sizes, group, chosen, layer)
     with built.turn:
         yield built.layer

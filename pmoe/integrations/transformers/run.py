@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe.experts.base import Experts
-from pmoe.gates.given import GivenGate
+from pmoe.gates.external import ExternalGate
 from pmoe.integrations.transformers.borrowed import BorrowedExperts, NormedExperts
 from pmoe.integrations.transformers.layers import layer_of
 from pmoe.integrations.transformers.layout import borrow
@@ -46,7 +46,7 @@ def run_module(
         if layer.training != module.training:
             layer.train(module.training)
         gate = layer.gate
-        assert isinstance(gate, GivenGate)
+        assert isinstance(gate, ExternalGate)
         layer.experts = experts
         try:
             with gate.routing(expert_TK, top_k_weights, keep_TK):

@@ -12,7 +12,7 @@ from pmoe.kernels.comet.launcher import DivisionPoint, HeapView
 from pmoe.kernels.comet.steps import Journey
 from pmoe.kernels.operands import check_memory, check_tensor
 
-MOST_CHUNKS = 64
+MAX_CHUNKS = 64
 """Of columns, as in cuda/comet/layout.h."""
 
 
@@ -107,8 +107,8 @@ def chunk_columns(division: DivisionPoint, columns: int, tile_columns: int) -> i
     Example: chunks of 200 of 600 columns, in tiles of 128 -> 256; of 1000 -> 640, all that there are.
     """
     every = -(-columns // tile_columns) * tile_columns
-    least = max(division.chunk_columns, -(-every // MOST_CHUNKS))
-    return min(-(-least // tile_columns) * tile_columns, every)
+    min_columns = max(division.chunk_columns, -(-every // MAX_CHUNKS))
+    return min(-(-min_columns // tile_columns) * tile_columns, every)
 
 
 def check_expert_weight(

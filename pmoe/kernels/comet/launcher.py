@@ -15,7 +15,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.gemm import ELEMENTS, PLAIN, find_path, misfit
 from pmoe.schedule.tasks import PassDirection
 
-MOST_RANKS, MOST_EXPERTS = 64, 1024
+MAX_RANKS, MAX_EXPERTS = 64, 1024
 """As in cuda/comet/layout.h."""
 
 SPARE_BLOCKS, DEFAULT_SPARE_BLOCKS = "PMOE_SPARE_BLOCKS", 4
@@ -33,10 +33,10 @@ def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden:
 
 def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | None:
     """Why the fused kernels do not take so many ranks of so many experts each; None where they do."""
-    if num_ranks > MOST_RANKS:
-        return f"{num_ranks} ranks are more than {MOST_RANKS}"
-    if num_ranks * experts > MOST_EXPERTS:
-        return f"{num_ranks * experts} experts of all ranks are more than {MOST_EXPERTS}"
+    if num_ranks > MAX_RANKS:
+        return f"{num_ranks} ranks are more than {MAX_RANKS}"
+    if num_ranks * experts > MAX_EXPERTS:
+        return f"{num_ranks * experts} experts of all ranks are more than {MAX_EXPERTS}"
     found, why = path(device)
     if found is None:
         return why
@@ -78,7 +78,7 @@ def processors(device: torch.device) -> int:
 # ---- a launch
 
 
-MOST_VIRTUAL = 4
+MAX_VIRTUAL = 4
 """Ranks of one launch, as in cuda/comet/fused.h."""
 
 DISPATCH, COMBINE = 0, 1
@@ -129,8 +129,8 @@ class Launcher:
 
     def __init__(self, heaps: Sequence[HeapView], divide: Divide) -> None:
         """Raises ValueError where there are more ranks than a launch takes, or none."""
-        if not 1 <= len(heaps) <= MOST_VIRTUAL:
-            raise ValueError(f"heaps ({len(heaps)}) must be 1 to {MOST_VIRTUAL}: the ranks of one launch")
+        if not 1 <= len(heaps) <= MAX_VIRTUAL:
+            raise ValueError(f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}: the ranks of one launch")
         self.heaps, self.divide, self.device = tuple(heaps), divide, heaps[0].device
         shape = heaps[0].shape
         found, why = path(self.device)

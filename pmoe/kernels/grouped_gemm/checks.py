@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import MOST_ROWS, check_floating, check_tensor
+from pmoe.kernels.operands import MAX_ROWS, check_floating, check_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ def count_gathered_rows(rows: Tensor, slots: RowSlots | None, gathered: bool) ->
 def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
     """Rows of the type and on the device of ``like``, at most 2**31 - 1 of them."""
     check_tensor(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
-    if rows.shape[0] > MOST_ROWS:
-        raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MOST_ROWS}: places are int32")
+    if rows.shape[0] > MAX_ROWS:
+        raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MAX_ROWS}: places are int32")
 
 
 def check_bias(bias: Tensor | None, weight: Tensor) -> None:

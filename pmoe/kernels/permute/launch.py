@@ -24,7 +24,7 @@ from pmoe.kernels.operands import (
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels move, by the numbers of RowType (cuda/permute/launch.h)."""
 
-MOST_CHOICES = 256
+MAX_CHOICES = 256
 """Of a token: kMostChoices of cuda/permute/kernel.cuh."""
 
 
@@ -34,8 +34,8 @@ def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
         return f"device {device.type}: the kernels are for CUDA"
     if dtype not in TYPES:
         return f"dtype {dtype}: the kernels move {', '.join(map(str, TYPES))}"
-    if top_k > MOST_CHOICES:
-        return f"top_k ({top_k}): the kernels take {MOST_CHOICES} choices a token at most"
+    if top_k > MAX_CHOICES:
+        return f"top_k ({top_k}): the kernels take {MAX_CHOICES} choices a token at most"
     return _device_refusal(device)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.operands import check_tensor
-from pmoe.kernels.route.routes import MOST_SLOTS, RouteGradients
+from pmoe.kernels.route.routes import MAX_SLOTS, RouteGradients
 
 
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
@@ -19,10 +19,10 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
         raise ValueError(f"num_experts ({num_experts}), the second size of logits, must be at least 1")
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must be 1 to num_experts ({num_experts})")
-    if num_chunks < 1 or num_chunks * num_experts > MOST_SLOTS:
+    if num_chunks < 1 or num_chunks * num_experts > MAX_SLOTS:
         raise ValueError(
             f"num_chunks ({num_chunks}) must be at least 1, and times num_experts ({num_experts}) at most "
-            f"{MOST_SLOTS}"
+            f"{MAX_SLOTS}"
         )
     if not 0 <= z_loss_weight < math.inf:
         raise ValueError(f"z_loss_weight ({z_loss_weight}) must be a number of at least 0")
@@ -30,9 +30,9 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
 
 def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
     check_tensor("logits", logits_TE, contiguous=True)
-    if logits_TE.shape[0] * top_k > MOST_SLOTS:
+    if logits_TE.shape[0] * top_k > MAX_SLOTS:
         raise ValueError(
-            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MOST_SLOTS}: places are "
+            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_SLOTS}: places are "
             "int32"
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.operands import address, cuda_index
-from pmoe.kernels.route.routes import MOST_SLOTS, RouteGradients, Routes
+from pmoe.kernels.route.routes import MAX_SLOTS, RouteGradients, Routes
 
 USUAL_EXPERTS = 256
 """A stream's workspace holds for so many at least, so that it rarely has to be replaced."""
@@ -26,8 +26,8 @@ def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
         return f"logits are on {logits_TE.device}, not on a CUDA device"
     if logits_TE.dtype != torch.float32:
         return f"logits are {logits_TE.dtype}, not torch.float32"
-    if num_tokens * top_k > MOST_SLOTS:
-        return f"{num_tokens} tokens of {top_k} choices are more than {MOST_SLOTS} slots"
+    if num_tokens * top_k > MAX_SLOTS:
+        return f"{num_tokens} tokens of {top_k} choices are more than {MAX_SLOTS} slots"
     return _refusal_of_sizes(cuda_index(logits_TE.device), num_experts, top_k, num_chunks)
 
 
@@ -39,10 +39,14 @@ def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int
     if why := module.route_refusal(0, num_experts, top_k, num_chunks):
         return str(why)
     try:
-        most = module.route_most_chunks(device, num_experts, top_k)
+        max_chunks = module.route_most_chunks(device, num_experts, top_k)
     except RuntimeError as error:  # no code for this device, or too little shared memory
         return str(error)
-    return None if num_chunks <= most else f"num_chunks ({num_chunks}) must be at most {most} on this device"
+    return (
+        None
+        if num_chunks <= max_chunks
+        else f"num_chunks ({num_chunks}) must be at most {max_chunks} on this device"
+    )
 
 
 def launch_route(logits_TE: Tensor, out: Routes, *, normalize: bool, z_loss_weight: float = 0.0) -> None:
@@ -99,8 +103,8 @@ def _workspace(device: int, stream: int, num_experts: int) -> tuple[int, int, Te
     if torch.cuda.is_current_stream_capturing():
         owner = torch.zeros(num_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
         return owner.data_ptr(), num_bytes, owner
-    most = max(num_bytes, _workspace_bytes(device, USUAL_EXPERTS))
-    return int(extension.module().route_kept_workspace(device, stream, most)), most, None
+    kept_bytes = max(num_bytes, _workspace_bytes(device, USUAL_EXPERTS))
+    return int(extension.module().route_kept_workspace(device, stream, kept_bytes)), kept_bytes, None
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_SLOTS = 2**31 - 1
+MAX_SLOTS = 2**31 - 1
 """Places are int32."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pmoe.gates.base import Gate, Routing
 
 
-class GivenGate(Gate):
+class ExternalGate(Gate):
     """For models whose router is their own. Each call of the layer stands inside `routing`:
 
         with gate.routing(expert_TK, weight_TK):
@@ -22,7 +22,7 @@ class GivenGate(Gate):
     """
 
     partition = "none"
-    is_given_routing = True
+    has_external_routing = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,5 +44,5 @@ class GivenGate(Gate):
     def forward(self, x_TM: Tensor) -> Routing:
         """The routing of the block, for tokens (T, M). Raises RuntimeError outside of a block."""
         if self._given is None:
-            raise RuntimeError("a layer with a GivenGate must be called inside `with gate.routing(...)`")
+            raise RuntimeError("a layer with an ExternalGate must be called inside `with gate.routing(...)`")
         return self._given

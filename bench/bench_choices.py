@@ -1,0 +1,242 @@
+"""Is what a layer chooses by itself the best that it could have chosen, and what does choosing cost?
+
+2 ranks, one thread each, on machines that differ in what wins: a modelled link and a limit on copies make
+messages and copies slow or fast beside computing, and routing is even or skewed. In each of these cases every
+n of 1 to 16 without reuse, and every restore pair with every n that pipeline=True knows, are timed in the
+same rounds as layers with pipeline=True, pipeline="solve", memory_reuse=True, both True, and both under a
+budget. Regret is the choosing layer's time over that of the fastest which it could have been, less 1; under a
+budget only what holds it for any routing counts. The cost of choosing is that of the layer's first step
+beyond a step, in steps; the first of "solve" and of memory_reuse=True measure the machine, once for all.
+
+Then n by the size of a batch: what is fastest and what is chosen, beside MPipeMoE's Fig. 12.
+
+    python bench/bench_choices.py                  # quarter of an hour
+    python bench/bench_choices.py --quick          # whether it works: two cases, small, no numbers to keep
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.choices import ALL_DEGREES, CASES, Case, Result, name_of, run_batches, run_case
+from bench.links import INFINITE, launch
+from bench.passes import Setting
+from bench.timing import Timing, machine, table, write_json
+from pmoe.planner.degree import DEGREES
+
+MEDIAN_REGRET, WORST_REGRET = 0.05, 0.10
+"""The most that is asked for."""
+
+BATCHES = (1024, 2048, 4096, 8192, 16384)
+BATCH_CASE = Case("by batch size", link=1.0, latency=0.02)
+PAPER = ((0, 2), (8192, 4), (22528, 8))
+"""MPipeMoE, V.F: from so many tokens on this n is the fastest (GPT-XL, 64 GPUs; n = 1 is not shown)."""
+
+QUICK = Setting(rows=2048, d_model=32, d_hidden=64, num_experts=4)
+
+
+# ---- the report
+
+
+def regret(result: Result, name: str) -> tuple[str, float]:
+    """(the fastest of what a chooser could have been, the median of its time over that one's, less 1)"""
+    steps = {run: times["step"] for run, times in result.times.items()}
+    best = min(result.chosen[name].among, key=lambda run: steps[run].median)
+    return best, steps[best].speedup_over(steps[name]) - 1
+
+
+def rows_of(case: Case, result: Result) -> list[dict[str, Any]]:
+    """One row a chooser."""
+    rows = []
+    for name, chosen in result.chosen.items():
+        best, more = regret(result, name)
+        took, fastest = result.times[name]["step"], result.times[best]["step"]
+        rows.append(
+            {
+                "case": case.name,
+                "chooser": name,
+                "took": chosen.took,
+                "step ms": took.median * 1e3,
+                "best": best,
+                "best ms": fastest.median * 1e3,
+                "regret %": 100 * more,
+                "of": len(chosen.among),
+                "slowest/best": max(result.times[each]["step"].median for each in chosen.among)
+                / fastest.median,
+                "search steps": chosen.first_seconds / took.median - 1,
+            }
+        )
+    return rows
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row a chooser, and one of all: is the regret what is asked for?"""
+    found = []
+    for name in [*dict.fromkeys(row["chooser"] for row in rows), "all"]:
+        own = [row for row in rows if name in (row["chooser"], "all")]
+        median, worst = (
+            of(row["regret %"] for row in own) for of in (lambda regrets: statistics.median(regrets), max)
+        )
+        met = median <= 100 * MEDIAN_REGRET and worst <= 100 * WORST_REGRET
+        found.append(
+            {
+                "chooser": name,
+                "median regret %": median,
+                "worst regret %": worst,
+                "in case": max(own, key=lambda row: row["regret %"])["case"],
+                "search steps": statistics.median(row["search steps"] for row in own),
+                f"{MEDIAN_REGRET:.0%} and {WORST_REGRET:.0%}": "met" if met else "MISSED",
+            }
+        )
+    return found
+
+
+def batch_rows(found: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row a batch size: the fastest n, what was chosen, milliseconds of every n and of both choosers."""
+    return [
+        {
+            "tokens": tokens,
+            "best n": best_degree(each["times"]),
+            **{f"{name} takes": n for name, n in each["took"].items()},
+            **{f"{name} ms": timing.median * 1e3 for name, timing in each["times"].items()},
+        }
+        for tokens, each in found.items()
+    ]
+
+
+def best_degree(times: Mapping[str, Timing]) -> int:
+    return min(DEGREES, key=lambda n: times[name_of(n, None)].median)
+
+
+def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
+    """Left as Fig. 12: speed of every n over the size of a batch, and what is chosen dashed. Right: the n
+    that is fastest, by the paper and here, and the n that is taken."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    sizes = list(found)
+    places = range(len(sizes))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    colours = ("#bbbbbb", "#4477aa", "#66ccee", "#228833", "#ccbb44")
+    width = 0.8 / len(DEGREES)
+    base = {tokens: each["times"][name_of(1, None)].median for tokens, each in found.items()}
+    for k, (n, colour) in enumerate(zip(DEGREES, colours, strict=True)):
+        heights = [base[t] / each["times"][name_of(n, None)].median for t, each in found.items()]
+        left.bar(
+            [at - 0.4 + (k + 0.5) * width for at in places],
+            heights,
+            width * 0.9,
+            color=colour,
+            label=f"n={n}",
+        )
+    for name, colour in (("pipeline=True", "#aa3377"), ('pipeline="solve"', "#ee6677")):
+        heights = [base[t] / each["times"][name].median for t, each in found.items()]
+        left.plot(places, heights, "--o", ms=4, color=colour, label=name)
+    left.set(
+        title="2 CPU ranks, a modelled link", ylabel="speed of a step over n=1's", xlabel="tokens of a rank"
+    )
+    left.set_xticks(places, [f"{size:,}" for size in sizes])
+    left.legend(fontsize=8, ncols=2, loc="lower right")
+    edges = [start or sizes[0] for start, _ in PAPER] + [2 * max(PAPER[-1][0], sizes[-1])]
+    right.stairs(
+        [n for _, n in PAPER], edges, color="black", lw=1.5, baseline=None, label="best, Fig. 12 (64 GPUs)"
+    )
+    right.plot(
+        sizes,
+        [best_degree(each["times"]) for each in found.values()],
+        "s",
+        ms=11,
+        mfc="none",
+        color="#4477aa",
+        label="best, here",
+    )
+    for name, mark, colour in (("pipeline=True", "o", "#aa3377"), ('pipeline="solve"', "x", "#ee6677")):
+        right.plot(
+            sizes, [each["took"][name] for each in found.values()], mark, color=colour, label=f"{name} takes"
+        )
+    right.set(
+        title="n by the size of a batch",
+        xlabel="tokens of a batch (a rank's, here)",
+        ylabel="n",
+        xscale="log",
+        yscale="log",
+        ylim=(0.8, 20),
+    )
+    right.set_xticks([*sizes, edges[-1]], [f"{size // 1024}k" for size in [*sizes, edges[-1]]])
+    right.set_yticks(DEGREES, map(str, DEGREES))
+    right.minorticks_off()
+    right.legend(fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, two cases, three n")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--rounds", type=int, help="by default 5; 2 where quick")
+    parser.add_argument("--rows", type=int, default=4096, help="tokens a rank, at least 2048 to be tried for")
+    parser.add_argument("--d-model", type=int, default=160)
+    parser.add_argument("--d-hidden", type=int, default=640)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON and PNG")
+    args = parser.parse_args()
+    rounds = args.rounds or (2 if args.quick else 5)
+    setting = Setting(rows=args.rows, d_model=args.d_model, d_hidden=args.d_hidden)
+    cases, degrees, batches = CASES, list(ALL_DEGREES), list(BATCHES)
+    if args.quick:
+        setting, cases, degrees, batches = QUICK, (CASES[1], CASES[-1]), [1, 3, 4], [256, 2048]
+    if args.cases:
+        cases = tuple(case for case in CASES if case.name in args.cases)
+    started, began = machine(), time.monotonic()
+
+    def launched(function: Any, *given: Any) -> Any:
+        return launch(setting.world, function, "modelled", INFINITE, given, timeout_seconds=1800)[0]
+
+    results: dict[str, Result] = {}
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        results[case.name] = result = launched(run_case, case, setting, degrees, rounds)
+        rows += (new := rows_of(case, result))
+        print(f"\n{case}, {result.bytes_per_second / 1e6:.1f} MB/s, after {time.monotonic() - began:.0f} s")
+        print(table(new), flush=True)
+    by_batch = launched(run_batches, BATCH_CASE, setting, batches, rounds)
+    print(f"\nn by batch size, {BATCH_CASE}, after {time.monotonic() - began:.0f} s")
+    print(table(batch_rows(by_batch)))
+    print(
+        f"\n{setting}, one thread each; medians of {rounds} rounds; "
+        f"load before {started['load_average_1min']}"
+    )
+    print(table(summary(rows)))
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / "choices_modelled"
+    draw(Path(f"{stem}.png"), by_batch)
+    write_json(
+        f"{stem}.json",
+        setting=asdict(setting),
+        machine_before=started,
+        rounds=rounds,
+        summary=summary(rows),
+        rows=rows,
+        cases=[asdict(case) for case in cases],
+        results={name: asdict(result) for name, result in results.items()},
+        batches={"case": asdict(BATCH_CASE), "rows": batch_rows(by_batch), "found": by_batch},
+        seconds=time.monotonic() - began,
+    )
+    print(f"wrote {stem}.json, {stem}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""What a layer chooses by itself beside everything that it could have chosen: cases, and one on a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pmoe
+from bench.links import INFINITE
+from bench.links.copies import limited_copies
+from bench.passes import Run, Setting, choose_rate, measure, products_alone, timed
+from bench.timing import Timing
+from pmoe.planner.degree import DEGREES
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
+
+ALL_DEGREES = range(1, 17)
+BUDGET_SHARE = 0.6
+"""A budget is this share of what keep/keep needs at n = 1."""
+REUSE_DEGREE = 4
+"""n where the pair alone is chosen."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A machine and a routing.
+
+    link: seconds of a step's messages alone over those of its products alone.
+    copies: seconds of a copy of T_DI over those of one of the experts' two products; 0 is memory's own speed.
+    latency: seconds that a message costs whatever its size, over those of a forward's products.
+    skew: of the experts' loads, which fall as 1 / rank ** skew; 0 is even.
+    """
+
+    name: str
+    link: float
+    copies: float = 0.0
+    latency: float = 0.0
+    skew: float = 0.0
+
+
+CASES = (
+    Case("computation slow", link=0.2),
+    Case("link as slow as computation", link=1.0),
+    Case("link slow", link=3.0),
+    Case("every message late", link=1.0, latency=0.05),
+    Case("skewed", link=1.0, skew=1.0),
+    Case("skewed, link slow", link=3.0, skew=1.0),
+    Case("copies slow", link=1.0, copies=4.0),
+    Case("copies and link slow", link=3.0, copies=1.0),
+)
+
+
+def batch(layer: pmoe.MoELayer, tokens: int, skew: float) -> tuple[Tensor, Tensor]:
+    """(x, dy), and a gate that gives the experts loads of that skew, the same on every rank."""
+    experts = layer.num_experts
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(tokens, layer.d_model)
+    share = torch.arange(1, experts + 1, dtype=torch.float64) ** -skew
+    ends = (share.cumsum(0) / share.sum() * tokens).round()
+    first = torch.searchsorted(ends, torch.randperm(tokens).double(), right=True)
+    with torch.no_grad():
+        layer.gate.weight.normal_(std=1e-3)
+        layer.gate.weight[:, :experts] += torch.eye(experts)
+        x[torch.arange(tokens), first] += 10
+    return x.requires_grad_(), torch.randn(tokens, layer.d_model)
+
+
+class Subject:
+    """One layer's values in layers of many options, on one batch."""
+
+    def __init__(self, setting: Setting, skew: float) -> None:
+        self.setting = setting
+        torch.manual_seed(0)
+        self.fixed = self.built()
+        self.x, self.dy = batch(self.fixed, setting.rows, skew)
+
+    def built(self, **options: Any) -> pmoe.MoELayer:
+        sizes = self.setting
+        return pmoe.MoELayer(sizes.d_model, sizes.d_hidden, sizes.num_experts, **options)
+
+    def like(self, **options: Any) -> pmoe.MoELayer:
+        layer = self.built(**options)
+        layer.load_state_dict(self.fixed.state_dict())
+        return layer
+
+    def step(self, layer: pmoe.MoELayer) -> dict[str, float]:
+        self.x.grad = None
+        layer.zero_grad(set_to_none=True)
+        return timed(lambda: layer(self.x), self.dy)
+
+    def fixed_step(self, n: int, pair: Restore | None) -> dict[str, float]:
+        self.fixed.pipeline, self.fixed.memory_reuse = n, pair or False
+        return self.step(self.fixed)
+
+    def promised(self, n: int, pair: Restore) -> int:
+        """Bytes for any routing."""
+        self.fixed.pipeline, self.fixed.memory_reuse = n, pair
+        return int(self.fixed.predict_memory(self.setting.rows).promised)
+
+
+def name_of(n: int, pair: Restore | None) -> str:
+    return f"n={n}" + (f" {pair}" if pair is not None else "")
+
+
+def name_of_ran(ran: Any) -> str:
+    degrees = f"n={ran.forward}" + (f"/{ran.backward}" if ran.backward != ran.forward else "")
+    return degrees + (f" {ran.restore}" if ran.restore is not None else "")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layer that chooses. took: with what it ran. first_seconds: of its first step, search and measurements
+    among it. among: what it is compared with, by name."""
+
+    took: str
+    first_seconds: float
+    among: list[str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 brings home of a case."""
+
+    times: dict[str, dict[str, Timing]]
+    chosen: dict[str, Chosen]
+    bytes_per_second: float
+    copy_bytes_per_second: float
+    budget_bytes: int
+
+
+@contextlib.contextmanager
+def own_cache() -> Iterator[None]:
+    """What was measured on another link is not known here, nor what is measured here elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="pmoe-choices-") as folder:
+        os.environ["PMOE_CACHE"] = folder
+        yield
+        dist.barrier()  # all have written what they write
+
+
+def set_rates(link: Any, case: Case, setting: Setting, rounds: int) -> tuple[float, float]:
+    """(bytes per second of the link, of copies) that are so slow beside this machine's products."""
+    link.set_rate(INFINITE)
+    alone = measure({"computation": products_alone(setting)}, rounds)["computation"]
+    rate = choose_rate(setting, "auto-step", alone) / case.link
+    link.set_rate(rate, case.latency * alone["forward"].median)
+    product = alone["forward"].median / 2
+    copies = setting.rows * setting.row_bytes / (case.copies * product) if case.copies else INFINITE
+    limited_copies().set_rate(copies)
+    return rate, copies
+
+
+@own_cache()
+def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds: int) -> Result:
+    """degrees: n that are tried without reuse; with reuse those of them that pipeline=True knows."""
+    rate, copy_rate = set_rates(link, case, setting, rounds)
+    subject = Subject(setting, case.skew)
+    known = [n for n in DEGREES if n in degrees]
+    plain = {name_of(n, None): (n, None) for n in degrees}
+    pairs: dict[str, tuple[int, Restore]] = {name_of(n, p): (n, p) for n in known for p in ALL_PAIRS}
+    promised = {name: subject.promised(*each) for name, each in pairs.items()}
+    budget = max(int(BUDGET_SHARE * promised[name_of(1, KEEP)]), min(promised.values()))
+    strategies = [name for name, (_, pair) in pairs.items() if pair.strategy]
+    at_one_n = [name_of(REUSE_DEGREE, pair) for pair in STRATEGIES.values() if REUSE_DEGREE in known]
+    choosers: dict[str, tuple[dict[str, Any], list[str]]] = {
+        "pipeline=True": ({"pipeline": True}, [*plain]),
+        'pipeline="solve"': ({"pipeline": "solve"}, [*plain]),
+        f"memory_reuse=True, n={REUSE_DEGREE}": ({"pipeline": REUSE_DEGREE, "memory_reuse": True}, at_one_n),
+        "both True": ({"pipeline": True, "memory_reuse": True}, strategies),
+        "both True and a budget": (
+            {"pipeline": True, "memory_reuse": True, "memory_budget": budget},
+            [name for name, size in promised.items() if size <= budget],
+        ),
+    }
+    subject.fixed_step(2, None)  # what a process does once is nobody's first step
+    runs: dict[str, Run] = {
+        name: functools.partial(subject.fixed_step, *each) for name, each in {**plain, **pairs}.items()
+    }
+    chosen = {}
+    for name, (options, among) in choosers.items():
+        if among:
+            layer = subject.like(**options)
+            first = subject.step(layer)["step"]
+            chosen[name] = Chosen(name_of_ran(layer.ran), first, among)
+            runs[name] = functools.partial(subject.step, layer)
+    return Result(measure(runs, rounds), chosen, rate, copy_rate, budget)
+
+
+@own_cache()
+def run_batches(
+    link: Any, case: Case, setting: Setting, batches: list[int], rounds: int
+) -> dict[int, dict[str, Any]]:
+    """By tokens of a rank: "times" of every n that pipeline=True knows and of both choosers, "took" of these.
+    The rates are those of the case at ``setting``'s rows."""
+    set_rates(link, case, setting, rounds)
+    found = {}
+    for tokens in sorted(batches):
+        subject = Subject(Setting(**{**asdict(setting), "rows": tokens}), case.skew)
+        layers = {
+            "pipeline=True": subject.like(pipeline=True),
+            'pipeline="solve"': subject.like(pipeline="solve"),
+        }
+        runs: dict[str, Run] = {
+            name_of(n, None): functools.partial(subject.fixed_step, n, None) for n in DEGREES
+        }
+        for name, layer in layers.items():
+            subject.step(layer)
+            runs[name] = functools.partial(subject.step, layer)
+        times = {name: each["step"] for name, each in measure(runs, rounds).items()}
+        took = {name: layer.ran.backward for name, layer in layers.items()}
+        found[tokens] = {"times": times, "took": took}
+    return found

@@ -1,0 +1,193 @@
+"""The layer written plainly: autograd, torch's own operations, and of pmoe's the values of its parameters.
+
+What anyone writes first is not the fastest that anyone could write: a stacked parameter that is indexed an
+expert has a gradient as large as all experts for each of them, all of which are added up. So there are
+several spellings of one layer. A benchmark runs all of them, prints all, and compares with the fastest:
+
+    indexed   one stacked parameter; each expert picks its rows, and adds its results to a copy of the output
+    unbound   the same, but the parameters are unbound once
+    listed    a parameter an expert; rows are sorted by expert once, and the results added in place
+    grouped   as listed, with stacked parameters and torch's one product for all experts (some GPUs)
+
+Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pmoe
+from bench.timing import Timing
+
+SPELLINGS = ("indexed", "unbound", "listed")
+GROUPED = "grouped"
+NAMES = ("w1", "b1", "w2", "b2")
+
+
+class PlainExperts(nn.Module):
+    """Copies of the parameters of a layer's experts, held as a spelling asks."""
+
+    def __init__(self, layer: pmoe.MoELayer, spelling: str, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.spelling, self.num_experts = spelling, layer.num_local_experts
+        for name in NAMES:
+            values = getattr(layer.experts, name)
+            if values is None:  # without biases
+                setattr(self, name, None)
+                continue
+            values = values.detach().to(dtype or values.dtype, copy=True)
+            listed = nn.ParameterList(each.clone() for each in values)
+            setattr(self, name, listed if spelling == "listed" else nn.Parameter(values))
+
+    def each(self) -> list[tuple[Tensor | None, ...]]:
+        """w1, b1, w2, b2 of every expert."""
+        held = [getattr(self, name) for name in NAMES]
+        if self.spelling == "unbound":
+            held = [None if values is None else values.unbind() for values in held]
+        return [
+            tuple(None if values is None else values[e] for values in held) for e in range(self.num_experts)
+        ]
+
+    def gradient(self, name: str) -> Tensor:
+        """Of the stacked parameter of that name."""
+        held = getattr(self, name)
+        return held.grad if isinstance(held, nn.Parameter) else torch.stack([each.grad for each in held])
+
+
+class PlainMoE(nn.Module):
+    """A layer of one rank with copies of ``layer``'s parameters, in ``dtype`` if it is given."""
+
+    def __init__(self, layer: pmoe.MoELayer, spelling: str, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if spelling not in (*SPELLINGS, GROUPED):
+            raise ValueError(f"spelling ({spelling!r}) must be one of {(*SPELLINGS, GROUPED)}")
+        self.spelling, self.top_k = spelling, layer.top_k
+        weight = layer.gate.weight
+        self.gate_weight = nn.Parameter(weight.detach().to(dtype or weight.dtype, copy=True))
+        self.experts = PlainExperts(layer, spelling, dtype)
+
+    def forward(self, x_TM: Tensor, expert_TK: Tensor | None = None) -> Tensor:
+        """expert_TK overrides the gate's choice, for comparisons in which no choice may flip."""
+        weight_TK, expert_TK = self.route(x_TM, expert_TK)
+        if self.spelling in ("indexed", "unbound"):
+            return self.picked(x_TM, weight_TK, expert_TK)
+        return self.sorted(x_TM, weight_TK, expert_TK)
+
+    def route(self, x_TM: Tensor, expert_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x_TM.dtype, torch.float32)
+        probability_TE = F.linear(x_TM.to(wide), self.gate_weight.to(wide)).softmax(-1)
+        if expert_TK is None:
+            expert_TK = probability_TE.topk(self.top_k).indices
+        weight_TK = probability_TE.gather(1, expert_TK)
+        if self.top_k > 1:
+            weight_TK = weight_TK / weight_TK.sum(1, keepdim=True)
+        return weight_TK, expert_TK
+
+    def picked(self, x_TM: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        y_TM = torch.zeros_like(x_TM)
+        for e, parameters in enumerate(self.experts.each()):
+            token, choice = (expert_TK == e).nonzero(as_tuple=True)
+            out = of_expert(x_TM[token], *parameters) * weight_TK[token, choice].unsqueeze(1)
+            y_TM = y_TM.index_add(0, token, out.to(x_TM.dtype))
+        return y_TM
+
+    def sorted(self, x_TM: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        chosen_N = expert_TK.flatten()
+        slot_N = chosen_N.argsort(stable=True)
+        token_N = slot_N // self.top_k
+        counts_E = counted(chosen_N, self.experts.num_experts)
+        out_NM = self.outputs(x_TM.index_select(0, token_N), counts_E)
+        out_NM = (out_NM * weight_TK.flatten().index_select(0, slot_N).unsqueeze(1)).to(x_TM.dtype)
+        y_TM = torch.zeros_like(x_TM)
+        return (
+            y_TM.index_copy_(0, token_N, out_NM) if self.top_k == 1 else y_TM.index_add_(0, token_N, out_NM)
+        )
+
+    def outputs(self, rows_NM: Tensor, counts_E: Tensor) -> Tensor:
+        """Of rows sorted by expert."""
+        if self.spelling != GROUPED:
+            parts = rows_NM.split(counts_E.tolist())
+            pairs = zip(parts, self.experts.each(), strict=True)
+            return torch.cat([of_expert(rows, *parameters) for rows, parameters in pairs])
+        ends_E = counts_E.cumsum(0).int()
+        w1, w2 = self.experts.w1, self.experts.w2
+        active_NH = F.gelu(F.grouped_mm(rows_NM, w1.transpose(1, 2), offs=ends_E))
+        return F.grouped_mm(active_NH, w2.transpose(1, 2), offs=ends_E)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By the names of the layer's parameters."""
+        names = [name for name in NAMES if getattr(self.experts, name) is not None]
+        return {
+            "gate.weight": self.gate_weight.grad,
+            **{f"experts.{name}": self.experts.gradient(name) for name in names},
+        }
+
+
+class PlainOverRanks(PlainMoE):
+    """The same over all ranks, for K = 1: one all-to-all each way. Rows of this rank's own experts are in the
+    message too; what a rank sends to itself crosses no link."""
+
+    def forward(self, x_TM: Tensor, expert_TK: Tensor | None = None) -> Tensor:
+        weight_TK, expert_TK = self.route(x_TM, expert_TK)
+        expert_N, local, world = expert_TK[:, 0], self.experts.num_experts, dist.get_world_size()
+        order_N = expert_N.argsort(stable=True)
+        counts = counted(expert_N, local * world)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts)
+        send, by_source = counts.view(world, local).sum(1).tolist(), received.view(world, local)
+        recv = by_source.sum(1).tolist()
+        arrived = Exchange.apply(x_TM.index_select(0, order_N), send, recv)
+        blocks = arrived.split(by_source.flatten().tolist())
+        outs = []
+        for e, parameters in enumerate(self.experts.each()):
+            own = blocks[e::local]
+            out = of_expert(torch.cat(own), *parameters)
+            outs.append(out.split([len(block) for block in own]))
+        back = torch.cat([outs[e][source] for source in range(world) for e in range(local)])
+        home = Exchange.apply(back, recv, send)
+        if self.spelling == "listed":
+            weighted = home * weight_TK.index_select(0, order_N)
+            return torch.zeros_like(x_TM).index_copy_(0, order_N, weighted)
+        position = torch.empty_like(order_N)
+        position[order_N] = torch.arange(len(order_N))
+        return home[position] * weight_TK
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all whose gradient is the all-to-all back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
+        ctx.send, ctx.recv = send, recv
+        out = rows.new_empty(sum(recv), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), recv, send)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Exchange.apply(grad, ctx.recv, ctx.send), None, None
+
+
+def of_expert(rows: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+    return F.linear(F.gelu(F.linear(rows, w1, b1)), w2, b2)
+
+
+def counted(chosen_N: Tensor, num_experts: int) -> Tensor:
+    """(E,) rows of each expert; nothing waits for a device."""
+    zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_N.device)
+    return zeros_E.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
+
+
+def name_of(spelling: str) -> str:
+    return f"plain {spelling}"
+
+
+def fastest(times: Mapping[str, Timing]) -> str:
+    """The name of the plain layer of least median. times: by name, others than plain ones among them."""
+    return min((name for name in times if name.startswith("plain ")), key=lambda name: times[name].median)

@@ -1,0 +1,205 @@
+"""What a layer chooses by itself is the best there is, by stated seconds in place of measured ones."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import pmoe
+from pmoe.layer import predicted
+from pmoe.planner.candidates import bound
+from pmoe.planner.cost_model import NO_INTERFERENCE
+from pmoe.planner.costs import LineCost
+from pmoe.planner.degree import DEGREES
+from pmoe.planner.layer_seconds import step_seconds
+from pmoe.planner.profile import FORMAT, Profile, Versions
+from pmoe.runners import pipeline, searched
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from tests.gloo.kit import build
+from tests.kit import D_HIDDEN, D_MODEL, tokens
+from tests.pool import ranks
+
+COUNT = 2048
+"""Tokens of a rank: as few as n is tried for."""
+SLACK = 2.0
+"""No routing of these tests is so uneven that chunks must be cut deeper."""
+
+
+def step(layer: pmoe.MoELayer, rank: int) -> Any:
+    """How one step ran."""
+    layer.zero_grad(set_to_none=True)
+    layer(tokens(COUNT, rank).requires_grad_()).sum().backward()
+    return layer.ran
+
+
+# ---- pipeline=True: the clock is stood still, and each pass moves it on
+
+
+class StatedClock:
+    """Passes take stated seconds for their n; the first timed pass of n = 4 takes ``hiccup`` times those."""
+
+    def __init__(self, forward: dict[int, float], backward: dict[int, float], hiccup: float) -> None:
+        self.now, self.hiccup = 0.0, hiccup
+        self.seconds = {"forward": forward, "backward": backward}
+        self.runs: dict[tuple[str, int], int] = {}
+
+    def passed(self, direction: str, n: int) -> None:
+        run = self.runs[direction, n] = self.runs.get((direction, n), 0) + 1
+        is_slowed = n == 4 and run == 2  # the first one warms up
+        self.now += self.seconds[direction][n] * (self.hiccup if is_slowed else 1)
+
+
+def tried_job(
+    rank: int, world: int, stated: tuple[dict[str, Any], ...], options: dict[str, Any]
+) -> list[tuple[Any, ...]]:
+    """n of both passes, in three calls."""
+    clock = StatedClock(**stated[rank])
+    ahead, back = pipeline.PipelineRunner.forward, pipeline._backward
+
+    def forward(self: Any, inputs: Any, *, keep: bool) -> Any:
+        clock.passed("forward", len(self.plan.forward.chunks))
+        return ahead(self, inputs, keep=keep)
+
+    def backward(plan: Any, *args: Any) -> Any:
+        clock.passed("backward", len(plan.backward.chunks))
+        return back(plan, *args)
+
+    searched._tables.clear()
+    with (
+        mock.patch.object(searched, "clock_of", lambda *_: lambda: clock.now),
+        mock.patch.object(pipeline.PipelineRunner, "forward", forward),
+        mock.patch.object(pipeline, "_backward", backward),
+    ):
+        layer = build(pipeline=True, top_k=1, slack=SLACK, **options)
+        found = [step(layer, rank) for _ in range(3)]
+    searched._tables.clear()
+    return [(ran.forward, ran.backward) for ran in found]
+
+
+def seconds(best: int, least: float = 1.0) -> dict[int, float]:
+    """By n: the further from the best one, the more."""
+    at = DEGREES.index(best)
+    return {n: least * (1 + abs(i - at)) for i, n in enumerate(DEGREES)}
+
+
+def stated(forward: dict[int, float], backward: dict[int, float], hiccup: float = 1.0) -> dict[str, Any]:
+    return {"forward": forward, "backward": backward, "hiccup": hiccup}
+
+
+FLAT = dict.fromkeys(DEGREES, 1.0)
+ONE_PASS_OF_ITS_OWN = stated(seconds(2), seconds(8, least=2.0))
+
+TRIED = {
+    "n = 1": ([stated(seconds(1), seconds(1))] * 2, {}, (1, 1)),
+    "n = 4": ([stated(seconds(4), seconds(4))] * 2, {}, (4, 4)),
+    "n = 16": ([stated(seconds(16), seconds(16))] * 2, {}, (16, 16)),
+    "of equals the fewest chunks": ([stated(FLAT, FLAT)] * 2, {}, (1, 1)),
+    "each pass its own": ([ONE_PASS_OF_ITS_OWN] * 2, {"memory_reuse": "S4"}, (2, 8)),
+    "one n for both": ([ONE_PASS_OF_ITS_OWN] * 2, {}, (8, 8)),  # 3 + 2 at 8; at 2, 1 + 6; at 4, 2 + 4
+    "the slowest rank decides": (
+        [stated(seconds(2), seconds(2)), stated({**seconds(8, 3.0), 8: 3.5}, seconds(8, 3.0))],
+        {},
+        (8, 8),
+    ),
+    "one slow run is no measure": ([stated(seconds(4), seconds(4), hiccup=100)] * 2, {}, (4, 4)),
+}
+
+
+@pytest.mark.parametrize("given, options, expected", TRIED.values(), ids=TRIED)
+def test_the_fastest_n_by_trials_is_what_a_layer_runs_with(
+    given: list[dict[str, Any]], options: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    assert ranks(2).run(tried_job, tuple(given), options) == [[expected] * 3] * 2
+
+
+# ---- memory_reuse=True and a budget: a stated profile
+
+
+def profile(**lines: LineCost) -> Profile:
+    """Of lanes that do not slow each other."""
+    return Profile(
+        device="stated",
+        device_type="cpu",
+        num_ranks=2,
+        backend="gloo",
+        dtype="float64",
+        versions=Versions(torch="none", cuda=None, file=FORMAT),
+        **lines,
+        interference=NO_INTERFERENCE,
+        seconds=0.0,
+        when="",
+    )
+
+
+def chosen_job(rank: int, world: int, lanes: dict[str, LineCost], options: dict[str, Any]) -> Any:
+    """How a layer ran, and its sizes."""
+    with mock.patch.object(predicted, "profile_of", lambda *_: profile(**lanes)):
+        layer = build(top_k=1, slack=SLACK, **options)
+        ran = step(layer, rank)
+    return (ran.forward, ran.backward, ran.restore), layer.memory_shape(), layer.parts.num_bins
+
+
+def lanes_of(compute: float, message: float, copy: float, alpha: float = 0.0) -> dict[str, LineCost]:
+    """Lanes on which a unit of Table II takes so many seconds: half of the rows travel."""
+    row_bytes = COUNT * D_MODEL * 8
+    copies = LineCost(alpha, copy / row_bytes)
+    return {
+        "compute": LineCost(alpha, compute / (COUNT * D_MODEL * D_HIDDEN)),
+        "message": LineCost(alpha, message / (row_bytes / 2)),
+        "copy_out": copies,
+        "copy_in": copies,
+    }
+
+
+# By Table II backward's units of [compute, message, copy] are S1 [4, 2, 2.67], S2 [4, 3, 1.67], S3 [5, 2, 1]
+# and S4 [5, 3, 0], where H / M = 10 / 6; forward's are [2, 2, .] with the same copies.
+PAIRS = {
+    "S1": ("copies cost nothing, messages nearly as much as computing", lanes_of(1, 1.8, 1e-6)),
+    "S2": ("messages cost nothing, copies of T_M just hide", lanes_of(1, 1e-6, 1.2)),
+    "S3": ("computing costs nothing, copies of T_DI hide", lanes_of(1e-6, 1, 1)),
+    "S4": ("copies are dear", lanes_of(1, 1, 50)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_pair_that_suits_the_machine_is_what_a_layer_runs_with(name: str) -> None:
+    _, lanes = PAIRS[name]
+    for (_, _, restore), _, _ in ranks(2).run(chosen_job, lanes, {"pipeline": 2, "memory_reuse": True}):
+        assert restore == STRATEGIES[name]
+
+
+WIDE = 48
+"""Columns of T_M where bytes are counted, so that the gate's are not the most."""
+OVERLAP_PAYS = lanes_of(D_HIDDEN / WIDE, 1.5, 0.2, alpha=0.02)
+
+
+def candidates(sizes: Any, bins: int, given: dict[str, LineCost]) -> dict[tuple[int, int, Restore], Any]:
+    """By n, n and pair: (seconds, the most bytes of any routing)."""
+    return {
+        (n, n, pair): (
+            step_seconds(sizes, profile(**given), COUNT, n, n, pair),
+            bound(sizes, COUNT, n, n, pair, SLACK, bins).promised,
+        )
+        for n in DEGREES
+        for pair in ALL_PAIRS
+    }
+
+
+def test_of_what_fits_a_budget_a_layer_runs_with_the_fastest() -> None:
+    options = {"pipeline": True, "memory_reuse": True, "d_hidden": WIDE}
+    _, sizes, bins = ranks(2).run(chosen_job, OVERLAP_PAYS, {**options, "memory_budget": 1 << 40})[0]
+    known = candidates(sizes, bins, OVERLAP_PAYS)
+    by_bytes = sorted(size for _, size in known.values())
+    found = []
+    for budget in (by_bytes[0], by_bytes[len(by_bytes) // 3], by_bytes[-1]):
+        got = {
+            each[0] for each in ranks(2).run(chosen_job, OVERLAP_PAYS, {**options, "memory_budget": budget})
+        }
+        assert len(got) == 1
+        [choice] = got
+        assert known[choice][1] <= budget
+        assert known[choice][0] == min(time for time, size in known.values() if size <= budget)
+        found.append(choice)
+    assert len(set(found)) == 3, "each budget has a best of its own"

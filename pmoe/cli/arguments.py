@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from pmoe.arguments import parse_bytes
 from pmoe.measure.identity import WIDTH
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.text import parse_bytes
 
 Number = TypeVar("Number", int, float)
 

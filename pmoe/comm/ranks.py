@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import torch.distributed as dist
 
 
@@ -71,23 +68,3 @@ def _describe(group: object) -> str:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return "GroupMember.NON_GROUP_MEMBER"
     return f"ranks {dist.get_process_group_ranks(group)}"  # type: ignore[arg-type]
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Of a group's collectives; a new group would have torch's default. None where it cannot be read."""
-    try:
-        backend: Any = group._get_backend(group._device_types[0])
-        timeout: timedelta = backend.options._timeout
-    except (AttributeError, IndexError, RuntimeError):
-        return None
-    return timeout
-
-
-def options_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Arguments of torch.distributed.new_group, for ranks of ``group`` with its backend and timeout.
-
-    Where the group has some of all processes, the others cannot be asked to take part.
-    """
-    options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
-    some = dist.get_world_size(group) < dist.get_world_size()
-    return options | ({"use_local_synchronization": True} if some else {})

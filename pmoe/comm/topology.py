@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pmoe.comm.agree import gathered
-from pmoe.comm.ranks import Ranks, options_like
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.subgroups import options_like
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 """The environment variable in which torchrun and others tell how many processes they started on a node."""

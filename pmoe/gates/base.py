@@ -72,6 +72,13 @@ class Gate(nn.Module, abc.ABC):
     has_external_routing = False
     """Whether the routing comes from outside of the layer."""
 
+    saved_scores = 1
+    """How many numbers for each pair of token and expert autograd keeps until backward."""
+
+    def num_rows(self, num_tokens: int) -> int:
+        """S for so many tokens, where the gate `picks_tokens`: by it memory is predicted."""
+        return num_tokens
+
     def reset_parameters(self) -> None:
         """Draws parameters and buffers anew, as the constructor does: what a gate from the meta device needs
         after ``to_empty``. Override it where there are any."""

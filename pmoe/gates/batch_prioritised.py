@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pmoe.arguments import check_positive
 from pmoe.gates.base import Routing
-from pmoe.gates.selection import rows_for_each_expert
 from pmoe.gates.topk import TopKGate
+from pmoe.gates.whole_batch import rows_for_each_expert
 
 
 class BatchPrioritisedGate(TopKGate):

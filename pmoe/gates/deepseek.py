@@ -19,8 +19,8 @@ from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_z_loss
 from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import top_indices
 from pmoe.gates.sigmoid import sigmoid_shares
+from pmoe.kernels.route import top_indices
 
 
 class DeepSeekGate(TopKRouter):
@@ -61,6 +61,7 @@ class DeepSeekGate(TopKRouter):
     positive, a negative update_speed or z_loss_weight.
     """
 
+    saved_scores = 3
     bias: Tensor
     load: Tensor
 

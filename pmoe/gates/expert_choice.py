@@ -14,7 +14,7 @@ from pmoe.arguments import check_one_of, check_positive
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.router import check_sizes, draw_router_weight, router_weight
-from pmoe.gates.selection import attached_zero, rows_for_each_expert
+from pmoe.gates.whole_batch import attached_zero, rows_for_each_expert
 
 
 class ExpertChoiceGate(Gate):
@@ -69,6 +69,9 @@ class ExpertChoiceGate(Gate):
 
     def reset_parameters(self) -> None:
         draw_router_weight(self.weight)
+
+    def num_rows(self, num_tokens: int) -> int:
+        return self.weight.shape[0] * self.rows_an_expert(num_tokens)
 
     def rows_an_expert(self, num_tokens: int) -> int:
         """C."""

@@ -22,6 +22,7 @@ class ExternalGate(Gate):
     """
 
     partition = "none"
+    saved_scores = 0
     has_external_routing = True
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from pmoe.arguments import check_int
 from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.draws import distinct
 from pmoe.gates.router import check_sizes
-from pmoe.gates.selection import distinct
 
 WORD = (1 << 64) - 1
 # The steps of SplitMix64 (Steele, Lea and Flood 2014): its increment, and two factors that mix.
@@ -35,6 +35,7 @@ class HashGate(Gate):
     """
 
     needs_token_ids = True
+    saved_scores = 0
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The scores of a router, in float32 or wider, of tokens that may be narrower, and lengths for cosines."""
+"""The scores of a router, in float32 or wider, of tokens that may be narrower."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from pmoe.gates.base import at_least_float32
 
 BLOCK_ROWS = 4096
 """Tokens that are widened at a time."""
-
-SHORTEST = 1e-6
-"""A vector shorter than this has no direction."""
 
 
 def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
@@ -58,14 +55,3 @@ class _Logits(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(grad_TE[at].t(), x_TM[at].float())
         return grad_x, None if grad_weight is None else grad_weight.to(weight_EM.dtype)
-
-
-def inverse_length(vectors: Tensor) -> Tensor:
-    """1 / |v| of each row, (..., 1), in float32 or wider; 0, with no gradient, where |v| < `SHORTEST`.
-
-    A length of 0 would make NaN of the row, and a small constant added to it huge gradients.
-    """
-    wide = torch.promote_types(vectors.dtype, torch.float32)
-    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=wide)
-    inverse: Tensor = length.clamp(min=SHORTEST).reciprocal() * (length >= SHORTEST)
-    return inverse

@@ -12,7 +12,7 @@ from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
 from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import top_indices
+from pmoe.kernels.route import top_indices
 
 
 class NoisyTopKGate(TopKRouter):
@@ -34,6 +34,10 @@ class NoisyTopKGate(TopKRouter):
 
     Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
     """
+
+    @property
+    def saved_scores(self) -> int:  # type: ignore[override]
+        return 4 + self.normalize
 
     def make_parameters(self, weight: nn.Parameter) -> None:
         super().make_parameters(weight)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.draws import distinct
 from pmoe.gates.router import check_sizes
-from pmoe.gates.selection import distinct
 
 BOUND = 1 << 62
 """Draws are below it, so large that their remainders are uniform."""
@@ -29,6 +29,7 @@ class RandomGate(Gate):
     """
 
     partition = "none"
+    saved_scores = 0
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_int, check_not_negative
 from pmoe.gates.base import Gate
@@ -37,6 +37,11 @@ def draw_router_weight(weight: nn.Parameter) -> None:
     """Uniform within 1 / sqrt(columns), as `torch.nn.Linear` begins."""
     bound = 1 / math.sqrt(weight.shape[1])
     nn.init.uniform_(weight, -bound, bound)
+
+
+def scaled(weight_TK: Tensor, normalize: bool) -> Tensor:
+    """(T, K): a token's weights over their sum, where that is asked for."""
+    return weight_TK / weight_TK.sum(-1, keepdim=True) if normalize else weight_TK
 
 
 class TopKRouter(Gate):

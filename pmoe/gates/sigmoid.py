@@ -12,7 +12,7 @@ from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
 from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import top_indices
+from pmoe.kernels.route import top_indices
 
 
 def sigmoid_shares(logits_TE: Tensor) -> Tensor:
@@ -37,6 +37,7 @@ class SigmoidGate(TopKRouter):
     """
 
     normalizes = False
+    saved_scores = 3
 
     def forward(self, x_TM: Tensor) -> Routing:
         with torch.autocast(x_TM.device.type, enabled=False):

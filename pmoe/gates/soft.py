@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_count
 from pmoe.gates.base import Gate, Mix, Routing
-from pmoe.gates.logits import inverse_length, router_logits
+from pmoe.gates.cosines import inverse_length
+from pmoe.gates.logits import router_logits
 from pmoe.gates.router import check_sizes
-from pmoe.gates.selection import attached_zero
+from pmoe.gates.whole_batch import attached_zero
 
 
 class SoftGate(Gate):
@@ -79,6 +80,13 @@ class SoftGate(Gate):
             logits=logits_TS,
             mix=mix,
         )
+
+    @property
+    def saved_scores(self) -> int:  # type: ignore[override]
+        return 4 * self.weight.shape[1]
+
+    def num_rows(self, num_tokens: int) -> int:
+        return self.weight.shape[0] * self.weight.shape[1]
 
     def _logits(self, x_TM: Tensor) -> Tensor:
         """(T, S). Lengths divide the products, which are smaller than the tokens."""

@@ -8,8 +8,8 @@ from torch import Tensor
 from pmoe.gates.base import Routing
 from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
-from pmoe.gates.router import TopKRouter
-from pmoe.gates.selection import scaled, top_indices
+from pmoe.gates.router import TopKRouter, scaled
+from pmoe.kernels.route import top_indices
 
 
 class TopKGate(TopKRouter):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_not_negative, check_one_of, check_positive
 from pmoe.gates.base import Gate, Routing
-from pmoe.gates.logits import inverse_length, router_logits
+from pmoe.gates.cosines import inverse_length
+from pmoe.gates.logits import router_logits
 from pmoe.gates.losses import router_loss
-from pmoe.gates.router import check_normalize, check_sizes, draw_router_weight
-from pmoe.gates.selection import scaled, top_indices
+from pmoe.gates.router import check_normalize, check_sizes, draw_router_weight, scaled
+from pmoe.kernels.route import top_indices
 
 TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}
 """What the temperature begins at, by score: the usual values, not checked against the paper."""
@@ -48,6 +49,8 @@ class XMoEGate(Gate):
     Raises ValueError for top_k outside 1..num_experts, sizes below 1, an unknown score, a temperature that is
     not positive, a negative z_loss_weight.
     """
+
+    saved_scores = 4
 
     def __init__(
         self,

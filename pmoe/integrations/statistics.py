@@ -26,7 +26,6 @@ from pmoe.engine.arena import pool
 from pmoe.engine.recording import Journal
 from pmoe.layer import MoELayer
 from pmoe.layer.last import Ran
-from pmoe.layer.memory import check_predictable
 from pmoe.planner.exposed import Overlap, overlap
 from pmoe.planner.memory import PredictedMemory
 from pmoe.text import table
@@ -54,7 +53,7 @@ class LayerStats:
             wherever it is and whether or not it is ever held as a whole; without T_M where experts are
             modules.
         predicted: this rank's bytes of both passes (`MoELayer.predict_memory`) for the rows that came; None
-            where they are not predicted, and unpredicted says why.
+            where they are not predicted. unpredicted says why, or what they do not count.
         forward, backward: seconds of the last recorded pass in each direction, of this rank, or means over
             all ranks; None where none was recorded.
     """
@@ -207,12 +206,9 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
         return None, f"memory of the path {ran.path!r} is not predicted"
     if ran.backward is None:
         return None, "the last forward pass was without a backward pass"
-    if ran.restore is None:
-        return None, "only buffers that rotate are predicted, and memory_reuse is False"
     counts = layer.row_counts
     assert counts is not None
     try:
-        check_predictable(layer.parts, "row_counts", None)  # its message is without the counts
         found = layer.predict_memory(
             ran.num_tokens,
             replace(counts, depth={}),  # the chunks are those that were cut
@@ -222,7 +218,7 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
         )
     except ValueError as error:
         return None, str(error)
-    return found, ""
+    return found, "; ".join(found.unknown)
 
 
 def _drop_rate(kept: int, num_slots: int | None) -> float | None:

@@ -12,7 +12,6 @@ import torch
 
 from pmoe.kernels import extension
 from pmoe.kernels.extension import Device, LoadedKernel
-from pmoe.text import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +68,8 @@ def _kernel_lines(kernels: tuple[LoadedKernel, ...]) -> list[str]:
         numbers = [each.threads, each.registers, shared, each.local_bytes]
         runs = each.runs if each.refusal is None else f"refused: {each.refusal}"
         rows.append([each.name, *map(str, numbers), runs])
+    from pmoe.text import table
+
     return textwrap.indent(table(rows, left=(0, 5)), "  ").splitlines()
 
 

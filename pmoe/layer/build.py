@@ -86,9 +86,9 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
     if isinstance(pair, Restore) and pair.offloads:
         check_host_memory(pair, parts.like, device)
     if spec.memory_budget is not None:
-        from pmoe.layer.memory import check_predictable
+        from pmoe.layer.memory import check_budget
 
-        check_predictable(parts, "memory_budget", spec.memory_budget)
+        check_budget(parts)
     if spec.pad_to_capacity and (why := parts.refusal("padded counts")) is not None:
         raise ValueError(f"pad_to_capacity (True) must be False where {why}")
     recomputes = pair is True or (pair and pair.hidden == "recompute")

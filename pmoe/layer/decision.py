@@ -6,7 +6,7 @@ Deciding may communicate and read the host; running (`run`) does neither.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -15,13 +15,25 @@ from pmoe.engine.autograd import Runner, run_experts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
 from pmoe.layer.call import Call
-from pmoe.layer.counts import CallCounts
 from pmoe.layer.route import Routed
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.kernels.comet import Steps
+
+
+class CallCounts(Protocol):
+    """Row counts that a call leaves for those who ask afterwards. max_tokens: the largest of any rank."""
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    def rows(self) -> RankCounts:
+        """As the call's rows travelled, on the host."""
+
+    def kept_E(self) -> Tensor:
+        """(E,) int64 on the CPU: kept rows of this rank for each expert."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,15 @@ Letters: F bins, E experts of the group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_selective_checkpoint
 from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose, slots_to_ask
-from pmoe.layer.counts import ExactCounts
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
@@ -20,6 +22,23 @@ from pmoe.layer.parts import Parts, any_requires_grad
 from pmoe.layer.route import Routed, route_batch
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
+
+
+@dataclass(frozen=True)
+class ExactCounts:
+    """Counts that were exchanged."""
+
+    counts: RankCounts
+
+    @property
+    def max_tokens(self) -> int:
+        return self.counts.max_tokens
+
+    def rows(self) -> RankCounts:
+        return self.counts
+
+    def kept_E(self) -> Tensor:
+        return self.counts.send.sum(0).flatten()
 
 
 def decide(call: Call) -> Decision:
@@ -47,7 +66,12 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
     routing = routed.routing
     count = routing.expert.shape[0] if routing.token is None else routed.num_tokens
     tokens = Tokens(count, routing.token)
-    return routed, Orders(call.parts, routing.expert, routed.gated.keep_TK, tokens)
+    kind = Orders
+    if call.parts.spec.send_once:
+        from pmoe.layer.once_orders import OnceOrders
+
+        kind = OnceOrders
+    return routed, kind(call.parts, routing.expert, routed.gated.keep_TK, tokens)
 
 
 def start(

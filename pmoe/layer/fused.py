@@ -17,9 +17,8 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose
-from pmoe.layer.counts import ExactCounts
 from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.exact_counts import in_chunks, sort_early, sorted_rows, start
+from pmoe.layer.exact_counts import ExactCounts, in_chunks, sort_early, sorted_rows, start
 from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Parts

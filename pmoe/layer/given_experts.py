@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pmoe.experts.base import Experts
-from pmoe.experts.initial import seeded
+from pmoe.experts.initial_modules import seeded
 from pmoe.experts.modules import ModuleExperts, build_modules
 from pmoe.layer.build import Place
 from pmoe.layer.spec import LayerSpec

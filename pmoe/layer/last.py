@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from pmoe.engine.autograd import Path
-from pmoe.layer.counts import CallCounts
-from pmoe.layer.decision import Decision
+from pmoe.layer.decision import CallCounts, Decision
 from pmoe.schedule.restore import Restore
 
 

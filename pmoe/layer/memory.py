@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.experts.base import local_part
+from pmoe.comm.hierarchical import HierarchicalExchange
+from pmoe.experts.base import Experts, local_part
+from pmoe.gates.base import Gate
 from pmoe.layer.parts import Parts
 from pmoe.planner.candidates import bound
-from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.degree import SOLVE, Choice
+from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import counted_rows
-from pmoe.schedule.restore import KEEP, Restore, parse_restore
+from pmoe.runners.features import Feature
+from pmoe.schedule.restore import Restore, parse_restore
 from pmoe.schedule.slots import HiddenColumns
+
+USERS_OWN = {
+    Feature.CALLBACKS: "callbacks: what they allocate is not counted",
+    Feature.OWN_GATE: "the gate is a module of one's own: counted as one score a token and expert",
+    Feature.OWN_ORDER: "the order is one's own: what it allocates is not counted",
+    Feature.OWN_EXCHANGE: "dispatch or combine is one's own: what it allocates is not counted",
+    Feature.MODULE_EXPERTS: "experts are modules of one's own: counted as feed-forward experts of d_hidden",
+}
+"""What only a user can know of the memory of a layer."""
 
 
 def predict_memory(
@@ -25,64 +40,121 @@ def predict_memory(
     memory_reuse: str | Restore | None,
 ) -> PredictedMemory:
     """As `pmoe.MoELayer.predict_memory`."""
-    spec = parts.spec
-    check_predictable(parts, "row_counts", row_counts)
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} ({value!r}) must be None or an int of at least 1")
     if not isinstance(num_tokens, int) or num_tokens < 0:
         raise ValueError(f"num_tokens ({num_tokens!r}) must be an int of at least 0")
-    if not spec.rotates and memory_reuse is None:
-        raise ValueError(
-            "memory_reuse (None) must be given for a layer built with memory_reuse=False: only buffers "
-            "that rotate are predicted"
-        )
-    n = pipeline or spec.fixed_degree
-    restore = spec.restore if memory_reuse is None else parse_restore(memory_reuse)
-    if n is None or restore is True:
-        raise ValueError(
-            f"pipeline ({pipeline}) and memory_reuse ({memory_reuse}) must be given where the layer "
-            f"chooses them (pipeline={spec.pipeline}, memory_reuse={spec.restore})"
-        )
-    backward = pipeline_backward or spec.pipeline_backward or n
-    bins = None if row_counts is None else row_counts.send.shape[0]
-    if bins is not None and (bins % n or bins % backward):
-        raise ValueError(f"pipeline ({n}, {backward}) must divide the {bins} bins of row_counts")
-    shape, restore = memory_shape(parts), restore or KEEP
-    if row_counts is None:
-        return bound(shape, num_tokens, n, backward, restore, spec.slack, parts.num_bins)
-    n, backward = (each << row_counts.depth.get(each, 0) for each in (n, backward))
-    rank, place = parts.ranks.rank, parts.grid.inside.rank
-    rows = {each: counted_rows(shape, row_counts, rank, each, place) for each in (n, backward)}
-    return predict(shape, num_tokens, rows[n], rows[backward], restore, rearranged=n != backward)
+    check_predictable(parts)
+    ways = _ways(parts, pipeline, pipeline_backward, memory_reuse)
+    rotates = parts.spec.rotates or memory_reuse is not None
+    found = {way: _of_way(parts, num_tokens, row_counts, way, rotates) for way in ways}
+    largest = max(found.values(), key=lambda each: each.peak)
+    return replace(largest, unknown=unknown(parts), candidates=found if len(found) > 1 else {})
 
 
-def check_predictable(parts: Parts, name: str, value: object) -> None:
-    """Raises ValueError where not all of the memory is this layer's to know."""
-    refused = "predict_memory must not be called" if value is None else f"{name} ({value!r}) must be left out"
-    taker = "memory budget" if name == "memory_budget" else "memory"
-    why = parts.refusal(taker)
-    if why is None and name != "memory_budget" and parts.spec.fused:
+def check_predictable(parts: Parts) -> None:
+    """Raises ValueError where kernels hold rows in a heap of their own, and where nobody has said what a
+    feature takes."""
+    why = parts.refusal("memory")
+    if why is None and parts.spec.fused:
         from pmoe.layer.fused import is_fusible
 
         why = f"kernels are fused (fused={parts.spec.fused!r})" if is_fusible(parts) else None
-    like = parts.like
+    if why is not None:
+        raise ValueError(f"predict_memory must not be called where {why}: its memory is not predicted")
+
+
+def check_budget(parts: Parts) -> None:
+    """Raises ValueError where no budget can be held, for not all of the memory is this layer's to know."""
+    why, like = parts.refusal("memory budget"), parts.like
     if why is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
         why = f"experts ({type(parts.experts).__name__}) do not say what they save"
     if why is not None:
-        raise ValueError(f"{refused} where {why}: its memory is not predicted")
+        raise ValueError(
+            f"memory_budget ({parts.spec.memory_budget!r}) must be left out where {why}: its memory is not "
+            "predicted"
+        )
+
+
+def unknown(parts: Parts) -> tuple[str, ...]:
+    """What of a layer's memory only its user can know, in words."""
+    told = [words for feature, words in USERS_OWN.items() if feature in parts.features]
+    shared = parts.shared_expert
+    if shared is not None and not shared.columns("cpu").hidden:
+        told.append("the shared expert is a module of one's own: what it saves is not counted")
+    return tuple(told)
+
+
+def _ways(
+    parts: Parts, pipeline: int | None, pipeline_backward: int | None, memory_reuse: str | Restore | None
+) -> list[Choice]:
+    """All that the layer may take: one where nothing is left to choose."""
+    spec = parts.spec
+    pairs = parts.pairs if memory_reuse is None else (_checked_pair(memory_reuse),)
+    n = pipeline or spec.fixed_degree
+    forward = spec.degrees if n is None else (n,)
+    fixed = pipeline_backward or spec.pipeline_backward
+    apart = spec.pipeline == SOLVE and spec.rotates and n is None and fixed is None
+    return [
+        Choice(forward=n, backward=backward, restore=pair)
+        for n in forward
+        for backward in (spec.degrees if apart else (fixed or n,))
+        for pair in pairs
+    ]
+
+
+def _checked_pair(memory_reuse: str | Restore) -> Restore:
+    pair = parse_restore(memory_reuse)
+    if not isinstance(pair, Restore):
+        raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, a name of S1 to S4 or a Restore")
+    return pair
+
+
+def _of_way(
+    parts: Parts, num_tokens: int, counts: RankCounts | None, way: Choice, rotates: bool
+) -> PredictedMemory:
+    spec, call = parts.spec, rows_of_call(parts, num_tokens)
+    sizes = replace(memory_shape(parts), rotates=rotates or way.forward != way.backward)
+    degrees, restore = (way.forward, way.backward), way.restore
+    if counts is None:
+        return bound(sizes, num_tokens, *degrees, restore, spec.slack, parts.num_bins, call)
+    bins = counts.send.shape[0]
+    if any(bins % n for n in degrees):
+        raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
+    forward, backward = (n << counts.depth.get(n, 0) for n in degrees)
+    rank, place = parts.ranks.rank, parts.grid.inside.rank
+    rows = {n: counted_rows(sizes, counts, rank, n, place) for n in (forward, backward)}
+    return predict(sizes, call, rows[forward], rows[backward], restore, rearranged=forward != backward)
+
+
+def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
+    """How many rows a call with so many tokens has on this rank, whatever their routing."""
+    spec, gate, top_k = parts.spec, parts.gate, parts.spec.top_k
+    slots = num_tokens * top_k
+    if spec.pad_to_capacity:
+        from pmoe.layer.padded_counts import splits_of
+
+        rows = splits_of(parts, num_tokens, top_k).num_rows
+        return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="padded")
+    if not getattr(gate, "picks_tokens", False):
+        return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=top_k)
+    rows = gate.num_rows(num_tokens) if isinstance(gate, Gate) else slots
+    if getattr(gate, "mixes_tokens", False):
+        return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="mixed")
+    return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=spec.num_experts)
 
 
 def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
     """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
     of their parameters."""
-    spec, parameter = parts.spec, parts.like
+    spec, parameter, shared = parts.spec, parts.like, parts.shared_expert
     like = parameter if rows_TM is None else rows_TM
     device_type = "cpu" if like is None else like.device.type
     size = 4 if like is None else like.element_size()
     wide = size if parameter is None else parameter.element_size()
     columns = parts.experts.columns(device_type)
-    if not columns.hidden:  # modules do not say; only the cost model asks, to compare pairs
+    if not columns.hidden:  # modules do not say
         columns = HiddenColumns(hidden=spec.d_hidden, scratch=spec.d_hidden)
     return LayerSizes(
         d_model=spec.d_model,
@@ -92,11 +164,21 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         columns=columns,
         element_size=size,
         weight_size=max(4, size),
-        expert_parameters=sum(local_part(each).numel() for each in parts.experts.parameters()),
+        expert_parameters=_elements_of(parts.experts),
         gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
         bypass_local=parts.stages.local,
         inside=parts.grid.inside.size,
-        has_drops=spec.capacity_factor is not None or parts.has_external_routing,
-        gate_scores=0 if parts.has_external_routing else 1 + bool(getattr(parts.gate, "z_loss_weight", 0)),
+        has_drops=parts.has_external_routing
+        or (spec.capacity_factor is not None and not spec.pad_to_capacity),
+        gate_scores=getattr(parts.gate, "saved_scores", 1) + bool(getattr(parts.gate, "z_loss_weight", 0)),
         cast_from=wide if wide != size else 0,
+        rotates=spec.rotates,
+        merges=spec.send_once,
+        shared_columns=HiddenColumns() if shared is None else shared.columns(device_type),
+        shared_parameters=0 if shared is None else _elements_of(shared),
+        relays=parts.dispatch.topology.max_local if isinstance(parts.dispatch, HierarchicalExchange) else 0,
     )
+
+
+def _elements_of(experts: Experts) -> int:
+    return sum(local_part(each).numel() for each in experts.parameters())

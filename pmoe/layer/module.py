@@ -355,11 +355,13 @@ class MoELayer(nn.Module):
 
         num_tokens: of this rank; without row_counts the largest of any rank. row_counts: of a batch, as
         ``layer.row_counts`` holds those of the last one; without them the bytes are upper bounds for any
-        routing. The other arguments stand for the layer's own; where the layer chooses by itself, they must
-        say what is chosen. Rows are taken to be of the parameters' type: autocast is not looked at.
+        routing. The other arguments stand for the layer's own. Where the layer chooses n or the pair at a
+        call, and they are not given, the answer is of the choice with the largest peak, and its
+        ``candidates`` are those of all choices. Its ``unknown`` says what is a user's own and not counted.
+        Rows are taken to be of the parameters' type: autocast is not looked at.
 
-        Raises ValueError where n or the pair is neither the layer's nor given, where the layer's buffers do
-        not rotate (memory_reuse=False), and where experts are modules: what they save is theirs to say.
+        Raises ValueError for a number of tokens or n that is none, row_counts whose bins n does not divide,
+        and where kernels are fused.
         """
         from pmoe.layer import memory
 

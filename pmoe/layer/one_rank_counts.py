@@ -2,21 +2,23 @@
 
 The kernels are those of `pmoe.runners.one_rank`, or COMET's fused ones.
 
-Letters: T tokens, M = d_model.
+Letters: T tokens, E experts of the group, M = d_model.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route import Routes
 from pmoe.layer.call import Call
-from pmoe.layer.counts import OneRankCounts
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.fused import fused_call, fused_pair, make_request, may_fuse, stacked
 from pmoe.layer.inputs import Operands, make_inputs
@@ -25,6 +27,28 @@ from pmoe.layer.route import Gated, Routed, started
 from pmoe.runners import fused, fused_steps, one_rank
 from pmoe.runners.fused import FusedRunner
 from pmoe.runners.one_rank import OneRankRunner
+
+
+@dataclass(frozen=True)
+class OneRankCounts:
+    """(E,) counts still on the device. Reading them synchronizes; a replayed CUDA graph changes them."""
+
+    device_E: Tensor
+    max_tokens: int
+    needs_grad: bool
+
+    def rows(self) -> RankCounts:
+        counts = self.device_E.to("cpu").long().view(1, 1, -1)
+        return RankCounts(
+            send=counts,
+            recv=counts,
+            recv_device=counts,
+            max_tokens=self.max_tokens,
+            needs_grad=self.needs_grad,
+        )
+
+    def kept_E(self) -> Tensor:
+        return self.rows().send.flatten()
 
 
 def decide(call: Call) -> Decision | None:

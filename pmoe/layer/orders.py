@@ -12,7 +12,7 @@ from pmoe.comm.counts import RankCounts
 from pmoe.engine.cut import Degrees, Ordered, make_plan
 from pmoe.engine.plan import Plan
 from pmoe.layer.parts import Parts
-from pmoe.ordering.sorted import LocalExperts, Tokens, count_rows, sort_rows
+from pmoe.ordering.sorted import SortedRows, Tokens, count_rows, sort_rows
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
@@ -30,15 +30,7 @@ class Orders:
 
     def __init__(self, parts: Parts, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
         self.expert_TK, self.keep_TK, self.tokens = expert_TK, keep_TK, tokens
-        self._parts, self._num_ranks = parts, parts.grid.across.size
-        self._rank_TK: Tensor | None = None
-        self._carrier_TK: Tensor | None = None
-        self._carries_TK: Tensor | None = None
-        if parts.spec.send_once:
-            from pmoe.ordering.once import carriers
-
-            self._rank_TK = expert_TK // parts.num_local_experts
-            self._carrier_TK, self._carries_TK = carriers(self._rank_TK, keep_TK)
+        self.parts = parts
         self._sorted: dict[int, Ordered] = {}
         self._counted: dict[int, Tensor] = {}
 
@@ -51,37 +43,31 @@ class Orders:
     def count(self, bins: int) -> Tensor:
         """(bins, E) rows"""
         if bins not in self._counted:
-            num_experts = self._parts.spec.num_experts
+            num_experts = self.parts.spec.num_experts
             self._counted[bins] = count_rows(self.expert_TK, self.keep_TK, bins, num_experts, self.tokens)
         return self._counted[bins]
 
     def count_once(self, bins: int) -> Tensor | None:
-        """(bins, ranks) rows, where a token goes once to a rank; else None."""
-        if self._rank_TK is None:
-            return None
-        return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
+        """(bins, ranks) rows, where a token goes once to a rank (`pmoe.layer.once_orders`); else None."""
+        return None
 
     def _sort(self, n: int) -> Ordered:
-        parts, tokens = self._parts, self.tokens
+        slots = self.sort_slots(n)
+        return Ordered(slots=slots, sent=slots)
+
+    def sort_slots(self, n: int) -> SortedRows:
+        """All kept slots by chunk and expert."""
+        parts, tokens = self.parts, self.tokens
         pieces, num_experts = parts.num_pieces(n), parts.spec.num_experts
-        slots = sort_rows(self.expert_TK, self.keep_TK, n, num_experts, parts.staying, pieces, tokens)
-        if self._rank_TK is None:
-            return Ordered(slots=slots, sent=slots)
-        nowhere = LocalExperts(0, 0)
-        return Ordered(
-            slots=slots,
-            sent=sort_rows(self._rank_TK, self._carries_TK, n, self._num_ranks, nowhere, 0, tokens),
-            carrier_TK=self._carrier_TK,
-            sent_nP=self.count_once(n),
-        )
+        return sort_rows(self.expert_TK, self.keep_TK, n, num_experts, parts.staying, pieces, tokens)
 
     def plans(self, counts: RankCounts, padding: Padding | None = None) -> PlanFor:
         """What cuts these rows into chunks, for any degrees and pair."""
 
         def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
-            degrees = _degrees(self._parts, forward, backward, restore, counts.depth)
+            degrees = _degrees(self.parts, forward, backward, restore, counts.depth)
             plan = make_plan(
-                self._parts.modules,
+                self.parts.modules,
                 order=self.of(degrees.forward),
                 backward_order=self.of(degrees.backward),
                 expert_TK=self.expert_TK,

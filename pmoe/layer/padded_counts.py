@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.base import Traffic
-from pmoe.comm.counts import CountsExchange, Fault, FaultError
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
 from pmoe.comm.grid import Grid
 from pmoe.engine.padding import Splits, make_padding
 from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose
-from pmoe.layer.counts import PaddedCounts
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
@@ -30,6 +29,21 @@ from pmoe.layer.route import Routed, route_batch
 from pmoe.ordering.capacity import expert_capacity
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
+
+
+@dataclass(frozen=True)
+class PaddedCounts:
+    """Counts of padded rows, and (E,) those of them that are no padding, on the device."""
+
+    counts: RankCounts
+    kept_device_E: Tensor
+    max_tokens: int
+
+    def rows(self) -> RankCounts:
+        return self.counts
+
+    def kept_E(self) -> Tensor:
+        return self.kept_device_E.to("cpu", copy=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +66,7 @@ def decide(call: Call) -> Decision:
     routed = route_batch(call)
     expert_TK, device = routed.routing.expert, routed.x_TM.device
     kind = kind_of(parts, routed.x_TM, routed.dtype)
-    splits = _splits(parts, kind, top_k=expert_TK.shape[1])
+    splits = splits_of(parts, kind.num_tokens, top_k=expert_TK.shape[1])
     padding, kept_E = make_padding(expert_TK, splits)
     max_tokens = -(-splits.num_rows // expert_TK.shape[1])
     counts = splits.counts(parts.ranks.size, device, max_tokens=max_tokens, needs_grad=kind.needs_grad)
@@ -107,13 +121,14 @@ def compares_always(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
-def _splits(parts: Parts, kind: PaddedKind, top_k: int) -> Splits:
+def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
+    """The padded rows of a rank with so many tokens."""
     spec = parts.spec
     assert spec.capacity_factor is not None
-    capacity = expert_capacity(spec.capacity_factor, kind.num_tokens, top_k, spec.num_experts)
+    capacity = expert_capacity(spec.capacity_factor, num_tokens, top_k, spec.num_experts)
     return Splits(
         num_experts=spec.num_experts,
-        capacity=min(capacity, kind.num_tokens),  # a token's experts are distinct
+        capacity=min(capacity, num_tokens),  # a token's experts are distinct
         bins=math.lcm(*spec.degrees),
     )
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from pmoe.arguments import check_count, check_number, parse_bytes
+from pmoe.arguments import check_count, check_number
 from pmoe.layer.switches import Switches
 from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
@@ -75,7 +75,11 @@ class LayerSpec:
     @functools.cached_property
     def budget(self) -> int | None:
         """``memory_budget`` in bytes."""
-        return None if self.memory_budget is None else parse_bytes("memory_budget", self.memory_budget)
+        if self.memory_budget is None:
+            return None
+        from pmoe.text import parse_bytes
+
+        return parse_bytes("memory_budget", self.memory_budget)
 
     @functools.cached_property
     def fixed_degree(self) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm.mesh import grid_of_mesh
-from pmoe.experts.initial import initialise, initialise_modules, reset_modules
+from pmoe.experts.initial import initialise
+from pmoe.experts.initial_modules import initialise_modules, reset_modules
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.layer.build import check_fit

@@ -6,6 +6,7 @@ budget, with numbers that all its ranks share, so that all decide alike; `pmoe p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_seconds import simulated_pass, step_seconds
-from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import worst_rows
 from pmoe.planner.profile import Profile
@@ -45,19 +46,19 @@ def bound(
     restore: Restore,
     slack: float,
     bins: int | None = None,
+    call: CallRows | None = None,
 ) -> PredictedMemory:
     """The most bytes that any routing needs.
 
-    num_tokens: the largest number of a rank. forward, backward: n of each pass. slack: rows of a slot over
-    the balanced share. bins: into which rows are counted, by default as for these two degrees.
+    num_tokens: the largest number of a rank. call: where its rows are not those tokens' choices.
+    forward, backward: n of each pass. slack: rows of a slot over the balanced share. bins: into which rows
+    are counted, by default as for these two degrees.
     """
     bins = num_bins((forward, backward), sizes.num_ranks) if bins is None else bins
-    top_k = sizes.top_k * sizes.inside
-    rows = {
-        n: worst_rows(sizes, num_tokens, n, bins, slot_rows(slack, top_k, num_tokens, n))
-        for n in (forward, backward)
-    }
-    return predict(sizes, num_tokens, rows[forward], rows[backward], restore, rearranged=forward != backward)
+    call = sizes.call(num_tokens) if call is None else call
+    limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.inside, num_tokens)
+    rows = {n: worst_rows(sizes, call, n, bins, limit(n)) for n in (forward, backward)}
+    return predict(sizes, call, rows[forward], rows[backward], restore, rearranged=forward != backward)
 
 
 def evaluate(

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pmoe.schedule.slots import HiddenColumns
 from pmoe.schedule.tasks import Stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRows:
+    """How many rows a call of one rank has.
+
+    tokens: T, of the layer's input. inner: those that its passes take for tokens: T, but where rows are
+    padded to capacity or mixed of tokens. slots: pairs of such a token and a choice. choices: the most slots
+    of one token. spread: "padded" or "mixed", how the passes' rows are made of tokens; "" where they are the
+    tokens themselves.
+    """
+
+    tokens: int
+    inner: int
+    slots: int
+    choices: int
+    spread: Literal["", "padded", "mixed"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +39,10 @@ class LayerSizes:
     gate_scores: tensors of a score for each token and expert that the gate saves.
     cast_from: under autocast the bytes of an element of the tokens and parameters, else 0.
     inside: ranks that each expert is split over.
+    rotates: whether buffers rotate through ring slots.
+    relays: by way of how many ranks of a node rows travel; 0 where they travel straight.
+    merges: whether a token travels once to a rank that holds several of its experts.
+    shared_columns, shared_parameters: of the shared expert, which all tokens of a rank go to; 0 without one.
     """
 
     d_model: int
@@ -37,6 +59,16 @@ class LayerSizes:
     gate_scores: int = 1
     cast_from: int = 0
     inside: int = 1
+    rotates: bool = True
+    shared_columns: HiddenColumns = HiddenColumns()
+    shared_parameters: int = 0
+    relays: int = 0
+    merges: bool = False
+
+    def call(self, num_tokens: int) -> CallRows:
+        """Where each token of a rank has top_k choices."""
+        slots = num_tokens * self.top_k
+        return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=self.top_k)
 
     @property
     def num_across(self) -> int:

@@ -1,18 +1,22 @@
 """How many bytes a layer's forward and backward take, predicted from its schedules and row counts.
 
 A pass holds at once: the ring slots of its schedule (`pmoe.schedule.slots`, the sizes that the engine itself
-allocates), what goes from forward to backward, the result, and small things for each row. Nothing is measured
-or fitted. tests/unit/test_memory_model.py shows that MPipeMoE's Eq. 1-6 follow from the slots.
+allocates), or where nothing rotates its buffers by their lifetimes (`pmoe.planner.lifetimes`); what goes from
+forward to backward, the result, and small things for each row. Nothing is measured or fitted.
+tests/unit/test_memory_model.py shows that MPipeMoE's Eq. 1-6 follow from the slots.
 
 Letters: T tokens, K choices, N rows, E experts, M = d_model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pmoe.gates.logits import BLOCK_ROWS
-from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.degree import Choice
+from pmoe.planner.layer_sizes import CallRows, LayerSizes
+from pmoe.planner.lifetimes import Held, in_pieces, without_rings
 from pmoe.planner.pass_rows import PassRows
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
@@ -42,6 +46,9 @@ class PredictedMemory:
     - promised: the peak without the parameters' gradients, which a memory budget counts.
     - is_bound: True where rows were not given: then all these are upper bounds for any routing.
     - tensors: bytes by name.
+    - unknown: what is a user's own and not counted, in words.
+    - candidates: where n or the pair is chosen at a call, the bytes of each choice; those above are then of
+      the one with the largest peak.
     """
 
     saved: int
@@ -54,47 +61,61 @@ class PredictedMemory:
     promised: int
     is_bound: bool
     tensors: dict[str, int] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    candidates: Mapping[Choice, PredictedMemory] = field(default_factory=dict)
 
 
 def predict(
     sizes: LayerSizes,
-    num_tokens: int,
+    call: CallRows,
     forward: PassRows,
     backward: PassRows,
     restore: Restore,
     *,
     rearranged: bool = False,
 ) -> PredictedMemory:
-    """The bytes of a forward and a backward through rings.
+    """The bytes of a forward and a backward.
 
-    num_tokens: T. forward, backward: the rows of each pass. restore: how T_DI and T_M are restored.
+    call: how many rows. forward, backward: the rows of each pass. restore: how T_DI and T_M are restored.
     rearranged: backward has other chunks than forward.
     """
-    rows_T = num_tokens * sizes.d_model * sizes.element_size
+    if not sizes.rotates:
+        forward, backward = (in_pieces(sizes, rows) for rows in (forward, backward))
+    width = sizes.d_model * sizes.element_size
+    rows_T, made = call.tokens * width, call.inner * width * bool(call.spread)
     kept, host = _kept_and_offloaded(sizes, forward, restore)
-    small = _saved_by_row(sizes, num_tokens, forward)
-    small += rearranged * _plan_bytes(sizes, num_tokens * sizes.top_k, backward)
+    shared = call.tokens * sizes.element_size * sizes.shared_columns.hidden
+    small = _saved_by_row(sizes, call, forward)
+    small += rearranged * _plan_bytes(sizes, call, backward)
     # Under autocast: narrow copies of the parameters and of the tokens, and a wide gradient of the latter.
-    cast = (sizes.expert_parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
-    wide_dx = num_tokens * sizes.d_model * sizes.cast_from
-    saved = rows_T + sum(kept.values()) + small + cast
+    parameters = sizes.expert_parameters + sizes.shared_parameters
+    cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
+    wide_dx = call.tokens * sizes.d_model * sizes.cast_from
+    saved = rows_T + sum(kept.values()) + shared + small + cast + _saved_mixtures(call, made, restore)
 
-    forward_slots = _arena(sizes, forward, "forward", restore, rearranged)
-    backward_slots = _arena(sizes, backward, "backward", restore, rearranged)
-    forward_work = forward_slots + _beside_forward(sizes, forward, backward)
-    backward_work = backward_slots + _beside_backward(sizes, num_tokens, backward)
-    expert_gradients = _expert_gradients(sizes, backward)
+    forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
+    backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
+    forward_work = _forward_work(sizes, call, forward, backward, forward_held) + _spread_forward(call, made)
+    backward_work = _backward_work(sizes, call, backward, backward_held)
+    backward_work += _spread_backward(call, made, restore)
+    expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
 
-    forward_peak = saved + forward_work
-    in_backward = saved + rows_T + wide_dx + backward_work
+    # Where rows are padded or mixed, the output is made of a pass's result when that has ended.
+    in_forward = saved + forward_work - rows_T * bool(made)
+    forward_peak = max(in_forward, saved + made + rows_T * sizes.top_k * (call.spread == "padded"))
+    in_backward = saved + (made or rows_T) + wide_dx + backward_work
     backward_peak = in_backward + expert_gradients
-    routing_peak = _routing_peak(sizes, num_tokens)
-    gate_backward = 3 * rows_T + wide_dx + small + routing_peak
-    gate_peak = gate_backward + sizes.expert_parameters * sizes.element_size
+    routing_peak = _routing_peak(sizes, call)
+    # SoftMoE divides by the tokens' lengths, which have a gradient of their own.
+    gate_backward = (
+        (4 if call.spread == "mixed" else 3) * rows_T + wide_dx + small + _gate_gradients(sizes, call)
+    )
+    gate_peak = gate_backward + parameters * sizes.element_size
+    gradients = parameters + sizes.gate_parameters
     return PredictedMemory(
         saved=saved,
         temporary=max(forward_work, backward_work),
-        gradients=(sizes.expert_parameters + sizes.gate_parameters) * (sizes.cast_from or sizes.element_size),
+        gradients=gradients * (sizes.cast_from or sizes.element_size),
         host=host,
         peak=max(forward_peak, backward_peak, routing_peak, gate_peak),
         forward_peak=forward_peak,
@@ -106,11 +127,32 @@ def predict(
             "dT_I": rows_T,
             **kept,
             "routing": small,
-            "forward slots": forward_slots,
-            "backward slots": backward_slots,
+            "forward buffers": forward_held.most,
+            "backward buffers": backward_held.most,
             "parameters' gradients": expert_gradients,
-        },
+        }
+        | ({"shared T_M": shared} if shared else {}),
     )
+
+
+# ---- rows that are no tokens: padded to capacity, or mixtures
+
+
+def _saved_mixtures(call: CallRows, made: int, restore: Restore) -> int:
+    """Where rows are mixtures: their results, and the mixtures themselves where they are sent again."""
+    if call.spread != "mixed":
+        return 0
+    return made * (2 if restore.dispatched == "communicate" else 1)
+
+
+def _spread_forward(call: CallRows, made: int) -> int:
+    """The rows that forward works on, and their results. made: bytes of one of them."""
+    return made * (2 if call.spread == "padded" else 1)
+
+
+def _spread_backward(call: CallRows, made: int, restore: Restore) -> int:
+    """The gradients of rows; padded rows are made again where they are sent again."""
+    return made * (2 if call.spread == "padded" and restore.dispatched == "communicate" else 1)
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
@@ -121,8 +163,11 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
     return kept, t_di * (restore.dispatched == "offload") + t_m * (restore.hidden == "offload")
 
 
-def _arena(sizes: LayerSizes, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> int:
-    """All ring slots of a pass."""
+def _held(sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> Held:
+    """Bytes of a pass's buffers: all ring slots, the whole time, where there are rings."""
+    size = sizes.element_size
+    if not sizes.rotates:
+        return without_rings(sizes, rows, direction).times(size)
     schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     buffers = BufferSizes(
         direction=direction,
@@ -132,33 +177,72 @@ def _arena(sizes: LayerSizes, rows: PassRows, direction: str, restore: Restore, 
         restore=restore,
         rearranged=rearranged,
     )
-    elements = slot_elements(schedule, buffers)
-    return arena_elements(elements, sizes.element_size)[1] * sizes.element_size
+    num_bytes = arena_elements(slot_elements(schedule, buffers), size)[1] * size
+    return Held(num_bytes, num_bytes, num_bytes, num_bytes)
 
 
-# ---- what a pass needs beside its slots
+# ---- what a pass needs beside its buffers
 
 
-def _beside_forward(sizes: LayerSizes, forward: PassRows, backward: PassRows) -> int:
+def _forward_work(
+    sizes: LayerSizes, call: CallRows, forward: PassRows, backward: PassRows, held: Held
+) -> int:
+    """All that forward works with."""
     weights = 3 * (forward.received + forward.sent) * sizes.weight_size
+    shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
+    largest = max(
+        held.summing + _one_choice_rows(sizes, forward),
+        held.computing + _graph(sizes, backward),
+        held.first + shared,
+        held.leaving,
+    )
     return (
-        max(_one_choice_rows(sizes, forward), _graph(sizes, backward)) + weights + _unit_bytes(sizes, forward)
+        largest
+        + weights
+        + _unit_bytes(sizes, forward)
+        + _shared_result(sizes, call)
+        + _relayed(sizes, forward)
     )
 
 
-def _beside_backward(sizes: LayerSizes, num_tokens: int, backward: PassRows) -> int:
-    """Products of a block of rows are summed to the gradients of their routing weights."""
+def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: Held) -> int:
+    """All that backward works with. Products of a block of rows are summed to the gradients of their routing
+    weights."""
     wide = sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
-    largest = max(products, _one_choice_rows(sizes, backward), _graph(sizes, backward))
-    weights = (3 * backward.received + 2 * num_tokens * sizes.top_k) * sizes.weight_size
+    largest = max(
+        held.computing + max(products, _graph(sizes, backward)),
+        held.summing + _one_choice_rows(sizes, backward),
+        held.first + _shared_gradients(sizes, call),
+        held.leaving,
+    )
+    weights = (3 * backward.received + 2 * call.slots) * sizes.weight_size
     unit = _unit_bytes(sizes, backward)
     if sizes.columns.staged:
         unit = max(unit, sizes.expert_parameters * sizes.element_size)  # a weight's gradient is staged, too
     elif sizes.element_size < WIDE:  # an expert's gradient is made before it is added
         num_local = sizes.num_experts // sizes.num_across
         unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
-    return largest + weights + unit
+    return largest + weights + unit + _shared_result(sizes, call) + _relayed(sizes, backward)
+
+
+def _shared_result(sizes: LayerSizes, call: CallRows) -> int:
+    """What the shared expert adds to all tokens of a pass."""
+    return call.tokens * sizes.d_model * sizes.element_size * bool(sizes.shared_parameters)
+
+
+def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
+    """Its incoming gradient, the gradient of its T_M, the activated hidden, and products of a block."""
+    if not sizes.shared_parameters:
+        return 0
+    columns, size = sizes.shared_columns, sizes.element_size
+    elements = call.tokens * (sizes.d_model + columns.hidden + columns.scratch)
+    return elements * size + min(columns.scratch_rows, call.tokens) * columns.scratch * max(size, WIDE)
+
+
+def _relayed(sizes: LayerSizes, rows: PassRows) -> int:
+    """Two copies of what a rank carries for others, a part of the way, in one collective."""
+    return 2 * rows.relayed * sizes.d_model * sizes.element_size
 
 
 def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:
@@ -196,25 +280,46 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
 # ---- what is small for each row
 
 
-def _saved_by_row(sizes: LayerSizes, num_tokens: int, rows: PassRows) -> int:
+def _saved_by_row(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     """The gate's probabilities, choices and weights, the order of rows, and routing weights that arrived."""
-    slots = num_tokens * sizes.top_k
-    gate = num_tokens * sizes.num_experts * sizes.weight_size * sizes.gate_scores
+    gate = _scores(sizes, call) * sizes.gate_scores
     # Weights that are scaled to sum 1 are saved before and after.
-    choices = slots * (INDEX + sizes.weight_size * (1 + (sizes.top_k > 1)))
+    choices = call.slots * (INDEX + sizes.weight_size * (1 + (sizes.top_k > 1)))
     received = rows.received * sizes.weight_size
-    return gate + choices + received + _plan_bytes(sizes, slots, rows)
+    shared = call.tokens * sizes.weight_size * bool(sizes.shared_parameters)
+    if call.spread == "padded":
+        choices += (call.inner + call.tokens * sizes.top_k) * INDEX
+    return gate + choices + received + shared + _plan_bytes(sizes, call, rows)
 
 
-def _plan_bytes(sizes: LayerSizes, slots: int, rows: PassRows) -> int:
+def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     """Where each row stands, its token, and how received rows are regrouped."""
-    order = slots * INDEX * (2 + (sizes.top_k > 1))
+    picked = call.choices > sizes.top_k  # the token of each slot, and where it was picked
+    order = call.slots * INDEX * (2 + (sizes.top_k > 1) + 2 * picked)
+    order += call.slots * (INDEX + INDEX // 2) * rows.merged  # whose row carries a slot
     regrouped = any(rows.extent.regrouped)
     return order + rows.sent * INDEX + rows.received * INDEX * 2 * regrouped
 
 
-def _routing_peak(sizes: LayerSizes, num_tokens: int) -> int:
-    """While the gate decides and rows are sorted, before any row moves; the same after they came back."""
-    slots = num_tokens * sizes.top_k
-    widened = min(num_tokens, BLOCK_ROWS) * sizes.d_model * WIDE * (sizes.element_size < WIDE)
-    return num_tokens * sizes.num_experts * sizes.weight_size * 5 + slots * INDEX * 12 + widened
+def _routing_peak(sizes: LayerSizes, call: CallRows) -> int:
+    """While the gate decides and rows are sorted, before any row moves."""
+    return _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
+
+
+def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:
+    """Of the routing weights, and of two steps from them to the logits."""
+    return (
+        _scores(sizes, call) * 2 * bool(sizes.gate_scores)
+        + call.slots * sizes.weight_size * 2
+        + _widened(sizes, call)
+    )
+
+
+def _scores(sizes: LayerSizes, call: CallRows) -> int:
+    """A number for each token and expert."""
+    return call.tokens * sizes.num_experts * sizes.weight_size
+
+
+def _widened(sizes: LayerSizes, call: CallRows) -> int:
+    """Narrow tokens, as the gate reads them."""
+    return min(call.tokens, BLOCK_ROWS) * sizes.d_model * WIDE * (sizes.element_size < WIDE)

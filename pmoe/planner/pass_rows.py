@@ -9,7 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pmoe.planner.layer_sizes import LayerSizes
+from torch import Tensor
+
+from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.schedule.slots import ChunkRows
 
 if TYPE_CHECKING:
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 class PassRows:
     """Rows of one pass on this rank.
 
-    extent: by chunk. received, local, sent: in all. exact: the very rows, else the most that there may be.
+    extent: by chunk. received, local, sent: in all. relayed: rows that this rank carries for others in the
+    largest chunk. merged: whether rows travel once to a rank that holds several of their token's experts.
+    exact: the very rows, else the most that there may be.
     """
 
     extent: ChunkRows
@@ -28,6 +32,8 @@ class PassRows:
     local: int
     sent: int
     exact: bool
+    relayed: int = 0
+    merged: bool = False
 
     @property
     def num_chunks(self) -> int:
@@ -46,58 +52,87 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     """
     own = slice(inside_rank * sizes.num_across, (inside_rank + 1) * sizes.num_across)
     counts = counts.joined(n)
-    send, recv = counts.send.clone(), counts.recv.clone()
-    home = [rows + sizes.has_drops for rows in send.sum((1, 2)).tolist()]
+    is_merged = counts.sent_once is not None
+    recv, leaving, coming = counts.recv, counts.sent_rows, counts.received_rows
+    home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
     if sizes.bypass_local:
-        local = send[:, rank].sum(1).tolist()
-        send[:, rank] = 0
-        recv[:, rank] = 0
+        local = counts.send[:, rank].sum(1).tolist()
+        recv, leaving, coming = (_without(each, rank) for each in (recv, leaving, coming))
+        if is_merged:
+            home = [a + b + 1 for a, b in zip(leaving.sum(1).tolist(), local, strict=True)]
+    apart = sizes.inside > 1 or is_merged
     extent = ChunkRows(
-        send=tuple(send.sum((1, 2)).tolist()),
+        send=tuple(leaving.sum(1).tolist()),
         received=tuple(recv.sum((1, 2)).tolist()),
         local=tuple(local),
         home=tuple(home),
-        regrouped=tuple((recv.sum(2) > 0).sum(1).gt(1).tolist()),
-        arrived=tuple(recv[:, own].sum((1, 2)).tolist()) if sizes.inside > 1 else None,
-        gathered=tuple(recv.sum((1, 2)).tolist()) if sizes.inside > 1 else None,
+        regrouped=tuple(is_merged or sources > 1 for sources in (coming > 0).sum(1).tolist()),
+        arrived=tuple(coming[:, own].sum(1).tolist()) if apart else None,
+        gathered=tuple(coming.sum(1).tolist()) if apart else None,
         inside=sizes.inside,
     )
     return PassRows(
-        extent=extent, received=sum(extent.received), local=sum(local), sent=sum(extent.send), exact=True
+        extent=extent,
+        received=sum(extent.received),
+        local=sum(local),
+        sent=sum(extent.send),
+        exact=True,
+        relayed=max((_max_rows(each) for each in counts.relayed if each is not None), default=0),
+        merged=is_merged,
     )
 
 
-def worst_rows(sizes: LayerSizes, num_tokens: int, n: int, bins: int, slot_rows: int) -> PassRows:
-    """The most rows that any routing brings a rank, where no rank has more than ``num_tokens`` tokens.
+def _without(counts: Tensor, rank: int) -> Tensor:
+    """counts (n, W, ...) without the rows between ``rank`` and itself."""
+    counts = counts.clone()
+    counts[:, rank] = 0
+    return counts
 
-    slot_rows: the rows of a slot; chunks are cut finer until none brings more, down to the ``bins``.
+
+def _max_rows(relayed_nX: Tensor) -> int:
+    return int(relayed_nX.sum(1).max()) if relayed_nX.numel() else 0
+
+
+def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: int) -> PassRows:
+    """The most rows that any routing brings a rank, where no rank has more than this call's.
+
+    slot_rows: the rows of a slot; chunks are cut finer until none brings more, down to the ``bins``. Without
+    rings there are no slots, and chunks stay as they are.
     """
     sources = sizes.num_ranks - 1 if sizes.bypass_local else sizes.num_ranks
-    own = math.ceil(num_tokens / n) * sizes.top_k
+    own = _most_of_chunk(call, n)
     cuts = n
     while bins % (2 * cuts) == 0:
         cuts *= 2
-    finest = math.ceil(num_tokens / cuts) * sizes.top_k
-    received = min(sources * own, max(slot_rows, sources * finest))
+    received, chunks = sources * own, n
+    if sizes.rotates:
+        received = min(received, max(slot_rows, sources * _most_of_chunk(call, cuts)))
+        # A skewed batch of one or two chunks is cut into more, which use every slot of a ring.
+        chunks = max(n, 3) if sources else n
     local = own if sizes.bypass_local else 0
-    # A skewed batch of one or two chunks is cut into more, which use every slot of a ring.
-    chunks = max(n, 3) if sources else n
+    apart = sizes.inside > 1 or sizes.merges
     extent = ChunkRows(
         send=(own * sizes.travels,) * chunks,
         received=(received,) * chunks,
         local=(local,) * chunks,
-        home=(own + sizes.has_drops,) * chunks,
-        regrouped=(sources > 1,) * chunks,
-        arrived=(min(received, sizes.num_across * own),) * chunks if sizes.inside > 1 else None,
-        gathered=(received,) * chunks if sizes.inside > 1 else None,
+        home=(own + (sizes.has_drops or sizes.merges),) * chunks,
+        regrouped=(sources > 1 or sizes.merges,) * chunks,
+        arrived=(min(received, sizes.num_across * own),) * chunks if apart else None,
+        gathered=(received,) * chunks if apart else None,
         inside=sizes.inside,
     )
-    slots = num_tokens * sizes.top_k
     return PassRows(
         extent=extent,
-        received=sources * slots,
-        local=slots if sizes.bypass_local else 0,
-        sent=slots * sizes.travels,
+        received=sources * call.slots,
+        local=call.slots if sizes.bypass_local else 0,
+        sent=call.slots * sizes.travels,
         exact=False,
+        relayed=sizes.relays * own,
+        merged=sizes.merges,
     )
+
+
+def _most_of_chunk(call: CallRows, n: int) -> int:
+    """The most slots that one of n chunks of a rank's tokens may have."""
+    return min(math.ceil(call.inner / n) * call.choices, call.slots)

@@ -66,13 +66,17 @@ TAKES: dict[str, frozenset[Feature]] = {
     ),
     "one rank's counts": frozenset({F.NO_CAPACITY, F.FUSED, F.ROTATES, F.OFFLOADS, F.CHUNKS}),
     # ---- predictions, and calls in a CUDA graph
-    "memory": frozenset(
+    # What is promised. A prediction only says what it does not know.
+    "memory budget": frozenset(
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
-        | {F.EXTERNAL_ROUTING, F.GATE_MODULE, F.OTHER_EXPERTS, F.FUSED}
+        | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED}
     ),
 }
-TAKES["memory budget"] = TAKES["memory"] - {F.GATE_MODULE}
+TAKES["memory"] = TAKES["memory budget"] | (
+    {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}
+    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS}
+)
 TAKES["graph capture"] = TAKES["padded counts"] - {F.GRADIENTS, F.OFFLOADS}
 """By taker, what it computes. The pipeline runner computes everything that the kernels do not."""
 

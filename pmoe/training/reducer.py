@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pmoe.comm.agree import gathered
-from pmoe.comm.ranks import Ranks, options_like
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.gradient_partition import Partition

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -110,6 +111,53 @@ def test_the_peak_of_sharded_experts_is_within_two_percent_of_the_prediction(
     for exact, bound in ranks(world).run(sharded_job, pair, n, esp):
         assert exact == pytest.approx(1, rel=0.02)
         assert bound >= 1
+
+
+KINDS: list[tuple[dict[str, Any], int]] = [
+    ({"pipeline": 1}, 1),
+    ({"pipeline": 4, "top_k": 2}, 1),
+    ({"pipeline": 4}, 2),
+    ({"pipeline": 4, "top_k": 2, "send_once": True}, 1),
+    ({"pipeline": 4, "top_k": 2, "send_once": True, "memory_reuse": "S4"}, 1),
+    ({"pipeline": 4, "shared_expert": 256}, 1),
+    ({"pipeline": 2, "gate": "expert_choice", "memory_reuse": "S4"}, 1),
+]
+
+
+def kind_job(rank: int, world: int, options: dict[str, Any], esp: int) -> tuple[float, float]:
+    layer = build(**options, **sharded(world, esp))
+    tokens = TOKENS - 37 * rank
+    generator = torch.Generator().manual_seed(rank)
+    found = step_bytes(layer, torch.randn(tokens, D_MODEL, generator=generator))
+    exact = layer.predict_memory(tokens, layer.row_counts)
+    return exact.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
+
+
+@pytest.mark.parametrize(
+    "world, options, esp", [(2 + 2 * (i % 2), *kind) for i, kind in enumerate(KINDS)], ids=named
+)
+def test_layers_of_other_kinds_are_predicted_as_well(world: int, options: dict[str, Any], esp: int) -> None:
+    for exact, bound in ranks(world).run(kind_job, options, esp):
+        assert exact == pytest.approx(1, rel=0.02)
+        assert bound >= 1
+
+
+def relayed_job(rank: int, world: int, hop: str) -> tuple[bool, bool]:
+    layer, straight = build(pipeline=2, dispatch=hop, nodes=2), build(pipeline=2)
+    x = torch.randn(TOKENS, D_MODEL, generator=torch.Generator().manual_seed(rank))
+    layer(x)
+    counts = layer.row_counts
+    assert counts is not None
+    exact = layer.predict_memory(TOKENS, counts)
+    plain = straight.predict_memory(TOKENS, replace(counts, relayed=(None, None)))
+    relayed = max(int(each.sum(1).max()) for each in counts.relayed if each is not None)
+    more = exact.temporary - plain.temporary
+    return more == 2 * relayed * D_MODEL * 4, layer.predict_memory(TOKENS).peak >= exact.peak
+
+
+@pytest.mark.parametrize("hop", ["hierarchical_1d", "hierarchical_2d"])
+def test_a_hierarchical_exchange_adds_two_copies_of_what_a_rank_relays(hop: str) -> None:
+    assert ranks(4).run(relayed_job, hop) == [(True, True)] * 4
 
 
 def skewed_job(rank: int, world: int, folder: str, share: float, esp: int = 1) -> dict[str, Any]:

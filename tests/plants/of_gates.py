@@ -124,7 +124,7 @@ GATES = (
     Plant(
         name="choices-not-distinct",
         breaks="a token may get an expert twice",
-        file="pmoe/gates/selection.py",
+        file="pmoe/gates/draws.py",
         old="        chosen_TK[:, choice] = pick_T.masked_fill(taken_T, last)\n",
         new="        chosen_TK[:, choice] = pick_T\n",
         tests="tests/unit/test_gates_fixed.py",

@@ -8,9 +8,11 @@ import math
 import pytest
 import torch
 
+from pmoe.gates.cosines import inverse_length
+from pmoe.gates.draws import distinct
 from pmoe.gates.expert_choice import best_tokens
-from pmoe.gates.logits import inverse_length
-from pmoe.gates.selection import ROUNDS, distinct, rows_for_each_expert, top_indices
+from pmoe.gates.whole_batch import rows_for_each_expert
+from pmoe.kernels.route import ROUNDS, top_indices
 from pmoe.ordering.capacity import expert_capacity
 
 

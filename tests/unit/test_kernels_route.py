@@ -18,9 +18,8 @@ from torch import Tensor
 
 import pmoe
 from pmoe.gates.losses import router_loss
-from pmoe.gates.selection import ROUNDS
 from pmoe.kernels.extension import load
-from pmoe.kernels.route import Routes, operators, reference, refusal, route, route_backward
+from pmoe.kernels.route import ROUNDS, Routes, operators, reference, refusal, route, route_backward
 from pmoe.kernels.route.checks import check_logits_memory
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
 from pmoe.warn import GIVEN

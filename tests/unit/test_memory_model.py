@@ -322,7 +322,7 @@ def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_wh
         regrouped=(False,),
     )
     rows = PassRows(extent=extent, received=B * travel, local=B * (not travel), sent=B * travel, exact=True)
-    found = predict(shape, B, rows, rows, KEEP)
+    found = predict(shape, shape.call(B), rows, rows, KEEP)
     between = found.saved / size + B * M  # T_I
     assert between < theory.activations(B, M, H)
     assert between == pytest.approx(theory.activations(B, M, H) - B * M, rel=0.02)

@@ -295,11 +295,9 @@ def test_what_padding_cannot_be_combined_with_is_named(options: dict[str, Any], 
         padded(**options)
 
 
-def test_an_unpredicted_memory_is_refused_and_so_is_no_flag() -> None:
+def test_a_budget_is_refused_and_so_is_no_flag() -> None:
     with pytest.raises(ValueError, match=r"memory_budget \('1GiB'\) must be left out where rows are padded"):
         padded(memory_budget="1GiB")
-    with pytest.raises(ValueError, match=r"predict_memory must not be called where rows are padded"):
-        padded(memory_reuse="S4").predict_memory(13)
     with pytest.raises(TypeError, match=r"pad_to_capacity \(1\) must be True or False"):
         make(pad_to_capacity=1)
 

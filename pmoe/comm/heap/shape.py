@@ -14,7 +14,8 @@ from functools import cache
 import torch
 
 from pmoe.comm.heap import device_memory
-from pmoe.comm.ranks import Ranks, timeout_of
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.subgroups import timeout_of
 
 FLAG_BYTES = 1024
 """Behind the layout: a flag, by which tests see whether kernels of several processes run together."""

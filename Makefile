@@ -22,7 +22,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n 2
 
 # Python,torch,transformers: each is tested in an environment of its own, .venv-versions/.
-VERSIONS ?= 3.10,2.11.0,5.7.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.23.0
+VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.23.0
 
 # One thread per process: the ranks of a test or of a training run share the cores.
 OMP := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}

@@ -369,7 +369,7 @@ class BuildPy(build_py):
 REPORT = ["jinja2>=3.1", "matplotlib>=3.9"]
 TRAIN = [*REPORT, "tqdm"]
 TENSORBOARD = ["tensorboard>=2.20"]
-TRANSFORMERS = ["transformers>=5.7,<6"]
+TRANSFORMERS = ["transformers>=5.23,<6"]
 DOCS = ["furo>=2025.9", "myst-parser>=4", "sphinx>=8.1,<10"]
 DISASSEMBLERS = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
@@ -398,7 +398,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
         entry_points={"console_scripts": ["pmoe = pmoe.cli:main"]},
         # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
-        install_requires=["torch>=2.11,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
+        install_requires=["torch>=2.13,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
         extras_require={
             "report": REPORT,
             "tensorboard": TENSORBOARD,

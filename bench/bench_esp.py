@@ -52,7 +52,7 @@ WORLD = NODES * RANKS_PER_NODE
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer and batch, letters as in DESIGN.md."""
+    """One layer and batch, letters as in docs/how_it_works.md."""
 
     tokens: int = 2048
     top_k: int = 1

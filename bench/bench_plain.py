@@ -27,7 +27,7 @@ from bench.timing import Timing, interleaved, machine, table, write_json
 
 @dataclass(frozen=True)
 class Setting:
-    """Letters as in DESIGN.md: rows = T * K."""
+    """Letters as in docs/how_it_works.md: rows = T * K."""
 
     tokens: int = 4096
     d_model: int = 512

@@ -72,4 +72,20 @@ KERNELS = (
         new="",
         tests="tests/unit/test_comet_kernels.py -k plain_loop",
     ),
+    Plant(
+        name="unmeasured-kernel-taken",
+        breaks="a kernel that nobody checked or timed computes what grouped_mm refuses",
+        file="pmoe/kernels/registry.py",
+        old="        plain = next((name for name in willing if name != self.challenger), None)\n",
+        new='        plain = next((name for name in willing if name != "grouped_mm"), None)\n',
+        tests="tests/unit/test_kernels_registry.py -k plain_way",
+    ),
+    Plant(
+        name="results-that-are-no-number",
+        breaks="a kernel that gives NaN passes its check",
+        file="pmoe/measure/kernel_check.py",
+        old="        if not error <= allowed:\n",
+        new="        if error > allowed:\n",
+        tests="tests/unit/test_kernel_check.py -k no_number",
+    ),
 )

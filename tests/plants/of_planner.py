@@ -74,6 +74,22 @@ PLANNER = (
         tests="tests/unit/test_granularity.py",
     ),
     Plant(
+        name="key-without-users-settings",
+        breaks="a user's gates of one class share what was learnt, however many rows they make",
+        file="pmoe/layer/searched.py",
+        old="options_in_words(parts, of_users=True)",
+        new="options_in_words(parts)",
+        tests="tests/unit/test_learnt_key.py",
+    ),
+    Plant(
+        name="kept-degrees-of-another-rank",
+        breaks="each rank takes its own file of what trials found",
+        file="pmoe/runners/searched.py",
+        old='    key, tables = from_first(ranks, sent, stage="sharing what trials found")\n',
+        new="    tables = _kept(kept_path(key), key, candidates=range(1, 17))\n",
+        tests="tests/gloo/test_learnt.py -k only_another",
+    ),
+    Plant(
         name="cached-answers-that-fell",
         breaks="answers that a new measurement contradicts stay",
         file="pmoe/planner/granularity.py",

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench.choices import ALL_DEGREES, CASES, Case, Result, name_of, run_batches, run_case
 from bench.links import INFINITE, launch
 from bench.passes import Setting
-from bench.timing import Timing, machine, table, write_json
+from bench.timing import Timing, table, write_json
 from pmoe.planner.degree import DEGREES
 
 MEDIAN_REGRET, WORST_REGRET = 0.05, 0.10
@@ -195,7 +195,7 @@ def main() -> None:
         setting, cases, degrees, batches = QUICK, (CASES[1], CASES[-1]), [1, 3, 4], [256, 2048]
     if args.cases:
         cases = tuple(case for case in CASES if case.name in args.cases)
-    started, began = machine(), time.monotonic()
+    began = time.monotonic()
 
     def launched(function: Any, *given: Any) -> Any:
         return launch(setting.world, function, "modelled", INFINITE, given, timeout_seconds=1800)[0]
@@ -210,10 +210,7 @@ def main() -> None:
     by_batch = launched(run_batches, BATCH_CASE, setting, batches, rounds)
     print(f"\nn by batch size, {BATCH_CASE}, after {time.monotonic() - began:.0f} s")
     print(table(batch_rows(by_batch)))
-    print(
-        f"\n{setting}, one thread each; medians of {rounds} rounds; "
-        f"load before {started['load_average_1min']}"
-    )
+    print(f"\n{setting}, one thread each; medians of {rounds} rounds")
     print(table(summary(rows)))
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / "choices_modelled"
@@ -221,7 +218,6 @@ def main() -> None:
     write_json(
         f"{stem}.json",
         setting=asdict(setting),
-        machine_before=started,
         rounds=rounds,
         summary=summary(rows),
         rows=rows,

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from pmoe.engine.host_pool import HostPool
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-"""Others, such as fake ones, make their own kind."""
-_profiler_enabled = torch.autograd._profiler_enabled
-
-
 class Arena:
     """The slots of one pass, in one piece of device memory. buffers: those with rows, where they lie."""
 
@@ -61,45 +56,38 @@ class Arena:
 
 
 LARGE_BYTES = 1 << 16
-"""From this size on the CPU's pool serves tensors itself: below, malloc asks the system for nothing."""
+"""What the CPU's pool serves itself; malloc does not ask the system for less."""
+_PLAIN = (Tensor, torch.nn.Parameter)
+_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class DevicePool:
-    """Counts the ring slots of one device's passes, and has memory for all that passes take. On a GPU that is
-    torch's allocator, which keeps what is freed. On the CPU a large tensor of torch's comes from the system
-    and goes back to it, page by page, or leaves a hole in malloc's memory that the next, of another size,
-    does not fit; so there it is the pool that keeps it.
-    """
+    """Counts the ring slots of one device's passes, and has memory for all that passes take: on a GPU torch's,
+    on the CPU its own, where torch's comes from the system page by page."""
 
     def __init__(self, device: torch.device) -> None:
-        self.bytes_in_use = 0
-        self.peak_bytes = 0
+        self.bytes_in_use = self.peak_bytes = 0
         self._device = device
         self._running: weakref.WeakSet[Arena] = weakref.WeakSet()
 
     @functools.cached_property
-    def _kept(self) -> HostPool:
+    def _own(self) -> HostPool:
         from pmoe.engine.host_pool import HostPool
 
         return HostPool(self._device)
 
     @property
     def kept_bytes(self) -> int:
-        """What the pool keeps free for the passes to come, at most; 0 on a GPU, where torch's allocator does."""
-        return self._kept.kept_bytes if "_kept" in self.__dict__ else 0
+        """What the pool keeps free for passes to come, at most; 0 on a GPU, where torch's allocator does."""
+        return self._own.kept_bytes if "_own" in self.__dict__ else 0
 
     def new(self, like: Tensor, *shape: int) -> Tensor:
-        """Uninitialised memory of like's type, the caller's until its last tensor dies. While torch's profiler
-        watches it is torch's own, whose events then tell of every piece."""
+        """Uninitialised memory, the caller's until its last tensor dies. While torch's profiler watches it is
+        torch's own, whose events then tell of every piece."""
         is_large = math.prod(shape) * like.element_size() >= LARGE_BYTES
-        if not is_large or type(like) not in _PLAIN or like.device.type != "cpu" or _profiler_enabled():
-            return like.new_empty(shape)
-        from pmoe.engine.host_pool import HostMemoryError
-
-        try:
-            return self._kept.take(shape, like.dtype)
-        except HostMemoryError:
-            return like.new_empty(shape)
+        if is_large and like.device.type == "cpu" and type(like) in _PLAIN and not _profiler_enabled():
+            return self._own.new(like, shape)
+        return like.new_empty(shape)
 
     def take(self, elements: int, like: Tensor, arena: Arena) -> Tensor:
         memory = self.new(like, elements)
@@ -115,11 +103,15 @@ class DevicePool:
     def trim(self) -> None:
         """As `Pool.trim`, of this memory alone."""
         if self._running:
-            raise RuntimeError(f"the pool of {self._device} cannot be trimmed while a pass of a layer runs")
+            raise RuntimeError(f"the pool of {self._device} must not be trimmed while a pass of a layer runs")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        elif "_kept" in self.__dict__:
-            self._kept.trim()
+        self.keep_at_most(0)
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Gives all that is kept back where it is more."""
+        if self.kept_bytes > num_bytes:
+            self._own.trim()
 
 
 class Pool:
@@ -135,8 +127,8 @@ class Pool:
         return HostPool(self._of)
 
     def trim(self) -> None:
-        """Gives what is kept free back: to the system, on a GPU all that torch's allocator has cached. The next
-        passes take it anew. RuntimeError while a pass runs."""
+        """Gives what is kept free back, on a GPU all that torch's allocator has cached. Raises RuntimeError
+        while a pass runs."""
         self.device.trim()
         if "host" in self.__dict__:
             self.host.trim()
@@ -146,8 +138,8 @@ _pools: dict[torch.device, Pool] = {}
 
 
 def pool(device: torch.device | str = "cpu") -> Pool:
-    """The pool of ``device``: ``.device`` and ``.host``, each with bytes_in_use, peak_bytes and kept_bytes; host
-    has a ``limit_bytes`` that may be set. ``trim()`` gives back what is kept."""
+    """The pool of ``device``: ``.device`` and ``.host``, each with bytes_in_use, peak_bytes and kept_bytes;
+    host has a ``limit_bytes`` that may be set. ``trim()`` gives back what is kept."""
     device = torch.empty(0, device=device).device  # "cuda" is one of them
     if device not in _pools:
         _pools[device] = Pool(device)

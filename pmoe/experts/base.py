@@ -22,8 +22,8 @@ from pmoe.schedule.slots import HiddenColumns
 
 Allocate = Callable[[str, int, int], Tensor]
 """(name, rows, columns) -> memory of the rows' type, uninitialised. Experts say what they need it for ("T_M",
-"active", "dT_M", "T_DO", "dT_DI", "scratch", "products"); the pass that calls them says where it lies: in a ring slot, or
-anew."""
+"active", "dT_M", "T_DO", "dT_DI", "scratch", "products"); the pass that calls them says where it lies: in a
+ring slot, or anew."""
 
 Reduce = Callable[[Sequence[Tensor]], None]
 """Changes this rank's parts of parameters' gradients in place; a collective, called alike on every rank."""

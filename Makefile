@@ -1,5 +1,7 @@
 # make train   set up .venv once and train the example: 2 ranks on the CPU, or one rank per GPU
-# make test    set up .venv once and run the test suite
+# make test    set up .venv once and run the tests that are quick and need no GPU
+# make test-all        the slow ones, too
+# make test-versions   a part of them with the oldest and the newest Python, torch and transformers
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
 #
@@ -19,10 +21,13 @@ RANKS ?=
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 
+# Python,torch,transformers: each is tested in an environment of its own, .venv-versions/.
+VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.23.0
+
 # One thread per process: the ranks of a test or of a training run share the cores.
 OMP := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
-.PHONY: help setup extension browser docs train test test-all lint format bench clean FORCE
+.PHONY: help setup extension browser docs train test test-all test-versions lint format bench clean FORCE
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -99,6 +104,9 @@ train: $(STAMP)
 test: $(STAMP) extension browser $(FAIRSEQ)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not slow and not gpu" $(PYTEST_ARGS)
 
+test-versions:
+	@bash tests/versions.sh $(VERSIONS)
+
 test-all: $(STAMP) extension browser $(FAIRSEQ)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
@@ -123,7 +131,7 @@ bench: $(STAMP)
 	@$(OMP) $(BIN)/python bench/bench_overlap.py --link modelled $(ARGS)
 
 clean:
-	rm -rf .venv .venv-fairseq .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-fairseq .venv-gpu .venv-versions build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	rm -f pmoe/_cuda.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -368,7 +368,8 @@ class BuildPy(build_py):
 
 REPORT = ["jinja2>=3.1", "matplotlib>=3.9"]
 TRAIN = [*REPORT, "tqdm"]
-TRANSFORMERS = ["transformers>=5.7,<6"]
+TENSORBOARD = ["tensorboard>=2.20"]
+TRANSFORMERS = ["transformers>=5.23,<6"]
 DOCS = ["furo>=2025.9", "myst-parser>=4", "sphinx>=8.1,<10"]
 DISASSEMBLERS = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
@@ -381,6 +382,15 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         long_description_content_type="text/markdown",
         author="pmoe authors",
         license="MIT",
+        license_files=["LICENSE"],
+        classifiers=[
+            "Development Status :: 3 - Alpha",
+            "Intended Audience :: Science/Research",
+            "Operating System :: POSIX :: Linux",
+            "Programming Language :: Python :: 3",
+            "Topic :: Scientific/Engineering :: Artificial Intelligence",
+            "Typing :: Typed",
+        ],
         python_requires=">=3.10",
         packages=find_packages(include=["pmoe", "pmoe.*"]),
         package_data={"pmoe": ["py.typed"], "pmoe.planner": ["page.html"]},
@@ -388,9 +398,10 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
         entry_points={"console_scripts": ["pmoe = pmoe.cli:main"]},
         # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
-        install_requires=["torch>=2.11,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
+        install_requires=["torch>=2.13,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
         extras_require={
             "report": REPORT,
+            "tensorboard": TENSORBOARD,
             "train": TRAIN,
             "transformers": TRANSFORMERS,
             "docs": [*TRAIN, *DOCS],
@@ -413,7 +424,8 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 "clang-format>=23,<24",
                 # For setup.py build_ext --inplace, and wheels without build isolation.
                 "setuptools>=70.1",
-                "tensorboard>=2.20",
+                *TENSORBOARD,
+                "pillow>=11",  # the tests look at the pictures of the docs
             ],
         },
     )

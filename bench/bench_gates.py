@@ -32,7 +32,7 @@ TARGET = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """Letters as in DESIGN.md: T, M, H, E, K."""
+    """Letters as in docs/how_it_works.md: T, M, H, E, K."""
 
     tokens: int = 8192
     d_model: int = 1024

@@ -41,7 +41,7 @@ WAYS = ("no reduction", "plain", "partitioned")
 
 @dataclass(frozen=True)
 class Setting:
-    """Letters as in DESIGN.md. dense: products of (d_model, 2 d_model) and back in each block."""
+    """Letters as in docs/how_it_works.md. dense: products of (d_model, 2 d_model) and back in each block."""
 
     tokens: int = 1024
     d_model: int = 512

@@ -31,7 +31,7 @@ Run = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer and batch. Letters as in DESIGN.md: rows a rank = T * K."""
+    """One layer and batch. Letters as in docs/how_it_works.md: rows a rank = T * K."""
 
     rows: int = 4096
     d_model: int = 512

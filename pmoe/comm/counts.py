@@ -46,7 +46,7 @@ FAULTS = {
     Fault.SHAPE: "the last dimension of its input is not d_model",
     Fault.DTYPE: "its input has another dtype than the layer's parameters",
     Fault.DEVICE: "its input is on another device than the layer's parameters",
-    Fault.NOT_FINITE: "its gate logits are not finite (check_finite=True)",
+    Fault.NOT_FINITE: "its gate logits are not finite (check_finite=False lets them pass)",
     Fault.ROUTING: "its gate returned expert indices outside 0..num_experts - 1",
     Fault.OTHER: "its gate raised an error",
     Fault.WEIGHT: "its gate returned weights that are not finite",

@@ -30,7 +30,7 @@ class Routing:
     unless ``token`` or ``mix`` says otherwise.
     weight: (S, K) float32 or float64, the factor of each expert's output; carries the gate's gradient.
     l_aux: scalar, the auxiliary loss of this rank's tokens, attached to the graph where the gate learns.
-    logits: the gate's scores or None; looked at only for ``check_finite``.
+    logits: the gate's scores or None; looked at only to check that they are finite.
     keep: (S, K) bool, what the gate itself keeps within capacity; None leaves capacity to the layer.
     token: (S,) int64, ascending: the token of each row, where tokens do not all go to as many experts.
     mix: how rows are mixed of tokens, and tokens of results.

@@ -19,9 +19,9 @@ class BatchPrioritisedGate(TopKGate):
     """`TopKGate`'s choices and weights, of which each expert keeps C = ceil(capacity_factor * T * K / E):
     first choices before second ones, among those by the token's priority, ties to the lowest token.
 
-    A token's priority is its largest probability before normalisation (the paper's maximum routing weight).
+    A token's priority is its largest probability before normalisation (the maximum routing weight).
     ``keep`` (T, K) says what stays; the weights of the rest stay as they are, and l_aux counts choices before
-    drops. capacity_factor None keeps everything (``keep`` is None). The paper leaves weights unnormalised:
+    drops. capacity_factor None keeps everything (``keep`` is None). Weights are usually left unnormalised:
     normalize=False.
 
     partition "none": tokens compete for capacity within the batch, so a part would keep other rows. The gate

@@ -34,8 +34,8 @@ class DeepSeekGate(TopKRouter):
     Args:
         num_groups, top_groups: the experts are ``num_groups`` equal runs of neighbours; a token goes to
             experts of its ``top_groups`` best runs only, by the sum of the two best biased scores in each
-            (node-limited routing; the paper sums K / top_groups scores, 2 in its model).
-        routed_scaling: what the weights sum to (2.5 in DeepSeek-V3's published configuration).
+            (node-limited routing).
+        routed_scaling: what the weights sum to; 2.5 is usual with this gate.
         update_speed: gamma, by how much one `update_bias` moves a bias.
         sequence_length: rows of x that are one sequence, the last may be shorter; None takes the rank's
             whole batch as one.
@@ -45,8 +45,8 @@ class DeepSeekGate(TopKRouter):
 
     The auxiliary loss is the complementary sequence-wise one (Eq. 17-20) without its factor alpha, averaged
     over sequences: E * sum_e f_e P_e, f_e the share of choices that e would have got without bias and groups,
-    P_e its mean share of a token's sigmoids. It is 1 where even, like the losses of other gates; alpha is
-    0.0001 in the paper. Computed in float32, or in float64 where the tokens are.
+    P_e its mean share of a token's sigmoids. It is 1 where even, like the losses of other gates; a usual
+    alpha is 0.0001. Computed in float32, or in float64 where the tokens are.
 
     Call `update_bias` once an optimizer step. Recomputation under activation checkpointing counts each choice
     twice (once under `pmoe.checkpoint_contexts`), which is harmless as long as it is so for all forwards

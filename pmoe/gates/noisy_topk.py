@@ -20,7 +20,7 @@ class NoisyTopKGate(TopKRouter):
     k largest of H, ties to the lowest expert index. There is noise in training mode only.
 
     weight, noise_weight: parameters (E, M). The latter begins at 0, noise of deviation softplus(0) = 0.69
-    for every token and expert, as in 1701.06538 (appendix A).
+    for every token and expert, as is usual.
     ``normalize`` True is the papers' formula. For top_k = 1 that weight is the constant 1, and the gate would
     never learn from the task, so None means top_k > 1; where not normalised, the weight is the probability of
     the softmax of H over all experts.

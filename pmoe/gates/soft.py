@@ -28,7 +28,7 @@ class SoftGate(Gate):
     Args:
         top_k: checked and otherwise without effect: every token goes everywhere.
         slots_per_expert: P; None means 1. It cannot depend on T, which changes from batch to batch while phi
-            does not. The paper's choice is T / E, as many slots as tokens.
+            does not. T / E, as many slots as tokens, is usual.
 
     The routing has S rows; row s is of expert s // P, made by ``mix``, with weight 1 (the combination has
     the weights). Nothing is dropped and nothing can be out of balance: l_aux is 0, capacity means nothing

@@ -20,7 +20,7 @@ from pmoe.gates.router import check_normalize, check_sizes, draw_router_weight, 
 from pmoe.kernels.route import top_indices
 
 TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}
-"""What the temperature begins at, by score (section 4.1)."""
+"""What the temperature begins at, by score: the usual values, not checked against the paper."""
 
 
 class XMoEGate(Gate):
@@ -31,10 +31,10 @@ class XMoEGate(Gate):
     parameter; the temperature is its exponential, so no step of training makes it 0 or negative.
 
     Args:
-        d_proj: P; None means num_experts // 2, as in the paper, and at least 2: in one dimension every cosine
-            is 1 or -1, and nothing has a gradient.
+        d_proj: P; None means the usual num_experts // 2, and at least 2: in one dimension every cosine is 1
+            or -1, and nothing has a gradient.
         score: "softmax" or "sigmoid".
-        temperature: what it begins at; None is the paper's 0.3 for softmax, 0.07 for sigmoid.
+        temperature: what it begins at; None is the usual 0.3 for softmax, 0.07 for sigmoid.
         normalize: scales the k weights to sum 1; None means top_k > 1 with softmax, as in `TopKGate`, and
             False with sigmoid, as in `SigmoidGate`.
         z_loss_weight: of `router_z_loss` of s / temperature.

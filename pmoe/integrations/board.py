@@ -64,6 +64,6 @@ def summary_writer() -> type[SummaryWriter]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError(
-            f"tensorboard (True) must be False, or the package installed (pip install tensorboard): {error}"
+            f"tensorboard (True) must be False, or installed (pip install 'pmoe[tensorboard]'): {error}"
         ) from None
     return SummaryWriter

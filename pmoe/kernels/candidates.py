@@ -77,7 +77,6 @@ PRODUCTS = Registry(
         ProductCandidate(name=PMOE, reasons=_pmoe_reasons, misfit=_pmoe_misfit),
         ProductCandidate(name=GROUPED_MM, reasons=_grouped_mm_reasons, misfit=_grouped_mm_misfit),
         ProductCandidate(name=LOOP, reasons=lambda request: []),
-    ],
-    compete=(PMOE, GROUPED_MM),
+    ]
 )
 """The choices of this process, for all layers. `pmoe.measure.products` has them measured."""

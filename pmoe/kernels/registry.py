@@ -1,12 +1,12 @@
-"""Which kernel computes a product: each is asked why not; of two that would, the faster is taken.
+"""Which kernel computes a product: each is asked why not; the challenger is taken where it is faster.
 
-The rule, without any measurement of its own:
+The first candidate is the challenger, the others are plain ways. The rule, without measuring anything itself:
 
-    in deterministic mode   the first willing candidate, in the order of priority: on every rank and in every
-                            run the same, whatever was measured
-    measured                the faster of the two that compete; see `pmoe.measure.product_choices`
-    not measured            the baseline where it is willing, else the first willing: a kernel that nobody has
-                            timed never takes the baseline's place
+    asked for by name       this one (`Registry.forcing`)
+    measured                the faster of the challenger and the first willing plain way; see
+                            `pmoe.measure.product_choices`, which also checks that the challenger is right
+    else                    the first willing plain way: what nobody has timed and checked is not taken
+    in deterministic mode   the same: on every rank and in every run alike, whatever was measured
 
 With PMOE_LOG_KERNELS=1 every choice is logged once for each request, by the logger "pmoe".
 """
@@ -43,7 +43,7 @@ class ProductCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredChoice:
-    """The faster of two candidates, and the seconds of both on the slowest rank. when: ISO 8601, UTC."""
+    """The faster of two that compete, and the seconds of both on the slowest rank. when: ISO 8601, UTC."""
 
     choice: str
     seconds: Mapping[str, float]
@@ -53,14 +53,14 @@ class MeasuredChoice:
 class Registry:
     """Candidates in the order of priority, the choices among them, and why.
 
-    compete: the two that are measured, the challenger and the baseline.
-    The last candidate should refuse nothing.
+    The first is the challenger. The last one should refuse nothing.
     """
 
-    def __init__(self, candidates: Sequence[ProductCandidate], *, compete: tuple[str, str]) -> None:
+    def __init__(self, candidates: Sequence[ProductCandidate]) -> None:
         self.candidates = tuple(candidates)
-        self.compete = compete
+        self.challenger = candidates[0].name
         self.forced: str | None = None
+        self._distrusted: dict[tuple[str, torch.dtype], str] = {}
         self._measured: dict[ProductRequest, MeasuredChoice] = {}
         self._unmeasured: dict[ProductRequest, str] = {}
         self._ranked: dict[tuple[ProductRequest, bool], tuple[ProductCandidate, ...]] = {}
@@ -81,9 +81,14 @@ class Registry:
         self._unmeasured[request] = why
         self._ranked.pop((request, False), None)
 
+    def distrust(self, request: ProductRequest, why: str) -> None:
+        """From now on the challenger refuses all requests of this device and type."""
+        self._distrusted[request.device_name, request.dtype] = why
+        self._ranked.clear()
+
     def forget(self) -> None:
-        """All that was measured or chosen in this process."""
-        for held in (self._measured, self._unmeasured, self._ranked):
+        """All that was measured, checked or chosen in this process."""
+        for held in (self._measured, self._unmeasured, self._ranked, self._distrusted):
             held.clear()
 
     # ---- choosing
@@ -109,7 +114,7 @@ class Registry:
     def forcing(self, name: str) -> Iterator[None]:
         """Every choice in the block, on any device and thread, is ``name`` where the operands fit it.
 
-        The last candidate computes the others. For tests and benchmarks.
+        The last candidate computes the others. This asks for kernels by name: nothing need be measured.
         """
         names = [each.name for each in self.candidates]
         if name not in names:
@@ -120,44 +125,48 @@ class Registry:
         finally:
             self.forced = before
 
-    def both_willing(self, request: ProductRequest) -> bool:
-        """Whether the two that compete would compute this."""
-        return not any(each.reasons(request) for each in self.candidates if each.name in self.compete)
+    def competing(self, request: ProductRequest) -> tuple[str, str] | None:
+        """The challenger and the plain way that is measured beside it; None where one of them refuses."""
+        willing = self._willing(request)
+        return (willing[0], willing[1]) if len(willing) > 1 and willing[0] == self.challenger else None
 
     def _rank(self, request: ProductRequest) -> tuple[ProductCandidate, ...]:
         key = (request, torch.are_deterministic_algorithms_enabled())
         found = self._ranked.get(key)
         if found is None:
-            refusals = self._refusals(request)
-            willing = [candidate for candidate in self.candidates if not refusals[candidate.name]]
-            first, _ = self._first(request, [candidate.name for candidate in willing])
-            # Stable: behind the first they stay in the order of priority.
-            found = self._ranked[key] = tuple(sorted(willing, key=lambda each: each.name != first))
-            preferred = self.candidates[0]
-            self._warn_of_fallback(preferred, request, refusals[preferred.name])
+            willing = self._willing(request)
+            first, _ = self._first(request, willing)
+            # Operands that do not fit the first go to plain ways, in the order of priority.
+            names = [first, *(name for name in willing if name not in (first, self.challenger))]
+            by_name = {each.name: each for each in self.candidates}
+            found = self._ranked[key] = tuple(by_name[name] for name in names if name is not None)
+            self._warn_of_fallback(self.candidates[0], request, self._refusals(request)[self.challenger])
             if os.environ.get("PMOE_LOG_KERNELS", "") not in ("", "0"):
                 log.warning("%s", self.explain(request))  # a level that shows: it was asked for
         return found
 
     def _refusals(self, request: ProductRequest) -> dict[str, list[str]]:
-        return {candidate.name: candidate.reasons(request) for candidate in self.candidates}
+        found = {candidate.name: candidate.reasons(request) for candidate in self.candidates}
+        why = self._distrusted.get((request.device_name, request.dtype))
+        return found if why is None else {**found, self.challenger: [*found[self.challenger], why]}
+
+    def _willing(self, request: ProductRequest) -> list[str]:
+        return [name for name, reasons in self._refusals(request).items() if not reasons]
 
     def _first(self, request: ProductRequest, willing: Sequence[str]) -> tuple[str | None, str]:
-        """(its name, why); None where nobody is willing."""
-        challenger, baseline = self.compete
-        if not willing:
+        """(its name, why); None where no plain way is willing."""
+        plain = next((name for name in willing if name != self.challenger), None)
+        if plain is None:
             return None, "nobody computes it"
+        if self.challenger not in willing:
+            return plain, f"{self.challenger} refuses"
         if torch.are_deterministic_algorithms_enabled():
-            return willing[0], "deterministic mode: the first that is willing, whatever it takes"
+            return plain, "deterministic mode: nothing that depends on a measurement"
         measured = self._measured.get(request)
         if measured is not None and measured.choice in willing:
-            rule = "as fast, or faster" if measured.choice == baseline else "faster"
+            rule = "as fast, or faster" if measured.choice == plain else "faster"
             return measured.choice, f"{rule}, measured {measured.when}"
-        if challenger in willing and baseline in willing:
-            return baseline, self._unmeasured.get(request, "not measured, and nothing untimed replaces it")
-        if baseline in willing:
-            return baseline, f"{challenger} refuses"
-        return willing[0], "the first that is willing"
+        return plain, self._unmeasured.get(request, "not measured, and nothing untimed replaces it")
 
     def explain(self, request: ProductRequest) -> str:
         """The request, of each candidate why not or how long it takes, and the choice with its reason.

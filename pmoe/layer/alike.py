@@ -1,58 +1,68 @@
-"""What every rank must have given its layer alike, compared at the layer's first call.
+"""What a layer was given, in words: every rank must have given the same, compared at its first call.
 
-These options decide which collectives a call issues, and on what. Ranks that differ in them would wait for
-each other until the group's timeout, or take each other's bytes for something else.
+Some options decide which collectives a call issues, and on what: ranks that differ in them would wait for
+each other until the group's timeout, or take each other's bytes for something else. Others decide what is
+computed: one model would be another on each rank.
 """
 
 from __future__ import annotations
+
+from dataclasses import fields
 
 import torch
 
 from pmoe.comm.agree import digest, gathered, same
 from pmoe.layer.parts import Parts
 
+NOT_COMPARED = {"spec", "grid", "trusts_gate", "scalars", "callbacks", "gradients", "traffic", "known"}
+"""Of `Parts`: what is compared in other words, or may differ."""
+
+PLAIN = (bool, int, float, str, torch.dtype)
+
 
 def check_alike(parts: Parts) -> None:
     """Collective over the layer's ranks. Raises ValueError on each of them, naming option, values and ranks,
     where any two differ."""
-    options = _options(parts)
+    given = options_in_words(parts)
     like = parts.like
     device = torch.device("cpu") if like is None else like.device
-    digests = [float(digest([value])) for value in options.values()]
+    digests = [float(digest([value])) for value in given.values()]
     agree = same(parts.ranks, device, digests, stage="comparing the layer's options")
-    differ = [name for name, is_same in zip(options, agree, strict=True) if not is_same]
+    differ = [name for name, is_same in zip(given, agree, strict=True) if not is_same]
     if not differ:
         return
-    of_ranks = gathered(parts.ranks, options[differ[0]], stage="showing the layer's options")
+    of_ranks = gathered(parts.ranks, given[differ[0]], stage="showing the layer's options")
     values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
     also = f" (and so do {', '.join(differ[1:])})" if differ[1:] else ""
     raise ValueError(f"{differ[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}")
 
 
-def _options(parts: Parts) -> dict[str, str]:
-    """By the names of MoELayer's arguments; objects by their types, for no address is alike."""
-    spec = parts.spec
-    given = {
-        "d_model": spec.d_model,
-        "d_hidden": spec.d_hidden,
-        "num_experts": spec.num_experts,
-        "top_k": spec.top_k,
-        "gate": type(parts.gate).__name__,
-        "expert": type(parts.experts).__name__,
-        "capacity_factor": spec.capacity_factor,
-        "pad_to_capacity": spec.pad_to_capacity,
-        "pipeline": spec.pipeline,
-        "memory_reuse": spec.restore,
-        "pipeline_backward": spec.pipeline_backward,
-        "slack": spec.slack,
-        "memory_budget": spec.budget,
-        "fused": spec.fused,
-        "dispatch": type(parts.dispatch).__name__,
-        "combine": type(parts.combine).__name__,
-        "send_once": spec.send_once,
-        "shared_expert": None if parts.shared_expert is None else type(parts.shared_expert).__name__,
+def options_in_words(parts: Parts, *, of_users: bool = False) -> dict[str, str]:
+    """Every option of the spec by its name, and of every module its class and settings.
+
+    of_users: also the settings of classes that are not pmoe's, where ranks may differ.
+    """
+    spec = {field.name: getattr(parts.spec, field.name) for field in fields(parts.spec)}
+    names = [field.name for field in fields(parts) if field.name not in NOT_COMPARED]
+    others = {
         "callbacks": f"{'without' if parts.hooks is None else 'with'} hooks inside the layer",
-        "switches": spec.switches,
         "a GradientReducer": parts.gradients is not None,
     }
-    return {name: str(value) for name, value in given.items()}
+    modules = {name: _described(getattr(parts, name), of_users) for name in names}
+    return {name: str(value) for name, value in (spec | modules | others).items()}
+
+
+def _described(module: object, of_users: bool) -> str:
+    """Its class; its plain attributes, and the types of its own parameters: no address, nothing random.
+
+    Example: "TopKGate(normalize=True, top_k=2, weight=torch.float32, z_loss_weight=0.0)"
+    """
+    kind = type(module)
+    if module is None:
+        return "None"
+    if not (of_users or kind.__module__.startswith("pmoe.")):
+        return kind.__name__
+    parameters = vars(module).get("_parameters", {}).items()
+    own = vars(module) | {name: each.dtype for name, each in parameters if each is not None}
+    plain = [name for name in sorted(own) if isinstance(own[name], PLAIN) and name[0] != "_"]
+    return f"{kind.__name__}({', '.join(f'{name}={own[name]!r}' for name in plain if name != 'training')})"

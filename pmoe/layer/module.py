@@ -60,7 +60,8 @@ class MoELayer(nn.Module):
         z_loss_weight: adds this much of the router z-loss to l_aux.
         capacity_factor: each rank keeps its first ceil(factor * T * K / E) rows for each expert; None all.
         pad_to_capacity: sends every expert as many rows as its capacity: the host then waits for nothing.
-        check_finite: raises on every rank where any rank's gate logits hold NaN or infinity.
+        check_finite: raises on every rank where any rank's gate logits hold NaN or infinity; False lets them
+            pass, None checks where row counts come to the host anyway, so that nothing waits for it.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1),
             "solve" from measured costs (FSMoE, Algorithm 1).
@@ -107,7 +108,7 @@ class MoELayer(nn.Module):
     memory_budget = Option["int | str | None"]()
     fused = Option["bool | str"]()
     send_once = Option[bool]()
-    check_finite = Option[bool]()
+    check_finite = Option["bool | None"]()
     switches = Option[Switches]()
 
     spec: LayerSpec
@@ -148,7 +149,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
         normalize_gate: bool | None = None,
         z_loss_weight: float = 0.0,
-        check_finite: bool = False,
+        check_finite: bool | None = None,
     ) -> None:
         super().__init__()
         self.spec = LayerSpec(
@@ -329,7 +330,7 @@ class MoELayer(nn.Module):
         """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
         from pmoe.layer import searched
 
-        searched.save_learnt(self.parts, path)
+        searched.write_degrees(self.parts, path)
 
     def load_degrees(self, path: str | Path) -> None:
         """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
@@ -339,7 +340,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.layer import searched
 
-        searched.load_learnt(self.parts, path)
+        searched.take_degrees(self.parts, path)
 
     def predict_memory(
         self,

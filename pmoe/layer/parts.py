@@ -227,7 +227,7 @@ class Parts:
             Feature.CAPACITY: spec.capacity_factor is not None,
             Feature.NO_CAPACITY: spec.capacity_factor is None,
             Feature.PADDED: spec.pad_to_capacity,
-            Feature.CHECK_FINITE: spec.check_finite,
+            Feature.CHECK_FINITE: bool(spec.check_finite),
             Feature.FUSED: bool(spec.fused),
             Feature.SEQUENTIAL: switches.sequential,
             Feature.ONE_LANE: switches.one_lane,

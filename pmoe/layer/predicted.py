@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 
+from pmoe.engine.arena import pool
 from pmoe.layer.choose import Batch
 from pmoe.layer.memory import memory_shape
-from pmoe.layer.parts import Parts
 from pmoe.measure.profile import profile_of
 from pmoe.planner.candidates import Chooser
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.schedule.restore import Restore
 
 
-def chooser_of(parts: Parts) -> Chooser:
-    """The layer's, which remembers what it has chosen."""
-    key = (parts.pairs, parts.spec.budget, parts.spec.slack, parts.num_bins)
-    choosers = parts.known.choosers
+def chooser_of(batch: Batch) -> Chooser:
+    """The layer's for these options and this type of rows, which remembers what it has chosen."""
+    parts, spec = batch.parts, batch.parts.spec
+    choosers, key = parts.known.choosers, ("predicted", spec, batch.inputs.x_TM.dtype)
     if key not in choosers:
-        pairs, budget, slack, bins = key
-        choosers[key] = Chooser(pairs=pairs, budget=budget, slack=slack, bins=bins)
+        choosers[key] = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
     found: Chooser = choosers[key]
     return found
 
@@ -28,7 +27,7 @@ def pair_of_batch(batch: Batch) -> Restore:
     """MPipeMoE's Eq. 10, on measured rates."""
     parts, rows_TM = batch.parts, batch.inputs.x_TM
     profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
-    return chooser_of(parts).pair(memory_shape(parts, rows_TM), batch.counts.max_tokens, profile)
+    return chooser_of(batch).pair(memory_shape(parts, rows_TM), batch.counts.max_tokens, profile)
 
 
 def choice_within_budget(batch: Batch) -> Choice:
@@ -38,7 +37,8 @@ def choice_within_budget(batch: Batch) -> Choice:
     """
     parts, spec, counts, rows_TM = batch.parts, batch.parts.spec, batch.counts, batch.inputs.x_TM
     profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
-    chooser, shape, max_tokens = chooser_of(parts), memory_shape(parts, rows_TM), counts.max_tokens
+    pool(rows_TM.device).device.keep_at_most(spec.budget or 0)
+    chooser, shape, max_tokens = chooser_of(batch), memory_shape(parts, rows_TM), counts.max_tokens
     candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
     degrees = [(n, spec.pipeline_backward or n) for n in candidates]
     choice = chooser.fitting(shape, max_tokens, degrees, profile)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pmoe.engine.autograd import Runner
+from pmoe.layer.alike import options_in_words
 from pmoe.layer.choose import Batch
 from pmoe.layer.parts import Parts
 from pmoe.measure.degrees_file import save_degrees
+from pmoe.measure.identity import identity
 from pmoe.planner.degree import MIN_ROWS, adaptive_degree
-from pmoe.planner.granularity import GranularityTable, PassDegrees
+from pmoe.planner.granularity import PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
-from pmoe.runners.searched import granularity_table, load_table, search
+from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, search
 from pmoe.schedule.restore import Restore
 
 
@@ -27,15 +31,17 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     max_tokens, ranks = counts.max_tokens, parts.ranks
     rows = max_tokens * spec.top_k
     ruled = adaptive_degree(rows, 2 if spec.rotates else ranks.size)
-    known = granularity(parts)
-    found = known.lookup(max_tokens)
-    if found is not None:
-        return found
     worth = counts.needs_grad and ranks.size > 1 and rows >= 2 * MIN_ROWS
     shared = parts.shared_expert
     modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
-    if not worth or modules or parts.hooks is not None or spec.switches.sequential:
+    tries = worth and not (modules or parts.hooks is not None or spec.switches.sequential)
+    learnt = learnt_of(parts) if tries else parts.known.choosers.get(_name(parts))
+    if learnt is None:
         return PassDegrees(ruled, ruled)
+    known = learnt.table(restore, batch.inputs.x_TM.dtype)
+    found: PassDegrees | None = known.lookup(max_tokens)
+    if found is not None or not tries:
+        return found or PassDegrees(ruled, ruled)
 
     def runner_of(degrees: PassDegrees) -> Runner | None:
         if degrees.forward != degrees.backward and (not spec.rotates or spec.send_once):
@@ -44,32 +50,49 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
 
     traffic = replace(parts.traffic)
     found = search(known, max_tokens, spec.degrees, runner_of, batch.inputs, ranks)
+    learnt.keep()
     vars(parts.traffic).update(vars(traffic))  # trials are no traffic of the model
     return found
 
 
-def granularity(parts: Parts) -> GranularityTable:
-    """What trials have found, shared by all layers like this one on this group."""
-    return granularity_table(parts.ranks, key_of(parts))
+def learnt_of(parts: Parts) -> Learnt:
+    """What trials have found for layers like this one on this group. Collective the first time."""
+    choosers, name = parts.known.choosers, _name(parts)
+    if name not in choosers:
+        choosers[name] = learnt_by(parts.ranks, key_of(parts), parts.spec.degrees)
+    found: Learnt = choosers[name]
+    return found
 
 
-def load_learnt(parts: Parts, path: str | Path) -> None:
+def take_degrees(parts: Parts, path: str | Path) -> None:
     """As `pmoe.MoELayer.load_degrees`."""
-    load_table(parts.ranks, key_of(parts), path, parts.spec.degrees)
+    parts.known.choosers[_name(parts)] = load_learnt(parts.ranks, key_of(parts), path, parts.spec.degrees)
 
 
-def save_learnt(parts: Parts, path: str | Path) -> None:
+def write_degrees(parts: Parts, path: str | Path) -> None:
     """As `pmoe.MoELayer.save_degrees`."""
-    save_degrees(granularity(parts), path, key_of(parts))
+    key = key_of(parts)
+    save_degrees(held(parts.ranks, key).tables, path, key)
+
+
+def _name(parts: Parts) -> tuple[object, ...]:
+    """Of what a layer knows: its modules stay, its options may be set."""
+    return ("trials", parts.spec)
 
 
 def key_of(parts: Parts) -> dict[str, Any]:
-    """Which layers learn together."""
-    spec, like = parts.spec, parts.like
-    switches = spec.switches
+    """All that changes the time of a layer's trials, beside what `Learnt.table` takes: layers of one key
+    learn together."""
+    like = torch.empty(0) if parts.like is None else parts.like
+    topologies = [getattr(each, "topology", None) for each in (parts.dispatch, parts.combine)]
     return {
-        "sizes": [spec.d_model, spec.d_hidden, spec.num_experts, spec.top_k, parts.ranks.size],
-        "experts": type(parts.experts).__name__,
-        "parameters": "none" if like is None else f"{like.dtype} on {like.device.type}",
-        "strategy": f"{spec.restore}, rotates={spec.rotates}, bypass_local={switches.bypass_local}",
+        **asdict(identity(parts.ranks, like.device, like.dtype)),
+        **{
+            name: value
+            for name, value in options_in_words(parts, of_users=True).items()
+            if name != "pipeline"
+        },
+        "mesh": [parts.grid.across.size, parts.grid.inside.size],
+        "nodes": [None if each is None else each.members for each in topologies],
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

@@ -14,7 +14,7 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     parts, rows_TM = batch.parts, batch.inputs.x_TM
     if parts.ranks.size == 1:
         return PassDegrees(1, 1)
-    key = (parts.spec.rotates, restore, parts.spec.switches.one_lane)
+    key = ("solved", parts.spec, restore, rows_TM.dtype)
     if key not in parts.known.choosers:
         parts.known.choosers[key] = Solver(
             parts.grid, restore if parts.spec.rotates else None, parts.spec.switches.one_lane

@@ -38,7 +38,7 @@ class LayerSpec:
     memory_budget: int | str | None = None
     fused: bool | str = False
     send_once: bool = False
-    check_finite: bool = False
+    check_finite: bool | None = None
     switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
@@ -55,8 +55,10 @@ class LayerSpec:
             raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward" or "auto"')
         check_pipeline(self.pipeline)
         check_backward(self.pipeline, self.pipeline_backward)
-        for name in ("send_once", "check_finite", "pad_to_capacity"):
+        for name in ("send_once", "pad_to_capacity"):
             check_flag(name, getattr(self, name))
+        if self.check_finite is not None and not isinstance(self.check_finite, bool):
+            raise TypeError(f"check_finite ({self.check_finite!r}) must be None, True or False")
         if not isinstance(self.switches, Switches):
             raise TypeError(f"switches ({self.switches!r}) must be a pmoe.layer.switches.Switches")
         self.budget  # noqa: B018 - it raises for what is no number of bytes
@@ -83,6 +85,11 @@ class LayerSpec:
     def fixed_degree(self) -> int | None:
         """n of the forward pass where ``pipeline`` alone says it."""
         return fixed_degree(self.pipeline)
+
+    @functools.cached_property
+    def checks_finite(self) -> bool:
+        """Whether logits are checked: where counts come to the host anyway, that waits for nothing."""
+        return not self.pad_to_capacity if self.check_finite is None else self.check_finite
 
     @functools.cached_property
     def rotates(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
 from pmoe.kernels.architecture import Architecture, build_id, loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
+from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.rounds import event_seconds, marked, median_seconds
 from pmoe.measure.store import cache_folder
 
@@ -50,6 +51,10 @@ class ProductBench:
             rounds = int(SPAN_SECONDS / span) if span > 0 else MAX_ROUNDS
             counted = medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
         return dict(zip(works, counted, strict=True))
+
+    def mismatch(self, case: KernelCase) -> str | None:
+        """As `pmoe.measure.kernel_check`."""
+        return mismatch(case)
 
     def free_bytes(self, device: torch.device) -> int:
         """What a tensor may still take: the device's own, and what torch holds without using it."""

@@ -1,7 +1,8 @@
-"""Decides between the two candidates that compete for a product, the same on every rank, and stores it.
+"""Decides whether pmoe's kernels compute a product, the same on every rank, and stores it.
 
-The ranks compare what they know, from this process or from the file, and measure the rest together: the
-seconds of the slowest rank count. There is one file for each device, torch and build of the kernels, beside
+The kernels are checked first, once a process: see `pmoe.measure.kernel_check`. The ranks compare what they
+know, from this process or from the file, and measure the rest together: the seconds of the slowest rank
+count. There is one file for each device, torch and build of the kernels, beside
 the profiles, in $PMOE_CACHE or ~/.cache/pmoe:
 
     {"format": 1, "device": "NVIDIA H200", "torch": "2.13.0", "build": "0123456789abcdef",
@@ -13,8 +14,9 @@ the profiles, in $PMOE_CACHE or ~/.cache/pmoe:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,14 @@ from pmoe.comm.agree import Agree, digest
 from pmoe.kernels.architecture import Architecture
 from pmoe.kernels.product_request import ProductRequest
 from pmoe.kernels.registry import MeasuredChoice, Registry
+from pmoe.measure.kernel_check import KernelCase
 from pmoe.measure.product_bench import ProductBench, needed_bytes
 from pmoe.measure.rounds import timestamp
 from pmoe.measure.store import cache_path, load_json, save_json
 from pmoe.warn import warn_once
 
 TIE = 0.01
-"""Within this part of the baseline's seconds the baseline is taken."""
+"""Within this part of the plain way's seconds the plain way is taken."""
 
 UNKNOWN, UNWILLING = 0, 9
 """Codes of requests, beside 1 and 2 for the two candidates that compete. The largest wins."""
@@ -38,19 +41,22 @@ UNKNOWN, UNWILLING = 0, 9
 
 @dataclass(frozen=True)
 class ProductMeasurer:
-    """Measures for a registry, which then knows what was found."""
+    """Measures for a registry, which then knows what was found. faults: by case, what is computed wrongly."""
 
     registry: Registry
     bench: ProductBench
+    faults: dict[KernelCase, str | None] = field(default_factory=dict)
 
-    def measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:
-        """Has the registry know, of each request that both candidates would compute, which one is faster.
+    def measure(self, requests: Sequence[ProductRequest], agree: Agree, case: KernelCase) -> None:
+        """Has the registry know, of each request for which two candidates compete, which one is faster.
 
         Collective: one reduction where all ranks know the same, else up to three; between them the ranks
         measure, each what it can. What not all ranks know, or know differently, is measured on all.
 
         requests: all of one device, and the same on every rank; where ranks come with different ones
         nevertheless, nothing is measured, and a warning says so.
+        case: of the kernels that these requests use. Where it is wrong on any rank, the registry distrusts
+        them on all.
 
         Nothing happens in deterministic mode, which must be on for all ranks or for none. Trouble on one rank
         (no memory left, a file that cannot be read) leaves requests unmeasured or has them measured; it warns
@@ -62,13 +68,18 @@ class ProductMeasurer:
         if not requests or torch.are_deterministic_algorithms_enabled():
             return
         here, known = self.bench.architecture(requests[0].device), self._known(requests)
+        fault = self._fault(case, requests)
         codes = [self._code(request, known) for request in requests]
         of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
-        facts = [here.binary_version, here.ptx_version, here.capability, of_requests, of_codes]
+        code = [here.binary_version, here.ptx_version, here.capability]
+        facts = [*code, of_requests, of_codes, float(fault is not None)]
         lowest_facts, highest_facts = _range(facts, agree)
         _check_architectures(here, lowest_facts, highest_facts)
         if lowest_facts[3] != highest_facts[3]:
             warn_once("the ranks' experts are of unlike sizes: their products are not measured")
+            return
+        if highest_facts[5]:
+            self.registry.distrust(requests[0], fault or "they compute wrongly on another rank")
             return
         low, high = (codes, codes) if lowest_facts[4] == highest_facts[4] else _range(codes, agree)
         unknown = []
@@ -81,9 +92,31 @@ class ProductMeasurer:
             self._measure(unknown, agree)
 
     def _code(self, request: ProductRequest, known: Mapping[ProductRequest, MeasuredChoice]) -> int:
-        if not self.registry.both_willing(request):
+        names = self.registry.competing(request)
+        if names is None:
             return UNWILLING
-        return 1 + self.registry.compete.index(known[request].choice) if request in known else UNKNOWN
+        found = known.get(request)
+        return 1 + names.index(found.choice) if found and set(found.seconds) == set(names) else UNKNOWN
+
+    def _fault(self, case: KernelCase, requests: Sequence[ProductRequest]) -> str | None:
+        """What the kernels compute wrongly here; None where they do not, or take none of the requests. Raises
+        nothing: the others wait."""
+        if not any(map(self.registry.competing, requests)):
+            return None
+        if case not in self.faults:
+            try:
+                with self._plain(case.device):
+                    self.faults[case] = self.bench.mismatch(case)
+            except Exception as error:
+                self.faults[case] = f"a small case failed: {error}"
+        return self.faults[case]
+
+    @contextmanager
+    def _plain(self, device: torch.device) -> Iterator[None]:
+        """Whatever the layer runs under."""
+        no_grad, no_autocast = torch.no_grad(), torch.autocast(device.type, enabled=False)
+        with torch.inference_mode(False), no_grad, no_autocast:
+            yield
 
     def _known(self, requests: Sequence[ProductRequest]) -> dict[ProductRequest, MeasuredChoice]:
         stored = self.file(requests[0]).load()
@@ -94,7 +127,8 @@ class ProductMeasurer:
         """The file of the request's device, with this torch and this build of the kernels."""
         build, torch_version = self.bench.build(), str(torch.__version__)
         whose = {"device": request.device_name, "torch": torch_version, "build": build}
-        return ChoiceFile(folder=self.bench.folder, whose=whose, names=self.registry.compete)
+        names = [each.name for each in self.registry.candidates]
+        return ChoiceFile(folder=self.bench.folder, whose=whose, names=names)
 
     def _measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:
         failures: dict[ProductRequest, str] = {}
@@ -104,9 +138,10 @@ class ProductMeasurer:
         when = timestamp()
         found: dict[str, MeasuredChoice] = {}
         for i, request in enumerate(requests):
-            seconds = dict(zip(self.registry.compete, slowest[2 * i : 2 * i + 2], strict=True))
-            if all(map(math.isfinite, seconds.values())):
-                choice = MeasuredChoice(choice=self._faster(seconds), seconds=seconds, when=when)
+            names = self.registry.competing(request)
+            seconds = dict(zip(names or (), slowest[2 * i : 2 * i + 2], strict=False))
+            if names and all(map(math.isfinite, seconds.values())):
+                choice = MeasuredChoice(choice=_faster(*names, seconds), seconds=seconds, when=when)
                 found[request.key] = choice
                 self.registry.learn(request, choice)
             else:
@@ -115,26 +150,26 @@ class ProductMeasurer:
         if found:
             self.file(requests[0]).save(found)
 
-    def _faster(self, seconds: Mapping[str, float]) -> str:
-        challenger, baseline = self.registry.compete
-        return challenger if seconds[challenger] < (1 - TIE) * seconds[baseline] else baseline
-
     def _seconds(self, request: ProductRequest, failures: dict[ProductRequest, str]) -> list[float]:
         """Of the two, here; infinite where they cannot be measured. Raises nothing: the others wait."""
-        names, device = self.registry.compete, request.device
+        names, device = self.registry.competing(request), request.device
         try:
+            assert names is not None, "the ranks agreed that there are two"
             wanted, free = needed_bytes(request), self.bench.free_bytes(device)
             if wanted > free // 2:
                 raise MemoryError(f"{wanted} bytes are needed, and half of {free} free ones may be used")
-            no_grad, no_autocast = torch.no_grad(), torch.autocast(device.type, enabled=False)
-            with torch.inference_mode(False), no_grad, no_autocast:
+            with self._plain(device):
                 found = self.bench.seconds(self.bench.works(request, names), device)
             return [found[name] for name in names]
         except Exception as error:
             failures[request] = f"not measured: {error}"
-            message = f"some products could not be measured, and {names[1]} computes them: {error}"
+            message = f"some products could not be measured, and pmoe's kernels do not compute them: {error}"
             warn_once(message, for_each_reason=True)
             return [math.inf, math.inf]
+
+
+def _faster(challenger: str, plain: str, seconds: Mapping[str, float]) -> str:
+    return challenger if seconds[challenger] < (1 - TIE) * seconds[plain] else plain
 
 
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:
@@ -172,7 +207,7 @@ class ChoiceFile:
 
     folder: Callable[[], Path]
     whose: Mapping[str, str]
-    names: tuple[str, str]
+    names: Sequence[str]
 
     def path(self) -> Path:
         return cache_path(["kernels", *self.whose.values(), f"v{FORMAT}"], self.folder())
@@ -217,8 +252,10 @@ class ChoiceFile:
     def _choice(self, key: str, value: Any) -> MeasuredChoice:
         match value:
             case {"choice": str(choice), "seconds": dict(seconds)} if (
-                {choice} <= set(self.names) == set(seconds)
+                choice in seconds and len(seconds) == 2 and set(seconds) <= set(self.names)
             ):
                 if all(isinstance(each, float) and 0 <= each < math.inf for each in seconds.values()):
                     return MeasuredChoice(choice=choice, seconds=seconds, when=str(value.get("when")))
-        raise ValueError(f"{key} ({value!r}) must have the choice and seconds of {' and '.join(self.names)}")
+        raise ValueError(
+            f"{key} ({value!r}) must have the choice and seconds of two of {', '.join(self.names)}"
+        )

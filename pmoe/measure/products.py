@@ -20,6 +20,7 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.candidates import PMOE, PRODUCTS
 from pmoe.kernels.product_request import Form, ProductRequest, bucket
+from pmoe.measure.kernel_check import KernelCase
 
 if TYPE_CHECKING:
     from pmoe.measure.product_choices import ProductMeasurer
@@ -65,7 +66,7 @@ def measure_products(
     if key not in _measured:
         requests = product_requests(experts, dtype, device, max_rows, needs_grad=needs_grad)
         agree = functools.partial(largest, ranks, device, stage="agreeing on kernels")
-        measurer().measure(requests, agree)
+        measurer().measure(requests, agree, KernelCase.of(experts, device, dtype))
         _measured.add(key)
 
 
@@ -99,22 +100,22 @@ def product_requests(
     *,
     needs_grad: bool = True,
 ) -> list[ProductRequest]:
-    """Every product of these experts that more than one candidate may compute.
-
-    Those with a bias only pmoe's kernels do in one launch. Empty where the kernels do not take the type or
-    the sizes.
-    """
+    """Every product of these experts. Empty where the kernels do not take the type or the sizes."""
     if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.num_hidden) is not None:
         return []
     max_bucket = LARGEST * bucket(max_rows)
     buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]
     found = []
     for name, shape in experts.shapes().items():
-        # b2 is added by the first shard alone.
-        plain = experts.b1 is None or (name == "w2" and experts.shard.count > 1)
         for form in _forms(needs_grad):
-            if form != "forward" or plain:
-                found += [_request(form, device, dtype, shape, rows) for rows in buckets]
+            biases = {form == "forward" and experts.b1 is not None}
+            if name == "w2" and experts.shard.count > 1:
+                biases.add(False)  # b2 is added by the first shard alone, and all shards ask for the same
+            found += [
+                _request(form, device, dtype, shape, rows, bias)
+                for bias in sorted(biases)
+                for rows in buckets
+            ]
     return found
 
 

@@ -130,10 +130,6 @@ class GranularityTable:
         self.cache_table[B] = fastest
         return fastest
 
-    def take(self, other: GranularityTable) -> None:
-        """Knows from now on what ``other`` knows, and nothing else."""
-        self.ranges, self.cache_table = other.ranges, other.cache_table
-
     def to_fields(self) -> dict[str, Any]:
         """Everything that was measured, as JSON can hold it.
 

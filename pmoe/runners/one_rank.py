@@ -26,10 +26,15 @@ from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.gates import TopKGate
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import grouped_gemm, permute, route
+from pmoe.kernels.candidates import PRODUCTS
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.route import Routes
+from pmoe.measure.kernel_check import KernelCase
 from pmoe.measure.products import measure_products, slower_kernels
+from pmoe.warn import warn_once
+
+_checked: dict[tuple[KernelCase, int, bool], str | None] = {}
 
 
 def activation_of(experts: StackedExperts) -> str:
@@ -63,7 +68,24 @@ def kernel_refusal(
     if why is None:
         measure_products(experts, ranks, dtype, device, num_rows, needs_grad=needs_grad)
         why = slower_kernels(experts, dtype, device, num_rows, needs_grad=needs_grad)
-    return why
+    return why or _wrong_kernels(gate, KernelCase.of(experts, device, dtype))
+
+
+def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
+    """What these kernels compute wrongly on this device, in words and with a warning. Checked once, and not
+    where they are asked for by name."""
+    if PRODUCTS.forced is not None:
+        return None
+    key = (case, gate.top_k, gate.normalize)
+    if key not in _checked:
+        if torch.cuda.is_current_stream_capturing():
+            return "one rank's kernels were not checked before the capture"
+        from pmoe.runners.one_rank_check import one_rank_mismatch
+
+        _checked[key] = why = one_rank_mismatch(*key)
+        if why is not None:
+            warn_once(f"one rank's kernels are not used: {why}", for_each_reason=True)
+    return _checked[key]
 
 
 def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:

@@ -1,7 +1,7 @@
-"""The granularity search on real steps: MPipeMoE's searchBestGran(B), and the tables that layers share.
+"""The granularity search on real steps: MPipeMoE's searchBestGran(B), and what layers learn together.
 
-Layers of one shape on one group learn together. A trial runs both passes of the experts' part of a layer on
-the batch at hand, through the plan that the layer itself would make, and leaves nothing behind.
+Layers of one key on one group share what they learn. A trial runs both passes of the experts' part of a
+layer on the batch at hand, through the plan that the layer itself would make, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +20,89 @@ from pmoe.comm.agree import from_first, largest
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
-from pmoe.measure.degrees_file import load_degrees
+from pmoe.measure.degrees_file import Tables, kept_path, load_degrees, save_degrees
 from pmoe.measure.rounds import begin_together, clock_of, median_seconds
 from pmoe.planner.granularity import GranularityTable, PassDegrees
+from pmoe.schedule.restore import Restore
+from pmoe.warn import warn_once
 
 log = logging.getLogger("pmoe")
 
 REPEATS = 3
 
-_tables: dict[tuple[str, str], GranularityTable] = {}
+
+@dataclass
+class Learnt:
+    """What trials have found for layers of one key on one group: alike on all of its ranks.
+
+    key: all that changes the time. path: where rank 0 keeps it between runs; None elsewhere, or where nobody
+    asked for it.
+    """
+
+    key: Mapping[str, Any]
+    tables: Tables = field(default_factory=dict)
+    path: Path | None = None
+
+    def table(self, restore: Restore, dtype: torch.dtype) -> GranularityTable:
+        """Of calls that restore so, on rows of this type."""
+        return self.tables.setdefault(f"{restore}, {dtype}", GranularityTable())
+
+    def keep(self) -> None:
+        """Writes the file, if any. Warns where that fails: an error would stop rank 0 alone."""
+        if self.path is not None:
+            try:
+                save_degrees(self.tables, self.path, self.key)
+            except OSError as error:
+                warn_once(f"what trials found could not be kept, and will be measured again: {error}")
 
 
-def granularity_table(ranks: Ranks, key: Mapping[str, Any]) -> GranularityTable:
-    """What is known of layers like this one on this group. key: sizes, types and strategy."""
-    return _tables.setdefault(_name(ranks, key), GranularityTable())
+_learnt: dict[tuple[str, str], Learnt] = {}
 
 
-def load_table(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> None:
-    """Takes the table at ``path`` as rank 0 finds it, on every rank alike. See `load_degrees`."""
-    found: GranularityTable | Exception | None = None
+def learnt_by(ranks: Ranks, key: Mapping[str, Any], candidates: Sequence[int]) -> Learnt:
+    """What rank 0 knows of layers of this key, from this process or from their file, on every rank alike.
+
+    Collective. A file that is corrupt or of something else is named in a warning and replaced when more is
+    learnt.
+    """
+    return _from_first(ranks, key, lambda here: here.tables or _kept(here.path, key, candidates))
+
+
+def load_learnt(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> Learnt:
+    """As `learnt_by`, of the file at ``path``. Raises on every rank what `load_degrees` raises on rank 0."""
+    return _from_first(ranks, key, lambda here: load_degrees(path, key, candidates))
+
+
+def _from_first(ranks: Ranks, key: Mapping[str, Any], read: Callable[[Learnt], Tables]) -> Learnt:
+    """Rank 0's key is everyone's too: what describes a layer may hold what differs by rank."""
+    sent: tuple[Mapping[str, Any], Tables | Exception] = (key, {})
     if ranks.rank == 0:
         try:
-            loaded = load_degrees(path, key)
-            unknown = [
-                degrees
-                for degrees in loaded.ranges.points.values()
-                if not {degrees.forward, degrees.backward} <= set(candidates)
-            ]
-            if unknown:
-                raise ValueError(f"{path}: found {unknown[0]}, expected degrees among {tuple(candidates)}")
-            found = loaded
-        except (OSError, ValueError) as error:
-            found = error
-    found = from_first(ranks, found, stage="sharing a table of degrees")
-    if isinstance(found, Exception):
-        raise found
-    assert found is not None
-    granularity_table(ranks, key).take(found)  # layers hold the table itself
+            sent = (key, read(held(ranks, key, kept_path(key))))
+        except Exception as error:  # a warning that is made an error, too: all ranks wait for this one
+            sent = (key, error)
+    key, tables = from_first(ranks, sent, stage="sharing what trials found")
+    if isinstance(tables, Exception):
+        raise tables
+    found = held(ranks, key)
+    found.tables = tables  # layers hold what is filled here
+    return found
 
 
-def _name(ranks: Ranks, key: Mapping[str, Any]) -> tuple[str, str]:
-    return ranks.name, json.dumps(key, sort_keys=True)
+def held(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> Learnt:
+    """What this process knows of layers of this key. Not collective."""
+    return _learnt.setdefault((ranks.name, json.dumps(key, sort_keys=True)), Learnt(key, path=path))
+
+
+def _kept(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
+    """Of the file; none where there is no file, or, with a warning, where it cannot be used."""
+    try:
+        return {} if path is None else load_degrees(path, key, candidates)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warn_once(f"what trials found before is not used, and measured anew: {error}", for_each_reason=True)
+        return {}
 
 
 def search(

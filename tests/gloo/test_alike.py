@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
+from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.layer import alike
 from pmoe.layer.switches import Switches
 from tests.pool import ranks
@@ -33,56 +36,87 @@ class Told(pmoe.Callback):
 
 def build(**options: Any) -> pmoe.MoELayer:
     switches = options.pop("switches", Switches())
-    layer = pmoe.MoELayer(D_MODEL, **{"d_hidden": D_HIDDEN, "num_experts": 4, "top_k": 2, **options})
+    layer = pmoe.MoELayer(
+        **{"d_model": D_MODEL, "d_hidden": D_HIDDEN, "num_experts": 4, "top_k": 2, **options}
+    )
     layer.switches = switches
     return layer
 
 
-def differ_job(rank: int, world: int, name: str, values: tuple[Any, ...], tokens: int) -> tuple[str, int]:
-    layer = build(**{name: values[rank]})
-    with pytest.raises(ValueError, match="same on every rank") as told:
-        layer(torch.randn(tokens * (rank == 0), D_MODEL))
-    return str(told.value), layer.traffic.total
+class OwnDispatch(FlatDispatch):
+    """A hierarchical one is compared, by a collective, where it is built."""
 
 
-@pytest.mark.parametrize(
-    "name, values",
-    [
-        ("pipeline", (2, 4)),
-        ("pipeline", (True, "solve")),
-        ("pipeline_backward", (None, 2)),
-        ("memory_reuse", (False, "S4")),
-        ("memory_reuse", ("S1", "S2")),
-        ("memory_budget", (1 << 20, 1 << 21)),
-        ("d_hidden", (D_HIDDEN, 2 * D_HIDDEN)),
-        ("num_experts", (4, 8)),
-        ("top_k", (1, 2)),
-        ("send_once", (True, False)),
-        ("fused", (True, False)),
-        ("slack", (1.25, 1.5)),
-        ("capacity_factor", (None, 1.0)),
-        ("shared_expert", (None, 4)),
-        ("gate", ("topk", "sigmoid")),
-        ("switches", tuple(Switches(bypass_local=flag) for flag in (True, False))),
-        ("switches", tuple(Switches(one_lane=flag) for flag in (True, False))),
-        ("switches", tuple(Switches(sequential=flag) for flag in (True, False))),
-    ],
-)
-@pytest.mark.parametrize("tokens", [5, 0])
+class OwnCombine(FlatCombine):
+    pass
+
+
+# (argument, its values, others that go with it): under what name a difference is told, the argument's own
+# where that is "", and what is shown of the values.
+CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] = [
+    ("d_model", (D_MODEL, 8), {}, "", ("6", "8")),
+    ("pipeline", (2, 4), {}, "", ("2", "4")),
+    ("pipeline", (True, "solve"), {}, "", ("True", "solve")),
+    ("pipeline_backward", (None, 2), {}, "", ("None", "2")),
+    ("memory_reuse", (False, "S4"), {}, "", ("False", "communicate/recompute")),
+    ("memory_reuse", ("S1", "S2"), {}, "", ("offload/offload", "communicate/offload")),
+    ("memory_budget", (1 << 20, 1 << 21), {}, "", ("1048576", "2097152")),
+    ("d_hidden", (D_HIDDEN, 2 * D_HIDDEN), {}, "", ("12", "24")),
+    ("num_experts", (4, 8), {}, "", ("4", "8")),
+    ("top_k", (1, 2), {}, "", ("1", "2")),
+    ("send_once", (True, False), {}, "", ("True", "False")),
+    ("fused", (True, False), {}, "", ("True", "False")),
+    ("slack", (1.25, 1.5), {}, "", ("1.25", "1.5")),
+    ("capacity_factor", (None, 1.0), {}, "", ("None", "1.0")),
+    ("pad_to_capacity", (True, False), {"capacity_factor": 1.0}, "", ("True", "False")),
+    ("check_finite", (True, False), {}, "", ("True", "False")),
+    ("gate", ("topk", "sigmoid"), {}, "", ("TopKGate(", "SigmoidGate(")),
+    ("normalize_gate", (True, False), {}, "gate", ("normalize=True", "normalize=False")),
+    ("z_loss_weight", (0.0, 0.1), {}, "gate", ("z_loss_weight=0.0", "z_loss_weight=0.1")),
+    ("expert", ("ffn", "swiglu"), {}, "experts", ("FFNExperts(", "SwiGLUExperts(")),
+    ("activation", ("gelu", "relu"), {}, "experts", ("activation='gelu'", "activation='relu'")),
+    ("bias", (True, False), {}, "experts", ("b1=torch.float32", "num_local_experts=2, w1=")),
+    ("dtype", (torch.float32, torch.float64), {}, "gate", ("weight=torch.float32", "weight=torch.float64")),
+    ("shared_expert", (None, 4), {}, "", ("None", "FFNExperts(")),
+    ("shared_expert", (8, 4), {}, "", ("all_hidden=8", "all_hidden=4")),
+    ("shared_gate", (True, False), {"shared_expert": 4}, "", ("Linear", "None")),
+    ("order", ("sorted", "einsum"), {}, "", ("SortedOrder()", "EinsumOrder()")),
+    ("dispatch", ("flat", OwnDispatch()), {}, "", ("FlatDispatch()", "OwnDispatch")),
+    ("combine", ("flat", OwnCombine()), {}, "", ("FlatCombine()", "OwnCombine")),
+    *(
+        ("switches", (Switches(), Switches(**{name: not getattr(Switches(), name)})), {}, "", (name, name))
+        for name in ("bypass_local", "one_lane", "sequential")
+    ),
+]
+
+NOT_COMPARED = {"self", "group", "mesh", "device", "nodes", "callbacks"}
+"""Who takes part, and where; nodes are compared where they are given; callbacks below."""
+
+
+def test_every_argument_of_a_layer_is_compared() -> None:
+    arguments = set(inspect.signature(pmoe.MoELayer.__init__).parameters)
+    assert {case[0] for case in CASES} == (arguments - NOT_COMPARED) | {"switches"}
+
+
+def differ_job(rank: int, world: int, name: str, values: tuple[Any, ...], others: Any) -> list[Any]:
+    found = []
+    for tokens in (5, 0):
+        layer = build(**{name: values[rank]}, **others)
+        with pytest.raises(ValueError, match="same on every rank") as told:
+            layer(torch.randn(tokens * (rank == 0), D_MODEL))
+        found += [str(told.value), layer.traffic.total]
+    return found
+
+
+@pytest.mark.parametrize("name, values, others, told_as, shown", CASES, ids=lambda each: str(each)[:24])
 def test_an_option_that_differs_is_named_on_every_rank(
-    name: str, values: tuple[Any, ...], tokens: int
+    name: str, values: tuple[Any, ...], others: dict[str, Any], told_as: str, shown: tuple[str, str]
 ) -> None:
-    for told, sent in ranks(2).run(differ_job, name, values, tokens):
-        rule = f"{name} must be the same on every rank of a MoELayer, and differs: "
-        shown = [
-            pmoe.schedule.restore.parse_restore(each) if name == "memory_reuse" else each for each in values
-        ]
-        if name == "gate":
-            shown = ["TopKGate", "SigmoidGate"]
-        elif name == "shared_expert":
-            shown = [None, "FFNExperts"]
-        assert told == f"{rule}rank 0: {shown[0]}; rank 1: {shown[1]}"
-        assert sent == 0
+    first, second = map(re.escape, shown)
+    rule = f"{told_as or name} must be the same on every rank of a MoELayer, and differs"
+    for told, sent, told_empty, sent_empty in ranks(2).run(differ_job, name, values, others):
+        assert re.fullmatch(rf"{rule}( \(and so do .+\))?: rank 0: .*{first}.*; rank 1: .*{second}.*", told)
+        assert told_empty == told and sent == sent_empty == 0
 
 
 def hooks_job(rank: int, world: int, callback: type[pmoe.Callback]) -> str:

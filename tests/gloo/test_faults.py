@@ -57,7 +57,7 @@ class Fragile(nn.Module):
 
 
 def fault_job(rank: int, world: int, fault: str, who: tuple[int, ...], expert: object) -> dict[str, Any]:
-    layer = build(expert=expert, gate=Fragile(build().gate), check_finite=True)
+    layer = build(expert=expert, gate=Fragile(build().gate))
     layer.gate.gate.requires_grad_(True)
     expected = one_step(layer, rank, world)
     traffic = copy.copy(layer.traffic)
@@ -93,7 +93,7 @@ FAULTS = {
     "gate": ("KeyError: 'number 17'", "its gate raised an error"),
     "no routing": ("TypeError: gate (Fragile) must return a pmoe.Routing", "its gate raised an error"),
     "indices": ("", "its gate returned expert indices outside 0..num_experts - 1"),
-    "NaN": ("", "its gate logits are not finite (check_finite=True)"),
+    "NaN": ("", "its gate logits are not finite (check_finite=False lets them pass)"),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_fault_that_one_rank_sees_is_raised_by_all_before_any_row_travels(
 
 
 def not_finite_job(rank: int, world: int, value: float, options: dict[str, Any]) -> dict[str, Tensor]:
-    layer = build(**options)
+    layer = build(check_finite=False, **options)
     x, dy = inputs(rank, world)
     if rank == 1:
         x[0] = value
@@ -125,7 +125,7 @@ def not_finite_job(rank: int, world: int, value: float, options: dict[str, Any])
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("options", [{}, {"expert": mlp}, {"capacity_factor": 0.5}, {"top_k": 1}])
-def test_logits_that_are_no_numbers_hang_nothing_and_spoil_no_other_token(
+def test_logits_that_may_be_no_numbers_hang_nothing_and_spoil_no_other_token(
     value: float, options: dict[str, Any]
 ) -> None:
     got = ranks(2).run(not_finite_job, value, options)

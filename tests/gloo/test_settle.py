@@ -83,6 +83,7 @@ def measured(rank: int, world: int, folders: list[str], given: list[dict[str, An
     GIVEN.clear()
     bench = FakeBench(Path(folders[rank]), mine.get("times", FASTER), mine.get("architecture", HOPPER))
     bench.free = mine.get("free", bench.free)
+    bench.wrong = mine.get("wrong")
     registry = make_registry(bench, mine.get("refusals"))
     requests = mine.get("requests", [FORWARD, INPUT])
     error = None
@@ -199,9 +200,16 @@ def test_where_one_rank_cannot_measure_nothing_is_settled_and_that_rank_tells(tm
 
 
 def test_where_one_rank_refuses_nothing_is_measured(tmp_path: Path) -> None:
-    first, second = run(tmp_path, {}, {"refusals": {"grouped_mm": ["no"]}})
-    assert (first.choices, first.measured, first.reductions) == (["grouped_mm"] * 2, 0, 2)
-    assert (second.choices, second.measured, second.reductions) == (["pmoe"] * 2, 0, 2)
+    for report in run(tmp_path, {}, {"refusals": {"pmoe": ["no"]}}):
+        assert (report.choices, report.measured, report.reductions) == (["grouped_mm"] * 2, 0, 2)
+
+
+def test_where_one_rank_computes_wrongly_all_take_the_plain_way_and_are_told(tmp_path: Path) -> None:
+    fine, wrong = run(tmp_path, {}, {"wrong": "T_M is wrong by 0.5 of its size"})
+    for report in (fine, wrong):
+        assert (report.choices, report.measured, report.reductions) == (["grouped_mm"] * 2, 0, 1)
+    assert ["wrong by 0.5 of its size" in each for each in wrong.told] == [True]
+    assert ["wrongly on another rank" in each for each in fine.told] == [True]
 
 
 def test_ranks_that_come_with_unlike_requests_settle_nothing_and_do_not_hang(tmp_path: Path) -> None:
@@ -231,9 +239,10 @@ def test_the_requests_of_a_layer_are_its_products_in_buckets_of_rows() -> None:
     assert sorted({each.rows for each in product_requests(experts, torch.bfloat16, CPU, 3)}) == [1, 2, 4, 8]
 
 
-def test_products_that_only_one_way_computes_are_not_asked_for() -> None:
+def test_products_that_pmoe_does_not_compute_are_not_asked_for() -> None:
     with_bias = FFNExperts(64, 96, 4, dtype=torch.bfloat16)
-    assert {each.form for each in product_requests(with_bias, torch.bfloat16, CPU, 9)} == {"input", "weight"}
+    found = {(each.form, each.bias) for each in product_requests(with_bias, torch.bfloat16, CPU, 9)}
+    assert found == {("forward", True), ("input", False), ("weight", False)}
     assert product_requests(with_bias, torch.float32, CPU, 9) == []
     assert product_requests(FFNExperts(60, 96, 4), torch.bfloat16, CPU, 9) == []
 
@@ -245,7 +254,8 @@ def test_all_shards_of_an_expert_ask_alike(bias: bool) -> None:
         for i in range(2)
     )
     assert first == second
-    assert any(each.form == "forward" for each in first)
+    forward = {(each.in_features, each.bias) for each in first if each.form == "forward"}
+    assert forward == {(64, bias), (48, False), (48, bias)}
 
 
 EXPERTS = {
@@ -280,7 +290,7 @@ def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str,
             settle, "largest", lambda ranks, device, values, **how: largest(ranks, CPU, values, **how)
         )
         willing = [replace(each, reasons=lambda request: []) for each in PRODUCTS.candidates]
-        registry = Registry(willing, compete=PRODUCTS.compete)
+        registry = Registry(willing)
         patch.setattr(settle, "_measured", set())
         patch.setattr(settle, "measurer", lambda: ProductMeasurer(registry, bench))
         patch.setattr(bench, "seconds", lambda works, device: dict.fromkeys(works, 1.0))

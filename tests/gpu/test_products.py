@@ -20,9 +20,11 @@ from pmoe.kernels.architecture import loaded_architecture
 from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
 from pmoe.kernels.registry import Registry
+from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.product_bench import ProductBench
 from pmoe.measure.product_choices import ProductMeasurer
 from pmoe.measure.products import product_requests
+from pmoe.runners.one_rank_check import one_rank_mismatch
 from tests.gpu.support import DEVICE, NEEDS_GPU, ROUNDED, poison_memory, relative_norm
 
 pytestmark = NEEDS_GPU
@@ -181,7 +183,8 @@ def test_rows_with_gaps_are_no_reason_for_a_loop() -> None:
     skip_unless_willing(PMOE)
     rows, weight = draw(16, 2 * IN, seed=0)[:, :IN], draw(2, OUT, IN, seed=3)
     operands = ProductOperands("forward", rows, weight, 2)
-    assert PRODUCTS.choose(operands.request, operands) == PMOE
+    with PRODUCTS.forcing(PMOE):
+        assert PRODUCTS.choose(operands.request, operands) == PMOE
 
 
 # ---- experts, by the launches that fuse both products with what lies between
@@ -247,7 +250,7 @@ class InFolder(ProductBench):
 
 
 def measurer_in(folder: Path) -> ProductMeasurer:
-    return ProductMeasurer(Registry(PRODUCTS.candidates, compete=PRODUCTS.compete), InFolder(folder))
+    return ProductMeasurer(Registry(PRODUCTS.candidates), InFolder(folder))
 
 
 def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_path: Path) -> None:
@@ -256,9 +259,9 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_p
     experts = SwiGLUExperts(256, 512, 4, bias=False, dtype=torch.bfloat16, device=DEVICE)
     requests = product_requests(experts, torch.bfloat16, DEVICE, 500)
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    measurer = measurer_in(tmp_path)
+    measurer, case = measurer_in(tmp_path), KernelCase.of(experts, DEVICE, torch.bfloat16)
     found = measurer.registry
-    measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"))
+    measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers have moved"
     for request in requests:
@@ -270,9 +273,20 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_p
     another = measurer_in(tmp_path)
     another.bench.seconds = None  # nothing is measured
     again = another.registry
-    another.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"))
+    another.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     assert [again.choose(each) for each in requests] == [found.choose(each) for each in requests]
     print("\n".join(found.explain(each) for each in requests))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "swiglu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_small_case_by_the_kernels_is_right(activation: str, dtype: torch.dtype, bias: bool) -> None:
+    skip_unless_willing(PMOE, dtype)
+    case = KernelCase(DEVICE, dtype, activation, bias)
+    with torch.no_grad():
+        assert mismatch(case) is None
+    assert one_rank_mismatch(case, 2, True) is None
 
 
 def test_the_loaded_code_is_that_of_this_device() -> None:

@@ -53,7 +53,7 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("callbacks", [print], r"callbacks .* must be pmoe.Callback objects"),
     ("dtype", torch.int64, r"dtype \(torch.int64\) must be a floating-point type"),
     ("z_loss_weight", -0.1, r"z_loss_weight \(-0.1\)"),
-    ("check_finite", None, r"check_finite \(None\) must be True or False"),
+    ("check_finite", 1, r"check_finite \(1\) must be None, True or False"),
     ("mesh", "cpu", r"mesh \('cpu'\) must be a torch.distributed.device_mesh.DeviceMesh"),
 ]
 
@@ -117,7 +117,7 @@ def test_bad_input_is_refused_at_the_call(name: str, x: Any, message: str) -> No
 
 def bad_on_one(rank: int, world: int, bad: str) -> tuple[str, bool]:
     """What the call says, and whether the next one works."""
-    layer, x = make(pipeline=2, check_finite=True), tokens(5, rank)
+    layer, x = make(pipeline=2), tokens(5, rank)
     given = x
     if rank == world - 1:
         given = {"width": x[:, :-1], "type": x.float(), "NaN": x * math.nan}[bad]

@@ -300,48 +300,65 @@ def same(one: GranularityTable, other: GranularityTable) -> bool:
 
 def test_a_saved_table_is_loaded_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    save_degrees(learnt(), path, KEY)
-    loaded = load_degrees(str(path), KEY)
+    save_degrees({"S4": learnt(), "S1": GranularityTable()}, path, KEY)
+    [loaded] = load_degrees(str(path), KEY).values()
     assert same(loaded, learnt())
     assert [loaded.lookup(B) for B in (99, 250, 900)] == [None, PassDegrees(1, 2), both(4)]
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_the_file_reads_as_what_it_is(tmp_path: Path) -> None:
-    save_degrees(learnt(), tmp_path / "table.json", KEY)
+    save_degrees({"S4": learnt()}, tmp_path / "table.json", KEY)
     assert json.loads((tmp_path / "table.json").read_text()) == {
-        "format": 1,
+        "format": 2,
         "key": {"device": "cpu", "ranks": 4, "sizes": [1024, 4096]},
-        "contradictions": 2,
-        "points": [[100, 1, 2], [400, 1, 2], [900, 4, 4], [950, 2, 2]],
+        "tables": {
+            "S4": {
+                "contradictions": 2,
+                "points": [[100, 1, 2], [400, 1, 2], [900, 4, 4], [950, 2, 2]],
+            }
+        },
     }
 
 
 def test_a_table_of_another_key_or_format_is_refused_with_both(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    save_degrees(learnt(), path, KEY)
+    save_degrees({"S4": learnt()}, path, KEY)
     with pytest.raises(ValueError, match=re.escape(str(path))) as refused:
         load_degrees(path, {**KEY, "ranks": 8})
-    assert "'ranks': 4" in str(refused.value) and "'ranks': 8" in str(refused.value)
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(
-        ValueError, match=re.escape(f"{path}: found format 2, expected 1: save_degrees of a layer")
-    ):
+    assert str(refused.value).endswith("another layer, group or machine: ranks 4, here 8")
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: format (1) must be 2")):
         load_degrees(path, KEY)
+
+
+def test_degrees_that_the_layer_cannot_take_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    save_degrees({"S4": learnt()}, path, KEY)
+    assert load_degrees(path, KEY, (1, 2, 4))
+    with pytest.raises(ValueError, match=r"found PassDegrees\(forward=4, backward=4\), expected .* \(1, 2\)"):
+        load_degrees(path, KEY, (1, 2))
 
 
 def broken_files() -> dict[str, tuple[bytes, str]]:
     """Content, and what is said of it."""
-    table = {"format": 1, "key": {}, "contradictions": 0, "points": [[1, 2, 2]]}
+    table = {"contradictions": 0, "points": [[1, 2, 2]]}
+
+    def file(table: object) -> bytes:
+        return json.dumps({"format": 2, "key": {}, "tables": {"S4": table}}).encode()
+
     return {
         "empty": (b"", "no JSON"),
-        "cut short": (json.dumps(table).encode()[:-9], "no JSON"),
+        "cut short": (file(table)[:-9], "no JSON"),
         "not text": (b"\xff\xfe\xfd\x00\x01", "no JSON"),
         "nested without end": (b"[" * 100_000, "no JSON"),
         "a list": (b"[]", "must be an object, not list"),
-        "no points": (json.dumps({"format": 1, "key": {}, "contradictions": 0}).encode(), "no granularity"),
+        "no key": (json.dumps({"format": 2}).encode(), r"key \(None\) must be an object"),
+        "no tables": (json.dumps({"format": 2, "key": {}}).encode(), r"no granularity table: tables "),
+        "no table": (file(5), "no granularity table: "),
+        "no points": (file({"contradictions": 0}), "no granularity table: "),
     } | {
-        f"{name} {value}": (json.dumps({**table, name: value}).encode(), "no granularity table: ")
+        f"{name} {value}": (file({**table, name: value}), "no granularity table: ")
         for name, value in [
             ("points", 5),
             ("points", [[1, 2]]),
@@ -369,17 +386,17 @@ def test_saving_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.json"
-    save_degrees(learnt(), path, KEY)
+    save_degrees({"S4": learnt()}, path, KEY)
     before = path.read_bytes()
     with pytest.raises(TypeError, match="JSON"):
-        save_degrees(GranularityTable(), path, {"device": object()})
+        save_degrees({}, path, {"device": object()})
 
     def full(descriptor: int) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        save_degrees(GranularityTable(), path, KEY)
+        save_degrees({}, path, KEY)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 

@@ -1,4 +1,4 @@
-"""Imports point one way: DESIGN.md's list of the house, held by reading every import of pmoe/."""
+"""Imports point one way: the house of docs/architecture.md, held by reading every import of pmoe/."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ FILES = sorted((ROOT / "pmoe").rglob("*.py"))
 def test_every_file_of_pmoe_belongs_to_a_part_of_the_house() -> None:
     assert len(FILES) > 20
     unknown = {part_of(module_of(path)) for path in FILES} - set(FLOOR_OF)
-    assert not unknown, f"{sorted(unknown)}: give it a place in FLOORS, as in DESIGN.md"
+    assert not unknown, f"{sorted(unknown)}: give it a place in FLOORS, as in docs/architecture.md"
 
 
 def test_imports_point_downwards() -> None:

@@ -1,6 +1,7 @@
 """The registry: which of several kernels computes a request, why, and what is remembered of it.
 
-Candidates, clocks, devices and folders are fakes; "pmoe" and "grouped_mm" compete, "loop" refuses nothing.
+Candidates, clocks, devices and folders are fakes. "pmoe" competes with "grouped_mm", or with "loop" where
+that refuses; "loop" refuses nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pmoe.kernels import architecture, extension
 from pmoe.kernels.architecture import Architecture
 from pmoe.kernels.product_request import ProductRequest, bucket
 from pmoe.kernels.registry import ProductCandidate, Registry
+from pmoe.measure.kernel_check import KernelCase
 from pmoe.measure.product_bench import ProductBench
 from pmoe.measure.product_choices import ProductMeasurer
 from pmoe.warn import GIVEN
@@ -38,6 +40,8 @@ class FakeBench(ProductBench):
         self.measured: list[str] = []
         self.free = 1 << 40
         self.released = 0
+        self.checked: list[KernelCase] = []
+        self.wrong: str | Exception | None = None
 
     def works(self, request: ProductRequest, names: tuple[str, str]) -> dict[str, Any]:
         return {name: lambda name=name: f"{request.form} by {name}" for name in names}
@@ -50,6 +54,12 @@ class FakeBench(ProductBench):
             name: self.times[name][form] if isinstance(self.times[name], dict) else self.times[name]
             for name in works
         }
+
+    def mismatch(self, case: KernelCase) -> str | None:
+        self.checked.append(case)
+        if isinstance(self.wrong, Exception):
+            raise self.wrong
+        return self.wrong
 
     def free_bytes(self, device: torch.device) -> int:
         return self.free
@@ -72,8 +82,11 @@ class MeasuredRegistry(Registry):
 
     bench: ProductBench
 
-    def measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:
-        ProductMeasurer(self, self.bench).measure(requests, agree)
+    def measure(
+        self, requests: Sequence[ProductRequest], agree: Agree, activation: str = "gelu", bias: bool = False
+    ) -> None:
+        case = KernelCase(CUDA, torch.bfloat16, activation, bias)
+        ProductMeasurer(self, self.bench, self.faults).measure(requests, agree, case)
 
 
 def make_registry(
@@ -90,10 +103,8 @@ def make_registry(
             misfit=lambda operands: (misfits or {}).get(name),
         )
 
-    found = MeasuredRegistry(
-        [candidate(name) for name in ("pmoe", "grouped_mm", "loop")], compete=("pmoe", "grouped_mm")
-    )
-    found.bench = bench
+    found = MeasuredRegistry([candidate(name) for name in ("pmoe", "grouped_mm", "loop")])
+    found.bench, found.faults = bench, {}
     return found
 
 
@@ -155,15 +166,17 @@ def test_devices_of_one_name_share_their_requests() -> None:
 # ---- the rule
 
 
-def test_what_was_not_measured_never_replaces_grouped_mm(tmp_path: Path) -> None:
-    assert make_registry(FakeBench(tmp_path, FASTER)).choose(FORWARD) == "grouped_mm"
-
-
 @pytest.mark.parametrize(
-    "refusing, taken", [(["grouped_mm"], "pmoe"), (["pmoe"], "grouped_mm"), (["pmoe", "grouped_mm"], "loop")]
+    "refusing, taken",
+    [
+        ([], "grouped_mm"),
+        (["grouped_mm"], "loop"),
+        (["pmoe"], "grouped_mm"),
+        (["pmoe", "grouped_mm"], "loop"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:pmoe. products")
-def test_the_first_willing_is_taken_where_grouped_mm_is_not(
+def test_what_was_not_measured_is_computed_in_the_first_plain_way(
     tmp_path: Path, refusing: list[str], taken: str
 ) -> None:
     refusals = {name: ["no"] for name in refusing}
@@ -198,31 +211,53 @@ def test_ties_within_one_percent_go_to_grouped_mm(tmp_path: Path, seconds: float
     assert found.choose(FORWARD) == taken
 
 
-def test_a_request_that_one_of_the_two_refuses_is_not_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds, taken", [(1.0, "pmoe"), (3.0, "loop")])
+def test_what_grouped_mm_refuses_is_measured_beside_the_loop(
+    tmp_path: Path, seconds: float, taken: str
+) -> None:
+    """A bias, float16, a device before compute capability 9.0."""
+    bench = FakeBench(tmp_path, {"pmoe": seconds, "loop": 2.0})
+    found = make_registry(bench, {"grouped_mm": ["bias"]})
+    found.measure([FORWARD], Alone())
+    assert bench.measured == ["forward by pmoe", "forward by loop"]
+    assert found.choose(FORWARD) == taken
+    again = make_registry(FakeBench(tmp_path, {}), {"grouped_mm": ["bias"]})
+    again.measure([FORWARD], Alone())  # from the file
+    assert again.choose(FORWARD) == taken
+    changed = FakeBench(tmp_path, SLOWER)  # and not where another plain way would compete
+    other = make_registry(changed)
+    other.measure([FORWARD], Alone())
+    assert changed.measured == ["forward by pmoe", "forward by grouped_mm"]
+    assert other.choose(FORWARD) == "grouped_mm"
+
+
+def test_a_request_that_pmoe_refuses_is_neither_checked_nor_measured(tmp_path: Path) -> None:
     bench = FakeBench(tmp_path, FASTER)
-    found, agree = make_registry(bench, {"grouped_mm": ["bias"]}), Alone()
+    found, agree = make_registry(bench, {"pmoe": ["not built"]}), Alone()
     found.measure([FORWARD], agree)
-    assert bench.measured == []
+    assert bench.measured == bench.checked == []
     assert len(agree.calls) == 1
-    assert found.choose(FORWARD) == "pmoe"
 
 
-def test_deterministic_mode_pins_the_choice_whatever_was_measured(
+# ---- deterministic mode, operands, names
+
+
+def test_deterministic_mode_takes_the_plain_way_whatever_was_measured(
     tmp_path: Path, deterministic: None
 ) -> None:
-    bench, agree = FakeBench(tmp_path, SLOWER), Alone()
+    bench, agree = FakeBench(tmp_path, FASTER), Alone()
     found = make_registry(bench)
     found.measure([FORWARD], agree)
     assert (bench.measured, agree.calls, list(tmp_path.iterdir())) == ([], [], [])
-    assert found.choose(FORWARD) == "pmoe"
+    assert found.choose(FORWARD) == "grouped_mm"
     torch.use_deterministic_algorithms(False)
     found.measure([FORWARD], agree)
-    assert found.choose(FORWARD) == "grouped_mm"
-    torch.use_deterministic_algorithms(True)
     assert found.choose(FORWARD) == "pmoe"
-    refusing = make_registry(bench, {"pmoe": ["no"]})
-    with pytest.warns(UserWarning, match="no"):
-        assert refusing.choose(FORWARD) == "grouped_mm"
+    torch.use_deterministic_algorithms(True)
+    assert found.choose(FORWARD) == "grouped_mm"
+    assert make_registry(bench, {"grouped_mm": ["no"]}).choose(FORWARD) == "loop"
+    with found.forcing("pmoe"):
+        assert found.choose(FORWARD) == "pmoe"
 
 
 def test_operands_that_do_not_fit_go_to_the_next(tmp_path: Path) -> None:
@@ -234,7 +269,7 @@ def test_operands_that_do_not_fit_go_to_the_next(tmp_path: Path) -> None:
     found = make_registry(FakeBench(tmp_path, FASTER), misfits={"grouped_mm": "not contiguous"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing of pmoe's is passed over
-        assert found.choose(INPUT, ()) == "pmoe"
+        assert found.choose(INPUT, ()) == "loop"
 
 
 def test_a_choice_may_be_forced_for_a_while(tmp_path: Path) -> None:
@@ -281,14 +316,14 @@ def test_explain_gives_each_candidates_reasons(tmp_path: Path) -> None:
         "  pmoe        refuses: not built; dtype",
         "  grouped_mm  refuses: bias",
         "  loop        willing",
-        "  takes loop: the first that is willing",
+        "  takes loop: pmoe refuses",
     ]
 
 
 def test_explain_says_why_nothing_was_measured(tmp_path: Path, deterministic: None) -> None:
     found = make_registry(FakeBench(tmp_path, FASTER))
     assert found.explain(FORWARD).endswith(
-        "takes pmoe: deterministic mode: the first that is willing, whatever it takes"
+        "takes grouped_mm: deterministic mode: nothing that depends on a measurement"
     )
     torch.use_deterministic_algorithms(False)
     assert found.explain(FORWARD).endswith("takes grouped_mm: not measured, and nothing untimed replaces it")
@@ -456,7 +491,7 @@ def test_what_another_rank_neither_knows_nor_can_measure_is_settled_no_longer(tm
     assert found.choose(FORWARD) == "pmoe"
 
     def agree(values: Sequence[float]) -> list[float]:
-        if len(values) == 10:  # the other's codes are others
+        if len(values) == 12:  # the other's codes are others
             return [*values[:4], values[4] + 1, *values[5:]]
         if values == [1, -1]:
             return [1, 0]

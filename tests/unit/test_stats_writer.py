@@ -333,7 +333,9 @@ def test_without_tensorboard_it_is_refused_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"tensorboard \(True\) must be False.*pip install tensorboard"):
+    with pytest.raises(
+        ImportError, match=r"tensorboard \(True\) must be False.*pip install 'pmoe\[tensorboard\]'"
+    ):
         StatsWriter(tmp_path / "run", build(), tensorboard=True)
     assert not (tmp_path / "run").exists()
     train(tmp_path / "run", range(1, 3))

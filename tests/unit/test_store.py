@@ -17,7 +17,7 @@ from pmoe.measure.profile import find_profile, load_profile, profile_path
 from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.division import DivisionTable
 from tests.unit.test_division import SHAPE, SIZES, entry, layer
-from tests.unit.test_granularity import KEY, learnt, same
+from tests.unit.test_granularity import KEY
 from tests.unit.test_profile import MADE, OPERATIONS
 
 STORED = Path(__file__).resolve().parents[1] / "stored"
@@ -37,8 +37,9 @@ def test_divisions_of_before_are_found_and_read() -> None:
     assert load_divisions(STORED) == DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()})
 
 
-def test_a_table_of_degrees_of_before_is_read() -> None:
-    assert same(load_degrees(STORED / "degrees.json", KEY), learnt())
+def test_degrees_of_before_are_refused_for_their_key_did_not_say_all_that_changes_the_time() -> None:
+    with pytest.raises(ValueError, match=r"degrees.json: format \(1\) must be 2"):
+        load_degrees(STORED / "degrees.json", KEY)
 
 
 # ---- one store

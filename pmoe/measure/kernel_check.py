@@ -1,0 +1,98 @@
+"""A small case by pmoe's kernels beside the plain computation: whether they compute rightly on this device.
+
+Experts' products with what is fused into them, both passes, in the type that is asked for. The plain
+computation is the loop over experts: on the same device in the same type, and exactly, in float64 on the CPU.
+
+Letters: N rows, M = d_model, H = d_hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pmoe.experts.ffn import FFNExperts
+from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.swiglu import SwiGLUExperts
+from pmoe.kernels.candidates import LOOP, PMOE, PRODUCTS
+
+COUNTS, NUM_MODEL, NUM_HIDDEN = (70, 0, 33, 1), 136, 72
+"""Rows by expert, M and H: more than a tile of the kernels, less than one, none."""
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """What is checked once. activation: as `pmoe.kernels.grouped_gemm` names it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    activation: str
+    bias: bool
+
+    @classmethod
+    def of(cls, experts: StackedExperts, device: torch.device, dtype: torch.dtype) -> KernelCase:
+        """Of the kernels that these experts would take."""
+        return cls(device, dtype, experts.fused_activation or "gelu", experts.b1 is not None)
+
+
+def mismatch(case: KernelCase) -> str | None:
+    """What the kernels compute wrongly, with the numbers; None where every result is right."""
+    generator = torch.Generator().manual_seed(0)
+    experts = _experts(case)
+    rows = (sum(COUNTS), NUM_MODEL)
+    shapes = (rows, rows, rows[:1], *(each.shape for each in experts.parameters()))
+    operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
+    exact = _both_passes(experts, [each.double() for each in operands])
+    there = [each.to(case.device) for each in operands]
+    with PRODUCTS.forcing(LOOP):
+        plain = _both_passes(experts, there)
+    with PRODUCTS.forcing(PMOE):
+        found = _both_passes(experts, there)
+    names = ["T_DO", "T_M", "dT_DI", "d weight", *(f"d {name}" for name, _ in experts.named_parameters())]
+    return first_wrong(names, found, plain, exact, case.dtype)
+
+
+def first_wrong(
+    names: Sequence[str],
+    found: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> str | None:
+    """The first result whose error is more than twice the plain one's, and than the type's own precision."""
+    for name, got, usual, value in zip(names, found, plain, exact, strict=True):
+        error, allowed = (_relative_error(each, value) for each in (got, usual))
+        allowed = max(2 * allowed, 2 * torch.finfo(dtype).eps)
+        if not error <= allowed:
+            return f"{name} in {dtype} is wrong by {error:.2g} of its size, where {allowed:.2g} is allowed"
+    return None
+
+
+def _relative_error(got: Tensor, exact: Tensor) -> float:
+    return float((got.cpu().double() - exact).norm() / exact.norm())
+
+
+def _experts(case: KernelCase) -> StackedExperts:
+    """For their shapes and their nonlinearity: parameters are given apart."""
+    sizes = (NUM_MODEL, NUM_HIDDEN, len(COUNTS))
+    if case.activation == "swiglu":
+        return SwiGLUExperts(*sizes, bias=case.bias, device="meta")
+    return FFNExperts(*sizes, activation=case.activation, bias=case.bias, device="meta")
+
+
+def _both_passes(experts: StackedExperts, operands: Sequence[Tensor]) -> list[Tensor]:
+    """T_DO, T_M, and the gradients of rows, routing weights and parameters."""
+    rows_NM, grad_NM, narrow_N, *parameters = operands
+    weight_N = narrow_N.to(torch.promote_types(narrow_N.dtype, torch.float32))
+    groups = RowGroups(counts=COUNTS, ends=torch.tensor(COUNTS).cumsum(0).to(rows_NM.device, torch.int32))
+    out_NM, hidden = experts.compute(rows_NM, weight_N, groups, parameters, keep=True)
+    assert hidden is not None
+    hidden_NG = hidden.tensors[0].clone()
+    sums = [GradientSum(each, 1) for each in parameters]
+    *grads, pending = experts.input_gradient(grad_NM.clone(), rows_NM, weight_N, hidden, groups, parameters)
+    experts.weight_gradient(pending, groups, sums)
+    return [out_NM, hidden_NG, *grads, *(each.result() for each in sums)]

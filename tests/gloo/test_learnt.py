@@ -1,0 +1,155 @@
+"""What pipeline=True learns lasts between runs where a cache folder is named: rank 0's file is everyone's."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pmoe.runners import searched
+from pmoe.warn import GIVEN
+from tests.gloo.kit import build
+from tests.gloo.test_choices import listen, step
+from tests.pool import ranks
+
+
+def run_job(rank: int, world: int, folders: tuple[str, ...], counts: tuple[int, ...]) -> dict[str, Any]:
+    """One run: a new process knows nothing. folders: $PMOE_CACHE of each rank, "" for none."""
+    searched._learnt.clear()
+    GIVEN.clear()
+    told = listen()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setenv("PMOE_CACHE", folders[rank])
+        patch.setattr(searched, "REPEATS", 1)
+        layer, found = build(pipeline=True, top_k=1), []
+        for count in counts:
+            step(layer, count, rank)
+            found.append((layer.ran.forward, layer.ran.backward))
+    return {
+        "n": found,
+        "tried": [
+            int(line.split(" for ")[1].split()[0]) for line in told.lines if line.startswith("pipeline=True")
+        ],
+        "warned": [str(each.message) for each in caught if "trials" in str(each.message)],
+    }
+
+
+def stored(folder: Path) -> list[Path]:
+    return sorted(folder.glob("degrees_*.json"))
+
+
+def rewrite(path: Path, points: list[list[int]]) -> None:
+    """As if trials had found this."""
+    held = json.loads(path.read_text())
+    (table,) = held["tables"].values()
+    table["points"] = points
+    path.write_text(json.dumps(held))
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a run."""
+    folder, other = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    for got in ranks(2).run(run_job, (str(folder), str(other)), (2048,)):
+        assert got["tried"] == [2048]
+    [path] = stored(folder)
+    assert not stored(other)
+    return path
+
+
+@pytest.fixture
+def folders(tmp_path: Path, first_run: Path) -> tuple[str, str]:
+    """Of rank 0, whose file says n = 4 from 2048 to 5000 tokens, and of rank 1, without."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    path = tmp_path / "first" / first_run.name
+    path.write_text(first_run.read_text())
+    rewrite(path, [[2048, 4, 4], [5000, 4, 4]])
+    return str(tmp_path / "first"), str(tmp_path / "second")
+
+
+def test_the_next_run_tries_nothing_again_nor_between_two_numbers_of_tokens(
+    folders: tuple[str, str],
+) -> None:
+    for got in ranks(2).run(run_job, folders, (2048, 3000, 5000)):
+        assert got == {"n": [(4, 4)] * 3, "tried": [], "warned": []}
+
+
+def test_the_next_run_tries_what_lies_outside_and_keeps_it_beside(folders: tuple[str, str]) -> None:
+    for got in ranks(2).run(run_job, folders, (3000, 6000)):
+        assert got["tried"] == [6000] and got["n"][0] == (4, 4)
+    (table,) = json.loads(stored(Path(folders[0]))[0].read_text())["tables"].values()
+    assert [point[0] for point in table["points"]] == [2048, 5000, 6000]
+
+
+def test_a_file_that_only_another_rank_has_is_not_taken(folders: tuple[str, str]) -> None:
+    first, second = ranks(2).run(run_job, folders[::-1], (3000,))
+    assert first == second and first["tried"] == [3000]
+
+
+def test_where_nobody_names_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for got in ranks(2).run(run_job, ("", str(tmp_path)), (3000,)):
+        assert got["tried"] == [3000]
+    assert not list(tmp_path.iterdir())
+
+
+def another_key(text: str) -> str:
+    return text.replace('"slack": "1.25"', '"slack": "1.5"')
+
+
+BAD = {
+    "no JSON": (lambda text: text[:-9], "no JSON"),
+    "another layer's": (another_key, "slack '1.5', here '1.25'"),
+    "another format": (lambda text: text.replace('"format": 2', '"format": 1'), r"format (1) must be 2"),
+    "no such n": (lambda text: text.replace("[2048, 4, 4]", "[2048, 5, 4]"), "found PassDegrees(forward=5"),
+}
+
+
+@pytest.mark.parametrize("spoil, why", BAD.values(), ids=BAD)
+def test_a_corrupt_or_foreign_file_is_named_and_measured_anew(
+    folders: tuple[str, str], spoil: Any, why: str
+) -> None:
+    [path] = stored(Path(folders[0]))
+    good = path.read_text().replace("\n", "")
+    path.write_text(spoil(good))
+    assert path.read_text() != good
+    first, second = ranks(2).run(run_job, folders, (3000,))
+    assert first["tried"] == second["tried"] == [3000] and first["n"] == second["n"]
+    [warning] = first["warned"]
+    assert f"{path}: " in warning and why in warning and not second["warned"]
+    again = ranks(2).run(run_job, folders, (3000,))
+    assert [each["tried"] for each in again] == [[], []] and again[0]["n"] == first["n"]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "a file"
+    file.write_text("")
+    first, second = ranks(2).run(run_job, (str(file / "below"), str(tmp_path)), (3000,))
+    assert first["tried"] == second["tried"] == [3000]
+    assert "could not be kept" in " ".join(first["warned"])
+
+
+def apart_job(rank: int, world: int) -> list[int]:
+    """n of a layer that knows, of one like it, and of three that are not."""
+    searched._learnt.clear()
+    layers = [
+        build(pipeline=True, **{"top_k": 1, **options})
+        for options in ({}, {}, {"activation": "relu"}, {"send_once": True, "top_k": 2}, {"slack": 2.0})
+    ]
+    told = listen()
+    tried = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searched, "REPEATS", 1)
+        for layer in layers:
+            step(layer, 3000, rank)
+            tried.append(len(told.lines))
+    return tried
+
+
+def test_only_layers_that_are_alike_learn_together() -> None:
+    for tried in ranks(2).run(apart_job):
+        assert tried[0] == tried[1] < tried[2] < tried[3] < tried[4]

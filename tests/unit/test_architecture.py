@@ -1,0 +1,47 @@
+"""docs/architecture.md: its house is the one that imports are held to, and its names and tests exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.unit.test_imports import FLOORS
+from tests.unit.test_papers_map import NAMED, exists
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def section(name: str) -> str:
+    return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+def test_the_house_has_the_floors_that_imports_are_held_to_in_their_order() -> None:
+    rows = [line.split("|")[1] for line in section("The house").splitlines() if line.startswith("| `")]
+    assert [set(re.findall(r"`([\w.]+)`", row)) for row in rows] == FLOORS
+
+
+def test_every_name_on_the_page_exists() -> None:
+    named = NAMED.findall(PAGE)
+    assert len(named) > 15
+    assert [f"{path}:{name}" for path, name in named if not exists(path, name)] == []
+
+
+def test_every_contract_is_held_by_tests_that_exist() -> None:
+    rows = [line for line in section("Contracts").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 6
+    for row in rows:
+        files = re.findall(r"`(tests/[\w/]+\.py)`", row)
+        assert files and all((ROOT / file).is_file() for file in files), row
+
+
+def test_a_place_that_is_kept_for_later_is_empty() -> None:
+    assert ("nothing is there yet" in PAGE) == (not (ROOT / "pmoe" / "graph").exists())
+
+
+def test_nothing_cites_a_page_that_is_not_in_the_repository() -> None:
+    cites = "DESIGN" + ".md"
+    files = [path for top in ("pmoe", "cuda", "bench", "tests", "docs") for path in (ROOT / top).rglob("*.*")]
+    texts = [path for path in files if path.suffix in (".py", ".md", ".h", ".cu", ".cuh", ".cpp", ".sh")]
+    assert len(texts) > 300
+    assert [path for path in texts if cites in path.read_text(encoding="utf-8")] == []

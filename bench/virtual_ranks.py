@@ -2,7 +2,7 @@
 
 For tests of the kernels and for measurements of what their protocol costs: the kernels see no difference to
 real ranks but that the heaps' addresses are all on one device. All ranks' tokens are rows of one tensor, see
-`pmoe.measure.fused_timing`; gate and routing are launched once for all.
+`pmoe.measure.fused_kernels`; gate and routing are launched once for all.
 
 Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_model, H = d_hidden, G = H or
 2H rows of w1.
@@ -20,7 +20,7 @@ from pmoe.comm.heap import HeapShape, virtual_heaps
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Divide, HeapView, Journey, Launcher
 from pmoe.kernels.route import Routes
-from pmoe.measure.fused_timing import journeys_of
+from pmoe.measure.fused_kernels import journeys_of
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
 from pmoe.planner.division import Division
 

@@ -25,7 +25,7 @@ from pmoe.comm.flat import FlatDispatch
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
-from pmoe.ordering.once import carriers
+from pmoe.layer.once_orders import carriers
 from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request
 

@@ -26,7 +26,7 @@ import torch
 
 from pmoe.comm.agree import digest, largest
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.architecture import device_name
+from pmoe.kernels.extension import device_name
 from pmoe.kernels.product_request import bucket
 from pmoe.measure.store import PathLike, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.division import (

@@ -26,8 +26,13 @@ from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.gradient_partition import Partition
 from pmoe.training import reducer_steps as steps
-from pmoe.training.gradient_buffers import GradientBuffers
-from pmoe.training.gradient_partitioning import Observed, Timetable, find_partition, timetable_of
+from pmoe.training.gradient_partitioning import (
+    GradientBuffers,
+    Observed,
+    Timetable,
+    find_partition,
+    timetable_of,
+)
 
 
 class GradientReducer:

@@ -15,10 +15,10 @@ import datetime
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,66 @@ from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import Journal, recording
 from pmoe.integrations import run_folder as files
-from pmoe.integrations.board import Board
-from pmoe.integrations.statistics import Stats, layers_of, stats
+from pmoe.integrations.statistics import LayerStats, Stats, layers_of, stats
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+RATIOS = ("drop_rate", "imbalance", "rank_imbalance")
+DEGREES = ("n_forward", "n_backward")
+SECONDS = ("communication_seconds", "exposed_seconds")
+
+
+class Board:
+    """Writes event files to ``folder``, which the first `show` makes.
+
+    Raises ImportError where the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        summary_writer()
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def show(self, scalars: Sequence[files.ScalarRow], step: int, found: Stats | None) -> None:
+        """Adds scalars, and a step's statistics; hides what an earlier run wrote of the first step on."""
+        if not scalars:
+            return
+        if self._writer is None:
+            self._writer = summary_writer()(str(self._folder), purge_step=scalars[0].step)
+        for each in scalars:
+            self._writer.add_scalar(each.name, each.value, each.step)
+        for layer in () if found is None else found.layers:
+            _show_layer(self._writer, step, layer)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
+    numbers = {name: getattr(layer, name) for name in (*RATIOS, *DEGREES, *SECONDS)}
+    numbers["predicted_peak_bytes"] = None if layer.predicted is None else layer.predicted.peak
+    for name, value in numbers.items():
+        if value is not None:
+            writer.add_scalar(f"pmoe/{name}/{layer.name}", value, step)
+    rows_E = torch.tensor(layer.tokens_per_expert)
+    writer.add_histogram(f"pmoe/tokens_per_expert/{layer.name}", rows_E, step)
+
+
+def summary_writer() -> type[SummaryWriter]:
+    """TensorBoard's class. Raises ImportError, with the way out, where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            f"tensorboard (True) must be False, or installed (pip install 'pmoe[tensorboard]'): {error}"
+        ) from None
+    return SummaryWriter
+
 
 SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
 OPTIONS = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")

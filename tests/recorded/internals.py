@@ -25,7 +25,7 @@ from tests.switched import switched_layer
 
 
 def build_layer(sizes: tuple[int, int, int, int], options: Mapping[str, Any], switches: Mapping[str, bool]):
-    """The layer. switches: by the names of `pmoe.layer.switches.Switches`."""
+    """The layer. switches: by the names of `pmoe.layer.spec.Switches`."""
     return switched_layer(*sizes, **options, **switches)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.gates.losses import router_loss
+from pmoe.gates.logits import router_loss
 from pmoe.kernels.extension import load
 from pmoe.kernels.route import ROUNDS, Routes, operators, reference, refusal, route, route_backward
 from pmoe.kernels.route.routes import check_logits_memory

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.engine import run as engine
+from pmoe.engine import lanes as engine
 from pmoe.engine.recording import Span
 from pmoe.integrations.statistics import finders, imbalance
 from pmoe.planner.timeline import overlap

@@ -29,7 +29,7 @@ from pmoe.planner.division import (
     rule,
     sizes_of,
 )
-from pmoe.planner.sizes_from_options import STACKED
+from pmoe.planner.layer_sizes import STACKED
 from pmoe.text import table
 
 LAYER: dict[str, Any] = {

@@ -29,10 +29,10 @@ from pmoe.measure.bench import (
     Bench,
     TimedCall,
     exchange,
+    identity,
     open_bench,
     seconds_of,
 )
-from pmoe.measure.identity import identity
 from pmoe.planner.costs import FREE, Fit, fit
 from pmoe.planner.profile import WIDTH, Operations
 

@@ -22,8 +22,7 @@ import torch
 
 from pmoe.comm.agree import from_first, largest
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.bench import AGREEING
-from pmoe.measure.identity import identity
+from pmoe.measure.bench import AGREEING, identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import CorruptFileError, PathLike, cache_folder, cache_path, load_json, save_json

@@ -29,10 +29,10 @@ from pmoe.measure.bench import (
     Marks,
     TimedCall,
     exchange,
+    identity,
     open_bench,
     seconds_of,
 )
-from pmoe.measure.identity import identity
 from pmoe.measure.rounds import timestamp
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost, fit

@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.agree import largest
-from pmoe.comm.counts import at_stage
-from pmoe.comm.flat import all_to_all
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.base import all_to_all
+from pmoe.comm.ranks import Ranks, at_stage, largest
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"

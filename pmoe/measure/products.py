@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pmoe.comm.agree import largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, largest
 from pmoe.experts.base import Experts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm

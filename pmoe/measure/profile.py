@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from pmoe.comm.agree import from_first, largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, from_first, largest
 from pmoe.measure.bench import AGREEING, identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.rates import measure

@@ -19,8 +19,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from pmoe.comm.agree import from_first
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, from_first
 from pmoe.measure.bench import (
     COMMUNICATE,
     COMPUTE,

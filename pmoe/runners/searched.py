@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from pmoe.comm.agree import digest, from_first, largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, digest, from_first, largest
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
 from pmoe.measure.rounds import begin_together, clock_of, median_seconds

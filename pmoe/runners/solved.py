@@ -16,8 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from pmoe.comm.agree import largest
-from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Grid, largest
 from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
 from pmoe.planner.costs import LayerCosts, LineCost, StageWork

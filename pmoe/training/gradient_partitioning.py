@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.comm.agree import from_first
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, from_first
 from pmoe.layer import MoELayer
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost, fit

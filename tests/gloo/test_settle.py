@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.agree import largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, largest
 from pmoe.experts import FFNExperts, StackedExperts
 from pmoe.experts.base import Shard
 from pmoe.experts.modules import ModuleExperts

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.comm.agree import largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, largest
 from pmoe.experts import FFNExperts, StackedExperts, products
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import pmoe
-from pmoe.comm.grid import Grid
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
 from pmoe.layer.searched import key_of
 from pmoe.layer.spec import LayerSpec, Switches
 from pmoe.measure import bench

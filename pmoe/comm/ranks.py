@@ -151,8 +151,8 @@ def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
     return found[0]
 
 
-# ---- where a rank stands among a layer's W = P * L ranks: P across the nodes (EP), which experts are spread over,
-# and L inside its node (ESP), which each expert's hidden columns are split over
+# ---- where a rank stands among a layer's W = P * L ranks: P across the nodes (EP), over which experts are
+# spread, and L inside its node (ESP), over which each expert's hidden columns are split
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench.choices import ALL_DEGREES, CASES, Case, Result, name_of, run_batches, run_case
 from bench.links import INFINITE, launch
 from bench.passes import Setting
-from bench.timing import Timing, machine, table, write_json
+from bench.timing import Timing, table, write_json
 from pmoe.planner.degree import DEGREES
 
 MEDIAN_REGRET, WORST_REGRET = 0.05, 0.10
@@ -40,6 +40,9 @@ BATCHES = (1024, 2048, 4096, 8192, 16384)
 BATCH_CASE = Case("by batch size", link=1.0, latency=0.02)
 PAPER = ((0, 2), (8192, 4), (22528, 8))
 """MPipeMoE, V.F: from so many tokens on this n is the fastest (GPT-XL, 64 GPUs; n = 1 is not shown)."""
+
+CHOSEN = (("pipeline=True", "o", "#aa3377"), ('pipeline="solve"', "x", "#ee6677"))
+"""Name, mark and colour."""
 
 QUICK = Setting(rows=2048, d_model=32, d_hidden=64, num_experts=4)
 
@@ -76,6 +79,11 @@ def rows_of(case: Case, result: Result) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def stored(result: Result) -> dict[str, Any]:
+    """For JSON; Timing has a form of its own there."""
+    return {**vars(result), "chosen": {name: asdict(chosen) for name, chosen in result.chosen.items()}}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -140,43 +148,30 @@ def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
             color=colour,
             label=f"n={n}",
         )
-    for name, colour in (("pipeline=True", "#aa3377"), ('pipeline="solve"', "#ee6677")):
+    for name, _, colour in CHOSEN:
         heights = [base[t] / each["times"][name].median for t, each in found.items()]
         left.plot(places, heights, "--o", ms=4, color=colour, label=name)
     left.set(
-        title="2 CPU ranks, a modelled link", ylabel="speed of a step over n=1's", xlabel="tokens of a rank"
+        title="a step, 2 CPU ranks on a modelled link",
+        xlabel="tokens of a rank",
+        ylabel="speed over n=1's",
     )
     left.set_xticks(places, [f"{size:,}" for size in sizes])
-    left.legend(fontsize=8, ncols=2, loc="lower right")
-    edges = [start or sizes[0] for start, _ in PAPER] + [2 * max(PAPER[-1][0], sizes[-1])]
-    right.stairs(
-        [n for _, n in PAPER], edges, color="black", lw=1.5, baseline=None, label="best, Fig. 12 (64 GPUs)"
-    )
-    right.plot(
-        sizes,
-        [best_degree(each["times"]) for each in found.values()],
-        "s",
-        ms=11,
-        mfc="none",
-        color="#4477aa",
-        label="best, here",
-    )
-    for name, mark, colour in (("pipeline=True", "o", "#aa3377"), ('pipeline="solve"', "x", "#ee6677")):
-        right.plot(
-            sizes, [each["took"][name] for each in found.values()], mark, color=colour, label=f"{name} takes"
-        )
-    right.set(
-        title="n by the size of a batch",
-        xlabel="tokens of a batch (a rank's, here)",
-        ylabel="n",
-        xscale="log",
-        yscale="log",
-        ylim=(0.8, 20),
-    )
-    right.set_xticks([*sizes, edges[-1]], [f"{size // 1024}k" for size in [*sizes, edges[-1]]])
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=7, loc="outside lower left")
+    edges = [max(start, sizes[0]) for start, _ in PAPER] + [2 * max(PAPER[-1][0], sizes[-1])]
+    paper = "fastest, Fig. 12 (GPT-XL, 64 GPUs)"
+    right.stairs([n for _, n in PAPER], edges, color="black", lw=1.5, baseline=None, label=paper)
+    best = [best_degree(each["times"]) for each in found.values()]
+    right.plot(sizes, best, "s", ms=12, mfc="none", color="#4477aa", label="fastest, here")
+    for name, mark, colour in CHOSEN:
+        taken = [each["took"][name] for each in found.values()]
+        right.plot(sizes, taken, mark, ms=6, color=colour, label=f"{name} takes")
+    right.set(title="n by the size of a batch", xlabel="tokens of a batch; here of a rank", ylabel="n")
+    right.set(xscale="log", yscale="log", ylim=(0.8, 40))
+    right.set_xticks(sizes, [f"{size:,}" for size in sizes])
     right.set_yticks(DEGREES, map(str, DEGREES))
     right.minorticks_off()
-    right.legend(fontsize=8, loc="upper left")
+    right.legend(fontsize=8, loc="upper left", ncols=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -200,7 +195,7 @@ def main() -> None:
         setting, cases, degrees, batches = QUICK, (CASES[1], CASES[-1]), [1, 3, 4], [256, 2048]
     if args.cases:
         cases = tuple(case for case in CASES if case.name in args.cases)
-    started, began = machine(), time.monotonic()
+    began = time.monotonic()
 
     def launched(function: Any, *given: Any) -> Any:
         return launch(setting.world, function, "modelled", INFINITE, given, timeout_seconds=1800)[0]
@@ -215,10 +210,7 @@ def main() -> None:
     by_batch = launched(run_batches, BATCH_CASE, setting, batches, rounds)
     print(f"\nn by batch size, {BATCH_CASE}, after {time.monotonic() - began:.0f} s")
     print(table(batch_rows(by_batch)))
-    print(
-        f"\n{setting}, one thread each; medians of {rounds} rounds; "
-        f"load before {started['load_average_1min']}"
-    )
+    print(f"\n{setting}, one thread each; medians of {rounds} rounds")
     print(table(summary(rows)))
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / "choices_modelled"
@@ -226,12 +218,11 @@ def main() -> None:
     write_json(
         f"{stem}.json",
         setting=asdict(setting),
-        machine_before=started,
         rounds=rounds,
         summary=summary(rows),
         rows=rows,
         cases=[asdict(case) for case in cases],
-        results={name: asdict(result) for name, result in results.items()},
+        results={name: stored(result) for name, result in results.items()},
         batches={"case": asdict(BATCH_CASE), "rows": batch_rows(by_batch), "found": by_batch},
         seconds=time.monotonic() - began,
     )

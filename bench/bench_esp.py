@@ -333,7 +333,6 @@ def main() -> None:
     if setting.top_k > setting.num_experts // 2 and setting.top_k != setting.num_experts:
         parser.error("--top-k must be at most half of --num-experts")
     degrees = sorted({1, *args.degrees})
-    started = machine()
     result: Result = launch(
         WORLD,
         run_rank,
@@ -345,7 +344,7 @@ def main() -> None:
     )[0]
     rows, at_best = report_rows(result, degrees), summary(result, degrees)
     rates = result.bytes_per_second
-    print(f"{NODES} nodes of {RANKS_PER_NODE} ranks on {started['usable_cores']} cores, one thread each")
+    print(f"{NODES} nodes of {RANKS_PER_NODE} ranks on {machine()['usable_cores']} cores, one thread each")
     print(setting)
     print(
         f"{args.link} links, MB/s of a rank: {rates['inter'] / 1e6:.2f} between nodes, "
@@ -381,7 +380,6 @@ def main() -> None:
         setting=asdict(setting),
         link=args.link,
         bytes_per_second=rates,
-        machine_before=started,
         load_average_1min=result.load,
         share_of_other_processes=result.measured.neighbours,
         rounds_that_count=result.measured.rounds,

@@ -45,7 +45,7 @@ from bench.passes import (
     spans_of,
     timed,
 )
-from bench.timing import Timing, machine, table, write_json
+from bench.timing import Timing, table, write_json
 from pmoe.engine.recording import Span, recording
 from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
@@ -259,7 +259,6 @@ def main() -> None:
     if setting.rows % setting.num_experts or setting.num_experts % setting.world:
         parser.error("--num-experts must divide --rows and be even: every expert gets as many rows")
     degrees = sorted({1, *args.degrees})
-    started = machine()
     result: Result = launch(
         setting.world,
         run_rank,
@@ -296,7 +295,6 @@ def main() -> None:
         setting=asdict(setting),
         link=args.link,
         bytes_per_second=result.bytes_per_second,
-        machine_before=started,
         rounds=args.rounds,
         bounds_s=bounds(result.times),
         rows=rows,

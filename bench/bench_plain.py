@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.plain import SPELLINGS, PlainMoE, fastest, name_of
-from bench.timing import Timing, interleaved, machine, table, write_json
+from bench.timing import Timing, interleaved, table, write_json
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args()
-    started = machine()
     torch.set_num_threads(args.threads)
     setting = Setting(tokens=args.tokens, d_model=args.d_model, d_hidden=args.d_hidden, top_k=args.top_k)
     torch.manual_seed(0)
@@ -91,7 +90,6 @@ def main() -> None:
         path,
         setting=asdict(setting),
         threads=args.threads,
-        machine_before=started,
         baseline=baseline,
         rows=rows,
         times=times,

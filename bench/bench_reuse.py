@@ -48,7 +48,7 @@ from bench.passes import (
 )
 from bench.plain import SPELLINGS, PlainOverRanks, fastest
 from bench.plain import name_of as name_of_plain
-from bench.timing import Timing, machine, table, write_json
+from bench.timing import Timing, table, write_json
 from pmoe.engine.recording import recording
 from pmoe.layer.switches import Switches
 from pmoe.planner.costs import LineCost, fit
@@ -291,7 +291,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rate not in ("auto", "auto-step") and not float(args.rate) > 0:
         parser.error(f"--rate ({args.rate}) must be auto, auto-step or a positive number")
-    setting, started = Setting(rows=args.rows), machine()
+    setting = Setting(rows=args.rows)
     result: Result = launch(
         setting.world,
         run_rank,
@@ -314,7 +314,6 @@ def main() -> None:
         setting=asdict(setting),
         link=args.link,
         bytes_per_second=result.bytes_per_second,
-        machine_before=started,
         rounds=args.rounds,
         baseline=fastest_of(result),
         rows=rows,

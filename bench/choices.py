@@ -53,7 +53,7 @@ CASES = (
     Case("every message late", link=1.0, latency=0.05),
     Case("skewed", link=1.0, skew=1.0),
     Case("skewed, link slow", link=3.0, skew=1.0),
-    Case("copies slow", link=1.0, copies=4.0),
+    Case("copies slow", link=1.0, copies=2.0),
     Case("copies and link slow", link=3.0, copies=1.0),
 )
 

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,12 @@ def _seconds_of(run: Callable[[], Any]) -> tuple[float]:
     return (time.perf_counter() - start,)
 
 
+ROOT = Path(__file__).resolve().parents[1]
+
+BUSY = 0.3
+"""A load average above it means that other work ran when a benchmark began."""
+
+
 def machine() -> dict[str, Any]:
     """What a measurement needs beside it: CPU name, cores, load, Python and torch."""
     return {
@@ -117,39 +124,63 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned text, a line a row, the keys of the first row as the header; numbers to the right, words left.
-
-    Floats get four significant digits; a key that a row lacks leaves its cell empty.
-    """
-    if not rows:
-        return ""
-    columns = list(rows[0])
-    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-    words = {i for i, column in enumerate(columns) if not all(_is_number(row.get(column)) for row in rows)}
-    return text.table([columns, *cells], left=words)
-
-
-def write_json(path: str | Path, **content: Any) -> None:
-    """Writes `content` with the machine, the command line and the time (UTC). It may hold Timing values.
-
-    The file appears whole or not at all.
-    """
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    document = {"when": now, "command": sys.argv, "machine": machine(), **content}
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(document, indent=1, default=_plain) + "\n")
-    unfinished.replace(path)
-
-
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def code() -> dict[str, Any]:
+    """The commit that is measured, and whether its files were as committed; None where git does not say."""
+    try:
+        commit, changed = (_git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *MEASURED))
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "clean": None}
+    return {"commit": commit, "clean": not changed}
+
+
+MEASURED = ("pmoe", "cuda", "bench/*.py", "setup.py")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+BEGUN = {"machine": machine(), "code": code()}
+"""As they were when the benchmark began: its own work is not in the load."""
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned text, a line a row, the keys of the first row as the header; numbers to the right, words left.
+
+    Floats get four significant digits; a key that a row lacks leaves its cell empty. Where the machine was
+    busy when the benchmark began, a last line says so.
+    """
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    words = {i for i, column in enumerate(columns) if not all(_is_number(row.get(column)) for row in rows)}
+    load = BEGUN["machine"]["load_average_1min"]
+    busy = f"\nbegun on a busy machine: load {load}" if load > BUSY else ""
+    return text.table([columns, *cells], left=words) + busy
+
+
+def write_json(path: str | Path, **content: Any) -> None:
+    """Writes `content` with `BEGUN`, the command line and the time (UTC). It may hold Timing values.
+
+    The file appears whole or not at all.
+    """
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    document = {"when": now, "command": sys.argv, **BEGUN, **content}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(document, indent=1, default=_plain) + "\n")
+    unfinished.replace(path)
 
 
 def _is_number(value: Any) -> bool:

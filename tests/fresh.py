@@ -42,18 +42,26 @@ class Server:
     """A process that runs ``imports``, and whose forks run programs. It ends with this process."""
 
     def __init__(self, imports: str) -> None:
-        command = [sys.executable, "-W", "ignore", "-c", imports + _SERVER]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._command = [sys.executable, "-W", "ignore", "-c", imports + _SERVER]
+        self._process: subprocess.Popen[str] | None = None
 
     def run(self, program: str) -> tuple[int, str]:
         """The code that ``program`` ended with, and what it printed, both streams together."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as printed:
-            self._process.stdin.write(json.dumps([program, printed.name]) + "\n")
-            self._process.stdin.flush()
-            return int(self._process.stdout.readline()), printed.read()
+        self._process = process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with tempfile.NamedTemporaryFile("r", encoding="utf-8") as printed:
+                process.stdin.write(json.dumps([program, printed.name]) + "\n")
+                process.stdin.flush()
+                return int(process.stdout.readline()), printed.read()
+        except BaseException:  # a time limit: the answer to this program must not be taken for the next one's
+            process.kill()
+            self._process = None
+            raise
+
+    def _start(self) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self._command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
 
 
 @functools.cache

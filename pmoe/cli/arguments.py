@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from pmoe.measure.identity import WIDTH
+from pmoe.planner.profile import WIDTH
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.text import parse_bytes
 

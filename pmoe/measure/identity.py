@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
-from pmoe.planner.profile import FORMAT, Identity, Versions
-
-WIDTH = {"cpu": 512, "cuda": 4096}
-"""By device type: products are measured with a weight of WIDTH x WIDTH."""
+from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 
 
 def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Identity:

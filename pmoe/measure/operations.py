@@ -32,9 +32,9 @@ from pmoe.measure.bench import (
     open_bench,
     seconds_of,
 )
-from pmoe.measure.identity import WIDTH, identity
+from pmoe.measure.identity import identity
 from pmoe.planner.costs import FREE, Fit, fit
-from pmoe.planner.profile import Operations
+from pmoe.planner.profile import WIDTH, Operations
 
 MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
 """Section 6.2: from 2^18 to 24 * 2^18 float32 elements. Other types have as many bytes."""

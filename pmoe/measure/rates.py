@@ -32,11 +32,11 @@ from pmoe.measure.bench import (
     open_bench,
     seconds_of,
 )
-from pmoe.measure.identity import WIDTH, identity
+from pmoe.measure.identity import identity
 from pmoe.measure.rounds import timestamp
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost, fit
-from pmoe.planner.profile import Identity, Profile
+from pmoe.planner.profile import WIDTH, Identity, Profile
 
 MAX_ROWS = {"cpu": 8192, "cuda": 16384}
 FIRST_ROWS = {"cpu": 64, "cuda": 256}

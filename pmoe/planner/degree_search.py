@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from pmoe.arguments import check_not_negative
 from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
-from pmoe.planner.simulator import makespan, simulate, task_seconds
+from pmoe.planner.simulator import LOCAL_TWIN, makespan, simulate, task_seconds
 from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.straight import backward_schedule, forward_schedule
-from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task
+from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, local_pieces
 
 WGRAD_SHARE = 0.5
 """Of experts' backward, what its weight gradients take: the layer makes them in tasks of their own."""
@@ -35,22 +35,29 @@ class ScheduleOptions:
     wgrad_share: of the experts' seconds in backward, those of tasks of their own; 0 is the paper's schedule,
         where experts' backward is one task.
     restore: of a layer whose buffers rotate; its copies to the host and back are taken to be free.
+    stays: the share of rows that stay on their rank, and are computed while others travel.
 
-    Raises ValueError for a wgrad_share outside 0 to 1.
+    Raises ValueError for a wgrad_share or a share that stays outside 0 to 1.
     """
 
     direction: PassDirection
     one_lane: bool = False
     wgrad_share: float = WGRAD_SHARE
     restore: Restore | None = None
+    stays: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.wgrad_share <= 1:
-            raise ValueError(f"wgrad_share ({self.wgrad_share}) must be between 0 and 1")
+        for name, share in (("wgrad_share", self.wgrad_share), ("stays", self.stays)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} ({share}) must be between 0 and 1")
 
     def schedule(self, n: int) -> Schedule:
         """Of the pass in n chunks."""
-        return _schedule(n, self.direction, self.one_lane, self.restore)
+        return _schedule(n, self.direction, self.one_lane, self.restore, self.stays > 0)
+
+    def pieces(self, n: int) -> int:
+        """Into how many the rows that stay are cut."""
+        return n if self.restore is not None else local_pieces(n, local=True, remote=True)
 
 
 def stage_seconds(
@@ -58,19 +65,28 @@ def stage_seconds(
 ) -> Callable[[Task], float]:
     """Seconds of each task in n chunks. Tasks that the paper's model has no term for take none: arranging
     rows, the routing weights, the sum of returned rows."""
-    a2a, ag, rs, exp = costs.chunk(n)
+    a2a, ag, rs, _ = costs.chunk(n)
     apart = options.wgrad_share if options.direction == "backward" else 0.0
-    return task_seconds(
-        {
-            Kind.DISPATCH: a2a,
-            Kind.ALL_GATHER: ag,
-            Kind.REDUCE_SCATTER: rs,
-            Kind.COMPUTE: exp * (1 - apart),
-            Kind.WGRAD: exp * apart,
-            Kind.RECOMPUTE: exp / 4,  # the first of two products, of a pass of twice two
-            Kind.GRADIENTS: t_gar,
-        }
-    )
+    alpha, whole = costs.exp.line.alpha_seconds, costs.exp.line.beta_seconds * costs.exp.size
+    remote = alpha + whole * (1 - options.stays) / n
+    # The first piece is what is not in pieces of a chunk each.
+    first = alpha + whole * options.stays * (1 - (options.pieces(n) - 1) / n)
+    other = alpha + whole * options.stays / n
+
+    def experts(share: float) -> tuple[float, Callable[[Task], float]]:
+        """Of rows that travel, and of a piece of those that stay."""
+        return remote * share, lambda task: (other if task.chunk else first) * share
+
+    first_product = 1 / 4  # of a pass of twice two
+    by_kind: dict[Kind, float | Callable[[Task], float]] = {
+        Kind.DISPATCH: a2a,
+        Kind.ALL_GATHER: ag,
+        Kind.REDUCE_SCATTER: rs,
+        Kind.GRADIENTS: t_gar,
+    }
+    for kind, share in ((Kind.COMPUTE, 1 - apart), (Kind.WGRAD, apart), (Kind.RECOMPUTE, first_product)):
+        by_kind[kind], by_kind[LOCAL_TWIN[kind]] = experts(share)
+    return task_seconds(by_kind)
 
 
 def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float = 0.0) -> float:
@@ -127,9 +143,11 @@ def best_degree(
 
 
 @functools.lru_cache(maxsize=256)
-def _schedule(n: int, direction: PassDirection, one_lane: bool, restore: Restore | None) -> Schedule:
+def _schedule(
+    n: int, direction: PassDirection, one_lane: bool, restore: Restore | None, local: bool
+) -> Schedule:
     backward = direction == "backward"
-    stages = Stages(local=False, remote=True, sharded=True, gradients=backward, one_lane=one_lane)
+    stages = Stages(local=local, remote=True, sharded=not local, gradients=backward, one_lane=one_lane)
     if restore is not None:
         return rotating(direction, n, stages, restore=restore)
     return (backward_schedule if backward else forward_schedule)(n, stages)

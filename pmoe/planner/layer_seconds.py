@@ -18,8 +18,8 @@ from pmoe.schedule.tasks import Kind, Lane, Task
 def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int) -> dict[Kind, float]:
     """Seconds of each kind of task alone, in n chunks of ``num_tokens`` tokens of this rank.
 
-    Products cost by their multiply-adds, messages and copies by their bytes. What only moves rows inside the
-    device costs nothing here.
+    Products cost by their multiply-adds and by the weights that each chunk reads anew, messages and copies by
+    their bytes. What only moves rows inside the device costs nothing here.
     """
     rows = num_tokens * sizes.top_k / n
     crossing = (sizes.num_across - 1) / sizes.num_across  # what a rank sends to itself crosses no link
@@ -40,11 +40,11 @@ def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int
 def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kind, float]:
     """Of the kinds that work on the experts' rows, as many as are multiplied at once."""
     hidden, active, size = sizes.columns.hidden, sizes.columns.scratch, sizes.element_size
-    both_products = profile.compute(rows * sizes.d_model * (hidden + active))
+    of_row, weights = sizes.d_model * (hidden + active), sizes.d_model * sizes.num_experts / sizes.num_across
     return {
-        Kind.COMPUTE: both_products,
-        Kind.WGRAD: both_products,
-        Kind.RECOMPUTE: profile.compute(rows * sizes.d_model * hidden),
+        Kind.COMPUTE: profile.products(rows * of_row, weights * (hidden + active)),
+        Kind.WGRAD: profile.compute(rows * of_row),
+        Kind.RECOMPUTE: profile.products(rows * sizes.d_model * hidden, weights * hidden),
         Kind.COPY_ROWS_OUT: profile.copy_out(rows * sizes.d_model * size),
         Kind.COPY_HIDDEN_OUT: profile.copy_out(rows * hidden * size),
         Kind.COPY_ROWS_IN: profile.copy_in(rows * sizes.d_model * size),

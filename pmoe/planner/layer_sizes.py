@@ -81,5 +81,10 @@ class LayerSizes:
         return self.num_ranks > 1 or not self.bypass_local
 
     @property
+    def stays(self) -> float:
+        """The share of evenly routed rows that are not sent, where experts are not split."""
+        return 1 / self.num_ranks if self.bypass_local and self.inside == 1 else 0.0
+
+    @property
     def stages(self) -> Stages:
         return Stages(local=self.bypass_local, remote=self.travels, sharded=self.inside > 1)

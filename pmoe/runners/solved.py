@@ -1,7 +1,8 @@
 """The degrees of pipeline="solve": FSMoE's solver (Section 4) on what was measured of this machine.
 
-Costs are those of evenly routed tokens: of the all-to-all, of the all-gather and the reduce-scatter inside a
-node, and of the experts' products, or of a user's modules as black boxes (Section 3.2).
+Costs are those of evenly routed tokens, a part of which stay on their rank: of the all-to-all, of the
+all-gather and the reduce-scatter inside a node, and of the experts' products, or of a user's modules as black
+boxes (Section 3.2).
 
 Letters: B tokens of the fullest rank, K choices, P ranks across nodes, L inside one, M = d_model.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +25,10 @@ from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.profile import Operations
+from pmoe.planner.profile import Operations, alphas
 from pmoe.planner.stage_costs import LayerCosts, StageWork
 from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import PassDirection
 
 BLACK_BOX_ROWS = (64, 256, 1024)
 """Over which an expert that is a module is profiled."""
@@ -46,7 +49,11 @@ def operations_of(grid: Grid, device: torch.device, dtype: torch.dtype) -> Opera
 
 
 def layer_costs(
-    shape: LayerSizes, operations: Operations, num_tokens: int, expert: LineCost | None = None
+    shape: LayerSizes,
+    operations: Operations,
+    num_tokens: int,
+    device_type: str,
+    expert: LineCost | None = None,
 ) -> LayerCosts:
     """The work of a forward pass over ``num_tokens`` tokens of each rank. expert: seconds of an expert's rows
     where it is a black box."""
@@ -59,9 +66,10 @@ def layer_costs(
         line, size = LineCost(expert.alpha_seconds * num_local, expert.beta_seconds), float(gathered)
     else:
         # Two products an expert, one launch each at worst.
-        gemm = operations.gemm.line
-        line = LineCost(gemm.alpha_seconds * 2 * num_local, gemm.beta_seconds)
-        size = float(gathered * shape.d_model * (shape.columns.hidden + shape.columns.scratch))
+        gemm, of_row = operations.gemm.line, shape.d_model * (shape.columns.hidden + shape.columns.scratch)
+        launches = 2 * num_local * alphas(of_row / 2, device_type)
+        line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
+        size = float(gathered * of_row)
     shared = rows * (inside - 1) * row_bytes
     return LayerCosts(
         a2a=StageWork(line=operations.all_to_all.line, size=rows * (across - 1) / across * row_bytes),
@@ -76,11 +84,7 @@ class Solver:
 
     def __init__(self, grid: Grid, restore: Restore | None, one_lane: bool) -> None:
         """restore: None where buffers do not rotate; both passes then have the same chunks."""
-        self._grid, self._restore = grid, restore
-        self._ways = tuple(
-            ScheduleOptions(direction=direction, one_lane=one_lane, restore=restore)
-            for direction in ("forward", "backward")
-        )
+        self._grid, self._restore, self._one_lane = grid, restore, one_lane
         self._black_box: tuple[LineCost, LineCost] | None = None
         self._found: dict[tuple[int, float], PassDegrees] = {}
 
@@ -94,17 +98,24 @@ class Solver:
             operations = operations_of(self._grid, rows_TM.device, rows_TM.dtype)
             if modules and self._black_box is None:
                 self._black_box = black_box(modules[0], rows_TM, self._grid)
-            self._found[key] = self._solve(shape, operations, num_tokens, t_gar)
+            self._found[key] = self._solve(shape, operations, num_tokens, rows_TM.device.type, t_gar)
         return self._found[key]
 
-    def _solve(self, shape: LayerSizes, operations: Operations, num_tokens: int, t_gar: float) -> PassDegrees:
+    def _solve(
+        self, shape: LayerSizes, operations: Operations, num_tokens: int, device_type: str, t_gar: float
+    ) -> PassDegrees:
         ahead, back = (None, None) if self._black_box is None else self._black_box
-        forward = layer_costs(shape, operations, num_tokens, ahead)
+        forward = layer_costs(shape, operations, num_tokens, device_type, ahead)
         if back is None:
             backward = forward.backward()
         else:
-            backward = layer_costs(shape, operations, num_tokens, back)
-        way, way_back = self._ways
+            backward = layer_costs(shape, operations, num_tokens, device_type, back)
+        way, way_back = (
+            ScheduleOptions(
+                direction=direction, one_lane=self._one_lane, restore=self._restore, stays=shape.stays
+            )
+            for direction in get_args(PassDirection)
+        )
         if self._restore is not None:
             found = best_degree(forward, way, degrees=DEGREES)
             return PassDegrees(found, best_degree(backward, way_back, t_gar, DEGREES))

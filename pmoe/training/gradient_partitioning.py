@@ -125,9 +125,12 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     """
     rows = next(layer.experts.parameters())
     operations = operations_of(layer.grid, rows.device, rows.dtype)
-    costs = layer_costs(layer.memory_shape(), operations, layer.max_tokens).backward()
+    shape = layer.memory_shape()
+    costs = layer_costs(shape, operations, layer.max_tokens, rows.device.type).backward()
     restore = layer.restore if isinstance(layer.restore, Restore) else None
-    way = ScheduleOptions(direction="backward", one_lane=layer.switches.one_lane, restore=restore)
+    way = ScheduleOptions(
+        direction="backward", one_lane=layer.switches.one_lane, restore=restore, stays=shape.stays
+    )
     fixed = layer.pipeline_backward or fixed_degree(layer.pipeline)
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
 

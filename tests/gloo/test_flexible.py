@@ -360,7 +360,8 @@ def test_solved_degrees_follow_the_costs_and_change_no_result(
                 value = part_of(key, value, case, rank, world) if key.startswith("experts.") else value
                 assert relative_error(got[key], value) < 1e-12, f"{name}: rank {rank}, {key}"
     assert degrees["messages cost nothing"] == [1, 1]
-    assert degrees["chunks cost nothing"] == [16, 16]
+    # Where rows stay, computing them is enough to hide behind from some n on; of equals the fewest chunks.
+    assert min(degrees["chunks cost nothing"]) == 16 if esp else min(degrees["chunks cost nothing"]) > 1
     if reuse is False:
         assert len(set(degrees["backward alone is worth a second chunk"])) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from functools import partial
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from bench import timing
 from bench.timing import Timing, interleaved, table, write_json
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(timing.BEGUN, "machine", {**timing.BEGUN["machine"], "load_average_1min": 0.0})
 
 
 def test_variants_take_turns_and_each_round_starts_with_another() -> None:
@@ -40,9 +47,22 @@ def test_a_table_is_aligned() -> None:
     assert table(rows) == " n  what           ms\n 1  sequential  381.2\n16"
 
 
-def test_json_holds_the_samples_and_the_machine(tmp_path: Any) -> None:
+def test_a_table_says_that_the_machine_was_busy_when_the_run_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"n": 1}]
+    for load, said in ((timing.BUSY, False), (4.5, True)):
+        machine = {**timing.BEGUN["machine"], "load_average_1min": load}
+        monkeypatch.setitem(timing.BEGUN, "machine", machine)
+        assert ("busy machine: load 4.5" in table(rows)) == said
+
+
+def test_json_holds_the_samples_the_machine_and_the_code(tmp_path: Any) -> None:
     write_json(tmp_path / "new" / "a.json", rows={"x": Timing((1.0, 3.0))}, rounds=2)
     read = json.loads((tmp_path / "new" / "a.json").read_text())
     assert read["rows"]["x"]["samples_s"] == [1, 3]
     assert read["machine"]["torch"] == torch.__version__
+    assert read["code"].keys() == {"commit", "clean"}
+    if (timing.ROOT / ".git").exists():
+        assert re.fullmatch("[0-9a-f]{40}", read["code"]["commit"]) and isinstance(
+            read["code"]["clean"], bool
+        )
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]

@@ -2,12 +2,15 @@
 
 One pool a device serves all layers. A pass takes its slots when it starts and gives them back when it ends,
 so layers that run one after another share the same memory, and between the passes only what a restore pair
-keeps is held. Host memory for offloaded tensors is another pool, counted apart.
+keeps is held. What is free between them the pool keeps for the next pass, as torch's allocator does on a GPU.
+Host memory for offloaded tensors is another pool, counted apart.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +29,7 @@ class Arena:
     def __init__(self, pool: DevicePool, schedule: Schedule, sizes: BufferSizes, like: Tensor) -> None:
         self._pool = pool
         spans, total = arena_elements(slot_elements(schedule, sizes), like.element_size())
-        self._memory: Tensor | None = pool.take(total, like)
+        self._memory: Tensor | None = pool.take(total, like, self)
         # unsafe: writes to one slot are no changes of the others' tensors.
         pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
         of_slot = dict(zip(spans, pieces, strict=True))
@@ -47,34 +50,75 @@ class Arena:
     def close(self) -> None:
         """Gives the memory back: after all lanes have ended, on the compute lane."""
         if self._memory is not None:
-            self._pool.give_back(self._memory)
+            self._pool.give_back(self._memory, self)
             self._memory = None
             self.buffers.clear()
 
 
+LARGE_BYTES = 1 << 16
+"""What the CPU's pool serves itself; malloc does not ask the system for less."""
+_PLAIN = (Tensor, torch.nn.Parameter)
+_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
 class DevicePool:
-    """Counts the ring slots of one device's passes. The memory itself comes from torch's allocator, which
-    hands what one pass gave back to the next, and to anybody else between the passes."""
+    """Counts the ring slots of one device's passes, and has memory for all that passes take: on a GPU torch's,
+    on the CPU its own, where torch's comes from the system page by page."""
 
-    def __init__(self) -> None:
-        self.bytes_in_use = 0
-        self.peak_bytes = 0
+    def __init__(self, device: torch.device) -> None:
+        self.bytes_in_use = self.peak_bytes = 0
+        self._device = device
+        self._running: weakref.WeakSet[Arena] = weakref.WeakSet()
 
-    def take(self, elements: int, like: Tensor) -> Tensor:
-        memory = like.new_empty(elements)
+    @functools.cached_property
+    def _own(self) -> HostPool:
+        from pmoe.engine.host_pool import HostPool
+
+        return HostPool(self._device)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the pool keeps free for passes to come, at most; 0 on a GPU, where torch's allocator does."""
+        return self._own.kept_bytes if "_own" in self.__dict__ else 0
+
+    def new(self, like: Tensor, *shape: int) -> Tensor:
+        """Uninitialised memory, the caller's until its last tensor dies. While torch's profiler watches it is
+        torch's own, whose events then tell of every piece."""
+        is_large = math.prod(shape) * like.element_size() >= LARGE_BYTES
+        if is_large and like.device.type == "cpu" and type(like) in _PLAIN and not _profiler_enabled():
+            return self._own.new(like, shape)
+        return like.new_empty(shape)
+
+    def take(self, elements: int, like: Tensor, arena: Arena) -> Tensor:
+        memory = self.new(like, elements)
+        self._running.add(arena)
         self.bytes_in_use += memory.nbytes
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return memory
 
-    def give_back(self, memory: Tensor) -> None:
+    def give_back(self, memory: Tensor, arena: Arena) -> None:
+        self._running.discard(arena)
         self.bytes_in_use -= memory.nbytes
+
+    def trim(self) -> None:
+        """As `Pool.trim`, of this memory alone."""
+        if self._running:
+            raise RuntimeError(f"the pool of {self._device} must not be trimmed while a pass of a layer runs")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.keep_at_most(0)
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Gives all that is kept back where it is more."""
+        if self.kept_bytes > num_bytes:
+            self._own.trim()
 
 
 class Pool:
     """What all layers of a device share: memory on the device, and on the host for what is offloaded."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._of = DevicePool(), device
+        self.device, self._of = DevicePool(device), device
 
     @functools.cached_property
     def host(self) -> HostPool:
@@ -82,13 +126,20 @@ class Pool:
 
         return HostPool(self._of)
 
+    def trim(self) -> None:
+        """Gives what is kept free back, on a GPU all that torch's allocator has cached. Raises RuntimeError
+        while a pass runs."""
+        self.device.trim()
+        if "host" in self.__dict__:
+            self.host.trim()
+
 
 _pools: dict[torch.device, Pool] = {}
 
 
 def pool(device: torch.device | str = "cpu") -> Pool:
-    """The pool of ``device``: ``.device`` and ``.host``, each with bytes_in_use and peak_bytes; host has a
-    ``limit_bytes`` that may be set."""
+    """The pool of ``device``: ``.device`` and ``.host``, each with bytes_in_use, peak_bytes and kept_bytes;
+    host has a ``limit_bytes`` that may be set. ``trim()`` gives back what is kept."""
     device = torch.empty(0, device=device).device  # "cuda" is one of them
     if device not in _pools:
         _pools[device] = Pool(device)

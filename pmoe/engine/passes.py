@@ -161,7 +161,8 @@ class Pass:
         # All buffers that a collective or a copy touches are made on the compute lane, most of them here, and
         # live until the end of the pass: the other lanes of a GPU are other streams, to which the allocator
         # is blind.
-        self.arena = Arena(pool(source_TM.device).device, self.schedule, self.sizes, source_TM)
+        self.pool = pool(source_TM.device).device
+        self.arena = Arena(self.pool, self.schedule, self.sizes, source_TM)
         self.in_slots = self.arena.buffers
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
@@ -185,7 +186,7 @@ class Pass:
         return False
 
     def new(self, rows: int, columns: int) -> Tensor:
-        return self.source_TM.new_empty(rows, columns)
+        return self.pool.new(self.source_TM, rows, columns)
 
     def own_buffer(self, name: str, i: int) -> Tensor:
         """Memory of its own until the pass ends."""

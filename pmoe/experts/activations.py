@@ -6,13 +6,37 @@ element by element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+
+
+def _gelu(hidden: Tensor, out: Tensor) -> Tensor:
+    for hidden_part, out_part in _of_few_shapes(hidden, out):
+        aten.gelu.out(hidden_part, out=out_part)
+    return out
+
+
+def _gelu_gradient_(grad: Tensor, hidden: Tensor) -> Tensor:
+    for grad_part, hidden_part in _of_few_shapes(grad, hidden):
+        aten.gelu_backward.grad_input(grad_part, hidden_part, grad_input=grad_part)
+    return grad
+
+
+def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """On the CPU, parts of 16, 32, 64 ... rows, and one of fewer. Of gelu oneDNN compiles a kernel for each
+    shape, and keeps a thousand: routing would make new ones in every step, and their memory holes in
+    malloc's."""
+    rows = tensors[0].shape[0]
+    if tensors[0].is_cuda or rows < 16 or not rows & (rows - 1):
+        return [tensors]
+    sizes = [1 << bit for bit in range(rows.bit_length() - 1, 3, -1) if rows >> bit & 1]
+    sizes += [rows % 16] if rows % 16 else []
+    return zip(*(each.split_with_sizes(sizes) for each in tensors), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +54,7 @@ ACTIVATIONS: dict[str, Activation] = {
         gradient_=lambda grad, hidden: aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad),
     ),
     # The exact gelu, x * Phi(x), as torch.nn.GELU() without arguments.
-    "gelu": Activation(
-        value=lambda hidden, out: aten.gelu.out(hidden, out=out),
-        gradient_=lambda grad, hidden: aten.gelu_backward.grad_input(grad, hidden, grad_input=grad),
-    ),
+    "gelu": Activation(value=_gelu, gradient_=_gelu_gradient_),
     "silu": Activation(
         value=lambda hidden, out: aten.silu.out(hidden, out=out),
         gradient_=lambda grad, hidden: aten.silu_backward.grad_input(grad, hidden, grad_input=grad),

@@ -22,8 +22,8 @@ from pmoe.schedule.slots import HiddenColumns
 
 Allocate = Callable[[str, int, int], Tensor]
 """(name, rows, columns) -> memory of the rows' type, uninitialised. Experts say what they need it for ("T_M",
-"active", "dT_M", "T_DO", "dT_DI", "scratch"); the pass that calls them says where it lies: in a ring slot, or
-anew."""
+"active", "dT_M", "T_DO", "dT_DI", "scratch", "products"); the pass that calls them says where it lies: in a
+ring slot, or anew."""
 
 Reduce = Callable[[Sequence[Tensor]], None]
 """Changes this rank's parts of parameters' gradients in place; a collective, called alike on every rank."""
@@ -240,9 +240,8 @@ def _mark_loaded(experts: Experts, _: object) -> None:
     experts.mark_parameters()
 
 
-def row_dot(a_NX: Tensor, b_NX: Tensor) -> Tensor:
-    """The inner product of each row, (N,), in float32 or wider."""
-    if a_NX.dtype in (torch.bfloat16, torch.float16):
-        return (a_NX * b_NX).sum(-1, dtype=torch.float32)
-    product: Tensor = torch.linalg.vecdot(a_NX, b_NX)
-    return product
+def row_dot(a_NX: Tensor, b_NX: Tensor, product_NX: Tensor | None = None) -> Tensor:
+    """The inner product of each row, (N,), in float32 or wider. product_NX: memory to work in."""
+    narrow = a_NX.dtype in (torch.bfloat16, torch.float16)
+    product_NX = torch.mul(a_NX, b_NX, out=product_NX)
+    return product_NX.sum(-1, dtype=torch.float32 if narrow else None)

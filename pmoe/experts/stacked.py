@@ -294,7 +294,7 @@ class StackedExperts(Experts):
             for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(rows, *every):
                 block_bH = _first(scratch, hidden_bG.shape[0], 0) if in_place else active_bH
                 self.activate(hidden_bG, block_bH)
-                grad_weight_b.copy_(row_dot(block_bH, grad_bH))
+                grad_weight_b.copy_(row_dot(block_bH, grad_bH, space("products", *grad_bH.shape)))
                 grad_bH.mul_(scale_b1)
                 self.activation_gradient(grad_bG, hidden_bG)
                 if in_place:

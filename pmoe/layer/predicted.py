@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from pmoe.engine.arena import pool
 from pmoe.layer.choose import Batch
 from pmoe.layer.memory import memory_shape
 from pmoe.measure.profile import profile_of
@@ -36,6 +37,7 @@ def choice_within_budget(batch: Batch) -> Choice:
     """
     parts, spec, counts, rows_TM = batch.parts, batch.parts.spec, batch.counts, batch.inputs.x_TM
     profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
+    pool(rows_TM.device).device.keep_at_most(spec.budget or 0)
     chooser, shape, max_tokens = chooser_of(batch), memory_shape(parts, rows_TM), counts.max_tokens
     candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
     degrees = [(n, spec.pipeline_backward or n) for n in candidates]

@@ -121,7 +121,7 @@ def test_hidden_leaves_the_host_memory_that_rows_will_need(host: HostPool) -> No
     with pytest.warns(UserWarning, match="T_M is recomputed"):
         y, saved = saved_by(layer, x := tokens())
     assert host.bytes_in_use >= row_bytes(D_MODEL)
-    addresses = [(segment.__array_interface__["data"][0], segment.nbytes) for segment in host._segments]
+    addresses = [(segment.address, segment.num_bytes) for segment in host._segments]
     rows = rows_saved(saved, D_MODEL, x)
     assert num_rows(rows) == TOKENS * TOP_K
     assert all(any(a <= t.data_ptr() < a + size for a, size in addresses) for t in rows)
@@ -222,10 +222,10 @@ def test_host_memory_never_grows_beyond_its_limit(pinned: bool, monkeypatch: pyt
     for size in (1, 2):
         with pytest.raises(HostMemoryError, match="no piece of"):
             take(pool, (2 + size) * ALIGNMENT)
-    assert sum(segment.nbytes for segment in pool._segments) <= 8 * ALIGNMENT
+    assert sum(segment.num_bytes for segment in pool._segments) <= 8 * ALIGNMENT
     del blocks
     assert take(pool, 8 * ALIGNMENT).nbytes == 8 * ALIGNMENT
-    assert sum(segment.nbytes for segment in pool._segments) <= 8 * ALIGNMENT
+    assert sum(segment.num_bytes for segment in pool._segments) <= 8 * ALIGNMENT
 
 
 def test_nothing_takes_no_host_memory() -> None:

@@ -19,7 +19,7 @@ from pmoe.comm.counts import num_bins
 from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.plan import Gradients, Modules
+from pmoe.engine.plan import Modules
 from pmoe.experts.base import Experts, local_part
 from pmoe.layer.spec import LayerSpec
 from pmoe.ordering.base import Order
@@ -30,6 +30,7 @@ from pmoe.schedule.tasks import Stages, local_pieces
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback, Hooks
+    from pmoe.engine.carried_gradients import Gradients
     from pmoe.layer.padded_counts import PaddedKind
 
 

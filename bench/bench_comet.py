@@ -53,9 +53,8 @@ from bench.device import (
 )
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
 from bench.timing import Timing, table, write_json
-from bench.virtual_ranks import FusedParameters, VirtualRanks
+from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.kernels import comet, grouped_gemm
-from pmoe.measure.fused_timing import even_choices, routes_of
 from pmoe.measure.rounds import in_turns
 from pmoe.planner.division import Division
 
@@ -87,7 +86,8 @@ class Scenario:
         self.weight_TK = torch.rand(self.num_tokens, model.top_k, device=DEVICE) + 0.1
         self.w1 = draw(model.experts, 2 * model.d_hidden, model.d_model, scale=model.d_model**-0.5)
         self.w2 = draw(model.experts, model.d_model, model.d_hidden, scale=model.d_hidden**-0.5)
-        self.expert_TK = even_choices(self.num_tokens, model.top_k, model.experts, DEVICE)
+        slot_N = torch.arange(self.num_tokens * model.top_k, dtype=torch.int32, device=DEVICE)
+        self.expert_TK = (slot_N % model.experts).view(self.num_tokens, model.top_k)  # evenly
         expert_N = self.expert_TK.reshape(-1).long()
         slot_N = expert_N.argsort(stable=True)
         self.position_TK = slot_N.argsort().view_as(self.expert_TK)

@@ -39,7 +39,7 @@ from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, 
 from bench.quiet import Measured, Neighbours, measure_quietly
 from bench.timing import Timing, machine, table, write_json
 from pmoe.engine.recording import Span, recording
-from pmoe.layer.switches import Switches
+from pmoe.layer.spec import Switches
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, chrome_trace
 from pmoe.schedule.straight import backward_schedule, forward_schedule

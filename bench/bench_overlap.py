@@ -47,7 +47,7 @@ from bench.passes import (
 )
 from bench.timing import Timing, table, write_json
 from pmoe.engine.recording import Span, recording
-from pmoe.layer.switches import Switches
+from pmoe.layer.spec import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.planner.timeline import Bar, bars, chrome_trace, draw, simulated_bars

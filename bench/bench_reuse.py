@@ -50,7 +50,7 @@ from bench.plain import SPELLINGS, PlainOverRanks, fastest
 from bench.plain import name_of as name_of_plain
 from bench.timing import Timing, table, write_json
 from pmoe.engine.recording import recording
-from pmoe.layer.switches import Switches
+from pmoe.layer.spec import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore

@@ -2,7 +2,7 @@
 
 For tests of the kernels and for measurements of what their protocol costs: the kernels see no difference to
 real ranks but that the heaps' addresses are all on one device. All ranks' tokens are rows of one tensor, see
-`pmoe.measure.fused_timing`; gate and routing are launched once for all.
+`pmoe.measure.fused_kernels`; gate and routing are launched once for all.
 
 Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_model, H = d_hidden, G = H or
 2H rows of w1.
@@ -20,7 +20,8 @@ from pmoe.comm.heap import HeapShape, virtual_heaps
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Divide, HeapView, Journey, Launcher
 from pmoe.kernels.route import Routes
-from pmoe.measure.fused_timing import journeys_of
+from pmoe.measure.fused_kernels import journeys_of
+from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
 from pmoe.planner.division import Division
 
 
@@ -152,3 +153,35 @@ class VirtualRanks:
         )
         of_x, of_weight = comet.gradient_combine(self.launcher, journeys, of_hidden, given.w1, dots)
         return of_x, of_weight, of_hidden, active
+
+
+def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:
+    """The routes that `pmoe.kernels.route` would make of choices, with weights of 1.
+
+    expert_TK (T, K) int: of all ranks' tokens. keep_TK (T, K) bool: None keeps all. Dropped rows have
+    position -1, and rows of a rank begin where they would if all were kept.
+    """
+    num_tokens, top_k = expert_TK.shape
+    position_TK = torch.full_like(expert_TK, -1, dtype=torch.int32)
+    slot_N = torch.zeros(num_tokens * top_k, dtype=torch.int32, device=expert_TK.device)
+    counts = torch.zeros(num_ranks, num_experts, dtype=torch.int32, device=expert_TK.device)
+    bounds = chunk_bounds(num_tokens, num_ranks)
+    if keep_TK is None:
+        keep_TK = torch.ones_like(expert_TK, dtype=torch.bool)
+    for rank, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        kept = keep_TK[begin:end]
+        rows = sort_rows(expert_TK[begin:end].long(), kept, 1, num_experts, LocalExperts(0, 0), 0)
+        first, count = begin * top_k, int(kept.sum())
+        slot_N[first : first + count] = rows.slot[:count].int() + first
+        own = rows.position.view(end - begin, top_k).int() + first
+        position_TK[begin:end] = own.masked_fill(~kept, -1)
+        counts[rank] = expert_TK[begin:end][kept].bincount(minlength=num_experts).int()
+    return Routes(
+        weight_TK=torch.ones(num_tokens, top_k, device=expert_TK.device),
+        expert_TK=expert_TK.int(),
+        position_TK=position_TK,
+        slot_N=slot_N,
+        counts_nE=counts,
+        ends_nE=counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts),
+        l_aux=torch.zeros((), device=expert_TK.device),
+    )

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
     from pmoe.engine.recompute import checkpoint_contexts
     from pmoe.engine.recording import recording
-    from pmoe.training.clipping import clip_grad_norm_
+    from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
-    from pmoe.training.grad_scaler import GradScaler
     from pmoe.training.reducer import GradientReducer
 
 __version__ = "0.1.0"
@@ -49,7 +48,7 @@ __all__ = [
 
 _LATER = {
     "Callback": "pmoe.engine.callbacks",
-    "GradScaler": "pmoe.training.grad_scaler",
+    "GradScaler": "pmoe.training.clipping",
     "GradientReducer": "pmoe.training.reducer",
     "checkpoint_contexts": "pmoe.engine.recompute",
     "clip_grad_norm_": "pmoe.training.clipping",

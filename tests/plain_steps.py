@@ -11,9 +11,11 @@ M = d_model, H = d_hidden, G = H or 2H rows of w1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,7 +25,8 @@ from pmoe.comm.flat import FlatDispatch
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
-from pmoe.ordering.once import carriers
+from pmoe.layer.once_orders import carriers
+from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request
 
 
@@ -191,8 +194,17 @@ class PlainSteps(Steps):
 
 
 def plain_steps(request: Request) -> PlainSteps:
-    """For `pmoe.runners.fused_steps.using`."""
+    """For `using`."""
     return PlainSteps(request.ranks)
+
+
+@contextlib.contextmanager
+def using(make_steps: Callable[[Request], Steps | str]) -> Iterator[None]:
+    """In the block, steps come from ``make_steps`` and not from the kernels, whose refusals are not asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_steps, "steps_for", make_steps)
+        patch.setattr(fused_steps, "refusal", lambda *_, **__: None)
+        yield
 
 
 def _by_row(values: Tensor, counts: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ import pytest
 import pmoe
 from pmoe import warn
 from pmoe.layer import call as layer_call
-from pmoe.runners import fused_steps, one_rank
+from pmoe.runners import one_rank
 from pmoe.runners.features import Feature, refused
 from tests.featured import Features, build, differences, expected, found, sentence
-from tests.plain_steps import plain_steps
+from tests.plain_steps import plain_steps, using
 
 
 def wrong_refusal(message: str, taker: str, asked: set[Feature]) -> Iterator[str]:
@@ -76,7 +76,7 @@ def by_fused_kernels(features: Features) -> Iterator[str]:
         yield from layer
         return
     warn.GIVEN.clear()
-    with fused_steps.using(plain_steps), warnings.catch_warnings(record=True) as told:
+    with using(plain_steps), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         step = found(layer)
     yield from differences(step, expected(layer))

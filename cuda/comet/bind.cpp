@@ -1,4 +1,4 @@
-// Addresses come as integers; pmoe/kernels/comet/fields.py has checked what they stand for.
+// Addresses come as integers; pmoe/kernels/comet/launches.py has checked what they stand for.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>

@@ -20,8 +20,15 @@ from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_div
 from pmoe.measure.fused_kernels import measure_kernels, time_layers, timing_refusal
 from pmoe.measure.rounds import timestamp
 from pmoe.measure.store import cache_folder
-from pmoe.planner.division import FusedLayerSizes, all_kernel_sizes, rule, sizes_of
-from pmoe.planner.division_table import DivisionTable, Entry, LayerTimes
+from pmoe.planner.division import (
+    DivisionTable,
+    Entry,
+    FusedLayerSizes,
+    LayerTimes,
+    all_kernel_sizes,
+    rule,
+    sizes_of,
+)
 from pmoe.planner.sizes_from_options import STACKED
 from pmoe.text import table
 

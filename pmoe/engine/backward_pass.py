@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Plan
-from pmoe.engine.run import Actions
 from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
 from pmoe.schedule.tasks import Kind

@@ -33,7 +33,7 @@ class Degrees:
 @dataclass(frozen=True, kw_only=True)
 class Ordered:
     """The rows of a pass. slots: all kept slots by expert. sent: the rows that leave, the same but where
-    several slots share one (`pmoe.ordering.once`): then carrier_TK is the choice whose row a slot's token
+    several slots share one (`pmoe.layer.once_orders`): then carrier_TK is the choice whose row a slot's token
     travels in, and sent_nP rows by chunk and rank, on the device."""
 
     slots: SortedRows

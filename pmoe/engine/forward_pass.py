@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Forwarded, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Plan
-from pmoe.engine.run import Actions
 from pmoe.schedule.tasks import Kind
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch import Tensor
 from pmoe.engine.backward_pass import Backward
 from pmoe.engine.callbacks import Hooks
 from pmoe.engine.forward_pass import Forward
+from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Pass
-from pmoe.engine.run import Actions
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
 from pmoe.schedule.tasks import Kind
 

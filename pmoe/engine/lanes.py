@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import concurrent.futures
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
-from pmoe.schedule.tasks import Lane, Schedule, Task
+from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 Action = Callable[[Task], "dist.Work | None"]
 
@@ -161,3 +161,49 @@ def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = F
 
         return CudaLanes(schedule, ranks, rows.device)
     return CpuLanes(schedule, ranks, in_steps)
+
+
+# ---- runs a schedule; knows nothing of experts or rows
+
+
+Actions = Mapping[Kind, Callable[[int], "dist.Work | None"]]
+
+
+def run_schedule(
+    schedule: Schedule,
+    actions: Actions,
+    rows: Tensor,
+    ranks: Ranks,
+    in_steps: bool = False,
+    of: object = None,
+) -> None:
+    """Runs each task of ``schedule`` by calling actions[kind](chunk), on the lanes of rows' device.
+
+    An action of a communication lane returns the Work that it started, or None where it had nothing to do, or
+    where it has ended (in_steps); the engine waits for it where the schedule says so. of: whose pass it is,
+    for a `Watcher`.
+    """
+    lanes = lanes_for(rows, schedule, ranks, in_steps)
+
+    def act(task: Task) -> dist.Work | None:
+        return actions[task.kind](task.chunk)
+
+    step = watchers[-1].watch(schedule, act, rows.device, of) if watchers else act
+    try:
+        for task in schedule.tasks:
+            lanes.run(task, step)
+    except BaseException:
+        lanes.abandon()
+        raise
+    lanes.finish()
+
+
+class Watcher(Protocol):
+    """What is told of each pass: a `pmoe.engine.recording.Journal`."""
+
+    def watch(self, schedule: Schedule, act: Action, device: torch.device, of: object) -> Action:
+        """``act``, which runs a task, with something noted of it."""
+
+
+watchers: list[Watcher] = []
+"""Those that watch now; the newest is told."""

@@ -18,9 +18,9 @@ from pmoe.engine.arena import copy, pool
 from pmoe.engine.backward_pass import Backward, SavedForBackward
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.host_pool import HostMemoryError
+from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
-from pmoe.engine.run import Actions
 from pmoe.experts.base import Hidden, Runs
 from pmoe.schedule.slots import aligned
 from pmoe.schedule.tasks import Kind

@@ -1,5 +1,5 @@
-"""Rows that travel once to a rank that holds several of their token's experts (`pmoe.ordering.once`): there
-they are replicated, and their partial results are summed before they return.
+"""Rows that travel once to a rank that holds several of their token's experts (`pmoe.layer.once_orders`):
+there they are replicated, and their partial results are summed before they return.
 
 With each routing weight travels which of the rows that its rank gets in its chunk is its row.
 

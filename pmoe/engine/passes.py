@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.engine import run as engine
+from pmoe.engine import lanes as engine
 from pmoe.engine.arena import Arena, pool
+from pmoe.engine.lanes import Actions
 from pmoe.engine.plan import PassPlan, Plan, length
-from pmoe.engine.run import Actions
 from pmoe.experts.base import Allocate, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes

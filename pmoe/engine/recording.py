@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from pmoe.engine.run import watchers
+from pmoe.engine.lanes import watchers
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 

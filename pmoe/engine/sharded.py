@@ -11,9 +11,9 @@ from torch import Tensor
 from pmoe.comm.sharing import Sharing
 from pmoe.engine.backward_pass import Backward, SavedForBackward
 from pmoe.engine.forward_pass import Forward, Scalars
+from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Pass
 from pmoe.engine.plan import Plan
-from pmoe.engine.run import Actions
 from pmoe.schedule.tasks import Kind
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pmoe.engine.backward_pass import Backward, SavedForBackward, gradient_sums
 from pmoe.engine.forward_pass import Forward
+from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Kept, Pass, Unit
 from pmoe.engine.plan import Plan
-from pmoe.engine.run import Actions
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.tasks import Kind

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pmoe.gates.base import Gate, Mix, Routing
-from pmoe.gates.losses import load_balance_loss, router_z_loss
+from pmoe.gates.logits import load_balance_loss, router_z_loss
 
 if TYPE_CHECKING:
     from pmoe.gates.batch_prioritised import BatchPrioritisedGate

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.gates.base import Routing
-from pmoe.gates.logits import router_logits
-from pmoe.gates.losses import router_loss
+from pmoe.gates.logits import router_logits, router_loss
 from pmoe.gates.router import TopKRouter
 from pmoe.kernels.route import top_indices
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from pmoe.gates.base import Routing
-from pmoe.gates.logits import router_logits
-from pmoe.gates.losses import router_loss
+from pmoe.gates.logits import router_logits, router_loss
 from pmoe.gates.router import TopKRouter, scaled
 from pmoe.kernels.route import top_indices
 

@@ -15,10 +15,10 @@ import datetime
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -29,23 +29,67 @@ from pmoe.arguments import check_count, check_int
 from pmoe.comm.agree import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import Journal, recording
-from pmoe.integrations.board import Board
-from pmoe.integrations.run_folder import (
-    HOST_POOL_PEAK,
-    LAYERS,
-    POOL_PEAK,
-    RUN,
-    SCALARS,
-    TIME,
-    LayerRow,
-    ScalarRow,
-    add_session,
-    append,
-    claim,
-    layer_row,
-    mend,
-)
-from pmoe.integrations.statistics import Stats, layers_of, stats
+from pmoe.integrations import run_folder as files
+from pmoe.integrations.statistics import LayerStats, Stats, layers_of, stats
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+RATIOS = ("drop_rate", "imbalance", "rank_imbalance")
+DEGREES = ("n_forward", "n_backward")
+SECONDS = ("communication_seconds", "exposed_seconds")
+
+
+class Board:
+    """Writes event files to ``folder``, which the first `show` makes.
+
+    Raises ImportError where the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        summary_writer()
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def show(self, scalars: Sequence[files.ScalarRow], step: int, found: Stats | None) -> None:
+        """Adds scalars, and a step's statistics; hides what an earlier run wrote of the first step on."""
+        if not scalars:
+            return
+        if self._writer is None:
+            self._writer = summary_writer()(str(self._folder), purge_step=scalars[0].step)
+        for each in scalars:
+            self._writer.add_scalar(each.name, each.value, each.step)
+        for layer in () if found is None else found.layers:
+            _show_layer(self._writer, step, layer)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
+    numbers = {name: getattr(layer, name) for name in (*RATIOS, *DEGREES, *SECONDS)}
+    numbers["predicted_peak_bytes"] = None if layer.predicted is None else layer.predicted.peak
+    for name, value in numbers.items():
+        if value is not None:
+            writer.add_scalar(f"pmoe/{name}/{layer.name}", value, step)
+    rows_E = torch.tensor(layer.tokens_per_expert)
+    writer.add_histogram(f"pmoe/tokens_per_expert/{layer.name}", rows_E, step)
+
+
+def summary_writer() -> type[SummaryWriter]:
+    """TensorBoard's class. Raises ImportError, with the way out, where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            f"tensorboard (True) must be False, or installed (pip install 'pmoe[tensorboard]'): {error}"
+        ) from None
+    return SummaryWriter
+
 
 SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
 OPTIONS = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
@@ -104,7 +148,7 @@ class StatsWriter:
         self._last: int | None = None
         self._claim: BinaryIO | None = None
         self._described: dict[str, Any] | None = None
-        self._rows: list[LayerRow] = []
+        self._rows: list[files.LayerRow] = []
         self._scalars: list[tuple[int, str, float | Tensor]] = []
         self._recording = contextlib.ExitStack()
         self._journal: Journal | None = None
@@ -125,10 +169,10 @@ class StatsWriter:
         if tensorboard:
             self._board = Board(self.folder / "tensorboard")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._claim = claim(self.folder)
-        mend(self.folder / SCALARS, ScalarRow)
-        mend(self.folder / LAYERS, LayerRow)
-        add_session(self.folder / RUN, self._session)
+        self._claim = files.claim(self.folder)
+        files.mend(self.folder / files.SCALARS, files.ScalarRow)
+        files.mend(self.folder / files.LAYERS, files.LayerRow)
+        files.add_session(self.folder / files.RUN, self._session)
 
     def step(self, step: int, **scalars: float | Tensor) -> Stats | None:
         """Call it after each training step: keeps the scalars; writes all lines when statistics are due.
@@ -175,23 +219,25 @@ class StatsWriter:
             self._scalars += found
 
     def _add_statistics(self, step: int, found: Stats) -> None:
-        self._rows += [layer_row(step, each) for each in found.layers]
-        self._scalars.append((step, TIME, time.time()))
+        self._rows += [files.layer_row(step, each) for each in found.layers]
+        self._scalars.append((step, files.TIME, time.time()))
         if found.pools:
             device = sum(each.device_peak_bytes for each in found.pools)
             host = sum(each.host_peak_bytes for each in found.pools)
-            self._scalars += [(step, POOL_PEAK, device), (step, HOST_POOL_PEAK, host)]
+            self._scalars += [(step, files.POOL_PEAK, device), (step, files.HOST_POOL_PEAK, host)]
 
     def _write(self, otherwise: str, found: Stats | None = None) -> None:
         """Writes all lines that wait. otherwise: see `_stops_nothing`. found: the last step's statistics."""
         with self._stops_nothing(otherwise):
             if self._described is not None:
-                add_session(self.folder / RUN, self._described, instead=True)
+                files.add_session(self.folder / files.RUN, self._described, instead=True)
                 self._described = None
-            append(self.folder / LAYERS, LayerRow, self._rows)
+            files.append(self.folder / files.LAYERS, files.LayerRow, self._rows)
             self._rows.clear()
-            lines = [ScalarRow(step=step, name=name, value=float(of)) for step, name, of in self._scalars]
-            append(self.folder / SCALARS, ScalarRow, lines)
+            lines = [
+                files.ScalarRow(step=step, name=name, value=float(of)) for step, name, of in self._scalars
+            ]
+            files.append(self.folder / files.SCALARS, files.ScalarRow, lines)
             self._scalars.clear()
             if self._board is not None and self._last is not None:
                 self._board.show(lines, self._last, found)

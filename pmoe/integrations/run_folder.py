@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from pmoe.integrations.statistics import LayerStats
 from pmoe.measure.store import save_json
-from pmoe.planner.exposed import Overlap
+from pmoe.planner.timeline import Overlap
 
 TENSORS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
 PREDICTED = ("saved", "temporary", "peak", "host")

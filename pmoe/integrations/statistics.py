@@ -25,9 +25,9 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
 from pmoe.engine.recording import Journal
 from pmoe.layer import MoELayer
-from pmoe.layer.last import Ran
-from pmoe.planner.exposed import Overlap, overlap
+from pmoe.layer.decision import Ran
 from pmoe.planner.memory import PredictedMemory
+from pmoe.planner.timeline import Overlap, overlap
 from pmoe.text import table
 
 

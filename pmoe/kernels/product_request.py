@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pmoe.kernels.architecture import device_name
+from pmoe.kernels.extension import device_name
 
 Form = Literal["forward", "input", "weight"]
 """Rows times a matrix an expert, the gradient of those rows, or that of the matrices."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pmoe.engine.run import watchers
+from pmoe.engine.lanes import watchers
 from pmoe.layer.call import Call
 from pmoe.layer.one_rank_counts import kernels_refusal
 from pmoe.layer.padded_counts import kind_of

@@ -19,11 +19,9 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Shard
 from pmoe.layer import build
 from pmoe.layer.call import Call
-from pmoe.layer.decision import decide, run, shaped_output
-from pmoe.layer.last import LastCall, Ran
+from pmoe.layer.decision import LastCall, Ran, decide, run, shaped_output
 from pmoe.layer.parts import Known, Parts
-from pmoe.layer.spec import LayerSpec, Option
-from pmoe.layer.switches import Switches, check_no_switch
+from pmoe.layer.spec import LayerSpec, Option, Switches, check_no_switch
 from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore
 
@@ -84,7 +82,7 @@ class MoELayer(nn.Module):
         callbacks: `pmoe.Callback` objects, which may replace rows at six points.
 
     Options (all but objects, device and dtype) may be set on a built layer; all ranks must set the same.
-    `switches` (`pmoe.layer.switches.Switches`) turns off parts of a layer, to measure what they are worth.
+    `switches` (`pmoe.layer.spec.Switches`) turns off parts of a layer, to measure what they are worth.
     `l_aux`, `tokens_per_expert`, `row_counts`, `ran` and `traffic` (bytes sent) tell of the last call.
 
     Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), or (E / W, 2H, M) for "swiglu", gate

@@ -8,7 +8,7 @@ from pmoe.engine.arena import pool
 from pmoe.layer.choose import Batch
 from pmoe.layer.memory import memory_shape
 from pmoe.measure.profile import profile_of
-from pmoe.planner.chooser import Chooser
+from pmoe.planner.candidates import Chooser
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.schedule.restore import Restore
 

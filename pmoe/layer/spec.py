@@ -4,16 +4,52 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from pmoe.arguments import check_count, check_number
-from pmoe.layer.switches import Switches
 from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """Which parts of a layer a benchmark or a test turns off.
+
+        layer.switches = Switches(sequential=True)
+
+    bypass_local: rows whose expert is on this rank are computed in place. False sends them through the
+    collective as well.
+    sequential: every step waits for the one before: the baseline of overlap measurements.
+    one_lane: collectives inside a node wait for those between nodes: the baseline of FSMoE's schedule.
+
+    All ranks must set the same. Raises TypeError where a value is not True or False.
+    """
+
+    bypass_local: bool = True
+    sequential: bool = False
+    one_lane: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{each.name} ({value!r}) must be True or False")
+
+
+NAMES = frozenset(each.name for each in fields(Switches))
+
+
+def check_no_switch(name: str, value: object) -> None:
+    """Raises AttributeError where ``name``, which is set on a layer, is a switch: it would have no effect."""
+    if name in NAMES:
+        raise AttributeError(
+            f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
+        )
+
 
 V = TypeVar("V")
 
@@ -60,7 +96,7 @@ class LayerSpec:
         if self.check_finite is not None and not isinstance(self.check_finite, bool):
             raise TypeError(f"check_finite ({self.check_finite!r}) must be None, True or False")
         if not isinstance(self.switches, Switches):
-            raise TypeError(f"switches ({self.switches!r}) must be a pmoe.layer.switches.Switches")
+            raise TypeError(f"switches ({self.switches!r}) must be a pmoe.layer.spec.Switches")
         self.budget  # noqa: B018 - it raises for what is no number of bytes
         # Frozen: what is given in words is kept as what it means.
         object.__setattr__(self, "memory_reuse", restore)

@@ -8,7 +8,7 @@ There is a file for each device name, beside the profiles, in $PMOE_CACHE or ~/.
                   "seconds": [[1, 512, 0.0021], ...], "when": "2026-..."}, ...],
      "layers": [{"device_name": "NVIDIA H200", ..., "fused_forward": 0.0031, ..., "when": "2026-..."}, ...]}
 
-The division that ranks agree on follows from rank 0's table (`pmoe.planner.division_table`), whatever others
+The division that ranks agree on follows from rank 0's table (`pmoe.planner.division`), whatever others
 have stored.
 """
 
@@ -26,11 +26,19 @@ import torch
 
 from pmoe.comm.agree import digest, largest
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.architecture import device_name
+from pmoe.kernels.extension import device_name
 from pmoe.kernels.product_request import bucket
 from pmoe.measure.store import PathLike, cache_folder, cache_path, load_json, save_json
-from pmoe.planner.division import Division, FusedKernelSizes, FusedLayerSizes, sizes_of
-from pmoe.planner.division_table import DivisionTable, Entry, LayerSeconds, LayerTimes
+from pmoe.planner.division import (
+    Division,
+    DivisionTable,
+    Entry,
+    FusedKernelSizes,
+    FusedLayerSizes,
+    LayerSeconds,
+    LayerTimes,
+    sizes_of,
+)
 
 log = logging.getLogger("pmoe")
 

@@ -4,8 +4,6 @@ experts are sharded, measured on the live groups over the sizes of Section 6.2.
 The paper takes the mean of five runs; here it is the median, that of the slowest rank, after one run that
 does not count. On a slow link all sizes would take minutes: how many of them are measured follows from how
 long the smallest takes, a number that all ranks have agreed on.
-
-Letters: L ranks of the operation's group.
 """
 
 from __future__ import annotations
@@ -19,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.agree import largest
+from pmoe.comm.base import Traffic
 from pmoe.comm.counts import at_stage
 from pmoe.comm.ranks import Ranks
+from pmoe.comm.sharing import Sharing
 from pmoe.measure.bench import (
     AGREEING,
     COMMUNICATE,
@@ -110,31 +110,6 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
 # ---- the operations
 
 
-def all_gather(rows: Tensor, copies: Tensor, gathered: Tensor, inside: Ranks) -> None:
-    """Every rank's rows to every rank, in one irregular all-to-all, as a layer with sharded experts does it.
-
-    rows: (N, ...). gathered: (L * N, ...), the others' and then this rank's. copies: ((L - 1) * N, ...) to
-    send from, or empty where there is one peer.
-    """
-    others, n = inside.size - 1, len(rows)
-    gathered[others * n :].copy_(rows)
-    if others > 1:
-        copies.unflatten(0, (others, n)).copy_(rows)
-    exchange(inside, rows if others == 1 else copies, gathered[: others * n], n)
-
-
-def reduce_scatter(parts: Tensor, received: Tensor, out: Tensor, inside: Ranks) -> None:
-    """Adds up, on each rank, what all ranks have for it: one irregular all-to-all, then a sum.
-
-    parts: (L * N, ...), those for the others and then this rank's own. received: ((L - 1) * N, ...).
-    out: (N, ...).
-    """
-    others, n = inside.size - 1, len(out)
-    exchange(inside, parts[: others * n], received, n)
-    torch.sum(received.unflatten(0, (others, n)), 0, out=out)
-    out.add_(parts[others * n :])
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Operation:
     """``steps`` sizes from ``step`` in steps of it. make(size) gives a piece of work of about that size, and
@@ -176,24 +151,21 @@ def _operations(
         sent, received = zeros(others * n), zeros(others * n)
         return num_bytes, lambda: exchange(across, sent, received, n)
 
+    sharing = Sharing(inside, Traffic())
+
     def make_all_gather(size: int) -> tuple[float, TimedCall]:
-        others, n, num_bytes = share(size, inside)
-        rows, copies, gathered = zeros(n), zeros(others * n if others > 1 else 0), zeros(inside.size * n)
-        return num_bytes, lambda: all_gather(rows, copies, gathered, inside)
+        _, n, num_bytes = share(size, inside)
+        rows, out, copies = zeros(n), zeros(inside.size * n), zeros(sharing.copies(n))
+        return num_bytes, _staged(inside, lambda: sharing.all_gather(rows, out, [n] * inside.size, copies))
 
     def make_reduce_scatter(size: int) -> tuple[float, TimedCall]:
-        others, n, num_bytes = share(size, inside)
-        parts, received, out = zeros(inside.size * n), zeros(others * n), zeros(n)
-        return num_bytes, lambda: reduce_scatter(parts, received, out, inside)
+        _, n, num_bytes = share(size, inside)
+        rows, out, parts = zeros(inside.size * n), zeros(n), zeros(inside.size * n)
+        return num_bytes, _staged(inside, lambda: sharing.reduce_scatter(rows, out, [n] * inside.size, parts))
 
     def make_all_reduce(size: int) -> tuple[float, TimedCall]:
         gradient = zeros(size // dtype.itemsize)
-
-        def add_up() -> None:
-            with at_stage(MESSAGES, across):
-                dist.all_reduce(gradient, group=across.group)
-
-        return float(size), add_up
+        return float(size), _staged(across, lambda: dist.all_reduce(gradient, group=across.group))
 
     found = {"gemm": _Operation(lane=COMPUTE, step=GEMM_STEP, steps=GEMM_STEPS, make=make_gemm)}
     for name, ranks, make in (
@@ -206,6 +178,14 @@ def _operations(
             lane=COMMUNICATE, step=MESSAGE_STEP_BYTES, steps=MESSAGE_STEPS, make=make, travels=ranks.size > 1
         )
     return found
+
+
+def _staged(ranks: Ranks, collective: TimedCall) -> TimedCall:
+    def run() -> None:
+        with at_stage(MESSAGES, ranks):
+            collective()
+
+    return run
 
 
 # ---- their lines

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
-from pmoe.kernels.architecture import Architecture, build_id, loaded_architecture
+from pmoe.kernels.extension import Architecture, build_id, loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
 from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.rounds import event_seconds, marked, median_seconds

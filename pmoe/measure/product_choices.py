@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from pmoe.comm.agree import Agree, digest
-from pmoe.kernels.architecture import Architecture
+from pmoe.kernels.extension import Architecture
 from pmoe.kernels.product_request import ProductRequest
 from pmoe.kernels.registry import MeasuredChoice, Registry
 from pmoe.measure.kernel_check import KernelCase

@@ -10,19 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pmoe.papers import comet_tasks
 from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning
-from pmoe.papers.comet_tasks import (
-    PIECE_ROWS,
-    FusedTask,
-    check_chunk,
-    check_division,
-    chunk_widths,
-    dealt,
-    fused_combine_tasks,
-    fused_dispatch_tasks,
-    row_tiles,
-    touched_elements,
-)
 from pmoe.planner.division import COLUMNS, Division, all_columns
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.planner.timeline import Bar
@@ -30,12 +19,12 @@ from pmoe.planner.timeline import Bar
 
 def fused_run(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
-) -> list[Simulated[FusedTask]]:
+) -> list[Simulated[comet_tasks.FusedTask]]:
     """A fused kernel, simulated; chunk_columns is for layer 1. Raises ValueError as its tasks do."""
     if isinstance(layer, Arriving):
-        tasks = fused_dispatch_tasks(layer, device, n_c)
+        tasks = comet_tasks.fused_dispatch_tasks(layer, device, n_c)
     else:
-        tasks = fused_combine_tasks(layer, device, n_c, chunk_columns)
+        tasks = comet_tasks.fused_combine_tasks(layer, device, n_c, chunk_columns)
     return simulate(tasks, lambda task: task.seconds)
 
 
@@ -114,11 +103,11 @@ def min_seconds(
 
     Raises ValueError as the kernels' tasks do.
     """
-    check_division(n_c, device)
+    comet_tasks.check_division(n_c, device)
     if isinstance(layer, Arriving):
         return _min_of_layer_0(layer, device, n_c)
-    check_chunk(chunk_columns)
-    return _min_of_layer_1(layer, device, n_c, chunk_widths(layer, chunk_columns))
+    comet_tasks.check_chunk(chunk_columns)
+    return _min_of_layer_1(layer, device, n_c, comet_tasks.chunk_widths(layer, chunk_columns))
 
 
 def _min_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
@@ -143,7 +132,7 @@ def _min_of_layer_1(layer: Returning, device: DeviceRates, n_c: int, widths: Seq
     busiest = max(one + other for one, other in zip(sums, outputs, strict=True))
     tiles, free, done, first = 0, 0.0, 0.0, 0.0
     for columns in widths:
-        tiles += row_tiles(layer) * math.ceil(columns / TILE_COLUMNS)
+        tiles += comet_tasks.row_tiles(layer) * math.ceil(columns / TILE_COLUMNS)
         done = math.ceil(tiles / computing) * tile
         first = first or done
         free = max(free, done) + columns * busiest
@@ -158,15 +147,17 @@ def _seconds_a_column(layer: Returning, device: DeviceRates, n_c: int) -> tuple[
     """Of each communicating block, for each column: to sum and send rows, and to sum this rank's tokens. A
     block has as much to do in every chunk."""
     local, partials = device.block_local_bytes, sum(layer.partials_W)
-    sums_WB = dealt(layer.partials_W, n_c, PIECE_ROWS)
-    (tokens_B,) = dealt([layer.tokens], n_c, 1)
+    sums_WB = comet_tasks.dealt(layer.partials_W, n_c, comet_tasks.PIECE_ROWS)
+    (tokens_B,) = comet_tasks.dealt([layer.tokens], n_c, 1)
     read = sum(layer.rows_E) / partials if partials else 0.0
     sums: list[float] = [
         layer.element_size
         * (sum(each) * read / local + each[0] / local + sum(each[1:]) / device.block_peer_bytes)
         for each in zip(*sums_WB, strict=True)
     ]
-    outputs = [layer.element_size * touched_elements(layer, tokens) / local for tokens in tokens_B]
+    outputs = [
+        layer.element_size * comet_tasks.touched_elements(layer, tokens) / local for tokens in tokens_B
+    ]
     return sums, outputs
 
 
@@ -177,7 +168,7 @@ _RESOLUTION = 200
 
 
 def busy_bars(
-    run: Sequence[Simulated[FusedTask]], device: DeviceRates, n_c: int, origin: float = 0.0
+    run: Sequence[Simulated[comet_tasks.FusedTask]], device: DeviceRates, n_c: int, origin: float = 0.0
 ) -> list[Bar]:
     """A fused kernel on three lanes: the share of the computing and of the communicating blocks that is at
     work on each level or chunk, and the link. origin: when it begins, in seconds.

@@ -1,26 +1,32 @@
 """Where data-parallel gradients are all-reduced in the backward pass (FSMoE, Section 5).
 
 An all-reduce between nodes hides beside the dense part of a layer, and beside experts where all-to-alls leave
-the lane idle. Step 1 fills what costs nothing; step 2 (`pmoe.planner.gradient_evolution`) gives the rest to
-experts' parts, where a longer all-reduce may pay for another degree, or leaves it for the end.
+the lane idle. Step 1 fills what costs nothing; step 2 (`evolve`) gives the rest to experts' parts, where a
+longer all-reduce may pay for another degree, or leaves it for the end.
 
 The paper's Eq. 4 drops a layer's own gradient, and the inverse of its line is negative below alpha. What is
 meant, and done here: every byte is placed once, in a layer whose backward pass comes after its gradient is
 made, or at the end; the exposed seconds are minimised.
 
-Layers are in the order of the backward pass: the last of the model is the first here.
+Layers are in the order of the backward pass: the last of the model is the first here. D layers, S candidates.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pmoe.arguments import check_int, check_not_negative
 from pmoe.planner.costs import LineCost
-from pmoe.planner.gradient_evolution import ExposedSeconds, evolve
 from pmoe.planner.stage_costs import GeneralizedLayer, Share, all_reduce_seconds, bytes_within
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +96,155 @@ def _filled(
         moe.append(min(there - gone, bytes_within(all_reduce, layer.hidden_seconds)))
         gone += moe[-1]
     return dense, moe
+
+
+# ---- step 2 (Section 5.3). Eq. 5 as printed is least where nothing is placed
+
+
+SEED = 0
+"""Of the differential evolution: ranks that share the numbers find the same partition."""
+
+GENERATIONS = 100
+"""At most; it ends earlier where all candidates are equal."""
+
+
+class ExposedSeconds:
+    """Eq. 5: exposed seconds as a function of the bytes that each MoE part carries beyond step 1."""
+
+    def __init__(
+        self,
+        layers: Sequence[GeneralizedLayer],
+        all_reduce: LineCost,
+        dense: Sequence[int],
+        moe: Sequence[int],
+        total: int,
+    ) -> None:
+        self.layers, self.all_reduce = layers, all_reduce
+        self.dense, self.moe, self.total = list(dense), list(moe), total
+
+    def share(self, at: int, more: int) -> Share:
+        t_gar = all_reduce_seconds(self.all_reduce, self.moe[at] + more)
+        degree = self.layers[at].best(t_gar).degree
+        return Share(moe_bytes=self.moe[at] + more, dense_bytes=self.dense[at], t_gar=t_gar, degree=degree)
+
+    def exposed(self, extra: Sequence[int]) -> float:
+        """Seconds over those of a backward pass without gradients."""
+        import numpy as np
+
+        return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
+
+    def left(self, extra: Sequence[int]) -> int:
+        return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
+
+    def joins(self, left: int) -> bool:
+        """Does what is left better follow the last dense part's bytes, in one message?"""
+        return left > 0 and self.joined_seconds(left) < all_reduce_seconds(self.all_reduce, left)
+
+    def joined_seconds(self, left: int) -> float:
+        """Of that message, what is longer than the dense part; no way where the last layer makes gradients of
+        its own, for those come after its dense part."""
+        if self.layers[-1].gradient_bytes:
+            return math.inf
+        whole = all_reduce_seconds(self.all_reduce, self.dense[-1] + left)
+        return max(0.0, whole - self.layers[-1].dense_seconds)
+
+    @functools.cached_property
+    def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+        """Of many candidates at once: extra bytes (D, S) -> seconds (S,)."""
+        import numpy as np
+
+        line, last = self.all_reduce, self.layers[-1]
+        alone_D = np.array([layer.best(0.0).alone for layer in self.layers])[:, None]
+        moe_D = np.array(self.moe, dtype=float)[:, None]
+        max_degrees = max(len(layer.degrees) for layer in self.layers)
+        rows = [
+            [*layer.degrees, *[layer.degrees[-1]] * (max_degrees - len(layer.degrees))]
+            for layer in self.layers
+        ]
+        each_DN1 = np.array([[each.alone for each in row] for row in rows])[:, :, None]
+        beside_DN1 = np.array([[each.beside for each in row] for row in rows])[:, :, None]
+        total = self.left([0] * len(self.layers))
+
+        def all_reduced(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.where(num_bytes > 0, line.alpha_seconds + line.beta_seconds * num_bytes, 0.0)
+
+        def seconds(extra_DS: NDArray[np.float64]) -> NDArray[np.float64]:
+            t_gar_DS = all_reduced(moe_D + extra_DS)
+            pass_DS = np.maximum(each_DN1, beside_DN1 + t_gar_DS[:, None, :]).min(axis=1)
+            left_S = total - extra_DS.sum(axis=0)
+            end_S = all_reduced(left_S)
+            if not last.gradient_bytes:
+                longer_S = np.maximum(all_reduced(self.dense[-1] + left_S) - last.dense_seconds, 0.0)
+                end_S = np.minimum(end_S, longer_S)
+            return np.asarray((pass_DS - alone_D).sum(axis=0) + end_S)
+
+        return seconds
+
+
+def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
+    """Extra bytes of each MoE part by scipy's differential evolution, as the paper does.
+
+    A candidate is a share of what is still to be had in each layer, between 0 and 1, so that all candidates
+    are possible. Where two degrees change places the function has steps and plateaus, whose ends an evolution
+    comes near but does not hit: the end of every plateau is tried last, layer by layer.
+    """
+    if not any(rooms):
+        return [0] * len(rooms)
+    import numpy as np
+    from scipy.optimize import differential_evolution  # not needed to import pmoe
+
+    seconds = problem.of_candidates
+
+    def decoded(shares_DS: NDArray[np.float64]) -> NDArray[np.float64]:
+        extra_DS = np.zeros_like(shares_DS)
+        gone_S = np.zeros(shares_DS.shape[1])
+        for at, room in enumerate(rooms):
+            extra_DS[at] = np.floor(np.clip(shares_DS[at], 0, 1) * np.maximum(room - gone_S, 0))
+            gone_S += extra_DS[at]
+        return extra_DS
+
+    found: Any = differential_evolution(
+        lambda shares_DS: seconds(decoded(shares_DS)),
+        [(0.0, 1.0)] * len(rooms),
+        rng=SEED,
+        maxiter=GENERATIONS,
+        polish=False,
+        vectorized=True,
+        updating="deferred",
+    )
+    extra = [int(each) for each in decoded(found.x[:, None])[:, 0]]
+    return _polished(problem, rooms, extra)
+
+
+def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
+    """Each layer in turn takes the end of that plateau which helps most, until none does."""
+    import numpy as np
+
+    seconds, best = problem.of_candidates, problem.exposed(extra)
+    for _ in range(len(rooms) + 1):
+        before = best
+        for at, layer in enumerate(problem.layers):
+            ends = _plateau_ends(layer, problem.all_reduce, problem.moe[at])
+            free = _free(rooms, extra, at)
+            tried = sorted({min(end, free) for end in (*ends, 0, free)})
+            columns = np.repeat(np.array(extra, dtype=float)[:, None], len(tried), axis=1)
+            columns[at] = tried
+            found = seconds(columns)
+            fastest = int(np.argmin(found))
+            if found[fastest] < best * (1 - 1e-12):
+                best, extra = float(found[fastest]), [*extra[:at], tried[fastest], *extra[at + 1 :]]
+        if best >= before:
+            break
+    return extra
+
+
+def _plateau_ends(layer: GeneralizedLayer, all_reduce: LineCost, carried: int) -> list[int]:
+    """Extra bytes with which a degree's longest path begins to have the gradients on it."""
+    ends = (bytes_within(all_reduce, each.alone - each.beside) - carried for each in layer.degrees)
+    return [end for end in ends if end > 0]
+
+
+def _free(rooms: Sequence[int], extra: Sequence[int], at: int) -> int:
+    """The most that layer ``at`` may take beside what all others take: no layer takes bytes not yet made."""
+    taken = list(itertools.accumulate([*extra[:at], 0, *extra[at + 1 :]]))
+    return max(0, min(room - gone for room, gone in zip(rooms[at:], taken[at:], strict=True)))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,27 +41,11 @@ class Request:
     slack: float = 1.25
 
 
-StepsFactory = Callable[[Request], Steps | str]
-"""The steps of a call, or why there are none: the same on every rank."""
-
-_instead: list[StepsFactory] = []
 _agreed: dict[tuple[object, ...], bool] = {}
-
-
-@contextlib.contextmanager
-def using(make_steps: StepsFactory) -> Iterator[None]:
-    """In the block, steps come from ``make_steps`` and not from the kernels, whose refusals are not asked."""
-    _instead.append(make_steps)
-    try:
-        yield
-    finally:
-        _instead.pop()
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
     """Why the kernels do not take such rows on this rank, whatever others may say; None where they do."""
-    if _instead:
-        return None
     return _captures(device) or kernels.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
 
 
@@ -78,8 +60,6 @@ def steps_for(request: Request) -> Steps | str:
 
     Collective the first time for a type and sizes: a rank's kernels may be missing, or its device another.
     """
-    if _instead:
-        return _instead[-1](request)
     device, dtype, experts = request.device, request.dtype, request.experts
     if why := _captures(device):
         return why

@@ -30,19 +30,8 @@ from torch.optim import Optimizer
 from pmoe.comm.agree import from_first, gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.training import checkpoint_files as files
+from pmoe.training import checkpoint_state as states
 from pmoe.training.checkpoint_files import CheckpointError, SavedRun
-from pmoe.training.checkpoint_state import (
-    Names,
-    in_boxes,
-    make_states,
-    model_state,
-    of_saved,
-    optimizer_state,
-    option_problems,
-    problems_of,
-    set_model_state,
-    set_optimizer_state,
-)
 
 __all__ = ["CheckpointError", "Loaded", "load_checkpoint", "save_checkpoint"]
 
@@ -95,8 +84,9 @@ def save_checkpoint(
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         _check_arguments(step, extra, keep)
-        names = Names(model)
-        of_model, of_optimizer = model_state(model, names), optimizer_state(names, _listed(optimizer))
+        names = states.Names(model)
+        of_model = states.model_state(model, names)
+        of_optimizer = states.optimizer_state(names, _listed(optimizer))
         own = {"step": step, "extra": dict(extra or {}) if ranks.rank == 0 else {}, "model": of_model.plain}
         own |= of_optimizer.plain
         files.check_plain(own)  # here: a rank that could not send it would leave the others waiting
@@ -107,7 +97,7 @@ def save_checkpoint(
     part = _on_first(ranks, "making the folder", lambda: files.new_folder(folder, step))
     try:
         with _by_dcp(ranks, "writing") as peers:
-            save(in_boxes(tensors), storage_writer=FileSystemWriter(part, overwrite=False), **peers)
+            save(states.in_boxes(tensors), storage_writer=FileSystemWriter(part, overwrite=False), **peers)
         _on_all(ranks, "writing", lambda: files.write_beside(part, ranks.rank, plain))
     except CheckpointError:
         if ranks.rank == 0:
@@ -140,18 +130,18 @@ def load_checkpoint(
     path = folder / _on_first(ranks, "looking for it", lambda: files.find(folder, step))
     saved = _on_all(ranks, f"reading {path}", lambda: files.read(path, ranks.rank, ranks.size))
 
-    def collect() -> tuple[Names, dict[str, Tensor]]:
-        names = Names(model)
-        return names, model_state(model, names).tensors
+    def collect() -> tuple[states.Names, dict[str, Tensor]]:
+        names = states.Names(model)
+        return names, states.model_state(model, names).tensors
 
     names, tensors = _on_all(ranks, "collecting", collect)
     _check_fit(ranks, path, names, tensors, saved, "model")
     if optimizers:
         tensors |= _states_to_fill(ranks, path, names, optimizers, saved)
     with _by_dcp(ranks, f"reading {path}") as peers:
-        load(in_boxes(tensors), storage_reader=FileSystemReader(path), **peers)
-    set_model_state(model, names, saved.plain["model"])
-    set_optimizer_state(names, optimizers, saved.plain, saved.metadata)
+        load(states.in_boxes(tensors), storage_reader=FileSystemReader(path), **peers)
+    states.set_model_state(model, names, saved.plain["model"])
+    states.set_optimizer_state(names, optimizers, saved.plain, saved.metadata)
     if saved.random is not None:
         files.set_random(saved.random)
     step, extra = saved.plain["step"], saved.plain["extra"]
@@ -185,15 +175,15 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _states_to_fill(
-    ranks: Ranks, path: Path, names: Names, optimizers: Sequence[Optimizer], saved: SavedRun
+    ranks: Ranks, path: Path, names: states.Names, optimizers: Sequence[Optimizer], saved: SavedRun
 ) -> dict[str, Tensor]:
     """Of the optimizers, made where there is none yet; as before where the checkpoint does not fit."""
     before = [dict(each.state) for each in optimizers]
 
     def collect() -> tuple[dict[str, Tensor], list[str]]:
-        make_states(optimizers)
-        tensors = of_saved(optimizer_state(names, optimizers).tensors, saved.metadata)
-        return tensors, option_problems(names, optimizers, saved.plain)
+        states.make_states(optimizers)
+        tensors = states.of_saved(states.optimizer_state(names, optimizers).tensors, saved.metadata)
+        return tensors, states.option_problems(names, optimizers, saved.plain)
 
     try:
         tensors, problems = _on_all(ranks, "collecting the optimizer's state", collect)
@@ -209,7 +199,7 @@ def _states_to_fill(
 def _check_fit(
     ranks: Ranks,
     path: Path,
-    names: Names,
+    names: states.Names,
     tensors: Mapping[str, Tensor],
     saved: SavedRun,
     part: str,
@@ -217,7 +207,7 @@ def _check_fit(
 ) -> None:
     """CheckpointError on every rank where the checkpoint is not of these tensors on any."""
     of_some_ranks = gathered(ranks, names.of_this_rank(tensors), stage="comparing names")
-    problems = [*more, *problems_of(tensors, set(tensors).union(*of_some_ranks), saved.metadata, part)]
+    problems = [*more, *states.problems_of(tensors, set(tensors).union(*of_some_ranks), saved.metadata, part)]
     of_ranks = gathered(ranks, problems, stage="comparing what does not fit")
     found = list(dict.fromkeys(problem for each in of_ranks for problem in each))
     if found:

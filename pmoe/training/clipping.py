@@ -1,4 +1,4 @@
-"""The norm of a model's gradients, which ranks hold together, and gradients scaled by it.
+"""The norm of a model's gradients that ranks hold together, gradients scaled by it, and float16's loss scale.
 
 The norm is not `torch.nn.utils.get_total_norm`, which adds up in the gradients' own type: bfloat16 has
 three digits, and float16 overflows. The scaling is torch's.
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
@@ -193,3 +196,38 @@ def _norms(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Ten
     if foreach is False:
         return torch.stack([torch.linalg.vector_norm(each, norm_type, dtype=wide) for each in tensors])
     return torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide))
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, with its arguments and methods, of a model that the ranks hold together.
+
+    A gradient that overflows on one rank, say of its own experts, skips the step on all ranks, and all go on
+    with the same scale. One optimizer may have plain tensors and DTensors of any meshes.
+
+    group: the ranks that hold the model together. None is the default group, or this process alone without
+        one.
+
+    Every rank must call ``unscale_`` (or `step`, which does it) for the same optimizers, once gradients are
+    reduced: one all-reduce of one number each. A rank may have no gradients.
+    """
+
+    def __init__(
+        self, device: str = "cuda", *args: Any, group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
+        super().__init__(device, *args, **options)
+        self.group = group
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        gradients = (local_gradient(each.grad) for each in parameters if each.grad is not None)
+        local: Any = SimpleNamespace(param_groups=[{"params": stand_ins(gradients)}])
+        found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
+        total = torch.stack([found_inf, *(each.to(found_inf.device) for each in found.values())]).amax()
+        if dist.is_available() and dist.is_initialized():
+            agreed = total.to(device_type_of(self.group))
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
+            total = agreed.to(total.device)
+        return {device: total.to(device) for device in (*found, total.device)}

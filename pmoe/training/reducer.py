@@ -25,14 +25,13 @@ from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.gradient_partition import Partition
-from pmoe.training.gradient_buffers import GradientBuffers
-from pmoe.training.gradient_partitioning import Observed, Timetable, find_partition, timetable_of
-from pmoe.training.reducer_steps import (
-    FirstStep,
-    GradientHook,
-    LayerGradients,
-    PartitionedStep,
-    ReducerStep,
+from pmoe.training import reducer_steps as steps
+from pmoe.training.gradient_partitioning import (
+    GradientBuffers,
+    Observed,
+    Timetable,
+    find_partition,
+    timetable_of,
 )
 
 
@@ -83,13 +82,13 @@ class GradientReducer:
         self._wanted = partition
         self._syncs = True
         self._sending: tuple[GradientBuffers, Timetable] | None = None  # None before the first step has ended
-        self._step: ReducerStep = self._new_step()
+        self._step: steps.ReducerStep = self._new_step()
         current = _CurrentStep(weakref.ref(self))
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(GradientHook(current, at))
+            parameter.register_post_accumulate_grad_hook(steps.GradientHook(current, at))
             for at, parameter in enumerate(self.parameters)
         ]
-        self._carried = [LayerGradients(current, at) for at in range(len(self.layers))]
+        self._carried = [steps.LayerGradients(current, at) for at in range(len(self.layers))]
         for layer, carried in zip(self.layers, self._carried, strict=True):
             layer.gradients = carried
 
@@ -114,26 +113,27 @@ class GradientReducer:
 
         The first time it also finds the partition: ValueError where a given one is of another model.
         """
-        buffers = self._finish_first(self._step) if isinstance(self._step, FirstStep) else self._step.finish()
+        step = self._step
+        buffers = self._finish_first(step) if isinstance(step, steps.FirstStep) else step.finish()
         if self.average:
             for memory in buffers.memories:
                 memory.div_(self.ranks.size)
         self._step = self._new_step()
 
-    def _finish_first(self, step: FirstStep) -> GradientBuffers:
+    def _finish_first(self, step: steps.FirstStep) -> GradientBuffers:
         seen = step.observed(len(self.parameters))
         buffers = GradientBuffers(self.parameters, seen.order)
         timetable = Timetable.at_the_end(buffers)
-        PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
+        steps.PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
         if self._may_overlap(seen, buffers):
             timetable = self._timetable(seen, buffers)
         self._sending = (buffers, timetable)
         return buffers
 
-    def _new_step(self) -> ReducerStep:
+    def _new_step(self) -> steps.ReducerStep:
         if self._sending is None:
-            return FirstStep(self.parameters[0].device)
-        return PartitionedStep(*self._sending, self.ranks, self.names)
+            return steps.FirstStep(self.parameters[0].device)
+        return steps.PartitionedStep(*self._sending, self.ranks, self.names)
 
     def _may_overlap(self, seen: Observed, buffers: GradientBuffers) -> bool:
         """Whether every rank saw the same, so that gradients may be sent before the end. Collective."""
@@ -160,7 +160,7 @@ class _CurrentStep:
 
     reducer: weakref.ref[GradientReducer]
 
-    def __call__(self) -> ReducerStep | None:
+    def __call__(self) -> steps.ReducerStep | None:
         reducer = self.reducer()
         return None if reducer is None or not reducer._syncs else reducer._step
 

@@ -12,8 +12,13 @@ from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.rounds import clock_of
-from pmoe.training.gradient_buffers import GradientBuffers, GradientRange
-from pmoe.training.gradient_partitioning import LayerBackward, Observed, Timetable
+from pmoe.training.gradient_partitioning import (
+    GradientBuffers,
+    GradientRange,
+    LayerBackward,
+    Observed,
+    Timetable,
+)
 
 ReducerStep: TypeAlias = "FirstStep | PartitionedStep"
 """Hooks call its methods in the order of backward: of parameters, and of MoE layers' backward passes."""

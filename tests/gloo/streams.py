@@ -37,7 +37,7 @@ from pmoe.comm import flat, hierarchical, sharing
 from pmoe.comm.flat import all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.engine import cuda_lanes, lanes
-from pmoe.engine import run as engine
+from pmoe.engine import lanes as engine
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.host_pool import HostPool
 from pmoe.engine.lanes import Action

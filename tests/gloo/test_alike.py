@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe.comm.flat import FlatCombine, FlatDispatch
 from pmoe.layer import alike
-from pmoe.layer.switches import Switches
+from pmoe.layer.spec import Switches
 from tests.pool import ranks
 
 D_MODEL, D_HIDDEN = 6, 12

@@ -18,7 +18,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import Journey
 from pmoe.runners import fused_steps as comet
 from pmoe.runners.fused_steps import Request
-from tests.plain_steps import PlainSteps, plain_steps
+from tests.plain_steps import PlainSteps, plain_steps, using
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
 from tests.spread import spread
@@ -92,7 +92,7 @@ def step(layer: pmoe.MoELayer, rank: int, world: int) -> dict[str, Any]:
 
 def run(rank: int, world: int, case: Case) -> tuple[dict[str, Tensor], list[bool]]:
     taking = Taking(case.max_rows)
-    with comet.using(taking):
+    with using(taking):
         return step(build(case, world), rank, world), taking.fused
 
 
@@ -183,7 +183,7 @@ def test_more_rows_than_memory_holds_go_through_the_engine_on_every_rank(
 
 
 def again_job(rank: int, world: int, case: Case) -> list[dict[str, Tensor]]:
-    with comet.using(plain_steps):
+    with using(plain_steps):
         layer = build(case, world)
         return [step(layer, rank, world) for _ in range(2)]
 
@@ -238,7 +238,7 @@ def different_job(rank: int, world: int, way: bool | str, pair: pmoe.Restore) ->
         layer.requires_grad_(False)
     xs, _ = inputs(world)
     x = xs[rank].requires_grad_(rank == 1)
-    with comet.using(plain_steps):
+    with using(plain_steps):
         layer(x).sum().backward()
     return {"x": x.grad is not None, "w1": layer.experts.w1.grad is not None}
 
@@ -252,7 +252,7 @@ def test_ranks_may_freeze_different_parameters(way: bool | str, pair: pmoe.Resto
 
 def no_grad_job(rank: int, world: int) -> bool:
     layer, (xs, _) = build(Case(), world), inputs(world)
-    with comet.using(plain_steps):
+    with using(plain_steps):
         expected = layer(xs[rank])
         with torch.no_grad():
             y = layer(xs[rank])
@@ -266,7 +266,7 @@ def test_without_gradients_the_result_is_the_same() -> None:
 def mixed_job(rank: int, world: int, way: bool | str) -> Tensor:
     """Rank 0 alone differentiates nothing."""
     layer, (xs, _) = build(Case(options={"fused": way, "pipeline": 2}), world), inputs(world)
-    with comet.using(plain_steps), torch.set_grad_enabled(rank != 0):
+    with using(plain_steps), torch.set_grad_enabled(rank != 0):
         return layer(xs[rank]).detach()
 
 
@@ -281,7 +281,7 @@ def test_a_rank_without_gradients_takes_the_same_steps_forward(way: bool | str) 
 def refused_job(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep", "esp"))
     warn.GIVEN.clear()
-    with comet.using(plain_steps), warnings.catch_warnings(record=True) as told:
+    with using(plain_steps), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for options in ({"mesh": mesh}, {"dispatch": "hierarchical_1d", "nodes": 1}):
             build(Case(), world, **options)(inputs(world)[0][rank]).sum().backward()
@@ -314,7 +314,7 @@ def uneven_job(rank: int, world: int) -> tuple[list[str], bool, str]:
     layer = pmoe.MoELayer(
         D_MODEL, D_HIDDEN, 4, 1, gate=Uneven(gate, rank == 1), fused=True, dtype=torch.float64
     )
-    with comet.using(taking), warnings.catch_warnings(record=True) as told:
+    with using(taking), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         layer(torch.ones(4, D_MODEL, dtype=torch.float64)).sum().backward()
         try:
@@ -396,7 +396,7 @@ def worth_job(rank: int, world: int) -> tuple[int, int]:
     taking, layer = Taking(), build(Case(options={"fused": "auto"}), world)
     xs, worth = inputs(world)[0], comet.is_faster
     try:
-        with comet.using(taking):
+        with using(taking):
             layer(xs[rank])
             before = len(taking.fused)
             comet.is_faster = lambda request: request.max_tokens == 9

@@ -14,8 +14,7 @@ from pmoe.comm.agree import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.division import agreed, agreed_layer, forget, save_divisions
 from pmoe.measure.fused_kernels import sweep
-from pmoe.planner.division import Division, FusedKernelSizes
-from pmoe.planner.division_table import DivisionTable
+from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes
 from tests.gloo.test_settle import counted_reductions
 from tests.pool import ranks
 from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, layer, table

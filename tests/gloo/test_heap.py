@@ -33,8 +33,8 @@ from pmoe.comm.heap import (
 )
 from pmoe.comm.heap.device_memory import tensor_at
 from pmoe.comm.heap.nvshmem import NvshmemMemory
+from pmoe.comm.heap.providers import heaps_of
 from pmoe.comm.heap.shape import _places
-from pmoe.comm.heap.shared import heaps_of
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from pmoe.kernels.comet.launcher import SPARE_BLOCKS

@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pmoe.comm.base import Traffic
 from pmoe.comm.ranks import Ranks
+from pmoe.comm.sharing import Sharing
 from pmoe.measure import profile as module
-from pmoe.measure.operations import all_gather, measure_operations, reduce_scatter
+from pmoe.measure.operations import measure_operations
 from pmoe.measure.profile import load_or_measure, load_profile
 from pmoe.planner.profile import Operations, Profile
 from tests.pool import ranks
@@ -103,20 +105,17 @@ def test_nodes_that_are_no_part_of_the_layer_or_of_unlike_sizes_are_refused_by_a
 
 def shared(rank: int, world: int) -> tuple[list[float], list[float]]:
     """Rows 10 * rank and 10 * rank + 1 gathered; two rows of 100 * rank + r for each rank r, summed there."""
-    others = world - 1
-    order = [each for each in range(world) if each != rank] + [rank]
+    sharing, counts = Sharing(Ranks(), Traffic()), [2] * world
     rows = torch.tensor([[10.0 * rank], [10.0 * rank + 1]])
-    gathered, copies = torch.zeros(2 * world, 1), torch.zeros(2 * others if others > 1 else 0, 1)
-    all_gather(rows, copies, gathered, Ranks())
-    parts = torch.tensor([[100.0 * rank + each] for each in order for _ in range(2)])
-    received, out = torch.zeros(2 * others, 1), torch.zeros(2, 1)
-    reduce_scatter(parts, received, out, Ranks())
+    gathered, out = torch.zeros(2 * world, 1), torch.zeros(2, 1)
+    sharing.all_gather(rows, gathered, counts, torch.zeros(sharing.copies(2), 1))
+    parts = torch.tensor([[100.0 * rank + each] for each in range(world) for _ in range(2)])
+    sharing.reduce_scatter(parts, out, counts, torch.zeros(2 * world, 1))
     return gathered.flatten().tolist(), out.flatten().tolist()
 
 
 def test_what_is_measured_gathers_and_sums() -> None:
     for world in (2, 4):
         for rank, (gathered, summed) in enumerate(ranks(world).run(shared)):
-            order = [each for each in range(world) if each != rank] + [rank]
-            assert gathered == [10.0 * each + i for each in order for i in (0, 1)]
+            assert gathered == [10.0 * each + i for each in range(world) for i in (0, 1)]
             assert summed == [100.0 * sum(range(world)) + world * rank] * 2

@@ -19,14 +19,13 @@ import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.layer import exact_counts, searched
 from pmoe.planner.degree import Choice
-from pmoe.runners import fused_steps as comet
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.gloo.flexible import mesh_of
 from tests.gloo.kit import NUM_EXPERTS, TOKENS, counted_collectives, error_of
 from tests.kit import AUX, D_HIDDEN, D_MODEL, assert_same, tokens
 from tests.own_experts import dropping, mlp
-from tests.plain_steps import plain_steps
+from tests.plain_steps import plain_steps, using
 from tests.pool import ranks
 from tests.spread import spread
 
@@ -139,7 +138,7 @@ def options_job(rank: int, world: int, name: str) -> None:
     if "mesh" in options:
         options["mesh"] = mesh_of(world // 2, 2, False)
     x = tokens(6 if "pad_to_capacity" in options else TOKENS[world][rank], 10 + rank)
-    with comet.using(plain_steps) if "fused" in options else nullcontext():
+    with using(plain_steps) if "fused" in options else nullcontext():
         compare(Block(**options), x, name)
 
 

@@ -22,7 +22,7 @@ from pmoe.planner.stage_costs import Share
 from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
 from pmoe.training import gradient_partitioning
-from pmoe.training.gradient_buffers import GradientRange
+from pmoe.training.gradient_partitioning import GradientRange
 from pmoe.training.reducer_steps import PartitionedStep
 from tests.pool import ranks
 from tests.spread import named, spread

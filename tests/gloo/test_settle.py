@@ -24,8 +24,8 @@ from pmoe.experts.base import Shard
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels import product_request
-from pmoe.kernels.architecture import Architecture
 from pmoe.kernels.candidates import GROUPED_MM, PRODUCTS
+from pmoe.kernels.extension import Architecture
 from pmoe.kernels.registry import Registry
 from pmoe.measure import products as settle
 from pmoe.measure.product_choices import ProductMeasurer

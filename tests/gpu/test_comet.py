@@ -13,11 +13,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.virtual_ranks import FusedParameters, VirtualRanks
+from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import comet, route
 from pmoe.kernels.comet import launcher
-from pmoe.measure.fused_timing import routes_of
 from pmoe.planner.division import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual

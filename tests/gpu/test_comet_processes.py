@@ -24,7 +24,8 @@ from torch import Tensor
 from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.candidates import PMOE, PRODUCTS
-from pmoe.kernels.comet import DivisionPoint, HeapView, Launcher, kernel_steps
+from pmoe.kernels.comet import DivisionPoint, HeapView, Launcher
+from pmoe.kernels.comet import launches as kernel_launches
 from pmoe.kernels.comet.launcher import DISPATCH
 from tests.faults import FaultyLauncher, InjectedFaults
 from tests.gpu.fused import CPU, DEVICE, Backward, Case, Forward, Player, World, need_kernels
@@ -229,7 +230,7 @@ def stepped(rank: int, world: int, options: dict[str, Any], parted: bool) -> dic
         patch.setattr("pmoe.layer.choose._measure_products", lambda *_, **__: None)  # nothing is measured
         patch.setattr(Launcher, "launch", counted)
         if parted:
-            patch.setattr(kernel_steps, "Launcher", Parted)
+            patch.setattr(kernel_launches, "Launcher", Parted)
         layer = make_layer(torch.bfloat16, **options)
         x.requires_grad_()
         y = layer(x)

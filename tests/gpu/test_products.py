@@ -16,8 +16,8 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts import FFNExperts, StackedExperts, products
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.kernels.architecture import loaded_architecture
 from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
+from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
 from pmoe.kernels.registry import Registry
 from pmoe.measure.kernel_check import KernelCase, mismatch

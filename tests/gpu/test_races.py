@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.engine import lanes
-from pmoe.engine import run as engine
+from pmoe.engine import lanes as engine
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.recording import recording
-from pmoe.layer.switches import Switches
+from pmoe.layer.spec import Switches
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Lane, Schedule, Stages
 from tests.gpu.support import (

@@ -57,7 +57,7 @@ ENGINE = (
     Plant(
         name="an-error-abandons-nothing",
         breaks="after an error buffers are freed that copies and messages still use",
-        file="pmoe/engine/run.py",
+        file="pmoe/engine/lanes.py",
         old="        lanes.abandon()\n        raise\n",
         new="        raise\n",
         tests=f"{STREAMS} -k an_error",

@@ -60,7 +60,7 @@ GATES = (
     Plant(
         name="dropped-slots-carry",
         breaks="a dropped slot's row travels for the others",
-        file="pmoe/ordering/once.py",
+        file="pmoe/layer/once_orders.py",
         old="    return carrier_TK, carries_TK if keep_TK is None else carries_TK & keep_TK\n",
         new="    return carrier_TK, carries_TK\n",
         tests="tests/unit/test_ordering.py",
@@ -68,7 +68,7 @@ GATES = (
     Plant(
         name="balance-loss-scaled",
         breaks="the load-balance loss is 1 / E of what it should be",
-        file="pmoe/gates/losses.py",
+        file="pmoe/gates/logits.py",
         old="    scale = num_experts / (max(chosen.numel(), 1) * max(num_tokens, 1))\n",
         new="    scale = 1 / (max(chosen.numel(), 1) * max(num_tokens, 1))\n",
         tests="tests/unit/test_gates.py",
@@ -76,7 +76,7 @@ GATES = (
     Plant(
         name="z-loss-not-squared",
         breaks="the z-loss grows linearly",
-        file="pmoe/gates/losses.py",
+        file="pmoe/gates/logits.py",
         old="logits_TE.logsumexp(-1).square().sum()",
         new="logits_TE.logsumexp(-1).abs().sum()",
         tests="tests/unit/test_gates.py",

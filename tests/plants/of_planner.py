@@ -124,7 +124,7 @@ PLANNER = (
     Plant(
         name="dearest-pair",
         breaks="memory_reuse=True takes the pair that Eq. 10 finds slowest",
-        file="pmoe/planner/chooser.py",
+        file="pmoe/planner/candidates.py",
         old="            self._pairs[key] = found\n",
         new="            self._pairs[key] = max(seconds, key=seconds.__getitem__)\n",
         tests=f"{CHOICES} -k suits",

@@ -67,7 +67,7 @@ TRAINING = (
     Plant(
         name="overflow-of-one-rank",
         breaks="a rank whose gradients overflow skips the step alone",
-        file="pmoe/training/grad_scaler.py",
+        file="pmoe/training/clipping.py",
         old="            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)\n",
         new="",
         tests="tests/gloo/test_grad_scaler.py",

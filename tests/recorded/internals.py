@@ -19,13 +19,13 @@ import pmoe
 from pmoe.engine import lanes
 from pmoe.integrations.transformers import borrowed
 from pmoe.measure.allocations import moment, watched
-from pmoe.runners import fused_steps, one_rank
-from tests.plain_steps import plain_steps
+from pmoe.runners import one_rank
+from tests.plain_steps import plain_steps, using
 from tests.switched import switched_layer
 
 
 def build_layer(sizes: tuple[int, int, int, int], options: Mapping[str, Any], switches: Mapping[str, bool]):
-    """The layer. switches: by the names of `pmoe.layer.switches.Switches`."""
+    """The layer. switches: by the names of `pmoe.layer.spec.Switches`."""
     return switched_layer(*sizes, **options, **switches)
 
 
@@ -73,7 +73,7 @@ def fused_by_plain_steps() -> Iterator[list[str]]:
 
             return noted
 
-    with fused_steps.using(lambda request: Noted(plain_steps(request))):  # type: ignore[arg-type,return-value]
+    with using(lambda request: Noted(plain_steps(request))):  # type: ignore[arg-type,return-value]
         yield taken
 
 

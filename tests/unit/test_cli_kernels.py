@@ -17,8 +17,7 @@ from pmoe.kernels import comet, extension, status
 from pmoe.measure import division as among_ranks
 from pmoe.measure import fused_kernels
 from pmoe.measure.division import as_fields, division_path, load_divisions, save_divisions
-from pmoe.planner.division import Division, FusedKernelSizes, all_kernel_sizes
-from pmoe.planner.division_table import DivisionTable
+from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes, all_kernel_sizes
 from tests.unit.test_cli import printed, refused, run
 from tests.unit.test_division import (
     SHAPE,

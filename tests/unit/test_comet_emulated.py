@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import pmoe
-from bench.virtual_ranks import FusedParameters, VirtualRanks
+from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.comm.heap import HeapError, close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import launches
-from pmoe.measure.fused_timing import routes_of
 from pmoe.planner.division import Division
 from tests.emulated import compile_kernels, emulated
 from tests.faults import InjectedFaults

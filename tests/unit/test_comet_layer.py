@@ -21,12 +21,12 @@ from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.comet import Steps
-from pmoe.planner.division_table import LayerSeconds
+from pmoe.planner.division import LayerSeconds
 from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from pmoe.runners.fused_forward import unit_index
 from pmoe.runners.fused_steps import Request
-from tests.plain_steps import PlainSteps, plain_steps
+from tests.plain_steps import PlainSteps, plain_steps, using
 from tests.reference import Definition, relative_error
 from tests.switched import switched_layer
 
@@ -89,7 +89,7 @@ class Counted(PlainSteps):
 def fused() -> Iterator[list[str]]:
     """The kernels' place is taken; the list fills with the steps."""
     calls: list[str] = []
-    with comet.using(lambda request: Counted(request, calls)):
+    with using(lambda request: Counted(request, calls)):
         yield calls
 
 
@@ -331,7 +331,7 @@ def test_reasons_with_numbers_are_told_once_too() -> None:
         return plain_steps(request)
 
     layer = make(fused="forward")
-    with comet.using(make_steps):
+    with using(make_steps):
         assert told(layer, 4) == []
         assert told(layer, 5) == [
             "pmoe: fused ('forward') falls back to the unfused layer because more rows arrive than memory "

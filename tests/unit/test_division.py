@@ -21,15 +21,19 @@ from pmoe.measure.division import agreed, agreed_layer, save_divisions
 from pmoe.measure.fused_kernels import sweep, time_layers
 from pmoe.planner.division import (
     Division,
+    DivisionTable,
+    Entry,
     FusedKernelSizes,
     FusedLayerSizes,
+    LayerSeconds,
+    LayerTimes,
     all_columns,
     all_kernel_sizes,
     candidates,
+    distance,
     rule,
     sizes_of,
 )
-from pmoe.planner.division_table import DivisionTable, Entry, LayerSeconds, LayerTimes, distance
 
 CPU = torch.device("cpu")
 WHEN = "2026-01-31T12:00:00+00:00"

@@ -19,7 +19,7 @@ from pmoe.measure.division import (
     save_divisions,
 )
 from pmoe.measure.profile import stored_profiles
-from pmoe.planner.division_table import DivisionTable
+from pmoe.planner.division import DivisionTable
 from tests.unit.test_division import SHAPE, SIZES, entry, layer, table, times
 
 

@@ -20,13 +20,12 @@ from pmoe import warn
 from pmoe.layer import parts
 from pmoe.layer.parts import Parts
 from pmoe.runners import features as table
-from pmoe.runners import fused_steps
 from pmoe.runners.features import TAKES, Feature, refused
 from tests import featured
 from tests.allocated import Allocated
 from tests.featured import Features, build, differences, expected, found, sentence
 from tests.kit import one_thread
-from tests.plain_steps import plain_steps
+from tests.plain_steps import plain_steps, using
 from tests.takers import COMPUTED, built, capturing, wrong_of, wrong_refusal
 
 __all__ = ["one_thread"]
@@ -152,7 +151,7 @@ def test_a_new_feature_is_refused_by_all_but_the_pipeline_until_somebody_states_
         build([Feature.ROTATES]).predict_memory(5)
     layer = build([Feature.FUSED])
     warn.GIVEN.clear()
-    with fused_steps.using(plain_steps), pytest.warns(UserWarning, match=f"because {NEW}"):
+    with using(plain_steps), pytest.warns(UserWarning, match=f"because {NEW}"):
         found(layer)
     assert layer.ran is not None and layer.ran.path == "pipeline"
     with capturing(), pytest.raises(RuntimeError, match=f"cannot hold this call of a MoELayer: {NEW}"):

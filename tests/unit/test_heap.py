@@ -33,9 +33,9 @@ from pmoe.comm.heap import (
     wait_seconds,
 )
 from pmoe.comm.heap.device_memory import tensor_at
+from pmoe.comm.heap.providers import _without_group
 from pmoe.comm.heap.rank_heap import MAX_EPOCHS, open_heaps
 from pmoe.comm.heap.shape import _places
-from pmoe.comm.heap.shared import _without_group
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from tests.heaps import CPU, FileMemory, use_layout

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from pmoe.comm.agree import Agree
-from pmoe.kernels import architecture, extension
-from pmoe.kernels.architecture import Architecture
+from pmoe.kernels import extension
+from pmoe.kernels.extension import Architecture
 from pmoe.kernels.product_request import ProductRequest, bucket
 from pmoe.kernels.registry import ProductCandidate, Registry
 from pmoe.measure.kernel_check import KernelCase
@@ -541,9 +541,9 @@ def test_the_build_is_known_by_the_file_or_by_what_it_was_built_with(
     found = []
     for each in (module, module, SimpleNamespace(ARCHS="sm_80", NVCC="12.5"), None):
         monkeypatch.setattr(extension, "load", lambda each=each: each)
-        architecture.build_id.cache_clear()
+        extension.build_id.cache_clear()
         found.append(ProductBench().build())
         file.write_bytes(b"second")
-    architecture.build_id.cache_clear()
+    extension.build_id.cache_clear()
     assert len(set(found)) == 4
     assert found[-1] == "none"

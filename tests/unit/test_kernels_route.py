@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.gates.losses import router_loss
+from pmoe.gates.logits import router_loss
 from pmoe.kernels.extension import load
 from pmoe.kernels.route import ROUNDS, Routes, operators, reference, refusal, route, route_backward
-from pmoe.kernels.route.checks import check_logits_memory
+from pmoe.kernels.route.routes import check_logits_memory
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
 from pmoe.warn import GIVEN
 from tests.cuda.compiled import compile_and_run

@@ -15,8 +15,7 @@ import pmoe
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.layer.searched import key_of
-from pmoe.layer.spec import LayerSpec
-from pmoe.layer.switches import Switches
+from pmoe.layer.spec import LayerSpec, Switches
 from pmoe.measure import identity
 
 

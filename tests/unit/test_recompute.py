@@ -20,7 +20,6 @@ import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.engine import recompute
 from pmoe.gates import GATES
-from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
@@ -35,7 +34,7 @@ from tests.kit import (
 )
 from tests.own_experts import mlp
 from tests.own_gates import OwnGate
-from tests.plain_steps import PlainSteps
+from tests.plain_steps import PlainSteps, using
 from tests.recomputed import FROZEN, OPTIONS, Block, Run, build, counted, frozen, step
 from tests.spread import spread
 
@@ -154,7 +153,7 @@ def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pyte
 @pytest.mark.parametrize("way, pair", spread([True, "forward"], ["S4", Restore("keep", "keep")], every=1))
 def test_fused_calls_are_fused_in_both_passes(way: bool | str, pair: Any) -> None:
     block = Block(build(fused=way, memory_reuse=pair, pipeline=1 if way is True else 2))
-    with comet.using(lambda request: PlainSteps(request.ranks)):
+    with using(lambda request: PlainSteps(request.ranks)):
         expected = step(block, block)
         torch.manual_seed(5)
         x = tokens().requires_grad_()

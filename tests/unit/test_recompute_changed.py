@@ -20,7 +20,6 @@ from torch.utils.checkpoint import (
 from pmoe.engine import rerouting
 from pmoe.gates import GATES
 from pmoe.layer import choose as layer_choose
-from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from tests.kit import (
     TOKENS,
@@ -29,7 +28,7 @@ from tests.kit import (
     tokens,
 )
 from tests.own_gates import OwnGate
-from tests.plain_steps import PlainSteps
+from tests.plain_steps import PlainSteps, using
 from tests.recomputed import FROZEN, OPTIONS, Block, build, step
 
 CHANGED = "routing changed in recomputation.*pmoe.checkpoint_contexts"
@@ -65,7 +64,7 @@ def test_on_every_path(way: str, use_reentrant: bool, monkeypatch: pytest.Monkey
     layer, drop = build(**options[way]), nn.Dropout(0.5)
     if way == "alone":
         monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    with comet.using(lambda request: PlainSteps(request.ranks)) if way == "fused" else nullcontext():
+    with using(lambda request: PlainSteps(request.ranks)) if way == "fused" else nullcontext():
         plain(lambda x: 2 * layer(drop(x)), use_reentrant)
         with pytest.raises(ValueError, match=CHANGED):
             plain(lambda x: 2 * layer(drop(x)), use_reentrant, preserve_rng_state=False)

@@ -46,8 +46,8 @@ from pmoe.integrations.run_folder import (
     read_run,
 )
 from pmoe.integrations.statistics import LayerStats, imbalance
-from pmoe.planner.exposed import Overlap
 from pmoe.planner.memory import PredictedMemory
+from pmoe.planner.timeline import Overlap
 from tests.browser import Page, driver, started
 
 MEMORY = PredictedMemory(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.engine import run as engine
+from pmoe.engine import lanes as engine
 from pmoe.engine.recording import Span
 from pmoe.integrations.statistics import finders, imbalance
-from pmoe.planner.exposed import overlap
+from pmoe.planner.timeline import overlap
 from pmoe.schedule.straight import forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Stages
 

@@ -30,7 +30,7 @@ from pmoe.integrations.run_folder import (
     columns,
     read_run,
 )
-from pmoe.planner.exposed import Overlap
+from pmoe.planner.timeline import Overlap
 from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[2]

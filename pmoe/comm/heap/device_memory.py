@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.architecture import loaded_architecture
+from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.operands import cuda_index
 
 

@@ -16,14 +16,7 @@ from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe
 
 from pmoe.experts.base import Experts
-from pmoe.integrations.transformers.borrowed import (
-    BorrowedActivation,
-    BorrowedExperts,
-    BorrowedFFN,
-    BorrowedSwiGLU,
-    NormedExperts,
-    Stacks,
-)
+from pmoe.integrations.transformers import borrowed
 
 FLAGS = {
     "has_gate": True,
@@ -49,7 +42,7 @@ def borrow(module: nn.Module) -> Experts:
     """
     check(module)
     up = up_name(module)
-    stacks = Stacks(
+    stacks = borrowed.Stacks(
         w1=_tensor(module, up),
         w2=_tensor(module, "down_proj"),
         b1=_tensor(module, f"{up}_bias") if _flag(module, "has_bias") else None,
@@ -62,7 +55,7 @@ def borrow(module: nn.Module) -> Experts:
     if not _flag(module, "has_post_expert_norm"):
         return experts
     norm: Any = module.post_expert_norm
-    return NormedExperts(experts, norm, list(norm.parameters()))
+    return borrowed.NormedExperts(experts, norm, list(norm.parameters()))
 
 
 def check(module: nn.Module) -> None:
@@ -138,7 +131,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _check_shapes(module: nn.Module, stacks: Stacks) -> None:
+def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
     w1, w2 = (each.transpose(1, 2) if stacks.transposed else each for each in (stacks.w1, stacks.w2))
     experts, d_model, hidden = w2.shape
     wanted = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
@@ -172,19 +165,19 @@ def _check_alike(module: nn.Module) -> None:
             )
 
 
-def _activated(module: nn.Module, stacks: Stacks) -> BorrowedExperts:
+def _activated(module: nn.Module, stacks: borrowed.Stacks) -> borrowed.BorrowedExperts:
     """By pmoe's own kernels where the activation is one of theirs."""
     module_: Any = module
     if not _flag(module, "has_gate"):
         name = _name_of(module_.act_fn)
         if name is not None:
-            return BorrowedFFN(stacks, name)
-        return BorrowedActivation(stacks, lambda hidden: module_.act_fn(hidden), hidden_factor=1)
+            return borrowed.BorrowedFFN(stacks, name)
+        return borrowed.BorrowedActivation(stacks, lambda hidden: module_.act_fn(hidden), hidden_factor=1)
     gating = getattr(module_._apply_gate, "__func__", None)
     is_usual = gating is not None and gating is getattr(moe, "_default_apply_gate", None)
     if is_usual and _name_of(module_.act_fn) == "silu":
-        return BorrowedSwiGLU(stacks)
-    return BorrowedActivation(stacks, module_._apply_gate, hidden_factor=2)
+        return borrowed.BorrowedSwiGLU(stacks)
+    return borrowed.BorrowedActivation(stacks, module_._apply_gate, hidden_factor=2)
 
 
 def _name_of(activation: object) -> str | None:

@@ -14,7 +14,6 @@ Letters: T tokens of this rank, K choices, S rows that leave, N rows that arrive
 rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
-from pmoe.kernels.comet.kernel_steps import KernelSteps
 from pmoe.kernels.comet.launcher import (
     Divide,
     DivisionPoint,
@@ -27,6 +26,7 @@ from pmoe.kernels.comet.launcher import (
     spare_blocks,
 )
 from pmoe.kernels.comet.launches import (
+    KernelSteps,
     dispatch,
     dispatch_hidden,
     dispatch_hidden_gradient,

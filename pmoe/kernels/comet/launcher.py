@@ -164,7 +164,7 @@ class Launcher:
         epilogue: int = PLAIN,
         activation: int = 0,
     ) -> None:
-        """ranks: for each rank the fields of cuda/comet/read.h that are the launch's own; see `fields`."""
+        """ranks: for each rank the fields of cuda/comet/read.h that are the launch's own; see `launches`."""
         stream = _stream_behind(self.heaps, self.device)
         for heap in self.heaps:
             heap.raise_if_failed()

@@ -1,26 +1,139 @@
 """The four fused steps and the plain dispatch, each one launch for the ranks of this process.
 
 What belongs to a rank is in lists, one rank after the other; tensors by token are those of all ranks here.
+First come the fields of a launch: addresses and sizes of a journey, and of where rows leave and arrive. They
+raise ValueError, naming the tensor, for what the kernels would not read right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pmoe.kernels.comet.fields import (
-    check_expert_weight,
-    chunk_columns,
-    combine_fields,
-    dispatch_fields,
-)
-from pmoe.kernels.comet.launcher import COMBINE, DISPATCH, DivisionPoint, Launcher
+from pmoe.kernels.comet.launcher import COMBINE, DISPATCH, Divide, DivisionPoint, HeapView, Launcher
 from pmoe.kernels.comet.steps import Journey
 from pmoe.kernels.gemm import ACTIVATIONS, FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT
 from pmoe.kernels.operands import address, check_memory, check_tensor
 from pmoe.schedule.tasks import PassDirection
+
+MAX_CHUNKS = 64
+"""Of columns, as in cuda/comet/layout.h."""
+
+
+def journey_fields(heap: HeapView, journey: Journey) -> dict[str, int]:
+    """Where rows go."""
+    shape, device = heap.shape, heap.device
+    if journey.num_received > shape.rows:
+        raise ValueError(
+            f"num_received ({journey.num_received}) must be at most the heap's {shape.rows} rows"
+        )
+    sent = journey.slot_S.shape[0]
+    if journey.num_tokens is not None:
+        sent = min(sent, journey.num_tokens * journey.top_k)
+    if sent > shape.home_rows:
+        raise ValueError(
+            f"rows that may be sent ({sent}) must be at most the heap's home_rows ({shape.home_rows})"
+        )
+    sizes = (shape.num_ranks, shape.experts)
+    check_tensor("send_WE", journey.send_WE, shape=sizes)
+    for name in ("expert_TK", "position_TK", "slot_S", "send_WE"):
+        check_tensor(name, getattr(journey, name), dtypes=[torch.int32], device=device, contiguous=True)
+    recv_WE = journey.recv_WE
+    check_tensor("recv_WE", recv_WE, dtypes=[torch.int32], device=device)
+    if recv_WE.stride(1) != 1:
+        raise ValueError(f"recv_WE of strides {recv_WE.stride()} must have a rank's counts side by side")
+    return {
+        "send_counts": journey.send_WE.data_ptr(),
+        "recv_counts": recv_WE.data_ptr(),
+        "recv_stride": recv_WE.stride(0),
+        "expert": journey.expert_TK.data_ptr(),
+        "position": journey.position_TK.data_ptr(),
+        "slot": journey.slot_S.data_ptr(),
+        "first_row": journey.first_row,
+        "top_k": journey.top_k,
+        "computes": 1,
+    }
+
+
+def dispatch_fields(heap: HeapView, journey: Journey, source_TM: Tensor, weight_TK: Tensor) -> dict[str, int]:
+    """Rows of tokens leave, and arrive as A of the product."""
+    shape = heap.shape
+    wanted = (journey.expert_TK.shape[0], shape.d_model)
+    check_tensor("rows", source_TM, shape=wanted, dtypes=[shape.dtype], device=heap.device)
+    check_memory(dense={"rows": source_TM})
+    check_tensor(
+        "weight", weight_TK, shape=journey.expert_TK.shape, dtypes=[torch.float32], device=heap.device,
+        contiguous=True,
+    )  # fmt: skip
+    places = shape.places
+    return {
+        **journey_fields(heap, journey),
+        "source": source_TM.data_ptr(),
+        "source_stride": shape.row_bytes,
+        "weight": weight_TK.data_ptr(),
+        "a": heap.base + places["inbox"],
+        "a_rows": max(shape.rows, 1),  # a heap without rows has an address, a missing a has none
+        "a_stride": shape.d_model,
+        "row_weight": heap.base + places["weights"],
+        "k": shape.d_model,
+    }
+
+
+def combine_fields(
+    heap: HeapView, journey: Journey, a: Tensor, result_TM: Tensor, *, chunk_columns: int
+) -> dict[str, int]:
+    """Products of A's rows are written where dispatched rows lay, summed, and sent to their tokens."""
+    shape = heap.shape
+    check_tensor("rows", a, dtypes=[shape.dtype], device=heap.device)
+    check_memory(dense={"rows": a, "result": result_TM})
+    return {
+        **journey_fields(heap, journey),
+        "a": a.data_ptr(),
+        "a_rows": a.shape[0],
+        "a_stride": a.shape[1],
+        "rows": a.shape[0],
+        "d": heap.base + shape.places["inbox"],
+        "d_stride": shape.d_model,
+        "n": shape.d_model,
+        "k": a.shape[1],
+        "columns": shape.d_model,
+        "chunk_columns": chunk_columns,
+        "result": result_TM.data_ptr(),
+        "result_stride": shape.row_bytes,
+        "first_token": journey.first_token,
+        "tokens": journey.expert_TK.shape[0] if journey.num_tokens is None else journey.num_tokens,
+    }
+
+
+def chunk_columns(division: DivisionPoint, columns: int, tile_columns: int) -> int:
+    """Columns that are sent at a time: whole tiles, and at most 64 chunks.
+
+    Example: chunks of 200 of 600 columns, in tiles of 128 -> 256; of 1000 -> 640, all that there are.
+    """
+    every = -(-columns // tile_columns) * tile_columns
+    min_columns = max(division.chunk_columns, -(-every // MAX_CHUNKS))
+    return min(-(-min_columns // tile_columns) * tile_columns, every)
+
+
+def check_expert_weight(
+    name: str, weight: Tensor, bias: Tensor | None, heap: HeapView, *, columns: int
+) -> tuple[int, int, int]:
+    """Its shape. columns: which of its dimensions is d_model."""
+    check_memory(dense={name: weight, "bias": bias})
+    shape = heap.shape
+    wanted: list[int | str] = [shape.experts, "columns", "columns"]
+    wanted[columns] = shape.d_model
+    check_tensor(name, weight, shape=wanted, dtypes=[shape.dtype], device=heap.device)
+    if bias is not None:
+        check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[shape.dtype], device=heap.device)
+    first, second, third = weight.shape
+    return first, second, third
+
+
+# ---- launches
 
 
 def dispatch(launcher: Launcher, journeys: Sequence[Journey], x_TM: Tensor, weight_TK: Tensor) -> None:
@@ -188,3 +301,78 @@ def _combine_division(launcher: Launcher, direction: PassDirection) -> tuple[Div
     """With the columns that are sent at a time."""
     division = launcher.divide("combine", direction)
     return division, chunk_columns(division, launcher.heaps[0].shape.d_model, launcher.tile_columns)
+
+
+# ---- the steps of one rank
+
+
+class KernelSteps:
+    """`Steps` of one rank of this process, by the kernels.
+
+    find_heap: the heap that serves this call now. Between forward and backward a larger one may have taken
+    its place, for larger batches; the rounds of the two need no memory in common.
+    """
+
+    def __init__(self, find_heap: Callable[[], HeapView], divide: Divide) -> None:
+        self._find_heap, self._divide = find_heap, divide
+        self._made = Launcher([find_heap()], divide)
+
+    @property
+    def _heap(self) -> HeapView:
+        return self._launcher.heaps[0]
+
+    @property
+    def _launcher(self) -> Launcher:
+        heap = self._find_heap()
+        if heap is not self._made.heaps[0]:
+            self._made = Launcher([heap], self._divide)
+        return self._made
+
+    def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
+        dispatch(self._launcher, [journey], x_TM, _weights(weight_TK))
+
+    def give_up(self, why: str) -> None:
+        self._made.heaps[0].give_up(why)
+
+    def rows(self, journey: Journey) -> Tensor:
+        return self._heap.rows(journey.num_received)
+
+    def row_weight(self, journey: Journey) -> Tensor:
+        return self._heap.row_weight(journey.num_received)
+
+    def dispatch_hidden(
+        self, journey: Journey, x_TM: Tensor, weight_TK: Tensor, w1: Tensor, b1: Tensor | None, **options: Any
+    ) -> tuple[Tensor | None, Tensor]:
+        hidden, active = dispatch_hidden(
+            self._launcher, [journey], x_TM, _weights(weight_TK), [w1], [b1], **options
+        )
+        return (None if hidden is None else hidden[0]), active[0]
+
+    def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
+        return product_combine(self._launcher, [journey], [active_NH], [w2], [b2])
+
+    def dispatch_hidden_gradient(
+        self,
+        journey: Journey,
+        grad_TM: Tensor,
+        weight_TK: Tensor,
+        w2: Tensor,
+        b2: Tensor | None,
+        hidden_NG: Tensor,
+        *,
+        activation: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        of_hidden, active, dots = dispatch_hidden_gradient(
+            self._launcher, [journey], grad_TM, _weights(weight_TK), [w2], [b2], [hidden_NG],
+            activation=activation,
+        )  # fmt: skip
+        return of_hidden[0], active[0], dots[0]
+
+    def gradient_combine(
+        self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return gradient_combine(self._launcher, [journey], [grad_hidden_NG], [w1], [dots_PN])
+
+
+def _weights(weight_TK: Tensor) -> Tensor:
+    return weight_TK.detach().to(torch.float32).contiguous()

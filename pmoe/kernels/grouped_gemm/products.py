@@ -7,17 +7,7 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.gemm import FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT, WEIGHT, activation_code
-from pmoe.kernels.grouped_gemm import reference
-from pmoe.kernels.grouped_gemm.checks import (
-    RowSlots,
-    check_bias,
-    check_operands,
-    check_rows,
-    check_scale,
-    count_gathered_rows,
-    hidden_width,
-    weight_gradient_shape,
-)
+from pmoe.kernels.grouped_gemm import checks, reference
 from pmoe.kernels.grouped_gemm.launch import at, launch, path_for
 from pmoe.kernels.operands import address, check_memory, check_tensor
 
@@ -29,7 +19,7 @@ def product(
     *,
     bias_EO: Tensor | None = None,
     scale: Tensor | None = None,
-    slots: RowSlots | None = None,
+    slots: checks.RowSlots | None = None,
     gathered: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -42,12 +32,12 @@ def product(
 
     Raises ValueError for operands that do not fit. `grouped_product` has a gradient.
     """
-    num_rows = check_operands(rows, weight_EOI, ends_E, slots, gathered, 2)
-    check_bias(bias_EO, weight_EOI)
-    check_scale(scale, rows, num_rows, slots, gathered)
+    num_rows = checks.check_operands(rows, weight_EOI, ends_E, slots, gathered, 2)
+    checks.check_bias(bias_EO, weight_EOI)
+    checks.check_scale(scale, rows, num_rows, slots, gathered)
     _, num_out, num_in = weight_EOI.shape
     out = rows.new_empty(num_rows, num_out) if out is None else out
-    check_rows("out", out, (num_rows, num_out), weight_EOI)
+    checks.check_rows("out", out, (num_rows, num_out), weight_EOI)
     kernels = path_for(rows.device, rows.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
         return reference.product(rows, weight_EOI, ends_E, bias_EO, scale, slots, gathered, out)
@@ -69,7 +59,7 @@ def hidden(
     *,
     activation: str,
     bias_EG: Tensor | None = None,
-    slots: RowSlots | None = None,
+    slots: checks.RowSlots | None = None,
     gathered: bool = False,
     out: Tensor | None = None,
     active: Tensor | None = None,
@@ -80,17 +70,17 @@ def hidden(
     keep: False computes T_M without storing it, and returns None for it. The rest is as in `product`.
     """
     code = activation_code(activation)
-    num_rows = check_operands(rows, weight_EGI, ends_E, slots, gathered, 2)
-    check_bias(bias_EG, weight_EGI)
+    num_rows = checks.check_operands(rows, weight_EGI, ends_E, slots, gathered, 2)
+    checks.check_bias(bias_EG, weight_EGI)
     _, num_hidden, num_in = weight_EGI.shape
-    width = hidden_width(num_hidden, activation)
+    width = checks.hidden_width(num_hidden, activation)
     active = rows.new_empty(num_rows, width) if active is None else active
-    check_rows("active", active, (num_rows, width), weight_EGI)
+    checks.check_rows("active", active, (num_rows, width), weight_EGI)
     kernels = path_for(rows.device, rows.dtype, in_features=num_in, hidden=width)
     if out is None and (keep or kernels is None):
         out = rows.new_empty(num_rows, num_hidden)
     if out is not None:
-        check_rows("out", out, (num_rows, num_hidden), weight_EGI)
+        checks.check_rows("out", out, (num_rows, num_hidden), weight_EGI)
     if kernels is None:
         assert out is not None
         reference.product(rows, weight_EGI, ends_E, bias_EG, None, slots, gathered, out)
@@ -114,15 +104,15 @@ def input_gradient(
     weight_EOI: Tensor,
     ends_E: Tensor,
     *,
-    slots: RowSlots | None = None,
+    slots: checks.RowSlots | None = None,
     gathered: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """grad weight[e] for the rows of each expert e, (N, I); grad: (N, O), or gathered."""
-    num_rows = check_operands(grad, weight_EOI, ends_E, slots, gathered, 1)
+    num_rows = checks.check_operands(grad, weight_EOI, ends_E, slots, gathered, 1)
     _, num_out, num_in = weight_EOI.shape
     out = grad.new_empty(num_rows, num_in) if out is None else out
-    check_rows("out", out, (num_rows, num_in), weight_EOI)
+    checks.check_rows("out", out, (num_rows, num_in), weight_EOI)
     kernels = path_for(grad.device, grad.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
         weight_EIO = weight_EOI.transpose(1, 2)
@@ -145,7 +135,7 @@ def hidden_gradient(
     ends_E: Tensor,
     *,
     activation: str,
-    slots: RowSlots | None = None,
+    slots: checks.RowSlots | None = None,
     gathered: bool = False,
     weighs_active: bool = False,
     out: Tensor | None = None,
@@ -162,15 +152,15 @@ def hidden_gradient(
     out: may be hidden itself, and active the first columns of hidden.
     """
     code = activation_code(activation)
-    num_rows = check_operands(grad, weight_EMH, ends_E, slots, gathered, 1)
+    num_rows = checks.check_operands(grad, weight_EMH, ends_E, slots, gathered, 1)
     _, num_model, width = weight_EMH.shape
     columns = 2 * width if activation == "swiglu" else width
-    check_rows("hidden", hidden_NG, (num_rows, columns), weight_EMH)
-    check_scale(scale, grad, num_rows, slots, gathered)
+    checks.check_rows("hidden", hidden_NG, (num_rows, columns), weight_EMH)
+    checks.check_scale(scale, grad, num_rows, slots, gathered)
     out = grad.new_empty(num_rows, columns) if out is None else out
     active = grad.new_empty(num_rows, width) if active is None else active
-    check_rows("out", out, (num_rows, columns), weight_EMH)
-    check_rows("active", active, (num_rows, width), weight_EMH)
+    checks.check_rows("out", out, (num_rows, columns), weight_EMH)
+    checks.check_rows("active", active, (num_rows, width), weight_EMH)
     if num_rows and out.data_ptr() == hidden_NG.data_ptr() == active.data_ptr():
         raise ValueError("out and active must not both lie in hidden: one would overwrite the other")
     kernels = path_for(grad.device, grad.dtype, d_model=num_model, hidden=width)
@@ -202,7 +192,7 @@ def weight_gradient(
     rows: Tensor,
     ends_E: Tensor,
     *,
-    slots: RowSlots | None = None,
+    slots: checks.RowSlots | None = None,
     gathers_grad: bool = False,
     gathers_rows: bool = False,
     out: Tensor | None = None,
@@ -213,8 +203,8 @@ def weight_gradient(
     grad: (N, O), rows: (N, I), either gathered. out: contiguous, of the rows' type or float32; with
     ``accumulate`` float32, and the products are added to it.
     """
-    shape = weight_gradient_shape(grad, rows, ends_E, slots, gathers_grad, gathers_rows)
-    num_rows = count_gathered_rows(grad, slots, gathers_grad)
+    shape = checks.weight_gradient_shape(grad, rows, ends_E, slots, gathers_grad, gathers_rows)
+    num_rows = checks.count_gathered_rows(grad, slots, gathers_grad)
     if out is None:
         if accumulate:
             raise ValueError("accumulate (True) must be False without out: there is nothing to add to")

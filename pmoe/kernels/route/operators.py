@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.route import reference
-from pmoe.kernels.route.checks import check_logits_memory, check_route, check_route_backward
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
-from pmoe.kernels.route.routes import RouteGradients, Routes, empty_routes
+from pmoe.kernels.route.routes import (
+    RouteGradients,
+    Routes,
+    check_logits_memory,
+    check_route,
+    check_route_backward,
+    empty_routes,
+)
 from pmoe.warn import warn_once
 
 

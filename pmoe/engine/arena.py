@@ -62,8 +62,8 @@ _profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-define
 
 
 class DevicePool:
-    """Counts the ring slots of one device's passes, and has memory for all that passes take: on a GPU torch's,
-    on the CPU its own, where torch's comes from the system page by page."""
+    """Counts the ring slots of one device's passes, and has memory for all that passes take: on a GPU
+    torch's, on the CPU its own, where torch's comes from the system page by page."""
 
     def __init__(self, device: torch.device) -> None:
         self.bytes_in_use = self.peak_bytes = 0

@@ -94,7 +94,8 @@ class Step:
         return [self.x.grad, *(parameter.grad for parameter in self.layer.parameters())]
 
     def bytes(self, variant: str | Restore, n: int) -> dict[str, int]:
-        """Held between forward and backward, and the peak of the step, by the allocator's events."""
+        """Held between forward and backward, and the peak of the step, by the allocator's events: while
+        torch's profiler watches, the pool's memory is torch's own. And what the pool keeps afterwards."""
         self.clear()
         mark = 0
 
@@ -105,7 +106,10 @@ class Step:
             time.sleep(1e-3)
             y.backward(self.dy)
 
-        host = pmoe.pool().host
+        pmoe.pool().trim()
+        step()
+        kept, host = pmoe.pool().device.kept_bytes, pmoe.pool().host
+        self.clear()
         host.peak_bytes = 0
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -118,7 +122,7 @@ class Step:
             peak = max(peak, now)
             if event.start_ns() <= mark:
                 held = now
-        return {"held": held, "peak": peak, "host": host.peak_bytes}
+        return {"held": held, "peak": peak, "host": host.peak_bytes, "kept": kept}
 
 
 # ---- the prediction
@@ -263,6 +267,7 @@ def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
             "held MB": counted["held"] / 1e6,
             "peak MB": counted["peak"] / 1e6,
             "host MB": counted["host"] / 1e6,
+            "kept free MB": counted["kept"] / 1e6,
             "peak/plain": counted["peak"] / plain_peak,
             "step ms": times["step"].median * 1e3,
             "step/plain": 1 / times["step"].speedup_over(plain),

@@ -23,10 +23,6 @@ from bench.links.link import INFINITE, Link, check_rate, refuse_latency
 from bench.links.modelled import register_modelled
 from bench.links.real import SharedMedium, enter_namespace, interface, namespace, shared_medium
 
-KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 40)}
-"""For glibc: what a process frees it keeps, as the caching allocator of a GPU does. Otherwise the pages of
-large tensors go back to the system and are faulted in again in each step, whatever variant is measured."""
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -102,7 +98,7 @@ def launch(
         processes, pipes = [], []
         stack.callback(_stop, processes)
         # Read when a rank starts, and when it imports torch.
-        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", **KEEP_FREED_MEMORY):
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
             for rank in range(world):
                 process, pipe = _start(rank, setup, function, args)
                 processes.append(process)

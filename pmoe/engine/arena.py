@@ -1,9 +1,8 @@
 """Where a pass's buffers lie: the ring slots of its schedule, and the pools behind them.
 
 One pool a device serves all layers. A pass takes its slots when it starts and gives them back when it ends,
-so layers that run one after another share the same memory, and between the passes only what a restore pair
-keeps is held. What is free between them the pool keeps for the next pass, as torch's allocator does on a GPU.
-Host memory for offloaded tensors is another pool, counted apart.
+so layers that run one after another share the same memory, and between them only what a restore pair keeps is
+in use; the rest waits for the next pass. Host memory for offloaded tensors is another pool, counted apart.
 """
 
 from __future__ import annotations
@@ -55,15 +54,13 @@ class Arena:
             self.buffers.clear()
 
 
-LARGE_BYTES = 1 << 16
-"""What the CPU's pool serves itself; malloc does not ask the system for less."""
-_PLAIN = (Tensor, torch.nn.Parameter)
+LARGE_BYTES = 1 << 16  # malloc does not ask the system for less
 _profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class DevicePool:
-    """Counts the ring slots of one device's passes, and has memory for all that passes take: on a GPU torch's,
-    on the CPU its own, where torch's comes from the system page by page."""
+    """Counts the ring slots of one device's passes, and has memory for all that passes take: on a GPU
+    torch's, on the CPU its own, where torch's comes from the system page by page."""
 
     def __init__(self, device: torch.device) -> None:
         self.bytes_in_use = self.peak_bytes = 0
@@ -78,14 +75,13 @@ class DevicePool:
 
     @property
     def kept_bytes(self) -> int:
-        """What the pool keeps free for passes to come, at most; 0 on a GPU, where torch's allocator does."""
+        """What is kept free for passes to come, at most; 0 on a GPU, where torch's allocator does."""
         return self._own.kept_bytes if "_own" in self.__dict__ else 0
 
     def new(self, like: Tensor, *shape: int) -> Tensor:
-        """Uninitialised memory, the caller's until its last tensor dies. While torch's profiler watches it is
-        torch's own, whose events then tell of every piece."""
-        is_large = math.prod(shape) * like.element_size() >= LARGE_BYTES
-        if is_large and like.device.type == "cpu" and type(like) in _PLAIN and not _profiler_enabled():
+        """Uninitialised, until its last tensor dies. While torch's profiler watches it is torch's own."""
+        is_plain = like.device.type == "cpu" and type(like) in (Tensor, torch.nn.Parameter)
+        if is_plain and math.prod(shape) * like.element_size() >= LARGE_BYTES and not _profiler_enabled():
             return self._own.new(like, shape)
         return like.new_empty(shape)
 
@@ -101,7 +97,6 @@ class DevicePool:
         self.bytes_in_use -= memory.nbytes
 
     def trim(self) -> None:
-        """As `Pool.trim`, of this memory alone."""
         if self._running:
             raise RuntimeError(f"the pool of {self._device} must not be trimmed while a pass of a layer runs")
         if self._device.type == "cuda":
@@ -109,7 +104,6 @@ class DevicePool:
         self.keep_at_most(0)
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """Gives all that is kept back where it is more."""
         if self.kept_bytes > num_bytes:
             self._own.trim()
 
@@ -127,8 +121,7 @@ class Pool:
         return HostPool(self._of)
 
     def trim(self) -> None:
-        """Gives what is kept free back, on a GPU all that torch's allocator has cached. Raises RuntimeError
-        while a pass runs."""
+        """Gives back what is kept, on a GPU torch's cache, too. Raises RuntimeError while a pass runs."""
         self.device.trim()
         if "host" in self.__dict__:
             self.host.trim()

@@ -1,4 +1,4 @@
-"""Host memory that lives on: for offloaded tensors, pinned where the device is a GPU; for passes on the CPU."""
+"""Host memory that lives on: for offloaded tensors, pinned where the device is a GPU; and for the CPU."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class _Segment:
 
 
 _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
-_storage = torch._C._construct_storage_from_data_pointer  # type: ignore[attr-defined]
+_use_count = torch._C._storage_Use_Count
+_storage: Any = torch._C._construct_storage_from_data_pointer
 _Block = tuple[torch.UntypedStorage, _Segment, int, int]
 """(what tensors hold, where it lies: segment, start, bytes)"""
 
@@ -127,7 +127,9 @@ class HostPool:
             self._blocks.append((storage, segment, start, size))
             self._in_use += size
             self.peak_bytes = max(self.peak_bytes, self._in_use)
-            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, torch.Size(shape))
+            empty: Any = torch.empty(0, dtype=dtype, device="cpu")
+            taken: Tensor = empty.set_(storage, 0, tuple(shape))
+            return taken
 
     def _place(self, size: int, wanted: int) -> tuple[_Segment, int]:
         found = self._find(size)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.base import Combine, Dispatch, FlatAllToAll
@@ -25,6 +24,7 @@ from pmoe.schedule.tasks import Stages
 if TYPE_CHECKING:
     from pmoe.comm.sharing import Sharing
     from pmoe.engine.callbacks import Hooks
+    from pmoe.engine.carried_gradients import Gradients
     from pmoe.engine.once import MergedRows
     from pmoe.engine.padding import Padding
     from pmoe.engine.rearranged import Joined
@@ -148,23 +148,6 @@ class PassPlan:
         """Where all rows of chunk i's tokens stand, travelling or not, if there is a piece a chunk."""
         sent = self.chunks[i].sent
         return slice(sent.start, self.pieces[i].rows.stop) if self.pieces else sent
-
-
-class Gradients(Protocol):
-    """Other layers' gradients, which a layer's backward pass may carry (FSMoE, Section 5)."""
-
-    @property
-    def t_gar(self) -> float:
-        """Seconds that they take inside of the pass, for the solver of degrees."""
-
-    def begins(self) -> None:
-        """The backward pass begins."""
-
-    def inside(self) -> dist.Work | None:
-        """The task of its schedule: what travels between the last S and the first R."""
-
-    def ends(self) -> None:
-        """It has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

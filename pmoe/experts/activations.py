@@ -28,14 +28,11 @@ def _gelu_gradient_(grad: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """On the CPU, parts of 16, 32, 64 ... rows, and one of fewer. Of gelu oneDNN compiles a kernel for each
-    shape, and keeps a thousand: routing would make new ones in every step, and their memory holes in
-    malloc's."""
+    """On the CPU, parts of 16, 32, 64 ... rows, and fewer: oneDNN compiles and keeps a gelu of each shape."""
     rows = tensors[0].shape[0]
     if tensors[0].is_cuda or rows < 16 or not rows & (rows - 1):
         return [tensors]
-    sizes = [1 << bit for bit in range(rows.bit_length() - 1, 3, -1) if rows >> bit & 1]
-    sizes += [rows % 16] if rows % 16 else []
+    sizes = [1 << bit for bit in range(rows.bit_length() - 1, 3, -1) if rows >> bit & 1] + [rows % 16]
     return zip(*(each.split_with_sizes(sizes) for each in tensors), strict=True)
 
 

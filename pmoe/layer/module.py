@@ -16,7 +16,6 @@ from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
 from pmoe.comm.base import FlatDispatch
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.plan import Gradients
 from pmoe.experts.base import Shard
 from pmoe.layer import build
 from pmoe.layer.decision import LastCall, Ran, decide, run, shaped_output
@@ -27,6 +26,7 @@ from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
+    from pmoe.engine.carried_gradients import Gradients
     from pmoe.planner.layer_sizes import LayerSizes
     from pmoe.planner.memory import PredictedMemory
 

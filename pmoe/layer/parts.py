@@ -18,7 +18,8 @@ from pmoe.comm import Combine, Dispatch, Traffic
 from pmoe.comm.base import FlatCombine, FlatDispatch
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Grid, Ranks
-from pmoe.engine.plan import Gradients, Modules
+from pmoe.engine.plan import Modules
+from pmoe.engine.replay import Replay, hidden_from_selective_checkpoint, replay_of
 from pmoe.experts.base import Experts, local_part
 from pmoe.layer.spec import LayerSpec
 from pmoe.ordering.base import Order
@@ -29,10 +30,8 @@ from pmoe.schedule.tasks import Stages, local_pieces
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback, Hooks
+    from pmoe.engine.carried_gradients import Gradients
     from pmoe.layer.padded_counts import PaddedKind
-
-
-from pmoe.engine.replay import Replay, hidden_from_selective_checkpoint, replay_of
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
 """Modules of the gates that the kernels compute; subclasses elsewhere may compute otherwise."""

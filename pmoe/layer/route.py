@@ -115,7 +115,8 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
 
         check_routing(parts, routing, x_TM.shape[0])
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
-    if spec.checks_finite and routing.logits is not None:
+    checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
+    if checks and routing.logits is not None:  # padded counts do not come to the host
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)

@@ -123,11 +123,6 @@ class LayerSpec:
         return fixed_degree(self.pipeline)
 
     @functools.cached_property
-    def checks_finite(self) -> bool:
-        """Whether logits are checked: where counts come to the host anyway, that waits for nothing."""
-        return not self.pad_to_capacity if self.check_finite is None else self.check_finite
-
-    @functools.cached_property
     def rotates(self) -> bool:
         """Whether buffers rotate through ring slots."""
         apart = self.pipeline_backward not in (None, self.fixed_degree)

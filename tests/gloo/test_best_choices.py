@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -66,15 +67,16 @@ def tried_job(
         clock.passed("backward", len(plan.backward.chunks))
         return back(plan, *args)
 
-    searched._tables.clear()
+    searched._learnt.clear()
     with (
+        mock.patch.dict(os.environ, PMOE_CACHE=""),  # no file of an earlier run answers
         mock.patch.object(searched, "clock_of", lambda *_: lambda: clock.now),
         mock.patch.object(pipeline.PipelineRunner, "forward", forward),
         mock.patch.object(pipeline, "_backward", backward),
     ):
         layer = build(pipeline=True, top_k=1, slack=SLACK, **options)
         found = [step(layer, rank) for _ in range(3)]
-    searched._tables.clear()
+    searched._learnt.clear()
     return [(ran.forward, ran.backward) for ran in found]
 
 

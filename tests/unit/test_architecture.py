@@ -18,7 +18,10 @@ def section(name: str) -> str:
 
 def test_the_house_has_the_floors_that_imports_are_held_to_in_their_order() -> None:
     rows = [line.split("|")[1] for line in section("The house").splitlines() if line.startswith("| `")]
-    assert [set(re.findall(r"`([\w.]+)`", row)) for row in rows] == FLOORS
+    paths = {part: ROOT / part.replace(".", "/") for floor in FLOORS[1:] for part in floor}  # below __main__
+    built = {part for part, path in paths.items() if path.exists() or path.with_suffix(".py").exists()}
+    there = [floor for floor in FLOORS if floor <= built]
+    assert [set(re.findall(r"`([\w.]+)`", row)) for row in rows] == there
 
 
 def test_every_name_on_the_page_exists() -> None:
@@ -33,10 +36,6 @@ def test_every_contract_is_held_by_tests_that_exist() -> None:
     for row in rows:
         files = re.findall(r"`(tests/[\w/]+\.py)`", row)
         assert files and all((ROOT / file).is_file() for file in files), row
-
-
-def test_a_place_that_is_kept_for_later_is_empty() -> None:
-    assert ("nothing is there yet" in PAGE) == (not (ROOT / "pmoe" / "graph").exists())
 
 
 def test_nothing_cites_a_page_that_is_not_in_the_repository() -> None:

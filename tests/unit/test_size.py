@@ -15,9 +15,9 @@ SUFFIXES = (".py", ".cu", ".cuh", ".h", ".cpp", ".sh")
 MOST_OF_PMOE, MEDIAN_OF_PMOE = 28_500, 130
 """Lines of all its files together, and of the file in the middle."""
 
-# Still to do: the redesign ended at 33,000 lines, and did not reach its aim. What came since: memory is predicted
-# for every layer, what is learnt outlives a run, kernels are checked before they are used, the pool holds its
-# memory. This number falls with the package, 500 lines at a time. At the end it is MOST_OF_PMOE.
+# Still to do: the redesign ended at 33,000 lines, and did not reach its aim. What came since: memory is
+# predicted for every layer, what is learnt outlives a run, kernels are checked before they are used, the pool
+# holds its memory. This number falls with the package, 500 lines at a time. At the end it is MOST_OF_PMOE.
 STILL_LINES_OF_PMOE = 33_500
 
 

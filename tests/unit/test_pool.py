@@ -1,0 +1,188 @@
+"""What the CPU's pool keeps between passes: it is used again, given back when asked, and never another's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pmoe
+from pmoe.engine.arena import DevicePool
+from pmoe.engine.host_pool import HostPool
+from tests import fresh
+
+TOKENS, D_MODEL, D_HIDDEN = 512, 64, 256
+"""A chunk's rows are more than the pool leaves to malloc."""
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device() -> Iterator[DevicePool]:
+    gc.collect()
+    pmoe.pool().trim()
+    yield pmoe.pool().device
+    pmoe.pool().trim()
+
+
+def build(**options: object) -> pmoe.MoELayer:
+    torch.manual_seed(0)
+    return pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, **options)
+
+
+def tokens(seed: int, count: int = TOKENS) -> Tensor:
+    drawn = torch.randn(count, D_MODEL, generator=torch.Generator().manual_seed(seed))
+    return drawn.requires_grad_()
+
+
+def gradients(layer: pmoe.MoELayer, x: Tensor, y: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(y.square().sum(), [x, *layer.experts.parameters()]))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("reuse", [False, "S4"])
+def test_the_next_step_takes_what_the_last_one_gave_back(reuse: object, device: DevicePool) -> None:
+    layer, x = build(pipeline=2, memory_reuse=reuse), tokens(0)
+    kept = []
+    for _ in range(8):
+        gradients(layer, x, layer(x))
+        kept.append(device.kept_bytes)
+    assert kept[0] > TOKENS * D_HIDDEN
+    assert kept[2:] == [kept[2]] * 6
+    pmoe.pool().trim()
+    assert device.kept_bytes == 0
+
+
+@pytest.mark.parametrize("reuse", [False, "S1", "S4"])
+def test_what_a_graph_still_holds_no_other_pass_gets(reuse: object, device: DevicePool) -> None:
+    """Two calls before their backwards, in both orders, between others."""
+    layer = build(pipeline=2, memory_reuse=reuse)
+    xs = [tokens(seed, TOKENS - 40 * seed) for seed in range(3)]
+    expected = [gradients(layer, x, layer(x)) for x in xs]
+    for order in ((0, 1, 2), (2, 1, 0)):
+        outputs = [layer(x) for x in xs]
+        before = [y.detach().clone() for y in outputs]
+        for i in order:
+            layer(xs[0])
+            for got, want in zip(gradients(layer, xs[i], outputs[i]), expected[i], strict=True):
+                assert torch.equal(got, want)
+        assert all(torch.equal(y, was) for y, was in zip(outputs, before, strict=True))
+
+
+def test_threads_share_the_pool(device: DevicePool) -> None:
+    layers = [build(pipeline=2, memory_reuse="S4") for _ in range(3)]
+
+    def steps(seed: int) -> list[list[Tensor]]:
+        layer, x = layers[seed], tokens(seed, TOKENS + seed)
+        return [gradients(layer, x, layer(x)) for _ in range(10)]
+
+    alone = [steps(seed)[0] for seed in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        for want, found in zip(alone, threads.map(steps, range(3)), strict=True):
+            for got in found:
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class Trimming(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D_MODEL, D_MODEL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pmoe.pool().trim()
+        return self.linear(x)
+
+
+def test_trim_while_a_pass_runs_is_an_error_and_after_it_none(device: DevicePool) -> None:
+    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 2, expert=Trimming)
+    with pytest.raises(
+        RuntimeError, match="the pool of cpu must not be trimmed while a pass of a layer runs"
+    ):
+        layer(tokens(0))
+    pmoe.pool().trim()
+
+
+def test_trim_gives_pages_back_to_the_system_and_leaves_what_is_held() -> None:
+    pool = HostPool(torch.device("cpu"))
+    held = [pool.take((32 * MIB,), torch.uint8).fill_(value) for value in range(3)]
+    del held[1]
+    before = resident()
+    assert pool.kept_bytes == 32 * MIB
+    pool.trim()
+    assert before - resident() > 31 * MIB
+    assert [int(each.max()) + int(each.min()) for each in held] == [0, 4]
+    del held
+    pool.trim()
+    assert before - resident() > 95 * MIB
+    assert pool.kept_bytes == 0
+    assert pool.take((MIB,), torch.uint8).fill_(1).all()
+
+
+def test_a_layer_with_a_budget_gives_back_what_others_left(device: DevicePool) -> None:
+    large = build(pipeline=1)
+    x = tokens(0, 16 * TOKENS)
+    gradients(large, x, large(x))
+    with torch.no_grad():
+        least = build(pipeline=4, memory_reuse="S4").predict_memory(TOKENS).promised
+    assert device.kept_bytes > 2 * least
+    small = build(pipeline=4, memory_reuse="S4", memory_budget=2 * least)
+    x = tokens(1)
+    gradients(small, x, small(x))
+    assert device.kept_bytes <= 2 * least
+
+
+def test_torchs_profiler_sees_what_a_pass_takes(device: DevicePool) -> None:
+    layer, x = build(pipeline=2, memory_reuse="S4"), tokens(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True):
+        layer(x)
+    assert device.kept_bytes == 0
+
+
+# ---- memory that malloc hands out
+
+STEPS = """
+import ctypes, torch, pmoe
+
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
+
+ask = ctypes.CDLL(None).mallinfo2
+ask.restype = Info
+torch.manual_seed(0)
+torch.set_num_threads(1)
+layer = pmoe.MoELayer(64, 128, 4, pipeline=2)
+resident = []
+for step in range({steps}):
+    x = torch.randn(500 + 7 * step % {counts}, 64, requires_grad=True)
+    layer(x).square().mean().backward()
+    layer.zero_grad(set_to_none=True)
+    if step in ({first}, {steps} - 1):
+        pages = int(open("/proc/self/statm").read().split()[1])
+        print(ask().uordblks, 4096 * pages)
+"""
+
+
+def measured(**numbers: int) -> tuple[list[int], list[int]]:
+    lines = fresh.run(STEPS.format(**numbers)).splitlines()[-2:]
+    used, pages = zip(*(map(int, line.split()) for line in lines), strict=True)
+    return list(used), list(pages)
+
+
+def test_rows_in_other_numbers_leave_nothing_in_memory() -> None:
+    """oneDNN kept a compiled kernel of gelu for each number of rows."""
+    (first, last), _ = measured(steps=130, counts=300, first=30)
+    assert last - first < MIB // 4
+
+
+@pytest.mark.slow
+def test_resident_memory_is_flat() -> None:
+    _, (first, last) = measured(steps=1200, counts=1000, first=200)
+    assert last < 1.03 * first

@@ -37,7 +37,7 @@ import pmoe
 from bench.device import WARMUP, difference, file_name, need_gpu, part_seconds, show_gpu
 from bench.timing import Timing, table, write_json
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.candidates import GROUPED_MM, PMOE, PRODUCTS
+from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.measure.rounds import in_turns
 from pmoe.runners import one_rank as alone
 

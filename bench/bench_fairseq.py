@@ -80,7 +80,7 @@ def watch_all(stopwatch: Stopwatch) -> None:
     from fairseq.optim import FairseqOptimizer
 
     from pmoe import MoELayer
-    from pmoe.integrations.fairseq import criterions, layers, trainer
+    from pmoe.integrations.fairseq import criterions, models, trainer
 
     base = trainer.MoETrainer.__base__
     watched = (
@@ -90,9 +90,9 @@ def watch_all(stopwatch: Stopwatch) -> None:
         (FAIRSEQ, CrossEntropyCriterion, "reduce_metrics", "metrics"),
         (FAIRSEQ, FairseqOptimizer, "clip_grad_norm", "clipping"),
         (LAYER, MoELayer, "forward", "experts"),
-        (PLUGIN, layers.MoEDecoderLayer, "forward", "layer: passes the auxiliary loss on"),
-        (PLUGIN, layers, "_keep_loss", "layer: keeps it"),
-        (PLUGIN, layers.FeedForwardExperts, "forward", "layer: leaves padding out"),
+        (PLUGIN, models.MoEDecoderLayer, "forward", "layer: passes the auxiliary loss on"),
+        (PLUGIN, models, "_keep_loss", "layer: keeps it"),
+        (PLUGIN, models.FeedForwardExperts, "forward", "layer: leaves padding out"),
         (PLUGIN, criterions.WithAuxiliaryLoss, "forward", "criterion"),
         (PLUGIN, criterions.WithAuxiliaryLoss, "with_experts", "criterion: auxiliary loss and load"),
         (PLUGIN, criterions.WithAuxiliaryLoss, "reduce_metrics", "criterion: metrics"),

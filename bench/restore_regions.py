@@ -25,9 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, cheapest_pair
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_seconds import step_seconds
-from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.profile import Profile, Versions
-from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
 RESULTS = Path(__file__).resolve().parent / "results"

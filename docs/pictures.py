@@ -26,9 +26,8 @@ from pmoe.measure.profile import save_profile
 from pmoe.planner.candidates import PricedChoice, advise, evaluate, step_bars
 from pmoe.planner.cost_model import NO_INTERFERENCE
 from pmoe.planner.costs import LineCost
-from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.planner.timeline import draw
 from pmoe.schedule.restore import KEEP, STRATEGIES
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import pmoe
-from pmoe.comm.flat import FlatDispatch
+from pmoe.comm.base import FlatDispatch
 from pmoe.experts import FFNExperts
 from pmoe.experts.base import WHOLE, Shard
 from pmoe.gates import TopKGate

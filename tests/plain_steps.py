@@ -19,10 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Traffic
-from pmoe.comm.counts import at_stage
-from pmoe.comm.flat import FlatDispatch
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.base import FlatDispatch, Traffic
+from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.once_orders import carriers

@@ -14,7 +14,7 @@ import pytest
 
 import pmoe
 from pmoe import warn
-from pmoe.layer import call as layer_call
+from pmoe.layer import parts as layer_parts
 from pmoe.runners import one_rank
 from pmoe.runners.features import Feature, refused
 from tests.featured import Features, build, differences, expected, found, sentence
@@ -109,7 +109,7 @@ def by_one_ranks_kernels(features: Features) -> Iterator[str]:
 def capturing() -> Iterator[None]:
     """Calls are taken to be captured in a CUDA graph, and one rank's kernels to be there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_call, "is_captured", lambda _: True)
+        patch.setattr(layer_parts, "is_captured", lambda _: True)
         patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
         yield
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from pmoe.cli.arguments import DTYPES, slack, whole_number
 from pmoe.cli.output import plural
-from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.sizes_from_options import STACKED, sizes_from_options
+from pmoe.planner.layer_sizes import STACKED, LayerSizes, sizes_from_options
 
 NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
 

@@ -15,7 +15,7 @@ from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
 from pmoe.cli.output import Output, describe_profile
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.identity import identity
+from pmoe.measure.bench import identity
 from pmoe.measure.operations import LINE_SECONDS, measure_operations
 from pmoe.measure.profile import profile_path, save_profile
 from pmoe.measure.rates import measure

@@ -13,8 +13,7 @@ import torch
 from pmoe.cli.arguments import DTYPES, BadInputError, refuse_options, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
-from pmoe.comm.agree import gathered
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, gathered
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, time_layers, timing_refusal
@@ -29,7 +28,7 @@ from pmoe.planner.division import (
     rule,
     sizes_of,
 )
-from pmoe.planner.sizes_from_options import STACKED
+from pmoe.planner.layer_sizes import STACKED
 from pmoe.text import table
 
 LAYER: dict[str, Any] = {

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pmoe.comm.base import Combine, Dispatch, Exchange, Traffic
-from pmoe.comm.flat import FlatCombine, FlatDispatch
+from pmoe.comm.base import Combine, Dispatch, Exchange, FlatCombine, FlatDispatch, Traffic
 
 __all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
 

@@ -10,10 +10,9 @@ Letters: W ranks, P of them across nodes, F bins, n chunks, K choices, E_local e
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,8 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.comm.base import Exchange, Traffic
-from pmoe.comm.grid import Grid
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, at_stage
 
 
 class Fault(enum.IntEnum):
@@ -70,7 +68,7 @@ class RankCounts:
     """What a rank knows after the exchange.
 
     send: (F, P, E_local) kept rows that this rank has for each rank's experts; recv: (F, W, E_local), rows
-    that each rank has for this one's, in the order in which they lie once they are here (`pmoe.comm.grid`);
+    that each rank has for this one's, in the order in which they lie once they are here (`pmoe.comm.ranks`);
     both on the host. recv_device: recv where the rows are. Where P ranks are all W, these are the same ranks.
     sent_once, received_once: (F, P) and (F, W), rows that travel where a token goes only once to a rank that
     holds several of its experts; None where each row does. relayed: (F, X) of `Exchange.relay_counts`, for
@@ -343,17 +341,3 @@ class CountsExchange:
             self._traffic.counts += agreed.numel() * agreed.element_size()
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._ranks.group)
         return agreed
-
-
-@contextlib.contextmanager
-def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
-    """Names the stage and this rank in whatever a collective raises: a peer that died or never came."""
-    try:
-        yield
-    except RuntimeError as error:
-        if ranks.size == 1:
-            raise
-        raise RuntimeError(
-            f"pmoe: {ranks} failed in {stage}; a peer has died, never arrived, or took longer than the "
-            f"group's timeout: {error}"
-        ) from error

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Exchange, Traffic
-from pmoe.comm.flat import all_to_all
+from pmoe.comm.base import Exchange, Traffic, all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
 
@@ -18,7 +17,7 @@ from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topolo
 class HierarchicalExchange(Exchange):
     """An irregular all-to-all whose rows go by way of other ranks of a node, in several collectives.
 
-    The result is that of `pmoe.comm.flat`, bit by bit. Where all ranks are on one node, or each on its own,
+    The result is that of `pmoe.comm.base`, bit by bit. Where all ranks are on one node, or each on its own,
     one flat collective remains. It has process groups of its own, so another thread may use the layer's group
     meanwhile. Rows wait between steps in memory that torch allocates, up to two copies of what a rank relays.
 

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch
-from pmoe.comm.flat import all_to_all
+from pmoe.comm.base import Combine, Dispatch, all_to_all
 from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.comm.grid import Grid
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
 
 ACROSS, INSIDE = "ep", "esp"
 """Names of a mesh's dimensions."""

@@ -1,8 +1,17 @@
-"""The ranks that share the experts: a process group, or one rank without any."""
+"""The ranks that share the experts: a process group, or one rank without any; their grid, and agreement."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Ranks:
@@ -68,3 +77,141 @@ def _describe(group: object) -> str:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return "GroupMember.NON_GROUP_MEMBER"
     return f"ranks {dist.get_process_group_ranks(group)}"  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
+    """Names the stage and this rank in whatever a collective raises: a peer that died or never came."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.size == 1:
+            raise
+        raise RuntimeError(
+            f"pmoe: {ranks} failed in {stage}; a peer has died, never arrived, or took longer than the "
+            f"group's timeout: {error}"
+        ) from error
+
+
+# ---- agreement. Each is a collective in which every rank takes part once with as many values as the others
+
+
+T = TypeVar("T")
+
+Agree = Callable[[Sequence[float]], list[float]]
+"""`largest` of some ranks: of each value the largest that a rank has, exactly (float64). Collective."""
+
+
+def digest(parts: Iterable[str]) -> int:
+    """48 bits of texts, which ranks compare in place of them: a float holds them exactly."""
+    return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
+
+
+def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[float]:
+    """Of each value the largest that any rank has. Also a barrier: no rank returns before all have come.
+
+    One all-reduce of ``len(values)`` float64 on ``device``, read by the host.
+
+    Example: ranks with (1, 5) and (3, 4) -> [3, 5].
+    """
+    if ranks.size == 1:
+        return list(values)
+    with at_stage(stage, ranks):
+        agreed = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group)
+        return [float(value) for value in agreed.tolist()]
+
+
+def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[bool]:
+    """Of each value whether every rank has the same one. One `largest` of twice as many numbers.
+
+    Example: ranks with (1, 5) and (3, 5) -> [False, True].
+    """
+    found = largest(ranks, device, [*values, *(-value for value in values)], stage=stage)
+    highest, minus_lowest = found[: len(values)], found[len(values) :]
+    return [high == -low for high, low in zip(highest, minus_lowest, strict=True)]
+
+
+def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
+    """Every rank's value, by rank. Any value that can be pickled; it may be of another size on each rank."""
+    if ranks.size == 1:
+        return [value]
+    found = [value] * ranks.size
+    with at_stage(stage, ranks):
+        dist.all_gather_object(found, value, group=ranks.group)
+    return found
+
+
+def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
+    """The first rank's value. Any value that can be pickled; those of other ranks are not looked at."""
+    found = [value]
+    if ranks.size > 1:
+        with at_stage(stage, ranks):
+            dist.broadcast_object_list(found, group_src=0, group=ranks.group)
+    return found[0]
+
+
+# ---- where a rank stands among a layer's W = P * L ranks: P across the nodes (EP), over which experts are
+# spread, and L inside its node (ESP), over which each expert's hidden columns are split
+
+
+@dataclass(frozen=True)
+class Grid:
+    """all: the W ranks, who exchange row counts. across: those P that hold the same part of other experts,
+    among whom rows are dispatched. inside: the L that hold the other parts of the same experts.
+
+    order: (W,) the rank in ``all`` of each place, by (inside, across): the order in which gathered rows lie.
+    """
+
+    all: Ranks
+    across: Ranks
+    inside: Ranks
+    order: tuple[int, ...] = field(default=())
+
+    @staticmethod
+    def of_group(group: dist.ProcessGroup | Ranks | None) -> Grid:
+        """All ranks across, none inside."""
+        ranks = group if isinstance(group, Ranks) else Ranks(group)
+        return Grid(ranks, ranks, Ranks.single(), tuple(range(ranks.size)))
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.inside.size > 1
+
+    def to_owners(self, counts_FPX: Tensor) -> Tensor:
+        """What each of the W ranks is told, (F, W, X), of counts for the P places across: every rank that
+        holds a part of an expert hears of its rows."""
+        if not self.is_sharded:
+            return counts_FPX
+        return counts_FPX.index_select(1, _index(self._across_of, counts_FPX.device))
+
+    def by_arrival(self, recv_FWX: Tensor) -> Tensor:
+        """What each of the W ranks has for this one, in the order in which gathered rows lie."""
+        if not self.is_sharded:
+            return recv_FWX
+        return recv_FWX.index_select(1, _index(self.order, recv_FWX.device))
+
+    def of_own_place(self, arrival_FWX: Tensor) -> Tensor:
+        """Of `by_arrival`, what comes to this rank itself, (F, P, X), before it is gathered."""
+        start = self.inside.rank * self.across.size
+        return arrival_FWX[:, start : start + self.across.size]
+
+    @property
+    def _across_of(self) -> tuple[int, ...]:
+        """Of each rank of all, its place across."""
+        place = [0] * self.all.size
+        for at, rank in enumerate(self.order):
+            place[rank] = at % self.across.size
+        return tuple(place)
+
+    def reconnect(self) -> None:
+        """After unpickling: see `Ranks.reconnect`. A layer of a mesh must be built anew."""
+        if self.is_sharded and self.all.group is None:
+            raise ValueError("mesh (lost by pickling) must be given anew: build the layer and load its state")
+        self.all.reconnect()
+
+
+@functools.lru_cache(maxsize=64)
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once: each copy to a GPU would be a synchronisation."""
+    return torch.tensor(places, device=device)

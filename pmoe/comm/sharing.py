@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Traffic
-from pmoe.comm.flat import all_to_all
+from pmoe.comm.base import Traffic, all_to_all
 from pmoe.comm.ranks import Ranks
 
 

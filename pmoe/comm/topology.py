@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pmoe.comm.agree import gathered
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, gathered
 from pmoe.comm.subgroups import options_like
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"

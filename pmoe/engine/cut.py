@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Grid
 from pmoe.engine.plan import Chunk, Modules, PassPlan, Piece, Plan, WeightJourney
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds

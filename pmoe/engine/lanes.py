@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.counts import at_stage
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 Action = Callable[[Task], "dist.Work | None"]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch
-from pmoe.comm.flat import FlatAllToAll
-from pmoe.comm.grid import Grid
+from pmoe.comm.base import Combine, Dispatch, FlatAllToAll
+from pmoe.comm.ranks import Grid
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.base import Order

@@ -1,6 +1,6 @@
 """Grouped matrix products: rows sorted by expert times that expert's matrix.
 
-On CUDA one of three computes each product, as `pmoe.kernels.candidates` chooses: pmoe's own kernels, one
+On CUDA one of three computes each product, as `pmoe.kernels.registry` chooses: pmoe's own kernels, one
 launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is the loop. All see the
 same `RowGroups`; rows of experts without rows cost nothing.
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
 from pmoe.kernels.product_request import Form, ProductOperands
+from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS
 
 
 @dataclass(frozen=True, kw_only=True)

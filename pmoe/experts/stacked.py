@@ -30,8 +30,8 @@ from pmoe.experts.products import (
     scale_of,
 )
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.candidates import PMOE
 from pmoe.kernels.product_request import Form
+from pmoe.kernels.registry import PMOE
 from pmoe.schedule.slots import HiddenColumns
 
 V = TypeVar("V")

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.arguments import check_count, check_not_negative, check_positive
-from pmoe.gates.base import Routing
+from pmoe.gates.base import Routing, TopKRouter
 from pmoe.gates.logits import router_logits, router_z_loss
-from pmoe.gates.router import TopKRouter
 from pmoe.gates.sigmoid import sigmoid_shares
 from pmoe.kernels.route import top_indices
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pmoe.arguments import check_one_of, check_positive
-from pmoe.gates.base import Gate, Routing
+from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, router_weight
 from pmoe.gates.logits import router_logits
-from pmoe.gates.router import check_sizes, draw_router_weight, router_weight
 from pmoe.gates.whole_batch import attached_zero, rows_for_each_expert
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from pmoe.arguments import check_int
-from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.base import Gate, Routing, at_least_float32, check_sizes
 from pmoe.gates.draws import distinct
-from pmoe.gates.router import check_sizes
 
 WORD = (1 << 64) - 1
 # The steps of SplitMix64 (Steele, Lea and Flood 2014): its increment, and two factors that mix.

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pmoe.gates.base import Routing
+from pmoe.gates.base import Routing, TopKRouter
 from pmoe.gates.logits import router_logits, router_loss
-from pmoe.gates.router import TopKRouter
 from pmoe.kernels.route import top_indices
 
 

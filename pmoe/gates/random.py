@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.gates.base import Gate, Routing, at_least_float32
+from pmoe.gates.base import Gate, Routing, at_least_float32, check_sizes
 from pmoe.gates.draws import distinct
-from pmoe.gates.router import check_sizes
 
 BOUND = 1 << 62
 """Draws are below it, so large that their remainders are uniform."""

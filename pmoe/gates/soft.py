@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count
-from pmoe.gates.base import Gate, Mix, Routing
+from pmoe.gates.base import Gate, Mix, Routing, check_sizes
 from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits
-from pmoe.gates.router import check_sizes
 from pmoe.gates.whole_batch import attached_zero
 
 

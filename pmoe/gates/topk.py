@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.gates.base import Routing
+from pmoe.gates.base import Routing, TopKRouter, scaled
 from pmoe.gates.logits import router_logits, router_loss
-from pmoe.gates.router import TopKRouter, scaled
 from pmoe.kernels.route import top_indices
 
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_not_negative, check_one_of, check_positive
-from pmoe.gates.base import Gate, Routing
+from pmoe.gates.base import Gate, Routing, check_normalize, check_sizes, draw_router_weight, scaled
 from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits, router_loss
-from pmoe.gates.router import check_normalize, check_sizes, draw_router_weight, scaled
 from pmoe.kernels.route import top_indices
 
 TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from pmoe import __version__
 from pmoe.arguments import check_count, check_int
-from pmoe.comm.agree import from_first
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, from_first
 from pmoe.engine.recording import Journal, recording
 from pmoe.integrations import run_folder as files
 from pmoe.integrations.statistics import LayerStats, Stats, layers_of, stats

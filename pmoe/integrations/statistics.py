@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pmoe.comm.counts import at_stage
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.engine.arena import pool
 from pmoe.engine.recording import Journal
 from pmoe.layer import MoELayer

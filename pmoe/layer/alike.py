@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import torch
 
-from pmoe.comm.agree import digest, gathered, same
+from pmoe.comm.ranks import digest, gathered, same
 from pmoe.layer.parts import Parts
 
 NOT_COMPARED = {"spec", "grid", "trusts_gate", "scalars", "callbacks", "gradients", "traffic", "known"}

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.arguments import check_count, check_not_negative
-from pmoe.comm.grid import Grid
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
 from pmoe.engine.arena import pool
 from pmoe.experts import make_stacked
 from pmoe.experts.activations import find_activation

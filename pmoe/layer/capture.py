@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pmoe.engine.lanes import watchers
-from pmoe.layer.call import Call
 from pmoe.layer.one_rank_counts import kernels_refusal
 from pmoe.layer.padded_counts import kind_of
-from pmoe.layer.parts import autocast_dtype
+from pmoe.layer.parts import Call, autocast_dtype
 from pmoe.layer.route import check_input
 
 

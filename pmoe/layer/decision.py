@@ -14,7 +14,7 @@ from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner, run_experts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
-from pmoe.layer.call import Call
+from pmoe.layer.parts import Call
 from pmoe.layer.route import Routed
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore

@@ -13,13 +13,11 @@ from torch import Tensor
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_selective_checkpoint
-from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose, slots_to_ask
 from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
-from pmoe.layer.parts import Parts, any_requires_grad
-from pmoe.layer.route import Routed, route_batch
+from pmoe.layer.parts import Call, Parts, any_requires_grad
+from pmoe.layer.route import Operands, Routed, make_inputs, route_batch
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
 

@@ -15,14 +15,12 @@ from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_selective_checkpoint
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
-from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.exact_counts import ExactCounts, in_chunks, sort_early, sorted_rows, start
-from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
-from pmoe.layer.parts import Parts
-from pmoe.layer.route import Routed
+from pmoe.layer.parts import Call, Parts
+from pmoe.layer.route import Operands, Routed, make_inputs
 from pmoe.runners import fused, fused_steps
 from pmoe.runners.fused import FusedCall, FusedRunner
 from pmoe.runners.fused_forward import FusedForwardRunner

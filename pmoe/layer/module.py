@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
+from pmoe.comm.base import FlatDispatch
 from pmoe.comm.counts import RankCounts
-from pmoe.comm.flat import FlatDispatch
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Shard
 from pmoe.layer import build
-from pmoe.layer.call import Call
 from pmoe.layer.decision import LastCall, Ran, decide, run, shaped_output
-from pmoe.layer.parts import Known, Parts
+from pmoe.layer.parts import Call, Known, Parts
 from pmoe.layer.spec import LayerSpec, Option, Switches, check_no_switch
 from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore

@@ -18,12 +18,10 @@ from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route import Routes
-from pmoe.layer.call import Call
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.fused import fused_call, fused_pair, make_request, may_fuse, stacked
-from pmoe.layer.inputs import Operands, make_inputs
-from pmoe.layer.parts import Parts, autocast_dtype
-from pmoe.layer.route import Gated, Routed, started
+from pmoe.layer.parts import Call, Parts, autocast_dtype
+from pmoe.layer.route import Gated, Operands, Routed, make_inputs, started
 from pmoe.runners import fused, fused_steps, one_rank
 from pmoe.runners.fused import FusedRunner
 from pmoe.runners.one_rank import OneRankRunner

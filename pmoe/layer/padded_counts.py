@@ -17,15 +17,13 @@ from torch import Tensor
 
 from pmoe.comm.base import Traffic
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
-from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Grid
 from pmoe.engine.padding import Splits, make_padding
-from pmoe.layer.call import Call
 from pmoe.layer.choose import Batch, choose
 from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.inputs import Operands, make_inputs
 from pmoe.layer.orders import Orders
-from pmoe.layer.parts import Parts
-from pmoe.layer.route import Routed, route_batch
+from pmoe.layer.parts import Call, Parts
+from pmoe.layer.route import Operands, Routed, make_inputs, route_batch
 from pmoe.ordering.capacity import expert_capacity
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner

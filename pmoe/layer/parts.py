@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.comm import Combine, Dispatch, Traffic
+from pmoe.comm.base import FlatCombine, FlatDispatch
 from pmoe.comm.counts import num_bins
-from pmoe.comm.flat import FlatCombine, FlatDispatch
-from pmoe.comm.grid import Grid
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
 from pmoe.engine.plan import Modules
+from pmoe.engine.replay import Replay, hidden_from_selective_checkpoint, replay_of
 from pmoe.experts.base import Experts, local_part
 from pmoe.layer.spec import LayerSpec
 from pmoe.ordering.base import Order
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback, Hooks
     from pmoe.engine.carried_gradients import Gradients
     from pmoe.layer.padded_counts import PaddedKind
-
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
 """Modules of the gates that the kernels compute; subclasses elsewhere may compute otherwise."""
@@ -253,3 +252,43 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(x.device.type)
+
+
+# ---- one call of a layer, before anything is decided of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a call is given. replay: decides, or takes what a checkpoint's first pass decided.
+
+    x: (..., d_model), not yet checked: what is wrong on one rank alone is told to all with the row counts.
+    """
+
+    layer: nn.Module
+    parts: Parts
+    x: Tensor
+    token_ids: Tensor | None
+    replay: Replay
+
+    @staticmethod
+    def begin(layer: nn.Module, parts: Parts, x: Tensor, token_ids: Tensor | None) -> Call:
+        """Finds the group again after unpickling, refuses what a CUDA graph cannot hold, and compares the
+        ranks' options at the first call. Collective then."""
+        parts.grid.reconnect()
+        call = Call(layer=layer, parts=parts, x=x, token_ids=token_ids, replay=replay_of(layer))
+        if is_captured(x):
+            from pmoe.layer.capture import check_capturable
+
+            check_capturable(call)
+        if parts.ranks.size > 1 and not parts.known.is_compared:
+            from pmoe.layer.alike import check_alike
+
+            with hidden_from_selective_checkpoint():
+                check_alike(parts)
+            parts.known.is_compared = True
+        return call
+
+
+def is_captured(x: object) -> bool:
+    """Whether what is launched for x becomes part of a CUDA graph."""
+    return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()

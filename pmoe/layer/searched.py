@@ -12,12 +12,11 @@ from pmoe.engine.autograd import Runner
 from pmoe.layer.alike import options_in_words
 from pmoe.layer.choose import Batch
 from pmoe.layer.parts import Parts
-from pmoe.measure.degrees_file import save_degrees
-from pmoe.measure.identity import identity
+from pmoe.measure.bench import identity
 from pmoe.planner.degree import MIN_ROWS, adaptive_degree
 from pmoe.planner.granularity import PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
-from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, search
+from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, save_degrees, search
 from pmoe.schedule.restore import Restore
 
 

@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pmoe.comm.agree import digest, largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, digest, largest
 from pmoe.kernels.extension import device_name
 from pmoe.kernels.product_request import bucket
 from pmoe.measure.store import PathLike, cache_folder, cache_path, load_json, save_json

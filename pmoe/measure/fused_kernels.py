@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from pmoe.comm.agree import Agree, digest, largest
 from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Agree, Ranks, digest, largest
 from pmoe.kernels import comet, status
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes, route

@@ -18,7 +18,7 @@ from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.kernels.candidates import LOOP, PMOE, PRODUCTS
+from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 
 COUNTS, NUM_MODEL, NUM_HIDDEN = (70, 0, 33, 1), 136, 72
 """Rows by expert, M and H: more than a tile of the kernels, less than one, none."""

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.agree import largest
 from pmoe.comm.base import Traffic
-from pmoe.comm.counts import at_stage
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, at_stage, largest
 from pmoe.comm.sharing import Sharing
 from pmoe.measure.bench import (
     AGREEING,
@@ -29,10 +27,10 @@ from pmoe.measure.bench import (
     Bench,
     TimedCall,
     exchange,
+    identity,
     open_bench,
     seconds_of,
 )
-from pmoe.measure.identity import identity
 from pmoe.planner.costs import FREE, Fit, fit
 from pmoe.planner.profile import WIDTH, Operations
 

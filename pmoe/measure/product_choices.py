@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pmoe.comm.agree import Agree, digest
+from pmoe.comm.ranks import Agree, digest
 from pmoe.kernels.extension import Architecture
 from pmoe.kernels.product_request import ProductRequest
 from pmoe.kernels.registry import MeasuredChoice, Registry

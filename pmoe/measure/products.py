@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pmoe.comm.agree import largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, largest
 from pmoe.experts.base import Experts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.candidates import PMOE, PRODUCTS
 from pmoe.kernels.product_request import Form, ProductRequest, bucket
+from pmoe.kernels.registry import PMOE, PRODUCTS
 from pmoe.measure.kernel_check import KernelCase
 
 if TYPE_CHECKING:

@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 
-from pmoe.comm.agree import from_first, largest
-from pmoe.comm.ranks import Ranks
-from pmoe.measure.bench import AGREEING
-from pmoe.measure.identity import identity
+from pmoe.comm.ranks import Ranks, from_first, largest
+from pmoe.measure.bench import AGREEING, identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import CorruptFileError, PathLike, cache_folder, cache_path, load_json, save_json

@@ -19,8 +19,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from pmoe.comm.agree import from_first
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, from_first
 from pmoe.measure.bench import (
     COMMUNICATE,
     COMPUTE,
@@ -29,10 +28,10 @@ from pmoe.measure.bench import (
     Marks,
     TimedCall,
     exchange,
+    identity,
     open_bench,
     seconds_of,
 )
-from pmoe.measure.identity import identity
 from pmoe.measure.rounds import timestamp
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost, fit

@@ -17,8 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.agree import Agree
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Agree, Ranks
 
 Part = TypeVar("Part")
 

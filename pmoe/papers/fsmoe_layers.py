@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pmoe.planner.costs import LineCost
-from pmoe.planner.stage_costs import LayerCosts, StageWork, all_reduce_seconds
+from pmoe.planner.costs import LayerCosts, LineCost, StageWork, all_reduce_seconds
 
 ASSUMPTIONS: Mapping[str, str] = {
     "lines": "Fig. 5 (c, d), Testbed B, in ms and ms per byte or per floating-point operation; a product of"

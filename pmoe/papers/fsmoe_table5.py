@@ -22,11 +22,11 @@ from pmoe.papers.fsmoe_layers import (
     moe_costs,
     table4,
 )
+from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LayerCosts
 from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, simulated_degrees, stage_seconds
 from pmoe.planner.gradient_partition import partition
 from pmoe.planner.pipeline_degree import MAX_DEGREE
 from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
-from pmoe.planner.stage_costs import DegreeSeconds, GeneralizedLayer, LayerCosts
 from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, make_task
 
 CONTENTION = 1.25

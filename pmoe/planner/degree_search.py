@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pmoe.arguments import check_not_negative
+from pmoe.planner.costs import DegreeSeconds, LayerCosts
 from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
 from pmoe.planner.simulator import LOCAL_TWIN, makespan, simulate, task_seconds
-from pmoe.planner.stage_costs import DegreeSeconds, LayerCosts
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.straight import backward_schedule, forward_schedule

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pmoe.arguments import check_int, check_not_negative
-from pmoe.planner.costs import LineCost
-from pmoe.planner.stage_costs import GeneralizedLayer, Share, all_reduce_seconds, bytes_within
+from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_seconds, bytes_within
 
 if TYPE_CHECKING:
     import numpy as np

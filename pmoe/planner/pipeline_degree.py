@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pmoe.arguments import check_not_negative
-from pmoe.planner.stage_costs import LayerCosts
+from pmoe.planner.costs import LayerCosts
 
 MAX_DEGREE = 16
 """The largest r that is looked at where the caller names none."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pmoe.comm.agree import digest, largest, same
 from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, digest, largest, same
 from pmoe.kernels import comet as kernels
 from pmoe.kernels.comet import Steps
 from pmoe.kernels.product_request import bucket

@@ -26,11 +26,11 @@ from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.gates import TopKGate
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import grouped_gemm, permute, route
-from pmoe.kernels.candidates import PRODUCTS
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
+from pmoe.kernels.registry import PRODUCTS
 from pmoe.kernels.route import Routes
-from pmoe.measure.kernel_check import KernelCase
+from pmoe.measure.kernel_check import NUM_HIDDEN, NUM_MODEL, KernelCase, first_wrong
 from pmoe.measure.products import measure_products, slower_kernels
 from pmoe.warn import warn_once
 
@@ -80,7 +80,6 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
     if key not in _checked:
         if torch.cuda.is_current_stream_capturing():
             return "one rank's kernels were not checked before the capture"
-        from pmoe.runners.one_rank_check import one_rank_mismatch
 
         _checked[key] = why = one_rank_mismatch(*key)
         if why is not None:
@@ -192,3 +191,56 @@ def _inverse(position_TK: Tensor) -> Tensor:
     position_N = position_TK.view(-1)
     slot_N = torch.arange(position_N.numel(), dtype=torch.int32, device=position_N.device)
     return torch.empty_like(slot_N).index_copy_(0, position_N.long(), slot_N)
+
+
+# ---- a small case by the kernels beside the plain computation
+
+
+NUM_TOKENS, NUM_EXPERTS = 75, 5
+NAMES = ("routing weights", "l_aux", "T_O", "d logits", "dT_I", "d weight", "d w1", "d w2", "d b1", "d b2")
+
+
+def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | None:
+    """What the kernels compute wrongly, with the numbers; None where every result is right.
+
+    The plain computation is what the same functions do on the CPU, in the same type and, exactly, in float64.
+    """
+    generator = torch.Generator().manual_seed(0)
+    experts = max(NUM_EXPERTS, top_k)
+    width = NUM_HIDDEN * (2 if case.activation == "swiglu" else 1)
+    tokens, weights = (NUM_TOKENS, NUM_MODEL), ((experts, width, NUM_MODEL), (experts, NUM_MODEL, NUM_HIDDEN))
+    biases = ((experts, width), (experts, NUM_MODEL)) if case.bias else ()
+    shapes = (tokens, tokens, *weights, *biases)
+    operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
+    logits_TE = torch.randn(NUM_TOKENS, experts, generator=generator)
+    both = functools.partial(_both_passes, top_k, normalize, case.activation)
+    with torch.inference_mode(False), torch.autocast(case.device.type, enabled=False):
+        plain = both(logits_TE, operands)
+        exact = both(logits_TE.double(), [each.double() for each in operands])
+        try:
+            found = both(logits_TE.to(case.device), [each.to(case.device) for each in operands])
+            return first_wrong(NAMES[: len(exact)], found, plain, exact, case.dtype)
+        except Exception as error:
+            return f"a small case failed: {error}"
+
+
+def _both_passes(
+    top_k: int, normalize: bool, activation: str, logits_TE: Tensor, operands: Sequence[Tensor]
+) -> list[Tensor]:
+    """By NAMES."""
+    x_TM, grad_TM, *parameters = operands
+    with torch.enable_grad():
+        logits_TE = logits_TE.requires_grad_()
+        routes = route.route(logits_TE, top_k, normalize=normalize, z_loss_weight=0.1)
+        factor = torch.arange(1.0, top_k + 1, device=logits_TE.device, dtype=logits_TE.dtype)
+        total = (routes.weight_TK * factor).sum() + routes.l_aux
+        (grad_logits_TE,) = torch.autograd.grad(total, logits_TE)
+    with torch.no_grad():
+        weight_TK = routes.weight_TK.detach()
+        runner = OneRankRunner(routes, activation)
+        y_TM, saved = runner.forward(Inputs(x_TM=x_TM, weight_TK=weight_TK, parameters=parameters), keep=True)
+        assert saved is not None
+        wanted = [True, True, False, *(True for _ in parameters)]
+        of_x, of_weight, _, *of_parameters = saved.backward(saved.tensors, wanted, grad_TM)
+    found = (weight_TK, routes.l_aux.detach(), y_TM, grad_logits_TE, of_x, of_weight, *of_parameters)
+    return [each for each in found if each is not None]

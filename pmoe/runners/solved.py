@@ -16,17 +16,15 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from pmoe.comm.agree import largest
-from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Grid, largest
 from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
-from pmoe.planner.costs import LineCost
+from pmoe.planner.costs import LayerCosts, LineCost, StageWork
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Operations, alphas
-from pmoe.planner.stage_costs import LayerCosts, StageWork
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import PassDirection
 

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from pmoe.comm.agree import from_first, gathered
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, from_first, gathered
 from pmoe.training import checkpoint_files as files
 from pmoe.training import checkpoint_state as states
 from pmoe.training.checkpoint_files import CheckpointError, SavedRun

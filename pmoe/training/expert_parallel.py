@@ -31,10 +31,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
-from pmoe.comm.counts import at_stage
-from pmoe.comm.grid import Grid
 from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks, at_stage
 from pmoe.experts.base import Experts, is_expert, local_part
 from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer

@@ -17,15 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.comm.agree import from_first
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, from_first
 from pmoe.layer import MoELayer
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
-from pmoe.planner.costs import LineCost, fit
+from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost, fit
 from pmoe.planner.degree import DEGREES, fixed_degree
 from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
-from pmoe.planner.stage_costs import DegreeSeconds, GeneralizedLayer
 from pmoe.runners.solved import layer_costs, operations_of
 from pmoe.schedule.restore import Restore
 

@@ -19,8 +19,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import nn
 
-from pmoe.comm.agree import gathered
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, gathered
 from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer

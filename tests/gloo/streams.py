@@ -33,8 +33,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pmoe.comm import flat, hierarchical, sharing
-from pmoe.comm.flat import all_to_all
+from pmoe.comm import base, hierarchical, sharing
+from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.engine import cuda_lanes, lanes
 from pmoe.engine import lanes as engine
@@ -306,7 +306,7 @@ def watching() -> Iterator[Watch]:
         mock.patch.object(cuda_lanes, "torch", SimpleNamespace(cuda=cuda)),
         mock.patch.object(CudaLanes, "_streams", {}),
         mock.patch.object(engine, "lanes_for", watched_lanes),
-        mock.patch.object(flat, "all_to_all", watched_message),
+        mock.patch.object(base, "all_to_all", watched_message),
         mock.patch.object(sharing, "all_to_all", watched_message),
         mock.patch.object(hierarchical, "all_to_all", watched_message),
         mock.patch.object(HostPool, "take", watched_take),

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.agree import from_first, gathered, largest, same
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, from_first, gathered, largest, same
 from tests.pool import ranks
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.comm.flat import FlatCombine, FlatDispatch
+from pmoe.comm.base import FlatCombine, FlatDispatch
 from pmoe.layer import alike
 from pmoe.layer.spec import Switches
 from tests.pool import ranks

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch, Exchange, Traffic
-from pmoe.comm.flat import FlatCombine, FlatDispatch
+from pmoe.comm.base import Combine, Dispatch, Exchange, FlatCombine, FlatDispatch, Traffic
 from pmoe.comm.hierarchical_1d import Hierarchical1DCombine, Hierarchical1DDispatch
 from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, Hierarchical2DDispatch
 from pmoe.comm.ranks import Ranks

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pmoe.comm.agree import largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, largest
 from pmoe.measure.division import agreed, agreed_layer, forget, save_divisions
 from pmoe.measure.fused_kernels import sweep
 from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
-import pmoe.layer.call as layers
+import pmoe.layer.parts as layers
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.layer import padded_counts
 from pmoe.schedule.restore import ALL_PAIRS

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
-from pmoe.measure.identity import identity
+from pmoe.measure.bench import identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_path, save_profile
 from pmoe.planner.profile import Identity, Profile
 from tests.pool import ranks

@@ -17,16 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.agree import largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, largest
 from pmoe.experts import FFNExperts, StackedExperts
 from pmoe.experts.base import Shard
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels import product_request
-from pmoe.kernels.candidates import GROUPED_MM, PRODUCTS
 from pmoe.kernels.extension import Architecture
-from pmoe.kernels.registry import Registry
+from pmoe.kernels.registry import GROUPED_MM, PRODUCTS, Registry
 from pmoe.measure import products as settle
 from pmoe.measure.product_choices import ProductMeasurer
 from pmoe.measure.products import measure_products, product_requests

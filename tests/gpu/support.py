@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pmoe
-from pmoe.comm.flat import FlatAllToAll
+from pmoe.comm.base import FlatAllToAll
 from pmoe.engine.arena import DevicePool
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.lanes import Action

@@ -19,7 +19,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 import pmoe
 from pmoe.kernels import grouped_gemm, permute
-from pmoe.kernels.candidates import LOOP, PMOE, PRODUCTS
+from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 from pmoe.runners import one_rank as alone
 from tests.gpu.support import (
     AUX,

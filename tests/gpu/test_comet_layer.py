@@ -18,7 +18,7 @@ import pmoe
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
-from pmoe.kernels.candidates import PMOE, PRODUCTS
+from pmoe.kernels.registry import PMOE, PRODUCTS
 from tests.gpu.fused import need_kernels
 from tests.gpu.support import (
     AUX,

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.candidates import PMOE, PRODUCTS
 from pmoe.kernels.comet import DivisionPoint, HeapView, Launcher
 from pmoe.kernels.comet import launches as kernel_launches
 from pmoe.kernels.comet.launcher import DISPATCH
+from pmoe.kernels.registry import PMOE, PRODUCTS
 from tests.faults import FaultyLauncher, InjectedFaults
 from tests.gpu.fused import CPU, DEVICE, Backward, Case, Forward, Player, World, need_kernels
 from tests.gpu.support import NEEDS_GPU, make_batch, make_layer, plain_forward

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.kernels import grouped_gemm, permute
-from pmoe.kernels.candidates import PMOE, PRODUCTS
+from pmoe.kernels.registry import PMOE, PRODUCTS
 from tests.gpu.support import (
     AUX,
     DEVICE,

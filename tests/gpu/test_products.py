@@ -11,20 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.comm.agree import largest
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, largest
 from pmoe.experts import FFNExperts, StackedExperts, products
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
 from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.kernels.registry import Registry
+from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Registry
 from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.product_bench import ProductBench
 from pmoe.measure.product_choices import ProductMeasurer
 from pmoe.measure.products import product_requests
-from pmoe.runners.one_rank_check import one_rank_mismatch
+from pmoe.runners.one_rank import one_rank_mismatch
 from tests.gpu.support import DEVICE, NEEDS_GPU, ROUNDED, poison_memory, relative_norm
 
 pytestmark = NEEDS_GPU

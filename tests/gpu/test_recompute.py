@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.candidates import PMOE, PRODUCTS
+from pmoe.kernels.registry import PMOE, PRODUCTS
 from pmoe.runners import one_rank as alone
 from tests.gpu.support import (
     AUX,

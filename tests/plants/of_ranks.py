@@ -66,7 +66,7 @@ RANKS = (
     Plant(
         name="own-rows-counted-as-sent",
         breaks="bytes of rows that stay count as traffic",
-        file="pmoe/comm/flat.py",
+        file="pmoe/comm/base.py",
         old="self.traffic.add(rows, rows.shape[0] - send_rows[self.ranks.rank])",
         new="self.traffic.add(rows, rows.shape[0])",
         tests="tests/gloo/test_behaviour.py -k exactly_the_rows",
@@ -82,7 +82,7 @@ RANKS = (
     Plant(
         name="largest-of-this-rank",
         breaks="ranks decide from numbers of their own",
-        file="pmoe/comm/agree.py",
+        file="pmoe/comm/ranks.py",
         old="        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group)\n",
         new="",
         tests="tests/gloo/test_agree.py",

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.engine.callbacks import Callback
-from pmoe.kernels.candidates import PRODUCTS
+from pmoe.kernels.registry import PRODUCTS
 from pmoe.measure.products import slower_kernels
 from pmoe.runners import one_rank as alone
 from tests.switched import switched_layer

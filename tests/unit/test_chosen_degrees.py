@@ -16,8 +16,8 @@ from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.layer_seconds import step_seconds
+from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.profile import FORMAT, Operations, Profile, Versions, alphas
-from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.runners.solved import layer_costs
 from pmoe.schedule.restore import KEEP, STRATEGIES, Restore
 

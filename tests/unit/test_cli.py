@@ -20,8 +20,8 @@ from pmoe.integrations.run_folder import SCALARS, ScalarRow, append
 from pmoe.kernels import extension, status
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.candidates import bound
+from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.profile import Profile
-from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from tests.unit.test_profile import MADE

@@ -30,7 +30,7 @@ from bench.restore_regions import (
 )
 from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, cheapest_pair, eq10_seconds, lane_seconds
 from pmoe.planner.layer_seconds import simulated_pass, step_seconds
-from pmoe.planner.sizes_from_options import sizes_from_options
+from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.tasks import Lane
 

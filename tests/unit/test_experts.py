@@ -13,7 +13,7 @@ from pmoe.experts.activations import ACTIVATIONS, find_activation
 from pmoe.experts.products import GradientSum
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.kernels.candidates import LOOP, PMOE, PRODUCTS
+from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 from tests.kit import D_HIDDEN, D_MODEL
 from tests.own_experts import mlp
 from tests.reference import relative_error

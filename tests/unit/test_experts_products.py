@@ -19,8 +19,8 @@ from pmoe.experts.products import (
     expert_product,
 )
 from pmoe.kernels import grouped_gemm, product_request
-from pmoe.kernels.candidates import GROUPED_MM, LOOP, PMOE, PRODUCTS
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
+from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS
 from pmoe.measure.product_bench import compute, random_operands
 from pmoe.warn import GIVEN
 from tests.reference import relative_error

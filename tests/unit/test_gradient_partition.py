@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from pmoe.planner.costs import LineCost
-from pmoe.planner.degree_search import simulated_degrees
-from pmoe.planner.gradient_partition import Partition, partition
-from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
-from pmoe.planner.stage_costs import (
+from pmoe.planner.costs import (
     DegreeSeconds,
     GeneralizedLayer,
     LayerCosts,
+    LineCost,
     StageWork,
     all_reduce_seconds,
     bytes_within,
 )
+from pmoe.planner.degree_search import simulated_degrees
+from pmoe.planner.gradient_partition import Partition, partition
+from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
 from tests.unit.test_pipeline_degree import BACKWARD, PAPERS, t_olp_moe
 
 LINE = LineCost(1e-4, 6e-10)

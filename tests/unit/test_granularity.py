@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from pmoe.measure import store
-from pmoe.measure.degrees_file import load_degrees, save_degrees
 from pmoe.planner import granularity
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.granularity import GranularityTable, PassDegrees, RangeSet
+from pmoe.runners.searched import load_degrees, save_degrees
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = {"device": "cpu", "ranks": 4, "sizes": (1024, 4096)}

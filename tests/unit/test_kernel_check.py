@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pmoe.experts import products
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.candidates import PMOE, PRODUCTS
+from pmoe.kernels.registry import PMOE, PRODUCTS
 from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.runners import one_rank
-from pmoe.runners.one_rank_check import one_rank_mismatch
+from pmoe.runners.one_rank import one_rank_mismatch
 from pmoe.warn import GIVEN
 from tests.unit.test_kernels_registry import (
     FASTER,
@@ -99,9 +99,7 @@ def test_one_ranks_kernels_are_checked_once_and_a_mismatch_is_a_warning_and_the_
 ) -> None:
     asked: list[Any] = []
     wrong = "T_O in torch.bfloat16 is wrong by 0.5 of its size, where 0.016 is allowed"
-    monkeypatch.setattr(
-        "pmoe.runners.one_rank_check.one_rank_mismatch", lambda *key: asked.append(key) or wrong
-    )
+    monkeypatch.setattr("pmoe.runners.one_rank.one_rank_mismatch", lambda *key: asked.append(key) or wrong)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(one_rank, "_checked", {})
     GIVEN.clear()

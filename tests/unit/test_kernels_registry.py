@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.comm.agree import Agree
+from pmoe.comm.ranks import Agree
 from pmoe.kernels import extension
 from pmoe.kernels.extension import Architecture
 from pmoe.kernels.product_request import ProductRequest, bucket

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import pmoe
-from pmoe.comm.grid import Grid
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
 from pmoe.layer.searched import key_of
 from pmoe.layer.spec import LayerSpec, Switches
-from pmoe.measure import identity
+from pmoe.measure import bench
 
 
 class PicksSome(nn.Module):
@@ -119,7 +118,7 @@ def test_every_option_of_a_layer_is_part_of_the_key() -> None:
 @pytest.mark.parametrize("path", ["_full_name", "_backend"])
 def test_another_device_or_backend_has_another_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key()
-    monkeypatch.setattr(identity, path, lambda *_: "another")
+    monkeypatch.setattr(bench, path, lambda *_: "another")
     assert key() != before
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from pmoe.planner import theory
+from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.memory import predict
 from pmoe.planner.pass_rows import PassRows
-from pmoe.planner.sizes_from_options import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.rings import rotating_backward, rotating_forward
 from pmoe.schedule.slots import BufferSizes, ChunkRows, HiddenColumns, slot_elements

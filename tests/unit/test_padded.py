@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-import pmoe.layer.call as layers
+import pmoe.layer.parts as layers
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.padding import Splits, make_padding
 from pmoe.engine.recording import recording

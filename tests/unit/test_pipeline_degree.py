@@ -19,7 +19,7 @@ import pytest
 
 from pmoe.papers.fsmoe_layers import moe_costs, table4
 from pmoe.planner import degree_search
-from pmoe.planner.costs import LineCost
+from pmoe.planner.costs import LayerCosts, LineCost, StageWork
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import (
     ScheduleOptions,
@@ -38,7 +38,6 @@ from pmoe.planner.pipeline_degree import (
     margins,
 )
 from pmoe.planner.simulator import makespan, simulate
-from pmoe.planner.stage_costs import LayerCosts, StageWork
 from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
 from pmoe.measure import rates as measuring
 from pmoe.measure import store
-from pmoe.measure.bench import Marks, TimedCall
-from pmoe.measure.identity import identity
+from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import FACTORS, measure, speeds
 from pmoe.measure.store import CorruptFileError

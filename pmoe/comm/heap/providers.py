@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.agree import gathered
 from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.device_memory import DeviceMemory, with_index
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.rank_heap import Heap, open_heaps
 from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape, wait_seconds
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, gathered
 from pmoe.kernels.comet import spare_blocks
 
 

@@ -1,22 +1,184 @@
 """``transformer_lm_pmoe``, a language model, and ``transformer_pmoe``, for translation: fairseq's
-transformers with experts in every --moe-freq-th layer."""
+transformers with experts in every --moe-freq-th layer, where their feed-forward part was.
+
+The auxiliary loss leaves a layer as one more output. So it stays in the graph under fairseq's activation
+checkpointing, which runs the layer a second time and knows nothing of what a first run has left in
+attributes. A forward hook, outside of the checkpoint, takes it off again and keeps it as ``layer.l_aux``
+until the criterion fetches it.
+
+Letters: L positions, B sequences, M = d_model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
-from torch import nn
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor, nn
 
+from pmoe import MoELayer
+from pmoe.comm.ranks import Ranks
 from pmoe.integrations.fairseq.checkpoint import own_experts
 from pmoe.integrations.fairseq.checks import check_model, layers_with_experts
-from pmoe.integrations.fairseq.layers import put_experts
-from pmoe.integrations.fairseq.options import PLACES, layer_options
+from pmoe.integrations.fairseq.options import PLACES, layer_arguments, layer_options, places
+from pmoe.training.parallel import make_meshes
+
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu", "swish": "silu"}
+"""Of fairseq's --activation-fn, the layer's."""
+
+FAST_PATH = (
+    "in_proj_weight",
+    "in_proj_bias",
+    "out_proj_weight",
+    "out_proj_bias",
+    "fc1_weight",
+    "fc1_bias",
+    "fc2_weight",
+    "fc2_bias",
+)
+"""Copies of an encoder layer's parameters, which fairseq keeps for torch's fused dense layer."""
+
+
+class FeedForwardExperts(MoELayer):
+    """A `pmoe.MoELayer` of tokens (L, B, M) that leaves padding out: it takes no expert's time or capacity,
+    and has no part in the auxiliary loss. What comes out for it is 0."""
+
+    is_padding_LB: Tensor | None = None
+    """Set by the layer around it before each call."""
+    num_tokens = 0
+    """Of the last call."""
+
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        padding = self.is_padding_LB
+        if padding is None:
+            self.num_tokens = x.shape[0] * x.shape[1]
+            return super().forward(x, token_ids)
+        where = (~padding).flatten().nonzero().squeeze(1)
+        self.num_tokens = where.shape[0]
+        x_TM = x.reshape(-1, self.d_model)
+        y_TM = super().forward(x_TM.index_select(0, where))
+        return torch.zeros_like(x_TM, dtype=y_TM.dtype).index_copy(0, where, y_TM).view(x.shape)
+
+
+class MoEDecoderLayer(TransformerDecoderLayerBase):  # type: ignore[misc]
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        # decoder.forward gives every argument behind incremental_state by name.
+        self.fc1.is_padding_LB = _transposed(kwargs.get("self_attn_padding_mask"))
+        x, attention, _ = super().forward(x, *args, **kwargs)
+        return x, attention, self.fc1.l_aux
+
+
+class MoEEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
+    def forward(
+        self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        self.fc1.is_padding_LB = _transposed(encoder_padding_mask)
+        return super().forward(x, encoder_padding_mask, attn_mask), self.fc1.l_aux
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # Not the base class's, which first copies what the fused dense layer needs.
+        nn.Module._load_from_state_dict(self, *args, **kwargs)
+
+
+def put_experts(side: Any, name: str, config: Any, indices: list[int]) -> list[nn.Module]:
+    """Replaces layers ``indices`` of a fairseq encoder or decoder (``name``) by layers with experts; returns
+    them."""
+    if name == "encoder":
+        for layer in side.layers:
+            # torch's fused dense layer turns the batch around, for all layers or none.
+            layer.can_use_fastpath = False
+    made = []
+    for index in indices:
+        layer = side.layers[index] = _build(side, name, config)
+        made.append(layer)
+    return made
+
+
+def _build(side: Any, name: str, config: Any) -> nn.Module:
+    transformer = side.cfg
+    layer: Any
+    if name == "encoder":
+        layer = MoEEncoderLayer(transformer)
+        layer.can_use_fastpath = False
+        for parameter in FAST_PATH:
+            layer._parameters.pop(parameter, None)
+    else:
+        layer = MoEDecoderLayer(transformer, no_encoder_attn=_has_no_encoder_attention(side))
+    layer.fc1 = _experts(getattr(transformer, name), transformer.activation_fn, config)
+    layer.fc2 = nn.Identity()
+    layer.activation_fn = _unchanged
+    layer.l_aux = None
+    if transformer.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=transformer.offload_activations)
+    layer.register_forward_hook(_keep_loss)
+    return layer  # type: ignore[no-any-return]
+
+
+def _experts(sizes: Any, activation_fn: str, config: Any) -> FeedForwardExperts:
+    arguments = layer_arguments(config)
+    if arguments["d_hidden"] is None:
+        arguments["d_hidden"] = sizes.ffn_embed_dim
+    if arguments["activation"] is None:
+        if str(activation_fn) not in ACTIVATIONS and arguments["expert"] == "ffn":
+            raise ValueError(
+                f"--activation-fn ({activation_fn}) must be one of {', '.join(ACTIVATIONS)}, or "
+                "--moe-activation be given"
+            )
+        arguments["activation"] = ACTIVATIONS.get(str(activation_fn), "gelu")
+    ranks = _expert_ranks(config)
+    try:
+        experts = FeedForwardExperts(d_model=sizes.embed_dim, group=ranks, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--moe-* options, by their names in pmoe.MoELayer: {error}") from error
+    for parameter in experts.experts.parameters():
+        parameter.expert = True  # type: ignore[attr-defined]  # fairseq's mark: not reduced, not in the norm
+    return experts
+
+
+def _expert_ranks(config: Any) -> Ranks:
+    """The ranks that hold all experts together."""
+    given = places(config)
+    if not given["expert_parallel"]:
+        return Ranks.single()
+    everyone, size = Ranks(), given["expert_parallel_size"]
+    if size is None:
+        return everyone
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or everyone.size % size:
+        raise ValueError(
+            f"--moe-expert-parallel-size ({size}) must divide the number of ranks ({everyone.size})"
+        )
+    if size == 1:
+        return Ranks.single()
+    return everyone if size == everyone.size else Ranks(make_meshes(ep=size).group("ep"))
+
+
+def _has_no_encoder_attention(side: Any) -> bool:
+    """As the layers that fairseq has built."""
+    return side.layers[0].encoder_attn is None
+
+
+def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:
+    *rest, layer.l_aux = output
+    return (*rest, None) if len(rest) > 1 else rest[0]
+
+
+def _transposed(mask_BL: Tensor | None) -> Tensor | None:
+    return None if mask_BL is None else mask_BL.t()
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+# ---- the models
 
 
 def _fields() -> list[tuple[str, type, Any]]:

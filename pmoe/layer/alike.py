@@ -37,6 +37,10 @@ def check_alike(parts: Parts) -> None:
     raise ValueError(f"{differ[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}")
 
 
+NO_SETTINGS = ("training", "is_parallelized")
+"""Attributes of modules that change neither results nor times."""
+
+
 def options_in_words(parts: Parts, *, of_users: bool = False) -> dict[str, str]:
     """Every option of the spec by its name, and of every module its class and settings.
 
@@ -65,4 +69,6 @@ def _described(module: object, of_users: bool) -> str:
     parameters = vars(module).get("_parameters", {}).items()
     own = vars(module) | {name: each.dtype for name, each in parameters if each is not None}
     plain = [name for name in sorted(own) if isinstance(own[name], PLAIN) and name[0] != "_"]
-    return f"{kind.__name__}({', '.join(f'{name}={own[name]!r}' for name in plain if name != 'training')})"
+    return (
+        f"{kind.__name__}({', '.join(f'{name}={own[name]!r}' for name in plain if name not in NO_SETTINGS)})"
+    )

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from pmoe.comm import base, hierarchical, sharing
 from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.engine import cuda_lanes, lanes
+from pmoe.engine import arena, cuda_lanes, lanes
 from pmoe.engine import lanes as engine
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.host_pool import HostPool
@@ -310,6 +310,7 @@ def watching() -> Iterator[Watch]:
         mock.patch.object(sharing, "all_to_all", watched_message),
         mock.patch.object(hierarchical, "all_to_all", watched_message),
         mock.patch.object(HostPool, "take", watched_take),
+        mock.patch.object(arena, "LARGE_BYTES", 1 << 62),  # on a GPU all memory is torch's
         mock.patch.object(lanes, "current_stream", lambda tensor: watch.current),
         mock.patch.object(lanes, "hold_for", watch.hold_for),
         watch,

@@ -130,6 +130,13 @@ class RankCounts:
         )
 
 
+def without_own(counts: Tensor, rank: int) -> Tensor:
+    """counts (n, W, ...) with the rows between ``rank`` and itself set to none."""
+    counts = counts.clone()
+    counts[:, rank] = 0
+    return counts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slots:
     """How many rows a chunk may bring, and the numbers of chunks for which to ask.
@@ -313,8 +320,7 @@ class CountsExchange:
         else:
             send_FP, recv_FP = own.sum(2), arrived.sum(2)
         if self._bypass_local:
-            send_FP, recv_FP = send_FP.clone(), recv_FP.clone()
-            send_FP[:, self._ranks.rank] = recv_FP[:, self._ranks.rank] = 0
+            send_FP, recv_FP = (without_own(each, self._ranks.rank) for each in (send_FP, recv_FP))
         dispatch, combine = self._exchanges
         found = [dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP)]
         return [own.new_empty(own.shape[0], 0) if counts is None else counts for counts in found]

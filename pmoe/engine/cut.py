@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.counts import RankCounts, without_own
 from pmoe.comm.ranks import Grid
 from pmoe.engine.plan import Chunk, Modules, PassPlan, Piece, Plan, WeightJourney
 from pmoe.experts.products import RowGroups
@@ -76,7 +76,7 @@ def make_plan(
         rank = grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if local:
-            received, received_device = (_without(each, rank) for each in (received, received_device))
+            received, received_device = (without_own(each, rank) for each in (received, received_device))
         joined = join_chunks(received, received_device, bins.recv[:, rank], degrees)
     return Plan(
         modules=modules,
@@ -108,7 +108,8 @@ def _cut(
     bins_device, sent_rows, come_rows = bins.recv_device, shared.sent_rows, shared.received_rows
     if bypass_local:
         send, recv, recv_device, bins_device, sent_rows, come_rows = (
-            _without(counts, rank) for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
+            without_own(counts, rank)
+            for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
         )
     sent, come = sent_rows.tolist(), come_rows.tolist()
     by_expert = recv.sum(1).tolist()
@@ -241,10 +242,3 @@ def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
     """Counts of the n chunks as those of m pieces (m, E); see `pmoe.schedule.tasks.piece_of`."""
     joined = counts_nE.shape[0] - m + 1
     return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])
-
-
-def _without(counts_nWE: Tensor, rank: int) -> Tensor:
-    """counts with the rows between ``rank`` and itself set to none."""
-    counts_nWE = counts_nWE.clone()
-    counts_nWE[:, rank] = 0
-    return counts_nWE

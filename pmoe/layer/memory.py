@@ -48,7 +48,8 @@ def predict_memory(
     check_predictable(parts)
     ways = _ways(parts, pipeline, pipeline_backward, memory_reuse)
     rotates = parts.spec.rotates or memory_reuse is not None
-    found = {way: _of_way(parts, num_tokens, row_counts, way, rotates) for way in ways}
+    sizes, call = replace(memory_shape(parts), rotates=rotates), rows_of_call(parts, num_tokens)
+    found = {way: _of_way(parts, sizes, call, row_counts, way) for way in ways}
     largest = max(found.values(), key=lambda each: each.peak)
     return replace(largest, unknown=unknown(parts), candidates=found if len(found) > 1 else {})
 
@@ -112,13 +113,12 @@ def _checked_pair(memory_reuse: str | Restore) -> Restore:
 
 
 def _of_way(
-    parts: Parts, num_tokens: int, counts: RankCounts | None, way: Choice, rotates: bool
+    parts: Parts, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
-    spec, call = parts.spec, rows_of_call(parts, num_tokens)
-    sizes = replace(memory_shape(parts), rotates=rotates or way.forward != way.backward)
+    sizes = replace(sizes, rotates=sizes.rotates or way.forward != way.backward)
     degrees, restore = (way.forward, way.backward), way.restore
     if counts is None:
-        return bound(sizes, num_tokens, *degrees, restore, spec.slack, parts.num_bins, call)
+        return bound(sizes, call.tokens, *degrees, restore, parts.spec.slack, parts.num_bins, call)
     bins = counts.send.shape[0]
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")

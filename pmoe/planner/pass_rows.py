@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pmoe.comm.counts import without_own
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.schedule.slots import ChunkRows
 
@@ -58,7 +59,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     local = [0] * n
     if sizes.bypass_local:
         local = counts.send[:, rank].sum(1).tolist()
-        recv, leaving, coming = (_without(each, rank) for each in (recv, leaving, coming))
+        recv, leaving, coming = (without_own(each, rank) for each in (recv, leaving, coming))
         if is_merged:
             home = [a + b + 1 for a, b in zip(leaving.sum(1).tolist(), local, strict=True)]
     apart = sizes.inside > 1 or is_merged
@@ -81,13 +82,6 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         relayed=max((_max_rows(each) for each in counts.relayed if each is not None), default=0),
         merged=is_merged,
     )
-
-
-def _without(counts: Tensor, rank: int) -> Tensor:
-    """counts (n, W, ...) without the rows between ``rank`` and itself."""
-    counts = counts.clone()
-    counts[:, rank] = 0
-    return counts
 
 
 def _max_rows(relayed_nX: Tensor) -> int:

@@ -193,9 +193,9 @@ ENGINE = (
     Plant(
         name="bypass-of-rank-0",
         breaks="every rank takes rank 0's rows for those that stay",
-        file=CUT,
-        old="    counts_nWE[:, rank] = 0\n",
-        new="    counts_nWE[:, 0] = 0\n",
+        file="pmoe/comm/counts.py",
+        old="    counts[:, rank] = 0\n",
+        new="    counts[:, 0] = 0\n",
         tests=SPECIFICATION,
     ),
     Plant(

@@ -66,10 +66,11 @@ py::list declared() {
   return found;
 }
 
-py::list kernels(int device) {
+py::list kernels(int device, const std::string& only) {
   const OnDevice here(device);
   py::list found;
   for (const pmoe::KernelInfo& kernel : all_kernels()) {
+    if (!only.empty() && only != kernel.name) continue;
     cudaFuncAttributes attributes{};
     const std::string call = std::string("cudaFuncGetAttributes(") + kernel.name + ")";
     check(cudaFuncGetAttributes(&attributes, kernel.function), call.c_str());
@@ -84,6 +85,15 @@ py::list kernels(int device) {
   return found;
 }
 
+// Of this process, which has started CUDA.
+bool loads_eagerly() {
+  static const auto mode_of =
+      pmoe::driver_function<PFN_cuModuleGetLoadingMode_v11070>("cuModuleGetLoadingMode", 11070);
+  CUmoduleLoadingMode mode;
+  pmoe::check_driver(mode_of(&mode), [] { return "cuModuleGetLoadingMode"; });
+  return mode == CU_MODULE_EAGER_LOADING;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
@@ -95,8 +105,11 @@ PYBIND11_MODULE(_cuda, m) {
         "The kernels as their sources declare them, without a device: a dict each. offset is the place of "
         "the host "
         "function in this module's file, whose symbol is the kernel's.");
+  m.def("kernels", &kernels, py::arg("device"), py::arg("only") = "",
+        "The kernels as loaded on a device, or the one of that name: a dict each, with the binary and PTX "
+        "version of what runs there. Loads them, which where PTX is all there is means to compile them.");
   m.def(
-      "kernels", &kernels, py::arg("device"),
-      "The kernels as loaded on a device: a dict each, with the binary and PTX version of what runs there.");
+      "loads_eagerly", &loads_eagerly,
+      "Whether kernels are loaded when CUDA starts (CUDA_MODULE_LOADING=EAGER), not at their first launch.");
   for (const pmoe::Module* each = pmoe::Module::first(); each; each = each->next) each->bind(m);
 }

@@ -23,23 +23,22 @@ from pmoe.kernels import extension
 from pmoe.kernels.comet import launcher
 from pmoe.planner.division import Division
 from pmoe.runners import fused_steps as passes
-from tests.cuda.compiled import compile_program
+from tests.cuda.compiled import link_module
 from tests.heaps import FileMemory
 
 BLOCKS = 3
 
 
 def compile_kernels() -> Path:
-    """The module, compiled once for all test runs on the same sources: 15 seconds."""
+    """The module, compiled once for all test runs on the same sources."""
     pybind11 = pytest.importorskip("pybind11")
-    flags = ("-O1", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{pybind11.get_include()}")
-    return compile_program("comet_module.cpp", *flags, f"-I{sysconfig.get_paths()['include']}")
+    return link_module(f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}")
 
 
 @functools.cache
-def _loaded(path: str) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader("comet_module", path)
-    spec = importlib.util.spec_from_file_location("comet_module", path, loader=loader)
+def load_kernels(path: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader("_cuda", str(path))
+    spec = importlib.util.spec_from_file_location("_cuda", path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
@@ -51,7 +50,7 @@ def emulated(
     path: Path, *, hopper: bool = False, division: Division | None = None, virtual_ranks: int = 1
 ) -> Iterator[None]:
     """In the block the kernels run in the emulator, for tensors on the CPU, with 3 blocks a rank."""
-    module, division = _loaded(str(path)), division or Division(1, 256)
+    module, division = load_kernels(path), division or Division(1, 256)
 
     def of_processes(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
         return process_heap(ranks, shape, device, memory=FileMemory())

@@ -20,23 +20,12 @@ using pmoe::Epilogue;
 using pmoe::Form;
 using namespace pmoe::comet;
 
-std::string name_of(const Which& which, const char* path) {
-  std::string name = which.kernel == Kernel::kDispatch ? "comet.dispatch_gemm." : "comet.gemm_combine.";
-  name += path;
-  name += which.element == Element::kBf16 ? ".bf16" : ".fp16";
-  name += which.form == Form::kForward ? ".forward" : ".input";
-  if (which.epilogue == Epilogue::kHidden) name += ".hidden";
-  if (which.epilogue == Epilogue::kHiddenGradient) name += ".hidden_gradient";
-  const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
-  return name + names[static_cast<int>(which.activation)];
-}
-
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   static std::map<std::string, int> names;  // whose keys outlive what points to them
   for (const bool hopper : {true, false}) {
     const Path& path = hopper ? hopper_path : ampere_path;
     for_each([&](const Which& which) {
-      const auto name = names.emplace(name_of(which, hopper ? "sm_90a" : "sm_80"), 0).first;
+      const auto name = names.emplace(name_of(which, path), 0).first;
       found.push_back({name->first.c_str(), reinterpret_cast<const void*>(path.kernel(which)), path.threads,
                        path.shared_bytes, hopper});
     });
@@ -53,8 +42,7 @@ void run(int device, std::uintptr_t stream, bool hopper, int kernel, int element
   const py::gil_scoped_release others_run;  // a full queue of launches blocks
   const pmoe::OnDevice here(device);
   const Path& path = hopper ? hopper_path : ampere_path;
-  pmoe::check(launch(path, which, all, count, a_rows, reinterpret_cast<cudaStream_t>(stream)),
-              name_of(which, "launch").c_str());
+  launch(path, which, all, count, a_rows, reinterpret_cast<void*>(stream));
 }
 
 void bind_comet(py::module_& m) {

@@ -1,14 +1,9 @@
 // One fused launch: of every rank that this process runs, its product and its part in the communication.
 #pragma once
+#include <cuda.h>
+
 #include "comet/rank.h"
 #include "grouped_gemm/problem.h"
-
-#if !defined(PMOE_EMULATOR)  // which has a TensorMap of its own
-#include <cuda.h>
-namespace pmoe {
-using TensorMap = CUtensorMap;
-}
-#endif
 
 namespace pmoe::comet {
 
@@ -20,7 +15,7 @@ constexpr int kBoardWords = 2 * kMostExperts;
 constexpr int kSendsWords = kMostExperts + 1;
 
 struct Fused {
-  TensorMap a_map, b_map;
+  CUtensorMap a_map, b_map;
   Problem problem;
   Rank rank;
 };
@@ -30,8 +25,6 @@ struct Launch {
   int blocks = 0;  // of each rank
 };
 
-#if !defined(PMOE_EMULATOR)
 static_assert(sizeof(Launch) <= 4096, "more than a kernel's arguments");
-#endif
 
 }  // namespace pmoe::comet

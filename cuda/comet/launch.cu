@@ -1,10 +1,12 @@
 #include "comet/ampere.cuh"
 #include "comet/hopper.cuh"
 #include "comet/launch.h"
+#include "common/prepared.h"
 
 namespace pmoe::comet {
 
-const Path hopper_path = {[](const Which& which) {
+const Path hopper_path = {"sm_90a",
+                          [](const Which& which) {
                             return which.element == Element::kBf16 ? hopper_bf16(which) : hopper_fp16(which);
                           },
                           hopper::kThreads,
@@ -13,7 +15,8 @@ const Path hopper_path = {[](const Which& which) {
                           hopper::kColumns,
                           kBoardWords};
 
-const Path ampere_path = {[](const Which& which) {
+const Path ampere_path = {"sm_80",
+                          [](const Which& which) {
                             return which.element == Element::kBf16 ? ampere_bf16(which) : ampere_fp16(which);
                           },
                           ampere::kThreads,
@@ -22,23 +25,26 @@ const Path ampere_path = {[](const Which& which) {
                           ampere::kColumns,
                           kSmallBoardWords};
 
-cudaError_t launch(const Path& path, const Which& which, Launch& launch, int ranks, const int64_t* a_rows,
-                   cudaStream_t stream) {
+std::string name_of(const Which& which, const Path& path) {
+  std::string name = which.kernel == Kernel::kDispatch ? "comet.dispatch_gemm." : "comet.gemm_combine.";
+  name += path.name;
+  name += which.element == Element::kBf16 ? ".bf16" : ".fp16";
+  name += which.form == Form::kForward ? ".forward" : ".input";
+  if (which.epilogue == Epilogue::kHidden) name += ".hidden";
+  if (which.epilogue == Epilogue::kHiddenGradient) name += ".hidden_gradient";
+  const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
+  return name + names[static_cast<int>(which.activation)];
+}
+
+void launch(const Path& path, const Which& which, Launch& launch, int ranks, const int64_t* a_rows,
+            void* stream) {
+  const Grid grid = {ranks * launch.blocks, path.threads, path.shared_bytes, 0, true};
+  const Prepared prepared(name_of(which, path), path.kernel(which), grid, stream);
   for (int i = 0; i < ranks && &path == &hopper_path; ++i) {
     Fused& f = launch.fused[i];
-    if (!f.rank.computes) continue;
-    const cudaError_t error =
-        encode_maps(which.element, which.form, f.problem, a_rows[i], 0, &f.a_map, &f.b_map);
-    if (error != cudaSuccess) return error;
+    if (f.rank.computes) encode_maps(which.element, which.form, f.problem, a_rows[i], 0, &f.a_map, &f.b_map);
   }
-  const auto* const kernel = reinterpret_cast<const void*>(path.kernel(which));
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, path.shared_bytes);
-  if (error != cudaSuccess) return error;
-  void* arguments[] = {&launch};
-  return cudaLaunchCooperativeKernel(kernel, dim3(static_cast<unsigned>(ranks * launch.blocks)),
-                                     dim3(static_cast<unsigned>(path.threads)), arguments,
-                                     static_cast<size_t>(path.shared_bytes), stream);
+  prepared.launch(launch);
 }
 
 }  // namespace pmoe::comet

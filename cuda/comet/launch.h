@@ -1,8 +1,8 @@
 // Launching the fused kernels, without a word of PyTorch: pointers, sizes, a stream.
 #pragma once
-#include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "comet/fused.h"
 #include "grouped_gemm/launch.h"
@@ -28,6 +28,7 @@ FusedKernel ampere_bf16(const Which&);
 FusedKernel ampere_fp16(const Which&);
 
 struct Path {
+  const char* name;
   FusedKernel (*kernel)(const Which&);
   int threads, shared_bytes;
   int tile_rows, tile_columns;
@@ -36,9 +37,12 @@ struct Path {
 
 extern const Path hopper_path, ampere_path;
 
+// As users and errors read it.
+std::string name_of(const Which&, const Path&);
+
 // a_rows: rows of A that may be read, of each rank. All blocks of all ranks are resident, or there is no
-// launch.
-cudaError_t launch(const Path&, const Which&, Launch&, int ranks, const int64_t* a_rows, cudaStream_t);
+// launch. Throws std::runtime_error where CUDA refuses.
+void launch(const Path&, const Which&, Launch&, int ranks, const int64_t* a_rows, void* stream);
 
 // All that there are of a path.
 template <class Visit>

@@ -148,11 +148,6 @@ __device__ __forceinline__ uint64_t nanoseconds() {
 // Between two looks at a value that another block will change.
 __device__ __forceinline__ void pause() { __nanosleep(64); }
 
-[[noreturn]] __device__ __forceinline__ void fail() {
-  __trap();
-  __builtin_unreachable();
-}
-
 // ---- matrix instructions of sm_80
 
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {

@@ -25,29 +25,16 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-std::string name_of(const GroupedGemm& which, const char* path) {
-  std::string name = std::string("grouped_gemm.") + path;
-  name += which.element == Element::kBf16 ? ".bf16" : ".fp16";
-  name += which.form == Form::kForward ? ".forward" : which.form == Form::kInput ? ".input" : ".weight";
-  if (which.epilogue == Epilogue::kHidden) name += ".hidden";
-  if (which.epilogue == Epilogue::kHiddenGradient) name += ".hidden_gradient";
-  const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
-  name += names[static_cast<int>(which.activation)];
-  return which.cluster == 2 ? name + ".pairs" : name;
-}
-
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   static std::map<std::string, int> names;  // whose keys outlive what points to them
-  const auto add = [&](const GroupedGemm& which, const char* path, const pmoe::GroupedGemmPath& of,
-                       bool hopper) {
+  const auto add = [&](const GroupedGemm& which, const pmoe::GroupedGemmPath& path) {
     const char* name = names.emplace(name_of(which, path), 0).first->first.c_str();
-    found.push_back({name, of.function(which), of.threads, of.shared_bytes, hopper});
+    found.push_back(
+        {name, path.function(which), path.threads, path.shared_bytes, &path == &pmoe::hopper_path});
   };
   for (int cluster : {1, 2})
-    pmoe::for_each_grouped_gemm(
-        cluster, [&](const GroupedGemm& which) { add(which, "sm_90a", pmoe::hopper_path, true); });
-  pmoe::for_each_grouped_gemm(
-      1, [&](const GroupedGemm& which) { add(which, "sm_80", pmoe::ampere_path, false); });
+    pmoe::for_each_grouped_gemm(cluster, [&](const GroupedGemm& which) { add(which, pmoe::hopper_path); });
+  pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, pmoe::ampere_path); });
 }
 
 int multiprocessors() {
@@ -83,8 +70,7 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   const pmoe::OnDevice here(device);
   const pmoe::GroupedGemmPath& path = hopper ? pmoe::hopper_path : pmoe::ampere_path;
   const int blocks = multiprocessors() * (hopper ? 1 : 2);
-  pmoe::check(path.launch(which, p, a_rows, b_rows, blocks, at<CUstream_st>(stream)),
-              name_of(which, "launch").c_str());
+  path.launch(which, p, a_rows, b_rows, blocks, at<void>(stream));
 }
 
 void bind_grouped_gemm(py::module_& m) {

@@ -1,29 +1,15 @@
-#include <cudaTypedefs.h>
+#include <cstdio>
 
-#include "ampere.cuh"
-#include "hopper.cuh"
-#include "instances.cuh"
-#include "launch.h"
+#include "common/driver.h"
+#include "common/prepared.h"
+#include "grouped_gemm/ampere.cuh"
+#include "grouped_gemm/hopper.cuh"
+#include "grouped_gemm/instances.cuh"
+#include "grouped_gemm/launch.h"
 
 namespace pmoe {
 
 namespace {
-
-// The encoder lies in the driver, which a machine that compiles need not have: it is asked for at run time.
-struct Encoder {
-  PFN_cuTensorMapEncodeTiled_v12000 function = nullptr;
-  cudaError_t error;
-
-  Encoder() {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
-    if (error == cudaSuccess && (result != cudaDriverEntryPointSuccess || entry == nullptr))
-      error = cudaErrorNotSupported;
-    if (error == cudaSuccess) function = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
-  }
-};
 
 struct Layout {  // of a tensor of 16-bit elements, innermost dimension first; boxes of 64 columns
   const void* base;
@@ -33,19 +19,31 @@ struct Layout {  // of a tensor of 16-bit elements, innermost dimension first; b
   uint32_t lines;   // of a box
 };
 
-cudaError_t encode(TensorMap* map, Element element, const Layout& layout) {
-  static const Encoder encoder;
-  if (encoder.error != cudaSuccess) return encoder.error;
+// What an error of the encoder is read by.
+std::string told(Element element, const Layout& layout, const cuuint64_t* sizes, const cuuint64_t* strides) {
+  std::string text = "cuTensorMapEncodeTiled(";
+  text += element == Element::kBf16 ? "bf16" : "fp16";
+  char address[24];
+  std::snprintf(address, sizeof address, "%p", layout.base);
+  text += std::string(", base ") + address + ", sizes";
+  for (int i = 0; i < layout.rank; ++i) text += " " + std::to_string(sizes[i]);
+  text += ", strides";
+  for (int i = 0; i + 1 < layout.rank; ++i) text += " " + std::to_string(strides[i]);
+  return text + " bytes, box " + std::to_string(kBoxColumns) + " " + std::to_string(layout.lines) + ")";
+}
+
+void encode(TensorMap* map, Element element, const Layout& layout) {
+  static const auto encoder =
+      driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
   const cuuint64_t sizes[3] = {layout.size[0], larger<uint64_t>(layout.size[1], 1), layout.size[2]};
   const cuuint64_t strides[2] = {layout.stride * 2, layout.stride * 2 * sizes[1]};
   const cuuint32_t box[3] = {kBoxColumns, layout.lines, 1}, steps[3] = {1, 1, 1};
   const auto type =
       element == Element::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result =
-      encoder.function(map, type, static_cast<cuuint32_t>(layout.rank), const_cast<void*>(layout.base), sizes,
+  check_driver(encoder(map, type, static_cast<cuuint32_t>(layout.rank), const_cast<void*>(layout.base), sizes,
                        strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+               [&] { return told(element, layout, sizes, strides); });
 }
 
 Layout rows_of(const void* base, int columns, int64_t rows, int64_t stride, uint32_t lines) {
@@ -72,41 +70,36 @@ AmpereKernel ampere_kernel(const GroupedGemm& which) {
   return which.element == Element::kBf16 ? ampere_bf16(which) : ampere_fp16(which);
 }
 
-cudaError_t launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows,
-                          int blocks, cudaStream_t stream) {
+void launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows, int blocks,
+                   void* stream) {
+  const Grid grid = {blocks / which.cluster * which.cluster, hopper::kThreads, hopper::kSharedBytes,
+                     which.cluster};
+  const Prepared prepared(name_of(which, hopper_path), hopper_kernel(which), grid, stream);
   TensorMap a_map = {}, b_map = {};
-  cudaError_t error = encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map);
-  if (error != cudaSuccess) return error;
-  const HopperKernel kernel = hopper_kernel(which);
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, hopper::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute together;
-  together.id = cudaLaunchAttributeClusterDimension;
-  together.val.clusterDim = {static_cast<unsigned>(which.cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(blocks / which.cluster * which.cluster);
-  config.blockDim = hopper::kThreads;
-  config.dynamicSmemBytes = hopper::kSharedBytes;
-  config.stream = stream;
-  config.attrs = &together;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, a_map, b_map, p);
+  encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map);
+  prepared.launch(a_map, b_map, p);
 }
 
-cudaError_t launch_ampere(const GroupedGemm& which, const Problem& p, int64_t, int64_t, int blocks,
-                          cudaStream_t stream) {
-  const AmpereKernel kernel = ampere_kernel(which);
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ampere::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, ampere::kThreads, ampere::kSharedBytes, stream>>>(p);
-  return cudaGetLastError();
+void launch_ampere(const GroupedGemm& which, const Problem& p, int64_t, int64_t, int blocks, void* stream) {
+  const Grid grid = {blocks, ampere::kThreads, ampere::kSharedBytes};
+  Prepared(name_of(which, ampere_path), ampere_kernel(which), grid, stream).launch(p);
 }
 
 }  // namespace
 
-cudaError_t encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, int64_t b_rows,
-                        TensorMap* a_map, TensorMap* b_map) {
+std::string name_of(const GroupedGemm& which, const GroupedGemmPath& path) {
+  std::string name = std::string("grouped_gemm.") + path.name;
+  name += which.element == Element::kBf16 ? ".bf16" : ".fp16";
+  name += which.form == Form::kForward ? ".forward" : which.form == Form::kInput ? ".input" : ".weight";
+  if (which.epilogue == Epilogue::kHidden) name += ".hidden";
+  if (which.epilogue == Epilogue::kHiddenGradient) name += ".hidden_gradient";
+  const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
+  name += names[static_cast<int>(which.activation)];
+  return which.cluster == 2 ? name + ".pairs" : name;
+}
+
+void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, int64_t b_rows,
+                 TensorMap* a_map, TensorMap* b_map) {
   const bool by_weight = form == Form::kWeight;
   // Operands without rows are never loaded; a map must still point somewhere.
   const void* a = a_rows ? p.a : p.d;
@@ -117,16 +110,16 @@ cudaError_t encode_maps(Element element, Form form, const Problem& p, int64_t a_
                       : form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
                                                : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
   // What is gathered is not loaded by a map, and may lie as maps cannot say.
-  const cudaError_t error = p.a_gathered ? cudaSuccess : encode(a_map, element, of_a);
-  return error != cudaSuccess || p.b_gathered ? error : encode(b_map, element, of_b);
+  if (!p.a_gathered) encode(a_map, element, of_a);
+  if (!p.b_gathered) encode(b_map, element, of_b);
 }
 
 const GroupedGemmPath hopper_path = {
-    [](const GroupedGemm& which) { return reinterpret_cast<const void*>(hopper_kernel(which)); },
+    "sm_90a", [](const GroupedGemm& which) { return reinterpret_cast<const void*>(hopper_kernel(which)); },
     launch_hopper, hopper::kThreads, hopper::kSharedBytes};
 
 const GroupedGemmPath ampere_path = {
-    [](const GroupedGemm& which) { return reinterpret_cast<const void*>(ampere_kernel(which)); },
+    "sm_80", [](const GroupedGemm& which) { return reinterpret_cast<const void*>(ampere_kernel(which)); },
     launch_ampere, ampere::kThreads, ampere::kSharedBytes};
 
 }  // namespace pmoe

@@ -1,9 +1,9 @@
 // Launching the grouped products, without a word of PyTorch: pointers, sizes, a stream.
 #pragma once
 #include <cuda.h>
-#include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "problem.h"
 
@@ -19,20 +19,25 @@ struct GroupedGemm {
   int cluster = 1;        // blocks that share B; Hopper's own
 };
 
-// The two ways to compute one. function(): for cudaFuncGetAttributes.
+// The two ways to compute one. function(): for cudaFuncGetAttributes. A launch is the current device's, and
+// throws std::runtime_error where CUDA refuses it.
 struct GroupedGemmPath {
+  const char* name;
   const void* (*function)(const GroupedGemm&);
   // a_rows, b_rows: of what A and B (where it has N rows) point to.
-  cudaError_t (*launch)(const GroupedGemm&, const Problem&, int64_t a_rows, int64_t b_rows, int blocks,
-                        cudaStream_t);
+  void (*launch)(const GroupedGemm&, const Problem&, int64_t a_rows, int64_t b_rows, int blocks,
+                 void* stream);
   int threads, shared_bytes;
 };
 
 extern const GroupedGemmPath hopper_path, ampere_path;
 
-// The maps by which Hopper's path loads the operands. a_rows, b_rows: as above.
-cudaError_t encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
-                        CUtensorMap* b_map);
+// As users and errors read it.
+std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
+
+// The maps by which Hopper's path loads the operands. a_rows, b_rows: as above. Throws as a launch does.
+void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
+                 CUtensorMap* b_map);
 
 // Pairs of tiles need groups of many rows: of a group that ends in the first half of a pair the other half is
 // computed for nothing. With 1024 rows a group that is an eighth of the tiles on average, as much as is

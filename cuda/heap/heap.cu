@@ -3,6 +3,7 @@
 
 #include "common/device.cuh"
 #include "common/on_device.h"
+#include "common/prepared.h"
 #include "heap/heap.h"
 
 namespace pmoe::heap {
@@ -89,15 +90,13 @@ void close(int device, void* peer) {
 
 void raise_flag(int device, void* stream, uint32_t* flag, uint32_t value) {
   const OnDevice here(device);
-  raise_flag_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(flag, value);
-  check(cudaGetLastError(), "raise_flag");
+  Prepared("heap.raise_flag", raise_flag_kernel, {1, 1}, stream).launch(flag, value);
 }
 
 void await_flag(int device, void* stream, const uint32_t* flag, uint32_t wanted, uint64_t bound,
                 int64_t* waited) {
   const OnDevice here(device);
-  await_flag_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(flag, wanted, bound, waited);
-  check(cudaGetLastError(), "await_flag");
+  Prepared("heap.await_flag", await_flag_kernel, {1, 1}, stream).launch(flag, wanted, bound, waited);
 }
 
 void list_kernels(std::vector<KernelInfo>& found) {

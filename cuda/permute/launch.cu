@@ -2,6 +2,7 @@
 #include <string>
 
 #include "common/on_device.h"
+#include "common/prepared.h"
 #include "permute/kernel.cuh"
 #include "permute/launch.h"
 
@@ -24,9 +25,8 @@ template <class Kernel, class... Arguments>
 void launch(const Moving& m, const char* name, Kernel kernel, int shared_bytes, const Cut& cut,
             const Arguments&... arguments) {
   const OnDevice here(m.device);
-  kernel<<<static_cast<unsigned>(cut.blocks()), cut.threads, shared_bytes,
-           static_cast<cudaStream_t>(m.stream)>>>(cut, arguments...);
-  check(cudaGetLastError(), name);
+  const Grid grid = {static_cast<int>(cut.blocks()), cut.threads, shared_bytes};
+  Prepared(name, kernel, grid, m.stream).launch(cut, arguments...);
 }
 
 template <class T>

@@ -40,23 +40,17 @@ void backward(const route::Problem& problem, Address logits, Address expert, Add
 }
 
 void bind_route(py::module_& m) {
-  py::class_<route::Problem>(m, "RouteProblem", "What the launches of pmoe.kernels.route have in common.")
+  py::class_<route::Problem>(m, "RouteProblem", py::module_local(),
+                             "What the launches of pmoe.kernels.route have in common.")
       .def(py::init(&problem), py::arg("device"), py::arg("stream"), py::arg("num_tokens"),
            py::arg("num_experts"), py::arg("top_k"), py::arg("num_chunks"), py::arg("normalize"),
            py::arg("z_loss_weight"));
   m.def("route_refusal", &route::refusal, py::arg("num_tokens"), py::arg("num_experts"), py::arg("top_k"),
         py::arg("num_chunks"), "Why there is no kernel for these sizes, or an empty string. Asks no device.");
-  m.def("route_most_chunks", &route::most_chunks, py::arg("device"), py::arg("num_experts"), py::arg("top_k"),
-        "The most chunks that this device's resident blocks can be divided among.");
-  m.def("route_workspace_bytes", &route::workspace_bytes, py::arg("device"), py::arg("num_experts"),
-        "Bytes of workspace that any launch with so many experts takes; zero before the first one.");
-  m.def(
-      "route_kept_workspace",
-      [](int device, Address stream, int64_t bytes) {
-        return route::kept_workspace(device, reinterpret_cast<void*>(stream), bytes);
-      },
-      "The address of a stream's own workspace; see cuda/route/launch.h.",
-      py::call_guard<py::gil_scoped_release>());
+  m.def("route_prepare", &route::prepare, py::arg("device"), py::arg("num_experts"), py::arg("top_k"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Raises RuntimeError where a device cannot run the kernels.");
+  m.def("route_workspace_bytes", &route::workspace_bytes, "Bytes of workspace that a forward launch takes.");
   // A full queue of launches blocks: other threads must not wait for it, too.
   m.def("route", &forward, py::call_guard<py::gil_scoped_release>());
   m.def("route_backward", &backward, py::call_guard<py::gil_scoped_release>());

@@ -1,4 +1,4 @@
-// Shared by both phases of the forward kernel: its arguments, shared memory, and the meeting of the grid.
+// Shared by both forward kernels: their arguments and shared memory.
 #pragma once
 #include "route/tokens.cuh"
 
@@ -21,28 +21,6 @@ struct Forward {
   Workspace workspace;
 };
 
-constexpr uint64_t kLongestWait = 10ull * 1000 * 1000 * 1000;  // nanoseconds
-
-// Until all blocks of the grid are here; what they wrote before is then seen by all. barrier: arrivals, which
-// are back at zero afterwards, and a generation.
-__device__ __forceinline__ void meet_grid(uint32_t* barrier, uint32_t blocks) {
-  sync_block();
-  if (threadIdx.x == 0) {
-    const uint32_t generation = load_acquire(barrier + 1);  // cannot change before this block arrives
-    if (add_acq_rel(barrier, 1) == blocks - 1) {
-      barrier[0] = 0;
-      add_acq_rel(barrier + 1, 1);
-    } else {
-      const uint64_t begin = nanoseconds();
-      while (load_acquire(barrier + 1) == generation) {
-        if (nanoseconds() - begin > kLongestWait) fail();
-        pause();
-      }
-    }
-  }
-  sync_block();
-}
-
 __device__ __forceinline__ int count_bits(uint32_t mask) {
 #if defined(__CUDACC__)
   return __popc(mask);
@@ -54,7 +32,7 @@ __device__ __forceinline__ int count_bits(uint32_t mask) {
 // A block's shared memory; see ForwardShared.
 template <class S>
 struct Shared {
-  int32_t* rows_WE;  // first each warp's rows, after tell() those of the warps before it
+  int32_t* rows_WE;  // each warp's rows; in place_rows() those of the warps before it
   float* sum_W;
   uint32_t* area;
 

@@ -94,7 +94,7 @@ __device__ __forceinline__ void write_choices(const Forward& a, int64_t first, i
   }
 }
 
-// Phase 1 of one warp: experts and weights of its tokens; rows_E, its counts; and its lanes' sums.
+// What one warp chooses: experts and weights of its tokens; rows_E, its counts; and its lanes' sums.
 template <class S>
 __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                               Sums<S>& sums) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
   }
 }
 
-// What the other blocks need of this one, into the workspace; rows_WE become the rows of the warps before.
+// What the second kernel's blocks need of this one, into the workspace.
 template <class S>
 __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                      Sums<S>& sums) {
@@ -160,10 +160,7 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
     int32_t rows = 0;
     float probability = 0.0f;
     for (int w = 0; w < S::kWarps; ++w) {
-      int32_t& of_warp = shared.rows_WE[w * num_experts + e];
-      const int32_t before = rows;
-      rows += of_warp;
-      of_warp = before;
+      rows += shared.rows_WE[w * num_experts + e];
       probability += probability_WE[w * num_experts + e];
     }
     a.workspace.rows_GE[mine + e] = rows;

@@ -1,5 +1,3 @@
-#include <cuda_runtime.h>
-
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -7,6 +5,7 @@
 #include <tuple>
 
 #include "common/on_device.h"
+#include "common/prepared.h"
 #include "route/backward.cuh"
 #include "route/kernel.cuh"
 #include "route/launch.h"
@@ -27,19 +26,13 @@ int blocks_resident(int device, const void* kernel, int threads, int shared_byte
   static std::mutex mutex;
   static std::map<std::tuple<int, const void*, int>, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto [found, is_new] = known.try_emplace({device, kernel, shared_bytes}, 0);
-  if (!is_new) return found->second;
-  try {
-    const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
-          "cudaFuncSetAttribute");
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found->second, kernel, threads, shared_bytes),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  } catch (...) {
-    known.erase(found);
-    throw;
-  }
-  return found->second;
+  const auto found = known.find({device, kernel, shared_bytes});
+  if (found != known.end()) return found->second;
+  allow_shared(kernel, shared_bytes);
+  int blocks = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return known[{device, kernel, shared_bytes}] = blocks;
 }
 
 template <class Call>
@@ -63,8 +56,13 @@ int words_of_backward(int, int top_k) {
 }
 
 template <class S>
-constexpr Chosen<Forward> forward_of(const char* name) {
-  return {forward_kernel<S>, S::kExperts, S::kThreads, S::kTokens * S::kWarps, forward_words<S>, name};
+constexpr Chosen<Forward> first_of(const char* name) {
+  return {choose_kernel<S>, S::kExperts, S::kThreads, S::kTokens * S::kWarps, forward_words<S>, name};
+}
+
+template <class S>
+constexpr Chosen<Forward> second_of(const char* name) {
+  return {place_kernel<S>, S::kExperts, S::kThreads, S::kTokens * S::kWarps, forward_words<S>, name};
 }
 
 template <class S>
@@ -72,11 +70,18 @@ constexpr Chosen<Backward> backward_of(const char* name) {
   return {backward_kernel<S>, S::kExperts, S::kThreads, S::kTokens * S::kWarps, words_of_backward<S>, name};
 }
 
-const Chosen<Forward> kForward[] = {
-    forward_of<Kept<1, 8>>("route.8"),     forward_of<Kept<2, 8>>("route.16"),
-    forward_of<Kept<4, 8>>("route.32"),    forward_of<Kept<8, 8>>("route.64"),
-    forward_of<Kept<16, 8>>("route.128"),  forward_of<Kept<32, 8>>("route.256"),
-    forward_of<Kept<32, 16>>("route.512"), forward_of<Kept<32, 32>>("route.1024"),
+const Chosen<Forward> kFirst[] = {
+    first_of<Kept<1, 8>>("route_choose.8"),     first_of<Kept<2, 8>>("route_choose.16"),
+    first_of<Kept<4, 8>>("route_choose.32"),    first_of<Kept<8, 8>>("route_choose.64"),
+    first_of<Kept<16, 8>>("route_choose.128"),  first_of<Kept<32, 8>>("route_choose.256"),
+    first_of<Kept<32, 16>>("route_choose.512"), first_of<Kept<32, 32>>("route_choose.1024"),
+};
+
+const Chosen<Forward> kSecond[] = {
+    second_of<Kept<1, 8>>("route_place.8"),     second_of<Kept<2, 8>>("route_place.16"),
+    second_of<Kept<4, 8>>("route_place.32"),    second_of<Kept<8, 8>>("route_place.64"),
+    second_of<Kept<16, 8>>("route_place.128"),  second_of<Kept<32, 8>>("route_place.256"),
+    second_of<Kept<32, 16>>("route_place.512"), second_of<Kept<32, 32>>("route_place.1024"),
 };
 
 const Chosen<Backward> kBackward[] = {
@@ -87,7 +92,7 @@ const Chosen<Backward> kBackward[] = {
 };
 
 template <class Call, int kCount>
-const Chosen<Call>& choose_kernel(const Chosen<Call> (&kernels)[kCount], int64_t num_experts) {
+const Chosen<Call>& pick(const Chosen<Call> (&kernels)[kCount], int64_t num_experts) {
   for (const auto& each : kernels)
     if (num_experts <= each.experts) return each;
   throw std::invalid_argument("pmoe._cuda: route: no kernel takes " + std::to_string(num_experts) +
@@ -121,17 +126,10 @@ float z_scale(const Problem& p) {
 }
 
 template <class Call>
-void launch(const Chosen<Call>& chosen, Call arguments, int blocks, int shared_bytes, bool meets,
+void launch(const Chosen<Call>& chosen, const Call& arguments, int64_t blocks, int shared_bytes,
             void* stream) {
-  void* list[] = {&arguments};
-  const auto on = static_cast<cudaStream_t>(stream);
-  const auto* const kernel = reinterpret_cast<const void*>(chosen.kernel);
-  if (meets)
-    check(cudaLaunchCooperativeKernel(kernel, dim3(blocks), dim3(chosen.threads), list, shared_bytes, on),
-          "cudaLaunchCooperativeKernel");
-  else
-    check(cudaLaunchKernel(kernel, dim3(blocks), dim3(chosen.threads), list, shared_bytes, on),
-          "cudaLaunchKernel");
+  const Grid grid = {static_cast<int>(blocks), chosen.threads, shared_bytes};
+  Prepared(chosen.name, chosen.kernel, grid, stream).launch(arguments);
 }
 
 template <class Call, int kCount>
@@ -141,12 +139,12 @@ void list(const Chosen<Call> (&kernels)[kCount], std::vector<KernelInfo>& found)
                      4 * each.shared_words(each.experts, smaller(each.experts, kMostChoices))});
 }
 
-// Blocks that own tokens: at most one a multiprocessor, and one more, which adds up, must be resident beside
-// them.
-int64_t most_blocks(int device, const Chosen<Forward>& chosen, int shared_bytes) {
-  const int64_t processors = multiprocessors(device);
-  const auto* const kernel = reinterpret_cast<const void*>(chosen.kernel);
-  return smaller(processors, processors * blocks_resident(device, kernel, chosen.threads, shared_bytes) - 1);
+// Blocks that own tokens: with the one that adds up, one a multiprocessor.
+Sizes sizes_of(const Problem& p) {
+  const int experts = static_cast<int>(p.num_experts), chunks = static_cast<int>(p.num_chunks);
+  const int block_tokens = pick(kFirst, experts).tokens;
+  return {p.num_tokens, experts, static_cast<int>(p.top_k), chunks,
+          chunk_blocks(p.num_tokens, chunks, block_tokens, multiprocessors(p.device) - 1)};
 }
 
 }  // namespace
@@ -165,49 +163,30 @@ std::string refusal(int64_t num_tokens, int64_t num_experts, int64_t top_k, int6
   return "";
 }
 
-int64_t most_chunks(int device, int64_t num_experts, int64_t top_k) {
+void prepare(int device, int64_t num_experts, int64_t top_k) {
   const OnDevice here(device);
-  const auto& chosen = choose_kernel(kForward, num_experts);
-  const int words = chosen.shared_words(static_cast<int>(num_experts), static_cast<int>(top_k));
-  return smaller(most_blocks(device, chosen, 4 * words), int64_t{kMostChunks});
-}
-
-int64_t workspace_bytes(int device, int64_t num_experts) {
-  return Workspace::bytes(multiprocessors(device), num_experts);
-}
-
-int64_t kept_workspace(int device, void* stream, int64_t bytes) {
-  struct Kept {
-    void* data = nullptr;
-    int64_t bytes = 0;
+  const int experts = static_cast<int>(num_experts), choices = static_cast<int>(top_k);
+  const auto ready = [&](const auto& chosen) {
+    const auto* const kernel = reinterpret_cast<const void*>(chosen.kernel);
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), chosen.name);
+    allow_shared(kernel, 4 * chosen.shared_words(experts, choices));
   };
-  static std::mutex mutex;
-  static std::map<std::pair<int, void*>, Kept> all;
-  const std::lock_guard<std::mutex> lock(mutex);
-  Kept& kept = all[{device, stream}];
-  if (kept.bytes < bytes) {  // the smaller one may still be in use, and stays
-    const OnDevice here(device);
-    void* data = nullptr;
-    check(cudaMalloc(&data, static_cast<size_t>(bytes)), "cudaMalloc");
-    check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)),
-          "cudaMemsetAsync");
-    kept = {data, bytes};
-  }
-  return reinterpret_cast<int64_t>(kept.data);
+  ready(pick(kFirst, experts)), ready(pick(kSecond, experts)), ready(pick(kBackward, experts));
+}
+
+int64_t workspace_bytes(const Problem& p) {
+  check_sizes(p);
+  return Workspace::bytes(sizes_of(p).blocks(), p.num_experts);
 }
 
 void forward(const Problem& p, const ForwardTensors& t) {
   check_sizes(p);
   const OnDevice here(p.device);
-  const int experts = static_cast<int>(p.num_experts), top_k = static_cast<int>(p.top_k);
-  const auto& chosen = choose_kernel(kForward, experts);
-  const int shared_bytes = 4 * chosen.shared_words(experts, top_k);
-  const int64_t most = most_blocks(p.device, chosen, shared_bytes);
-  if (p.num_chunks > most)
-    refuse(outside("num_chunks", p.num_chunks, "at most " + std::to_string(most) + " on this device"));
-  const int chunks = static_cast<int>(p.num_chunks);
-  const Sizes sizes{p.num_tokens, experts, top_k, chunks,
-                    chunk_blocks(p.num_tokens, chunks, chosen.tokens, most)};
+  const int experts = static_cast<int>(p.num_experts);
+  const auto &first = pick(kFirst, experts), &second = pick(kSecond, experts);
+  const int shared_bytes = 4 * first.shared_words(experts, static_cast<int>(p.top_k));
+  const Sizes sizes = sizes_of(p);
   const int64_t needed = Workspace::bytes(sizes.blocks(), experts);
   if (t.workspace_bytes < needed)
     refuse(outside("workspace_bytes", t.workspace_bytes, "at least " + std::to_string(needed)));
@@ -225,7 +204,8 @@ void forward(const Problem& p, const ForwardTensors& t) {
                           t.ends_nE,
                           t.l_aux,
                           Workspace::at(t.workspace, sizes.blocks(), experts)};
-  launch(chosen, arguments, sizes.blocks() + 1, shared_bytes, true, p.stream);
+  launch(first, arguments, sizes.blocks(), shared_bytes, p.stream);
+  launch(second, arguments, sizes.blocks() + 1, shared_bytes, p.stream);
 }
 
 void backward(const Problem& p, const BackwardTensors& t) {
@@ -233,7 +213,7 @@ void backward(const Problem& p, const BackwardTensors& t) {
   if (p.num_tokens == 0) return;
   const OnDevice here(p.device);
   const int experts = static_cast<int>(p.num_experts), top_k = static_cast<int>(p.top_k);
-  const auto& chosen = choose_kernel(kBackward, experts);
+  const auto& chosen = pick(kBackward, experts);
   const int shared_bytes = 4 * chosen.shared_words(experts, top_k);
   const auto* const kernel = reinterpret_cast<const void*>(chosen.kernel);
   const int64_t resident =
@@ -255,11 +235,12 @@ void backward(const Problem& p, const BackwardTensors& t) {
                            static_cast<int>(t.num_partials),
                            t.grad_l_aux,
                            t.grad_logits_TE};
-  launch(chosen, arguments, static_cast<int>(blocks), shared_bytes, false, p.stream);
+  launch(chosen, arguments, blocks, shared_bytes, p.stream);
 }
 
 void list_kernels(std::vector<KernelInfo>& found) {
-  list(kForward, found);
+  list(kFirst, found);
+  list(kSecond, found);
   list(kBackward, found);
 }
 

@@ -27,8 +27,7 @@ struct ForwardTensors {
   int32_t* counts_nE;
   int32_t* ends_nE;
   float* l_aux;
-  // Zero before its first use, and never used by two launches that may run at the same time.
-  void* workspace;
+  void* workspace;  // see workspace_bytes
   int64_t workspace_bytes;
 };
 
@@ -48,19 +47,15 @@ struct BackwardTensors {
 // Why there is no kernel for these sizes, or an empty string. Asks no device.
 std::string refusal(int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_chunks);
 
-// The most chunks that this device's resident blocks can be divided among: 0 where it holds too few blocks.
-int64_t most_chunks(int device, int64_t num_experts, int64_t top_k);
+// Makes the kernels ready on a device. Throws std::runtime_error where it cannot run them: no code for it, or
+// too little shared memory.
+void prepare(int device, int64_t num_experts, int64_t top_k);
 
-// Bytes of workspace that any forward launch with so many experts takes on a device.
-int64_t workspace_bytes(int device, int64_t num_experts);
+// Bytes that forward() writes and reads, of any content before; the stream's own until it has passed forward.
+int64_t workspace_bytes(const Problem& problem);
 
-// The address of so many bytes for launches on one stream, zero before the first: the same at every call.
-// They are kept as long as the process, and outside torch's allocator, whose private pools take back what is
-// allocated while a graph is prepared.
-int64_t kept_workspace(int device, void* stream, int64_t bytes);
-
-// One cooperative launch. Throws, before it, std::invalid_argument for what refusal() and most_chunks() tell
-// and for too little workspace; and std::runtime_error for an error of CUDA.
+// Two launches. Throws, before them, std::invalid_argument for what refusal() tells and for too little
+// workspace; and std::runtime_error for an error of CUDA.
 void forward(const Problem& problem, const ForwardTensors& tensors);
 
 // One launch; none without tokens. Throws as forward does.

@@ -86,33 +86,25 @@ struct Sizes {
   PMOE_HD int64_t first_row(int32_t chunk) const { return bound(num_tokens, chunk, num_chunks) * top_k; }
 };
 
-// B: enough for a warp's worth of tokens in each warp, within what is resident beside the block that adds up.
+// B: enough for a warp's worth of tokens in each warp, within most_blocks where the chunks leave a choice.
 inline int32_t chunk_blocks(int64_t num_tokens, int32_t num_chunks, int64_t block_tokens,
                             int64_t most_blocks) {
   const int64_t enough = ceil_div(ceil_div(num_tokens, block_tokens), num_chunks);
   return static_cast<int32_t>(larger(int64_t{1}, smaller(enough, most_blocks / num_chunks)));
 }
 
-// The workspace of a forward launch: words of the grid's barrier, zero before the first launch and after
-// every one, then what blocks tell each other.
+// What the first forward kernel's blocks leave to the second's.
 struct Workspace {
-  static constexpr int64_t kBarrierBytes = 128;  // a line of its own
-
-  uint32_t* barrier;      // arrivals, generation
   int32_t* rows_GE;       // of each expert
   float* probability_GE;  // summed over the block's tokens
   float* z_G;             // squared logsumexp, summed likewise
 
-  static int64_t bytes(int64_t blocks, int64_t num_experts) {
-    return kBarrierBytes + 4 * blocks * (2 * num_experts + 1);
-  }
+  static int64_t bytes(int64_t blocks, int64_t num_experts) { return 4 * blocks * (2 * num_experts + 1); }
 
   static Workspace at(void* base, int64_t blocks, int64_t num_experts) {
-    auto* const words = static_cast<uint8_t*>(base) + kBarrierBytes;
     Workspace found{};
-    found.barrier = static_cast<uint32_t*>(base);
-    found.rows_GE = reinterpret_cast<int32_t*>(words);
-    found.probability_GE = reinterpret_cast<float*>(words) + blocks * num_experts;
+    found.rows_GE = static_cast<int32_t*>(base);
+    found.probability_GE = static_cast<float*>(base) + blocks * num_experts;
     found.z_G = found.probability_GE + blocks * num_experts;
     return found;
   }

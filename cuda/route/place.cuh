@@ -1,4 +1,4 @@
-// Phase 2 of the forward kernel (kernel.cuh): places of rows, counts of chunks, the balance loss.
+// The second forward kernel (kernel.cuh): places of rows, counts of chunks, the balance loss.
 #pragma once
 #include "route/block.cuh"
 
@@ -68,11 +68,50 @@ __device__ __forceinline__ uint32_t same_expert(int32_t expert, bool valid, int 
   return valid ? same : 0;
 }
 
-// Phase 2 of a block that owns tokens: where each of its slots' rows stands.
+struct Slots {
+  int64_t begin, end;
+};
+
+template <class S>
+__device__ __forceinline__ Slots slots_of_warp(const Forward& a, int warp) {
+  const int64_t part = int64_t{blockIdx.x} * S::kWarps + warp;
+  return {a.sizes.first_token(part, S::kWarps) * a.sizes.top_k,
+          a.sizes.first_token(part + 1, S::kWarps) * a.sizes.top_k};
+}
+
+// rows_WE: rows by expert of the block's warps before each. Counted again: what the first kernel's warps
+// counted went with their shared memory, and their choices are near.
+template <class S>
+__device__ __forceinline__ void count_warps_before(const Forward& a, const Place<S>& at,
+                                                   const Shared<S>& shared, const Slots& slots) {
+  const int num_experts = a.sizes.num_experts;
+  int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
+  PMOE_ROLLED
+  for (int e = at.lane; e < num_experts; e += 32) rows_E[e] = 0;
+  sync_warp();
+  PMOE_ROLLED
+  for (int64_t slot = slots.begin + at.lane; slot < slots.end; slot += 32)
+    atomicAdd(rows_E + a.expert_TK[slot], 1);
+  sync_block();
+  PMOE_ROLLED
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += S::kThreads) {
+    int32_t rows = 0;
+    for (int w = 0; w < S::kWarps; ++w) {
+      int32_t& of_warp = shared.rows_WE[w * num_experts + e];
+      const int32_t before = rows;
+      rows += of_warp;
+      of_warp = before;
+    }
+  }
+}
+
+// A block that owns tokens: where each of its slots' rows stands.
 template <class S>
 __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
   const int chunk = static_cast<int>(blockIdx.x) / blocks;
+  const Slots slots = slots_of_warp<S>(a, at.warp);
+  count_warps_before<S>(a, at, shared, slots);
   const ChunkCounts counts = count_chunk<S>(a, shared, chunk, static_cast<int>(blockIdx.x) % blocks);
   int32_t* const first_E = counts.before_E;
   if (at.warp == 0)
@@ -81,12 +120,10 @@ __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at,
   sync_block();
   // Placed so far, by this warp or one before.
   int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
-  const int64_t part = int64_t{blockIdx.x} * S::kWarps + at.warp;
-  const int64_t end = a.sizes.first_token(part + 1, S::kWarps) * a.sizes.top_k;
   PMOE_ROLLED
-  for (int64_t begin = a.sizes.first_token(part, S::kWarps) * a.sizes.top_k; begin < end; begin += 32) {
+  for (int64_t begin = slots.begin; begin < slots.end; begin += 32) {
     const int64_t slot = begin + at.lane;
-    const bool valid = slot < end;
+    const bool valid = slot < slots.end;
     const int32_t expert = valid ? a.expert_TK[slot] : 0;
     const uint32_t same = same_expert(expert, valid, num_experts);
     const uint32_t earlier = same & ((1u << at.lane) - 1);
@@ -165,7 +202,7 @@ __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, c
   return block_sum(at, shared, mine);
 }
 
-// Phase 2 of the block that owns no tokens: what concerns all of them.
+// The block that owns no tokens: what concerns all of them.
 template <class S>
 __device__ __forceinline__ void add_up(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   int32_t* const load_E = shared.ints(2 * a.sizes.num_experts);

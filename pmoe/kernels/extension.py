@@ -8,6 +8,9 @@ Its versions (90 is 9.0) tell code that nvcc compiled from what the driver made 
     90      90   the sm_90a code: setup.py compiles nothing else of 9.0
     90      80   compiled by the driver from PTX, on 9.0 (CUDA_FORCE_PTX_JIT=1, or built without sm_90a)
     100     80   the same, on Blackwell, where no sm_90a code runs
+
+All kernels are compiled for the same architectures, so one of them tells what all are. The others are loaded
+when they are first launched: a device that takes the PTX would compile every one of them, for minutes.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 
 NAME = "pmoe._cuda"
+PROBE = "heap.raise_flag"
 HOW_TO_BUILD = (
     "with nvcc 12.5 or newer on PATH: pip install . (or, in place: python setup.py build_ext --inplace)"
 )
@@ -123,7 +127,7 @@ class LoadedKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A CUDA device that torch sees, and the kernels there. reason: why there are none."""
+    """A CUDA device that torch sees, and kernels there: all, or PROBE. reason: why there are none."""
 
     index: int
     name: str
@@ -134,18 +138,18 @@ class Device:
 
 @cache
 def on_device(index: int) -> Device:
-    """The kernels as this CUDA device has them; the device is asked once."""
-    return ask_device(index)
+    """PROBE as this CUDA device has it; the device is asked once."""
+    return ask_device(index, PROBE)
 
 
-def ask_device(index: int) -> Device:
-    """As `on_device`, not cached. A device in trouble is one without kernels, whose reason says why."""
+def ask_device(index: int, only: str = "") -> Device:
+    """All kernels of a device, or one. A device in trouble is one without kernels, whose reason says why."""
     capability = torch.cuda.get_device_capability(index)
     module, reason = _load()
     kernels: tuple[LoadedKernel, ...] = ()
     if module is not None:
         try:
-            kernels = tuple(LoadedKernel.of(capability, **each) for each in module.kernels(index))
+            kernels = tuple(LoadedKernel.of(capability, **each) for each in module.kernels(index, only))
         except RuntimeError as error:
             reason = str(error)
     return Device(
@@ -203,9 +207,8 @@ class Architecture:
 
 def loaded_architecture(device: torch.device) -> Architecture:
     """Of this CUDA device."""
-    found = ask_device(device.index or 0)
-    loaded = [(each.binary_version, each.ptx_version) for each in found.kernels if each.refusal is None]
-    binary, ptx = max(loaded, default=(0, 0))
+    found = ask_device(device.index or 0, PROBE)
+    binary, ptx = next(((each.binary_version, each.ptx_version) for each in found.kernels), (0, 0))
     major, minor = found.capability
     return Architecture(binary_version=binary, ptx_version=ptx, capability=10 * major + minor)
 

@@ -38,30 +38,27 @@ def misfit(dtype: torch.dtype, **columns: int) -> str | None:
     return None
 
 
-def find_path(device: torch.device, family: str, what: str) -> tuple[str | None, str | None]:
-    """("sm_90a" or "sm_80", None): whose kernels a CUDA device runs; or (None, why there are none).
+def find_path(device: torch.device, what: str) -> tuple[str | None, str | None]:
+    """("sm_90a" or "sm_80", None): which code of the kernels a CUDA device runs; or (None, why none).
 
-    family: what the kernels' names begin with. what: these kernels, in words.
-    Read from the kernels as the driver loaded them.
+    what: the kernels, in words. Read from a kernel as the driver loaded it.
     """
     if device.type != "cuda":
         return None, f"device {device.type}: the {what} are CUDA's"
-    return _path_of_index(cuda_index(device), family, what)
+    return _path_of_index(cuda_index(device))
 
 
 @cache
-def _path_of_index(index: int, family: str, what: str) -> tuple[str | None, str | None]:
-    if extension.load() is None:
-        return None, extension.why_missing()
-    return path_of(extension.on_device(index), family, what)
+def _path_of_index(index: int) -> tuple[str | None, str | None]:
+    return (
+        (None, extension.why_missing()) if extension.load() is None else path_of(extension.on_device(index))
+    )
 
 
-def path_of(device: extension.Device, family: str, what: str) -> tuple[str | None, str | None]:
-    """As `find_path`, of a device whose kernels are loaded."""
-    kernels = [each for each in device.kernels if each.name.startswith(f"{family}.")]
-    for name in ("sm_90a", "sm_80"):
-        found = [each for each in kernels if f".{name}." in each.name]
-        if found and all(each.refusal is None for each in found):
-            return name, None
-    reason = device.reason or "; ".join(sorted({each.refusal for each in kernels if each.refusal}))
-    return None, f"device {device.index}: {reason or f'the extension has no {what}'}"
+def path_of(device: extension.Device) -> tuple[str | None, str | None]:
+    """As `find_path`."""
+    if not device.kernels:
+        return None, f"device {device.index}: {device.reason}"
+    probe = device.kernels[0]
+    refusal = extension.hopper_refusal(probe.binary_version, probe.ptx_version, device.capability)
+    return "sm_90a" if refusal is None else "sm_80", None

@@ -1,6 +1,8 @@
 // Ranks of COMET's two kernels in one emulated grid, round after round on the same heaps, and the plain loop
 // that their results must equal.
 #pragma once
+#include <cuda_runtime.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -8,8 +10,8 @@
 
 #include "comet/ampere.cuh"
 #include "comet/hopper.cuh"
+#include "comet/launch.h"
 #include "grouped_gemm/parts.h"
-#include "maps.h"
 
 using namespace pmoe;
 using namespace pmoe::comet;
@@ -120,7 +122,7 @@ class World {
       if (c.bias) f.problem.bias = b1[r].data;
       f.rank.source = x.data, f.rank.source_stride = c.model * 2;
     });
-    with_activation<Form::kForward, Epilogue::kHidden>();
+    start(Kernel::kDispatch, Form::kForward, Epilogue::kHidden, c.activation);
   }
 
   void route() {
@@ -183,7 +185,7 @@ class World {
     try {
       ++launches;
       go();
-    } catch (const emu::Error& error) {
+    } catch (const std::runtime_error& error) {
       expect(false, told(c) + " " + what + ": " + error.what());
       return false;
     }
@@ -260,7 +262,7 @@ class World {
       f.problem.row_dots = dots[r].as<float>();
       f.rank.source = grad.data, f.rank.source_stride = c.model * 2;
     });
-    with_activation<Form::kInput, Epilogue::kHiddenGradient>();
+    start(Kernel::kDispatch, Form::kInput, Epilogue::kHiddenGradient, c.activation);
   }
 
   void dispatch_alone() {
@@ -269,7 +271,7 @@ class World {
       f.rank.source = x.data, f.rank.source_stride = c.model * 2;
       f.rank.computes = 0, f.rank.communicating = c.blocks;
     });
-    dispatch<Form::kForward, Epilogue::kHidden, Activation::kRelu>();
+    start(Kernel::kDispatch, Form::kForward, Epilogue::kHidden, Activation::kRelu);
   }
 
   void forward_combine() {
@@ -279,7 +281,7 @@ class World {
       if (c.bias) f.problem.bias = b2[r].data;
       f.rank.result = y.data, f.rank.result_stride = c.model * 2;
     });
-    combine<Form::kForward>();
+    start(Kernel::kCombine, Form::kForward, Epilogue::kPlain, Activation::kNone);
   }
 
   void backward_combine() {
@@ -289,74 +291,18 @@ class World {
       f.rank.row_dots = dots[r].as<float>(), f.rank.dot_parts = parts, f.rank.dot_rows = capacity;
       f.rank.weight_gradient = of_weight.as<float>();
     });
-    combine<Form::kInput>();
+    start(Kernel::kCombine, Form::kInput, Epilogue::kPlain, Activation::kNone);
   }
 
-  template <Form kForm, Epilogue kEpilogue>
-  void with_activation() {
-    switch (c.activation) {
-      case Activation::kRelu:
-        return dispatch<kForm, kEpilogue, Activation::kRelu>();
-      case Activation::kGelu:
-        return dispatch<kForm, kEpilogue, Activation::kGelu>();
-      case Activation::kSilu:
-        return dispatch<kForm, kEpilogue, Activation::kSilu>();
-      default:
-        return dispatch<kForm, kEpilogue, Activation::kSwiglu>();
-    }
-  }
-
-  template <Form kForm>
-  void encode() {
-    for (int r = 0; r < c.ranks; ++r) {
-      const Problem& p = launch.fused[r].problem;
-      launch.fused[r].a_map = map_2d(p.a, p.k, capacity, p.a_stride, 128);
-      launch.fused[r].b_map = kForm == Form::kForward ? map_3d(p.b, p.k, p.n, c.experts, 128)
-                                                      : map_3d(p.b, p.n, p.k, c.experts, 64);
-    }
-  }
-
-  bool absent() const { return static_cast<int>(blockIdx.x) / c.blocks == c.missing; }
-
-  template <Form kForm, Epilogue kEpilogue, Activation kActivation>
-  void dispatch() {
-    encode<kForm>();
-    ++epoch;
-    const unsigned grid = static_cast<unsigned>(c.ranks * c.blocks), seed = c.seed + 31 * launches;
-    if (c.hopper)
-      emu::launch(
-          grid, hopper::kThreads, seed,
-          [&] {
-            if (!absent()) dispatch_gemm<T, kForm, kEpilogue, kActivation>(launch);
-          },
-          c.eagerness);
-    else
-      emu::launch(
-          grid, ampere::kThreads, seed,
-          [&] {
-            if (!absent()) dispatch_gemm_sm80<T, kForm, kEpilogue, kActivation>(launch);
-          },
-          c.eagerness);
-  }
-
-  template <Form kForm>
-  void combine() {
-    encode<kForm>();
-    const unsigned grid = static_cast<unsigned>(c.ranks * c.blocks), seed = c.seed + 31 * launches;
-    if (c.hopper)
-      emu::launch(
-          grid, hopper::kThreads, seed,
-          [&] {
-            if (!absent()) gemm_combine<T, kForm>(launch);
-          },
-          c.eagerness);
-    else
-      emu::launch(
-          grid, ampere::kThreads, seed,
-          [&] {
-            if (!absent()) gemm_combine_sm80<T, kForm>(launch);
-          },
-          c.eagerness);
+  // By the product's own launch, which encodes maps for the emulator (runtime/).
+  void start(Kernel kernel, Form form, Epilogue epilogue, Activation activation) {
+    if (kernel == Kernel::kDispatch) ++epoch;
+    const std::vector<int64_t> a_rows(static_cast<size_t>(c.ranks), capacity);
+    stub::seed = c.seed + 31 * launches, stub::eagerness = c.eagerness;
+    stub::absent = [this] { return static_cast<int>(blockIdx.x) / c.blocks == c.missing; };
+    comet::launch(c.hopper ? comet::hopper_path : comet::ampere_path,
+                  {kernel, Element::kBf16, form, epilogue, activation}, launch, c.ranks, a_rows.data(),
+                  nullptr);
   }
 
   // ---- the plain definition

@@ -6,13 +6,15 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.kept import digest, kept
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1] / "cuda"
-FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"]
 # Plain threads in place of a device's (threads.h), and such threads under ThreadSanitizer.
 THREADS = ["-std=c++20", "-pthread", "-DPMOE_THREADS"]
 SANITIZED = [*THREADS, "-O1", "-g", "-fsanitize=thread"]
@@ -20,23 +22,52 @@ SANITIZED = [*THREADS, "-O1", "-g", "-fsanitize=thread"]
 RACE_FOUND = 66  # the exit code of a program in which ThreadSanitizer has found a race
 
 
-def compile_program(source: str, *flags: str) -> Path:
+# Of the product's own files, which programs may be linked with: for programs and for Python modules.
+OBJECT = ["-x", "c++", "-fPIC", "-fvisibility=hidden", "-c"]
+
+
+def product_of(*folders: str) -> list[str]:
+    """Files of cuda/ that launch, with what these need."""
+    return [
+        path.relative_to(CUDA).as_posix() for name in folders for path in sorted((CUDA / name).glob("*.cu"))
+    ]
+
+
+def compile_program(source: str, *flags: str, product: Iterable[str] = ()) -> Path:
     """The program, kept by what it is made from. Raises AssertionError with the compiler's output.
 
-    Later flags win over FLAGS. A change of any header makes every program again.
+    product: the files of cuda/ that it is linked with, over runtime/ in place of CUDA. Later flags win over
+    FLAGS. A change of any header makes every program again.
     """
-    headers = [*CUDA.rglob("*.*h"), *HERE.glob("*.h")]
-    told = digest([_compiler_version(), *FLAGS, *flags, *sorted(headers), HERE / source])
-    return kept(f"{Path(source).stem}-{told}", lambda program: _compile(source, program, *flags))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda each: _made(CUDA / each, *OBJECT, *flags), product))
+    return _made(HERE / source, *map(str, objects), *flags)
 
 
-def _compile(source: str, program: Path, *flags: str) -> None:
-    include = [f"-I{CUDA}", f"-I{HERE}"]
-    made = subprocess.run(
-        [_compiler(), *FLAGS, *flags, *include, str(HERE / source), "-o", str(program)],
-        capture_output=True,
-        text=True,
-    )
+def link_module(*flags: str) -> Path:
+    """``pmoe._cuda`` of the product's own files, over runtime/ in place of CUDA: kernels run in the emulator.
+
+    flags: where Python's and pybind11's headers are.
+    """
+    launching = [CUDA / each for each in product_of("grouped_gemm", "comet", "route", "permute", "heap")]
+    binding = [CUDA / "binding.cpp", *sorted(CUDA.glob("*/bind.cpp")), HERE / "runtime" / "bind.cpp"]
+    flags_of = dict.fromkeys(launching, OBJECT) | {each: [*OBJECT, *flags] for each in binding}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda each: _made(each, *flags_of[each]), flags_of))
+    told = digest([_compiler_version(), *FLAGS, *objects])
+    return kept(f"_cuda-{told}", lambda made: _compile([*map(str, objects), "-shared", "-o", str(made)]))
+
+
+def _made(source: Path, *flags: str) -> Path:
+    headers = [*CUDA.rglob("*.*h"), *HERE.rglob("*.h")]
+    told = digest([_compiler_version(), *FLAGS, *flags, *sorted(headers), source])
+    name = f"{source.parent.name}-{source.stem}-{told}"
+    return kept(name, lambda made: _compile([*flags, str(source), "-o", str(made)], *flags))
+
+
+def _compile(words: list[str], *flags: str) -> None:
+    include = [f"-I{CUDA}", f"-I{HERE}", f"-I{HERE / 'runtime'}"]
+    made = subprocess.run([_compiler(), *FLAGS, *include, *words], capture_output=True, text=True)
     hint = ""
     if "-fsanitize=thread" in flags:
         hint = f"\n(this test needs a C++20 compiler with ThreadSanitizer: does {_compiler()} have libtsan?)"
@@ -61,8 +92,15 @@ def run_program(program: Path, *arguments: str, timeout: float = 250) -> str:
     return ran.stdout
 
 
-def compile_and_run(source: str, *arguments: str, flags: tuple[str, ...] = (), timeout: float = 250) -> str:
-    return run_program(compile_program(source, *flags), *arguments, timeout=timeout)
+def compile_and_run(
+    source: str,
+    *arguments: str,
+    flags: tuple[str, ...] = (),
+    product: Iterable[str] = (),
+    timeout: float = 250,
+) -> str:
+    program = compile_program(source, *flags, product=product)
+    return run_program(program, *arguments, timeout=timeout)
 
 
 @functools.cache

@@ -176,8 +176,6 @@ inline uint64_t nanoseconds() { return 100 * emu::grid->passes; }
 
 inline void pause() { emu::yield(); }
 
-[[noreturn]] inline void fail() { throw emu::Error("the kernel gave up"); }
-
 template <class T>
 T atomicAdd(T* p, T value) {
   emu::check_access(p, sizeof(T), true);

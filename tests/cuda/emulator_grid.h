@@ -1,5 +1,7 @@
 // A grid on the CPU: fibers for its threads, meetings of them, and the memory that they may touch.
 #pragma once
+#include <cuda.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -69,6 +71,33 @@ struct Error : std::runtime_error {
 };
 
 constexpr int kSharedBytes = 232448 - 1024;
+
+// What a CUtensorMap says, to the emulated tensor memory accelerator.
+struct Map {
+  const uint8_t* base;
+  int rank;
+  int64_t size[3];          // elements, innermost first
+  int64_t stride_bytes[3];  // of dimension 1 and 2 at [1], [2]
+  int box[3];
+  int element_bytes;
+};
+
+constexpr uint64_t kEncoded = 0x6d61705f6f6b2121;
+static_assert(sizeof(Map) <= sizeof(CUtensorMap) - sizeof(uint64_t));
+
+inline void write_map(CUtensorMap* map, const Map& told) {
+  std::memcpy(map, &told, sizeof told);
+  map->opaque[15] = kEncoded;
+}
+
+inline Map read_map(const CUtensorMap* map) {
+  if (map->opaque[15] != kEncoded) throw Error("a map that was never encoded");
+  if (reinterpret_cast<uintptr_t>(map) % 64) throw Error("a map that is not aligned");
+  Map told;
+  std::memcpy(&told, map, sizeof told);
+  return told;
+}
+
 constexpr int kSharedBase = 1024;  // the address at which a block's dynamic shared memory begins
 
 // What asynchronous copies and products do, when their time comes.
@@ -133,6 +162,7 @@ struct Pending {
 
 struct Grid {
   unsigned cluster = 1;           // blocks of a cluster
+  int64_t shared_bytes = 0;       // dynamic, of a block
   std::vector<Meeting> clusters;  // by cluster, their threads' barrier
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
@@ -247,10 +277,12 @@ inline std::string report(const Grid& g) {
 
 // Runs body() as grid_dim x block_dim threads. Throws Error on a deadlock or on misuse.
 inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::function<void()> body,
-                   int eagerness = 50, unsigned cluster = 1, size_t stack_bytes = 96 * 1024) {
+                   int eagerness = 50, unsigned cluster = 1, size_t shared_bytes = kSharedBytes,
+                   size_t stack_bytes = 96 * 1024) {
   if (grid_dim % cluster) throw Error("a grid that is not of whole clusters");
   Grid g;
   g.cluster = cluster;
+  g.shared_bytes = static_cast<int64_t>(shared_bytes);
   g.clusters.resize(grid_dim / cluster);
   g.random.seed(seed);
   g.eagerness = eagerness;
@@ -369,7 +401,7 @@ inline uint8_t* shared_base(Block& block) {
 
 inline uint32_t address_of(Block& block, const void* p) {
   const auto offset = static_cast<const uint8_t*>(p) - shared_base(block);
-  if (offset < 0 || offset >= kSharedBytes) throw Error("an address outside shared memory");
+  if (offset < 0 || offset >= grid->shared_bytes) throw Error("an address outside shared memory");
   return static_cast<uint32_t>(offset) + kSharedBase;
 }
 
@@ -391,7 +423,15 @@ inline void mark_clean(Block& block, void* p, int bytes) {
 
 }  // namespace emu
 
-#define threadIdx (emu::self().thread)
-#define blockIdx (emu::self().block_index)
-#define blockDim (emu::grid->block_dim)
-#define gridDim (emu::grid->grid_dim)
+// No macros: the runtime's structures have fields of these names.
+#define EMU_INDEX(NAME, VALUE)                                                   \
+  inline const struct {                                                          \
+    struct {                                                                     \
+      __attribute__((always_inline)) operator unsigned() const { return VALUE; } \
+    } x;                                                                         \
+  } NAME = {}
+EMU_INDEX(threadIdx, emu::self().thread.x);
+EMU_INDEX(blockIdx, emu::self().block_index.x);
+EMU_INDEX(blockDim, emu::grid->block_dim.x);
+EMU_INDEX(gridDim, emu::grid->grid_dim.x);
+#undef EMU_INDEX

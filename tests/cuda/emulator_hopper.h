@@ -72,16 +72,9 @@ inline void fence_proxy_async() {
 
 // ---- the tensor memory accelerator: boxes of a tensor into rows of 128 bytes, swizzled
 
-struct TensorMap {
-  const uint8_t* base;
-  int rank;
-  int64_t size[3];          // elements, innermost first
-  int64_t stride_bytes[3];  // of dimension 1 and 2 at [1], [2]
-  int box[3];
-  int element_bytes;
-};
+using TensorMap = CUtensorMap;
 
-inline void fill_box(const TensorMap& m, uint8_t* out, int x, int y, int z) {
+inline void fill_box(const emu::Map& m, uint8_t* out, int x, int y, int z) {
   for (int k = 0; k < m.box[2]; ++k)
     for (int j = 0; j < m.box[1]; ++j)
       for (int i = 0; i < m.box[0]; ++i) {
@@ -137,7 +130,7 @@ inline void tma_load_to(void* dst, const TensorMap* map, uint64_t* bar, int x, i
     throw emu::Error("a swizzled box must begin on 1024 bytes");
   if (emu::self().fenced != emu::self().block->acquires[emu::self().linear / 32])
     throw emu::Error("a bulk read behind an acquire without a fence of the asynchronous proxy");
-  const TensorMap m = *map;
+  const emu::Map m = emu::read_map(map);
   if (m.box[0] * m.element_bytes != 128) throw emu::Error("a 128-byte swizzle needs rows of 128 bytes");
   const int bytes = m.box[1] * m.box[2] * 128;
   for (uint32_t rank = 0; rank < emu::grid->cluster; ++rank) {
@@ -166,23 +159,23 @@ inline void tma_load(void* dst, const TensorMap* map, uint64_t* bar, int x, int 
 inline void tma_prefetch(const TensorMap*) {}
 
 inline void tma_load_2d(void* dst, const TensorMap* map, uint64_t* bar, int x, int y) {
-  if (map->rank != 2) throw emu::Error("tma_load_2d of a map that is not of rank 2");
+  if (emu::read_map(map).rank != 2) throw emu::Error("tma_load_2d of a map that is not of rank 2");
   tma_load(dst, map, bar, x, y, 0);
 }
 
 inline void tma_load_3d(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z) {
-  if (map->rank != 3) throw emu::Error("tma_load_3d of a map that is not of rank 3");
+  if (emu::read_map(map).rank != 3) throw emu::Error("tma_load_3d of a map that is not of rank 3");
   tma_load(dst, map, bar, x, y, z);
 }
 
 inline void tma_load_2d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, uint16_t ranks) {
-  if (map->rank != 2) throw emu::Error("tma_load_2d_to of a map that is not of rank 2");
+  if (emu::read_map(map).rank != 2) throw emu::Error("tma_load_2d_to of a map that is not of rank 2");
   tma_load_to(dst, map, bar, x, y, 0, ranks);
 }
 
 inline void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z,
                            uint16_t ranks) {
-  if (map->rank != 3) throw emu::Error("tma_load_3d_to of a map that is not of rank 3");
+  if (emu::read_map(map).rank != 3) throw emu::Error("tma_load_3d_to of a map that is not of rank 3");
   tma_load_to(dst, map, bar, x, y, z, ranks);
 }
 

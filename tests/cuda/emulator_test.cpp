@@ -92,8 +92,10 @@ bool is_right(Mistake mistake, unsigned seed, int eagerness, std::string& said) 
   for (int i = 0; i < 64 * kDepth; ++i) a[i] = draw();
   for (auto& each : b) each = draw();
   std::vector<float> out(64 * 256, -1e9f);
-  const TensorMap map = {
-      reinterpret_cast<const uint8_t*>(b.data()), 2, {kDepth, 256, 1}, {2, kDepth * 2, 0}, {64, 256, 1}, 2};
+  TensorMap map;
+  emu::write_map(
+      &map,
+      {reinterpret_cast<const uint8_t*>(b.data()), 2, {kDepth, 256, 1}, {2, kDepth * 2, 0}, {64, 256, 1}, 2});
   emu::forget_arrays();
   emu::register_array("A", a, 64 * kDepth * 2, false);
   emu::register_array("out", out.data(), out.size() * 4, true);

@@ -213,7 +213,7 @@ void check_loss(const Case& c, const float* logits, const Found& found) {
 
 // ---- forward
 
-std::vector<uint8_t> workspace(1 << 18);  // zero once, for all cases in turn
+std::vector<uint8_t> workspace(1 << 18, 0xAB);  // of any content
 
 // After a block's last use of shared memory: nothing lies behind what the launch asks for.
 void expect_shared(int words) {
@@ -243,10 +243,14 @@ Found run_forward(const Case& c, Array<float>& logits, unsigned seed) {
                   found.l_aux.get(),
                   Workspace::at(workspace.data(), sizes.blocks(), c.experts)};
   expect(4 * ForwardShared<S>::words(c.experts, c.top_k) <= emu::kSharedBytes, "shared memory");
-  emu::launch(static_cast<unsigned>(sizes.blocks() + 1), S::kThreads, seed, [&] {
-    forward_kernel<S>(a);
-    expect_shared(ForwardShared<S>::words(c.experts, c.top_k));
-  });
+  const auto launch = [&](void (*kernel)(Forward), int blocks) {
+    emu::launch(static_cast<unsigned>(blocks), S::kThreads, seed, [&] {
+      kernel(a);
+      expect_shared(ForwardShared<S>::words(c.experts, c.top_k));
+    });
+  };
+  launch(choose_kernel<S>, sizes.blocks());
+  launch(place_kernel<S>, sizes.blocks() + 1);
   expect(found.guarded(), "a write outside an array");
   return found;
 }
@@ -386,7 +390,7 @@ void check_crowded() {
 
 void check_sizes() {
   expect(chunk_blocks(0, 4, 64, 131) == 1, "no tokens still take a block a chunk");
-  expect(chunk_blocks(32768, 1, 64, 131) == 131, "no more blocks than are resident");
+  expect(chunk_blocks(32768, 1, 64, 131) == 131, "no more blocks than there may be");
   expect(chunk_blocks(32768, 4, 64, 131) == 32, "as many in every chunk");
   expect(chunk_blocks(1000, 1, 64, 131) == 16 && chunk_blocks(1000, 3, 64, 131) == 6, "a round of each warp");
   expect(order_key(kNaN) > order_key(kInfinity) && order_key(-kNaN) == order_key(kNaN), "NaN is the largest");

@@ -6,6 +6,8 @@ Every test runs with the kernels of each path, as in test_grouped_gemm.py.
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -294,3 +296,24 @@ def test_bad_operands_are_a_value_error_before_any_launch(
     monkeypatch.setattr(products, "launch", lambda *_, **__: pytest.fail("a launch"))
     with pytest.raises(ValueError, match=message):
         call(fine)
+
+
+THREADS = """
+import threading, torch
+from pmoe.kernels.grouped_gemm import grouped_product, product
+x = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+w = torch.ones(1, 64, 64, dtype=torch.bfloat16, device="cuda")
+ends = torch.tensor([64], dtype=torch.int32, device="cuda")
+found = []
+thread = threading.Thread(target=lambda: found.append(product(x.detach(), w, ends)))
+thread.start(), thread.join()
+assert (found[0] == 64).all()
+torch.autograd.backward(grouped_product(x, w, ends), found[0])
+assert (x.grad == 64 * 64).all()
+"""
+
+
+def test_threads_without_a_context_launch_too() -> None:
+    """A thread of one's own, and autograd's, whose first work is a kernel of pmoe's."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

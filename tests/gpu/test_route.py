@@ -20,7 +20,6 @@ from torch.autograd.profiler_util import FunctionEvent
 from pmoe.kernels.route import (
     Routes,
     empty_routes,
-    launch,
     launch_route,
     refusal,
     route,
@@ -261,16 +260,6 @@ def test_the_same_bits_come_every_time() -> None:
         found = [*bits(routes), gradient.view(torch.int32)]
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
-
-
-def test_one_workspace_serves_all_sizes_in_turn() -> None:
-    stream = torch.cuda.current_stream(DEVICE).cuda_stream
-    address = launch._workspace(DEVICE.index, stream, 1024)[0]
-    for num_tokens, num_experts, top_k, num_chunks in [*SMALL, LARGE[3], *SMALL]:
-        logits = draw_logits(num_tokens, num_experts)
-        found = route(logits, top_k, normalize=True, num_chunks=num_chunks)
-        check_routes(found, logits, top_k, normalize=True, num_chunks=num_chunks)
-    assert launch._workspace(DEVICE.index, stream, 4)[0] == address
 
 
 def test_streams_do_not_disturb_each_other() -> None:

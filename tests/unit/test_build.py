@@ -501,7 +501,7 @@ def test_status_lists_every_kernel_of_every_device(monkeypatch: pytest.MonkeyPat
     capabilities = [(9, 0), (10, 0), (8, 0)]
     names = ["permute", "products_hopper"]
 
-    def kernels(index: int) -> list[dict[str, Any]]:
+    def kernels(index: int, only: str) -> list[dict[str, Any]]:
         if index == 2:
             raise RuntimeError("pmoe._cuda: cudaSetDevice: cudaErrorDevicesUnavailable: busy")
         binary, ptx = [(90, 90), (100, 80)][index]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.compiled import compile_and_run, compile_program, run_program
+from tests.cuda.compiled import compile_and_run, compile_program, product_of, run_program
 from tests.cuda.disassembly import count, declared, opcode, resources, sass
 from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    return compile_program("comet_test.cpp")
+    return compile_program("comet_test.cpp", product=product_of("grouped_gemm", "comet"))
 
 
 def test_both_kernels_both_ways_give_what_a_plain_loop_gives(program: Path) -> None:
@@ -35,7 +35,11 @@ def test_a_wait_that_is_left_out_is_noticed(program: Path) -> None:
 @pytest.mark.slow
 def test_a_bulk_read_behind_an_acquire_needs_its_proxy_fence() -> None:
     with pytest.raises(AssertionError, match="without a fence of the asynchronous proxy"):
-        compile_and_run("comet_test.cpp", flags=("-DPMOE_PLANT=kNoProxyFence",), timeout=250)
+        compile_and_run(
+            "comet_test.cpp",
+            flags=("-DPMOE_PLANT=kNoProxyFence",),
+            product=product_of("grouped_gemm", "comet"),
+        )
 
 
 # ---- machine code, where there is nvcc

@@ -51,11 +51,8 @@ class Recorder:
 
     RouteProblem = Moving
 
-    def route_workspace_bytes(self, device: int, experts: int) -> int:
-        return 4 * experts
-
-    def route_kept_workspace(self, device: int, stream: int, most: int) -> int:
-        return 99
+    def route_workspace_bytes(self, problem: list[Any]) -> int:
+        return 36
 
 
 @pytest.fixture
@@ -230,9 +227,11 @@ def test_routes(recorder: Recorder) -> None:
     )  # fmt: skip
     route.launch_route_backward(*saved, out, normalize=False, grad_weight_TK=routes.weight_TK)
     places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "l_aux"]
+    call, (problem, *given) = recorder.calls[0]
+    assert call == "route" and problem == [0, 7, 5, 4, 2, 3, True, 0.5]
+    assert given[:8] == ["logits", *places] and given[9] == 36  # given[8]: the workspace's address
     backward = [[0, 7, 5, 4, 2, 3, False, 0.0], "logits", "expert_TK", "weight_TK", "counts_nE"]
-    assert recorder.calls == [
-        ("route", [[0, 7, 5, 4, 2, 3, True, 0.5], "logits", *places, 99, 1024]),
+    assert recorder.calls[1:] == [
         ("route_backward", [*backward, 0, "partial", "position_TK", 6, "l_aux", "of logits"]),
         ("route_backward", [*backward, "weight_TK", 0, 0, 0, 0, "of logits"]),
     ]

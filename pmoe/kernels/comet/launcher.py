@@ -23,7 +23,7 @@ SPARE_BLOCKS, DEFAULT_SPARE_BLOCKS = "PMOE_SPARE_BLOCKS", 4
 
 def path(device: torch.device) -> tuple[str | None, str | None]:
     """("sm_90a" or "sm_80", None): whose fused kernels a CUDA device runs; or (None, why there are none)."""
-    return find_path(device, "comet", "fused kernels")
+    return find_path(device, "fused kernels")
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:

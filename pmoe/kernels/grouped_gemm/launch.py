@@ -19,7 +19,7 @@ CLUSTER = 0
 
 def path(device: torch.device) -> tuple[str | None, str | None]:
     """("sm_90a" or "sm_80", None): whose kernels a CUDA device runs; or (None, why there are none)."""
-    return find_path(device, "grouped_gemm", "kernels of grouped products")
+    return find_path(device, "kernels of grouped products")
 
 
 def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:

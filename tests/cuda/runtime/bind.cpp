@@ -1,0 +1,53 @@
+// Joins the product's own bindings where they are linked over this runtime: what it was asked, for tests.
+#include <cuda_runtime.h>
+#include <pybind11/pybind11.h>
+#include <sched.h>
+
+#include "module.h"
+
+namespace py = pybind11;
+
+namespace {
+
+py::list launched() {
+  py::list found;
+  for (const stub::Launched& each : stub::launched) {
+    py::dict one;
+    one["kernel"] = reinterpret_cast<std::uintptr_t>(each.kernel);
+    one["blocks"] = each.blocks, one["threads"] = each.threads, one["cluster"] = each.cluster;
+    one["shared_bytes"] = each.shared_bytes, one["together"] = each.together;
+    one["stream"] = reinterpret_cast<std::uintptr_t>(each.stream), one["device"] = each.device;
+    found.append(one);
+  }
+  return found;
+}
+
+template <class All>
+py::list listed(const All& all) {
+  py::list found;
+  for (const auto& each : all) found.append(each);
+  return found;
+}
+
+// A process without contexts, whose calling thread has none.
+void reset(bool runs, int processors) {
+  stub::launched.clear(), stub::encoded.clear(), stub::refused.clear();
+  stub::contexts.clear(), stub::asked.clear(), stub::allowed.clear();
+  stub::device = 0, stub::current = -1, stub::runs = runs, stub::processors = processors;
+}
+
+void bind_stub(py::module_& m) {
+  emu::most_passes = ~uint64_t{0};  // peers are other processes, and may be slow
+  emu::between_passes = [] { sched_yield(); };
+  m.def("stub_reset", &reset, py::arg("runs") = true, py::arg("processors") = 16);
+  m.def("stub_launched", &launched);
+  m.def("stub_refused", [] { return listed(stub::refused); });
+  m.def("stub_contexts", [] { return listed(stub::contexts); });
+  m.def("stub_num_asked", [] { return stub::asked.size(); });
+  m.def("stub_num_encoded", [] { return stub::encoded.size(); });
+  m.def("stub_device", [] { return stub::device; });
+}
+
+const pmoe::Module joined(bind_stub, [](std::vector<pmoe::KernelInfo>&) {});
+
+}  // namespace

@@ -1,0 +1,244 @@
+"""The product's own launches and bindings over a runtime that records (tests/cuda/runtime): in which context
+they call the driver, what they ask of it, and what they say where it refuses.
+
+Letters: T tokens, E experts, K choices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.emulated import compile_kernels, load_kernels
+
+BF16, INT = torch.bfloat16, torch.int32
+T, E, K, STREAM = 5, 2, 2, 77
+
+
+@pytest.fixture(scope="session")
+def built() -> Path:
+    return compile_kernels()
+
+
+@pytest.fixture
+def cuda(built: Path) -> Iterator[ModuleType]:
+    """A process that has made no call yet. Nothing runs: launches are written down."""
+    module = load_kernels(built)
+    module.stub_reset(runs=False)
+    yield module
+    module.stub_reset()
+
+
+class Operands:
+    """Memory for one product of T rows."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {
+            "a": torch.zeros(64, 64, dtype=BF16),
+            "b": torch.zeros(E, 64, 64, dtype=BF16),
+            "d": torch.zeros(64, 64, dtype=BF16),
+            "ends": torch.tensor([2, T], dtype=INT),
+        }
+
+    def fields(self, **changed: Any) -> dict[str, Any]:
+        fields = {name: each.data_ptr() for name, each in self.held.items()}
+        fields |= {"a_rows": T, "a_stride": 64, "d_stride": 64, "experts": E, "rows": T, "n": 64, "k": 64}
+        return fields | {"device": 0, "stream": STREAM, "hopper": True, "element": 0, "form": 0} | changed
+
+
+def product(cuda: ModuleType, **changed: Any) -> None:
+    cuda.grouped_gemm(**Operands().fields(**changed))
+
+
+def fused(cuda: ModuleType, *, hopper: bool = True, blocks: int = 4, device: int = 0) -> None:
+    rows = torch.zeros(64, 64, dtype=BF16)
+    rank = {"computes": 1, "a": rows.data_ptr(), "b": rows.data_ptr(), "a_rows": 8, "a_stride": 64}
+    rank |= {"d": rows.data_ptr(), "d_stride": 64, "local_experts": 1, "rows": 8, "n": 64, "k": 64}
+    rank |= {"ranks": 1, "experts": 1, "n_c": 1, "top_k": 1, "columns": 64, "chunk_columns": 256}
+    cuda.comet(
+        device=device, stream=STREAM, hopper=hopper, kernel=1, element=0, form=0, blocks=blocks, ranks=[rank]
+    )  # fmt: skip
+
+
+def routed(cuda: ModuleType, *, device: int = 0, num_experts: int = 8) -> None:
+    problem = cuda.RouteProblem(device, STREAM, T, num_experts, K, 1, True, 0.0)
+    words = torch.zeros(cuda.route_workspace_bytes(problem), dtype=torch.uint8)
+    data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
+    cuda.route(problem, *[data] * 8, words.data_ptr(), words.numel())
+    cuda.route_backward(problem, *[data] * 4, data, 0, 0, 0, data, data)
+
+
+def moved(cuda: ModuleType, *, device: int = 0) -> None:
+    data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
+    moving = cuda.Moving(device, STREAM, 0, T, K, T * K, 64, data, data, 0)
+    cuda.permute(moving, data, 64, data, 64)
+    cuda.unpermute(moving, data, 64, data, 64)
+    cuda.permute_backward(moving, data, 64, data, 64, data, 64, data)
+    cuda.unpermute_backward(moving, data, 64, data, 64, data, 64, data)
+
+
+CALLS: dict[str, Callable[..., None]] = {
+    "product": product,
+    "product of sm_80": lambda cuda, **given: product(cuda, hopper=False, **given),
+    "fused": fused,
+    "fused of sm_80": lambda cuda, **given: fused(cuda, hopper=False, **given),
+    "route": routed,
+    "permute": moved,
+    "flag": lambda cuda, device=0: cuda.heap_raise_flag(device, STREAM, 4096, 1),
+    "heap": lambda cuda, device=0: cuda.heap_free(device, cuda.heap_allocate(device, 100)),
+}
+
+
+def in_new_thread(call: Callable[[], object]) -> None:
+    """Raises what it raises."""
+    found: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if found:
+        raise found[0]
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_works_in_a_thread_without_a_context(cuda: ModuleType, name: str, device: int) -> None:
+    """Autograd's thread of device 0 is one, until torch launches something in it."""
+    seen: list[int] = []
+
+    def call() -> None:
+        CALLS[name](cuda, device=device)
+        seen.append(cuda.stub_device())
+
+    in_new_thread(call)
+    assert cuda.stub_refused() == []
+    assert all((each["device"], each["stream"]) == (device, STREAM) for each in cuda.stub_launched())
+    assert bool(cuda.stub_launched()) == (name != "heap")
+    # Going back to device 0 would make a context there: half a gigabyte, of every rank of a node.
+    assert cuda.stub_contexts() == [device] and seen == [device]
+
+
+def test_the_device_of_the_caller_is_its_device_afterwards(cuda: ModuleType) -> None:
+    cuda.heap_free(0, cuda.heap_allocate(0, 1))
+    product(cuda, device=1)
+    assert cuda.stub_device() == 0 and cuda.stub_contexts() == [0, 1]
+    assert [each["device"] for each in cuda.stub_launched()] == [1]
+
+
+# ---- what is asked
+
+
+def test_a_product_fills_the_device_in_whole_clusters(cuda: ModuleType) -> None:
+    cuda.stub_reset(runs=False, processors=7)
+    product(cuda, cluster=2)
+    product(cuda, cluster=1)
+    product(cuda, hopper=False)
+    product(cuda, form=2, m=64, b_rows=T, b_stride=64)
+    shapes = [(each["blocks"], each["cluster"], each["threads"]) for each in cuda.stub_launched()]
+    assert shapes == [(6, 2, 384), (7, 1, 384), (14, 1, 256), (7, 1, 384)]
+    assert not any(each["together"] for each in cuda.stub_launched())
+    assert cuda.stub_num_encoded() == 2 + 2 + 0 + 2
+
+
+def test_gathered_operands_need_no_maps(cuda: ModuleType) -> None:
+    slots = torch.zeros(64, dtype=INT).data_ptr()
+    product(cuda, a_gathered=True, slot=slots, a=8)  # as no map could have it
+    assert cuda.stub_num_encoded() == 1
+    product(cuda, form=2, m=64, a_gathered=True, b_gathered=True, slot=slots, a=8, b=8)
+    assert cuda.stub_num_encoded() == 1 and cuda.stub_refused() == []
+
+
+@pytest.mark.parametrize("form", [0, 1, 2])
+def test_operands_without_rows_have_maps_that_can_be(cuda: ModuleType, form: int) -> None:
+    product(cuda, a=0, a_rows=0, rows=0, form=form, m=64, b_rows=0, b_stride=64)
+    assert cuda.stub_refused() == [] and len(cuda.stub_launched()) == 1
+
+
+def test_all_blocks_of_a_fused_launch_are_resident_or_there_is_none(cuda: ModuleType) -> None:
+    fused(cuda, blocks=16)
+    assert [(each["blocks"], each["together"]) for each in cuda.stub_launched()] == [(16, True)]
+    with pytest.raises(
+        RuntimeError, match=r"launch of comet.*17 blocks .*all at once: cudaErrorCoop.*\(720\)"
+    ):
+        fused(cuda, blocks=17)
+
+
+def test_routing_asks_for_no_block_beside_another(cuda: ModuleType) -> None:
+    """Two launches: they run on as few multiprocessors as a collective leaves free."""
+    cuda.stub_reset(runs=False, processors=4)
+    routed(cuda, num_experts=64)
+    first, second, _ = cuda.stub_launched()
+    assert second["blocks"] == first["blocks"] + 1 and first["kernel"] != second["kernel"]
+    assert not any(each["together"] for each in cuda.stub_launched())
+
+
+def test_shared_memory_that_one_size_was_allowed_stays_allowed_to_larger_ones(cuda: ModuleType) -> None:
+    for num_experts in (700, 1024, 700):
+        cuda.route_prepare(0, num_experts, 8)
+    routed(cuda, num_experts=1024)
+    routed(cuda, num_experts=700)
+    assert cuda.stub_refused() == []
+
+
+def test_one_kernel_is_asked_what_all_of_them_are(cuda: ModuleType) -> None:
+    """A device that takes PTX compiles what is asked."""
+    assert [each["name"] for each in cuda.kernels(0, "heap.raise_flag")] == ["heap.raise_flag"]
+    assert cuda.stub_num_asked() == 1
+    assert len(cuda.kernels(0)) == cuda.stub_num_asked() == len(cuda.declared())
+
+
+# ---- what is said
+
+
+def test_an_error_of_the_encoder_has_its_code_and_the_arguments(cuda: ModuleType) -> None:
+    a = torch.zeros(64, 64, dtype=BF16)
+    with pytest.raises(
+        RuntimeError,
+        match=rf"cuTensorMapEncodeTiled\(bf16, base {a.data_ptr() + 8:#x}, sizes 64 5, strides 128 bytes, "
+        r"box 64 128\): CUDA_ERROR_INVALID_VALUE \(1\)",
+    ):
+        product(cuda, a=a.data_ptr() + 8)
+
+
+def test_an_error_of_a_launch_has_its_code_and_its_shape(cuda: ModuleType) -> None:
+    with pytest.raises(
+        RuntimeError,
+        match=r"launch of grouped_gemm.sm_90a.bf16.forward.pairs, 0 blocks of 384 threads .* in clusters of 2"
+        r": cudaErrorInvalidConfiguration \(9\)",
+    ):
+        cuda.stub_reset(runs=False, processors=1)
+        product(cuda, cluster=2)
+
+
+def test_a_device_that_there_is_not_is_named(cuda: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"cudaSetDevice\(2\): cudaErrorInvalidDevice \(101\)"):
+        product(cuda, device=2)
+
+
+# ---- what runs: by the maps that the launch has made
+
+
+def test_a_product_of_numbered_columns_is_right(cuda: ModuleType) -> None:
+    """Unit rows against numbered columns: each element of the result names the one of B that it came from."""
+    cuda.stub_reset(processors=2)
+    a, d = torch.zeros(T, 64, dtype=BF16), torch.zeros(T, 64, dtype=BF16)
+    picks = torch.tensor([3, 0, 63, 17, 8])
+    a[torch.arange(T), picks] = 1
+    b = torch.arange(64 * 64).view(1, 64, 64).remainder(251).to(BF16)  # (E, n, k)
+    ends = torch.tensor([T], dtype=INT)
+    given = Operands().fields(a=a.data_ptr(), b=b.data_ptr(), d=d.data_ptr(), ends=ends.data_ptr(), experts=1)
+    cuda.grouped_gemm(**given)
+    assert torch.equal(d, b[0].t()[picks])

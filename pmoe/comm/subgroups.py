@@ -10,12 +10,17 @@ import torch.distributed as dist
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Of a group's collectives; a new group would have torch's default. None where it cannot be read."""
+    timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
+    return timeout
+
+
+def backend_options(group: dist.ProcessGroup) -> Any:
+    """What a group's backend was made with; None where it cannot be read."""
     try:
         backend: Any = group._get_backend(group._device_types[0])
-        timeout: timedelta = backend.options._timeout
+        return backend.options
     except (AttributeError, IndexError, RuntimeError):
         return None
-    return timeout
 
 
 def options_like(group: dist.ProcessGroup) -> dict[str, Any]:

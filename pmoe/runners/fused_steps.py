@@ -64,6 +64,7 @@ def steps_for(request: Request) -> Steps | str:
         return why
     why = refusal(device, dtype, d_model=request.d_model, d_hidden=request.d_hidden)
     why = why or kernels.ranks_refusal(device, request.ranks.size, experts)
+    why = why or kernels.loading_refusal(device, request.ranks.size)
     key = ("refused", request.ranks.name, device, dtype, request.d_model, request.d_hidden, experts)
     if _any(key, request, why is not None):
         return why or "another rank refuses the fused kernels: it says why"

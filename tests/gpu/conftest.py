@@ -35,6 +35,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What layers measure in tests, under a sanitizer maybe, is nothing to keep for the user."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PMOE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PMOE_WAIT_SECONDS", "30")  # left out, a kernel waits as long as a collective
         yield
 
 

@@ -52,9 +52,11 @@ def two() -> Pool:
 @pytest.fixture(scope="module", autouse=True)
 def pools() -> Any:
     need_kernels()
-    yield
-    while _pools:
-        _pools.pop().stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_MODULE_LOADING", "EAGER")  # for the processes of the pools, before they start CUDA
+        yield
+        while _pools:
+            _pools.pop().stop()
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.heap import device_memory
+from pmoe.comm.heap.collectives import warn_where_there_is_no_room
 from pmoe.comm.heap.device_memory import DeviceMemory, with_index
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.rank_heap import Heap, open_heaps
@@ -214,10 +215,10 @@ def agree_on_shape(
     """For how long this rank waits. Raises on every rank where the ranks do not fit together."""
     ranks = steps.ranks
     facts: dict[str, object] = asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
-    host, bound, trouble = "", 0.0, None
+    host, bound, spare, trouble = "", 0.0, 0, None
     try:
         place, bound = memory.place(steps.device), wait_seconds(ranks)
-        spare_blocks()  # raises for a bad number, while the other ranks still listen
+        spare = spare_blocks(ranks.size)  # raises for a bad number, while the other ranks still listen
         host = place.host
         facts |= {"bytes": shape.bytes, "kernels": place.kernels}
     except Exception as error:
@@ -233,6 +234,7 @@ def agree_on_shape(
         raise ValueError(
             f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not {nodes}"
         )
+    warn_where_there_is_no_room(spare if ranks.size > 1 else 0)
     return bound
 
 

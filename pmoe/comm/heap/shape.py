@@ -105,7 +105,7 @@ def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int)
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 """The environment variable: for how long a kernel waits for a peer."""
 
-DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 30.0, 86400.0
+DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
 
 WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
 """`Wait` of cuda/comet/watch.h, in words."""
@@ -162,12 +162,14 @@ class HeapError(RuntimeError):
 
 
 def wait_seconds(ranks: Ranks) -> float:
-    """For how long kernels of this rank wait: $PMOE_WAIT_SECONDS, else 30 s, at most the group's timeout.
+    """For how long kernels of this rank wait: $PMOE_WAIT_SECONDS, at most the group's timeout; else that one.
 
-    Raises ValueError for a variable that is not a number of seconds.
+    A peer may be late by what a collective may: a checkpoint, an evaluation, a rank of another group. 600 s
+    for a group without a timeout. Raises ValueError for a variable that is not a number of seconds.
     """
     text = os.environ.get(WAIT_SECONDS)
-    seconds = DEFAULT_WAIT_SECONDS
+    timeout = None if ranks.group is None else timeout_of(ranks.group)
+    longest = DEFAULT_WAIT_SECONDS if timeout is None else timeout.total_seconds()
     if text is not None:
         try:
             seconds = float(text)
@@ -178,5 +180,5 @@ def wait_seconds(ranks: Ranks) -> float:
                 f"{WAIT_SECONDS} ({text!r}) must be a number of seconds, more than 0 and at most "
                 f"{MAX_WAIT_SECONDS:g}"
             )
-    timeout = None if ranks.group is None else timeout_of(ranks.group)
-    return seconds if timeout is None else min(seconds, timeout.total_seconds())
+        return seconds if timeout is None else min(seconds, longest)
+    return min(longest, MAX_WAIT_SECONDS)

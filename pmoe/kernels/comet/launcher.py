@@ -18,7 +18,7 @@ from pmoe.schedule.tasks import PassDirection
 MAX_RANKS, MAX_EXPERTS = 64, 1024
 """As in cuda/comet/layout.h."""
 
-SPARE_BLOCKS, DEFAULT_SPARE_BLOCKS = "PMOE_SPARE_BLOCKS", 4
+SPARE_BLOCKS, DEFAULT_SPARE_BLOCKS = "PMOE_SPARE_BLOCKS", 16
 
 
 def path(device: torch.device) -> tuple[str | None, str | None]:
@@ -48,6 +48,17 @@ def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | N
     return None
 
 
+def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
+    """Why kernels of several processes must not wait for each other in this one; None where they may.
+
+    A kernel that is loaded at its first launch may wait for what runs: for a fused kernel, which waits for a
+    rank that waits for this one's next launch.
+    """
+    if num_ranks == 1 or device.type != "cuda" or extension.module().loads_eagerly():
+        return None
+    return "CUDA_MODULE_LOADING=EAGER must be set before Python starts: loading a kernel later may never end"
+
+
 @functools.cache
 def path_facts(hopper: bool) -> dict[str, int]:
     """ "tile_rows" and "tile_columns" of a path's kernels; "board_words": see `ranks_refusal`."""
@@ -56,7 +67,7 @@ def path_facts(hopper: bool) -> dict[str, int]:
 
 
 def spare_blocks(num_ranks: int = 1) -> int:
-    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 4, or 0 for one rank.
+    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 16, or 0 for one rank.
 
     A fused kernel takes a whole multiprocessor for each block, and waits for its peers'. A collective that
     runs beside it on another stream, as data-parallel wrappers issue them in backward, may then hold one

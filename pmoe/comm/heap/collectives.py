@@ -1,0 +1,49 @@
+"""Room for NCCL's collectives beside fused kernels, which keep multiprocessors until their peers come."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from pmoe.comm.subgroups import backend_options
+from pmoe.warn import warn_once
+
+MAX_CTAS = ("NCCL_MAX_CTAS", "max_ctas")
+CLUSTER_SIZE = ("NCCL_CGA_CLUSTER_SIZE", "cga_cluster_size")
+"""What limits a collective's thread blocks, and has them start together: for all groups, for one."""
+
+
+def warn_where_there_is_no_room(spare: int) -> None:
+    """Warns once where a group of NCCL may take more than the ``spare`` multiprocessors, or clusters of them.
+
+    With 0 the user says that no collective runs beside a layer.
+    """
+    if spare and not all(_fits(group, spare) for group in _groups()):
+        warn_once(
+            f"fused layers leave {spare} multiprocessors to collectives that run beside them, and NCCL may "
+            "take more, or clusters, for which they must lie together: ranks may then wait for each other in "
+            f"a circle, until a timeout. On all ranks set {MAX_CTAS[0]}={spare} and {CLUSTER_SIZE[0]}=0 (for "
+            f"one group config.{MAX_CTAS[1]} and config.{CLUSTER_SIZE[1]} of ProcessGroupNCCL.Options), or "
+            "PMOE_SPARE_BLOCKS to another number: to 0 if there are no such collectives"
+        )
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Groups of NCCL with several ranks."""
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+    return [each for each in groups if "nccl" in dist.get_backend(each) and dist.get_world_size(each) > 1]
+
+
+def _fits(group: dist.ProcessGroup, spare: int) -> bool:
+    blocks, cluster = _asked(group, *MAX_CTAS), _asked(group, *CLUSTER_SIZE)
+    return blocks is not None and blocks <= spare and cluster is not None and cluster <= 1
+
+
+def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int | None:
+    """The variable wins in NCCL. None where NCCL chooses: a field that is not set is negative."""
+    text = os.environ.get(variable, "")
+    if text.isdecimal():
+        return int(text)
+    value = getattr(getattr(backend_options(group), "config", None), field, None)
+    return value if isinstance(value, int) and value >= 0 else None

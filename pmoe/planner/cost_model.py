@@ -75,7 +75,7 @@ class Interference:
                 raise ValueError(f"{field.name} ({speed}) must be over 0 and at most 1")
 
     def speeds(self, busy: Collection[str]) -> dict[str, float]:
-        """The speed of each lane while these are busy. Both links count as one, and so do copies both ways."""
+        """The speed of each lane while these are busy. Both links count as one, copies both ways too."""
         computes = Lane.COMPUTE in busy
         communicates = Lane.COMMUNICATE in busy or Lane.INTRA_NODE in busy
         copies = Lane.COPY_OUT in busy or Lane.COPY_IN in busy

@@ -55,7 +55,7 @@ def bound(
     forward, backward: n of each pass. slack: rows of a slot over the balanced share. bins: into which rows
     are counted, by default as for these two degrees.
     """
-    bins = num_bins((forward, backward), sizes.num_ranks) if bins is None else bins
+    bins = num_bins((forward, backward), sizes.num_ranks, sizes.num_experts) if bins is None else bins
     call = sizes.call(num_tokens) if call is None else call
     limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.inside, num_tokens)
     rows = {n: worst_rows(sizes, call, n, bins, limit(n)) for n in (forward, backward)}

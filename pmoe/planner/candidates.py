@@ -7,7 +7,6 @@ budget, with numbers that all its ranks share, so that all decide alike; `pmoe p
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import Bar, simulated_bars
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.warn import log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +176,6 @@ def _fastest(candidates: Sequence[PricedChoice]) -> PricedChoice:
 
 
 # ---- the choices of a layer
-
-
-log = logging.getLogger("pmoe")
 
 
 class Chooser:

@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from pmoe.kernels.operands import cuda_index
+
 NAME = "pmoe._cuda"
 PROBE = "heap.raise_flag"
 HOW_TO_BUILD = (
@@ -140,6 +142,22 @@ class Device:
 def on_device(index: int) -> Device:
     """PROBE as this CUDA device has it; the device is asked once."""
     return ask_device(index, PROBE)
+
+
+def path(device: torch.device) -> tuple[str | None, str | None]:
+    """("sm_90a" or "sm_80", None): which code of the kernels a CUDA device runs; or (None, why none)."""
+    if device.type != "cuda":
+        return None, f"device {device.type}: the kernels are for CUDA"
+    return path_of(on_device(cuda_index(device))) if load() else (None, why_missing())
+
+
+def path_of(device: Device) -> tuple[str | None, str | None]:
+    """As `path`."""
+    if not device.kernels:
+        return None, f"device {device.index}: {device.reason}"
+    probe = device.kernels[0]
+    refusal = hopper_refusal(probe.binary_version, probe.ptx_version, device.capability)
+    return "sm_90a" if refusal is None else "sm_80", None
 
 
 def ask_device(index: int, only: str = "") -> Device:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import extension, grouped_gemm
-from pmoe.kernels.gemm import path_of
+from pmoe.kernels.extension import path_of
 from pmoe.kernels.grouped_gemm import RowSlots, grouped_hidden, grouped_product
 from tests.cuda.compiled import compile_and_run, product_of
 from tests.cuda.disassembly import count, declared, opcode, resources, sass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels import permute as module
-from pmoe.kernels.permute import launch, operators, permute, refusal, unpermute
+from pmoe.kernels.permute import operators, permute, refusal, unpermute
 from pmoe.kernels.permute.launch import check_rows_memory
 from pmoe.warn import GIVEN
 from tests.cuda import disassembly
@@ -440,13 +440,10 @@ def test_why_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels, why in (((loaded,), None), ((), "no kernel image is available")):
         device = extension.Device(index=0, name="a GPU", capability=(8, 0), kernels=kernels, reason=why)
         monkeypatch.setattr(extension, "on_device", lambda index, found=device: found)
-        launch._device_refusal.cache_clear()
         reason = refusal(cuda, torch.bfloat16, 8)
         assert reason == (None if why is None else f"device 0: {why}")
     monkeypatch.setattr(extension, "load", lambda: None)
-    launch._device_refusal.cache_clear()
     assert refusal(cuda, torch.bfloat16, 8) == extension.why_missing()
-    launch._device_refusal.cache_clear()
 
 
 def test_a_refusal_is_told_once_and_bad_memory_is_refused_all_the_same() -> None:

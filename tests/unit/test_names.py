@@ -29,8 +29,8 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
         | {"pmoe/layer/fused.py"},
     ),
     "n of both passes": ({"degrees"}, {"pmoe/layer/searched.py", "pmoe/layer/solved.py"}),
-    "whose kernels a device runs, and why they do not take some rows": (
-        {"path", "refusal"},
+    "why kernels do not take some rows": (
+        {"refusal"},
         {f"pmoe/kernels/{name}/launch.py" for name in ("grouped_gemm", "permute", "route")}
         | {"pmoe/kernels/comet/launcher.py", "pmoe/runners/fused_steps.py"},
     ),

@@ -21,7 +21,6 @@ from pmoe.kernels.comet.launcher import (
     HeapView,
     Launcher,
     loading_refusal,
-    path,
     ranks_refusal,
     refusal,
     spare_blocks,
@@ -35,6 +34,7 @@ from pmoe.kernels.comet.launches import (
     product_combine,
 )
 from pmoe.kernels.comet.steps import Journey, Steps
+from pmoe.kernels.extension import path
 
 __all__ = [
     "Divide",

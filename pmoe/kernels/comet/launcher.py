@@ -12,18 +12,14 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.gemm import ELEMENTS, PLAIN, find_path, misfit
+from pmoe.kernels.extension import path
+from pmoe.kernels.gemm import ELEMENTS, PLAIN, misfit
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS = 64, 1024
 """As in cuda/comet/layout.h."""
 
 SPARE_BLOCKS, DEFAULT_SPARE_BLOCKS = "PMOE_SPARE_BLOCKS", 16
-
-
-def path(device: torch.device) -> tuple[str | None, str | None]:
-    """("sm_90a" or "sm_80", None): whose fused kernels a CUDA device runs; or (None, why there are none)."""
-    return find_path(device, "fused kernels")
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:

@@ -9,9 +9,10 @@ Letters: N rows, E experts, K choices, S slots, I in-features, O out-features, M
 G = H or 2H rows of w1.
 """
 
+from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import ACTIVATIONS, misfit
 from pmoe.kernels.grouped_gemm.checks import RowSlots
-from pmoe.kernels.grouped_gemm.launch import path, refusal
+from pmoe.kernels.grouped_gemm.launch import refusal
 from pmoe.kernels.grouped_gemm.operators import grouped_hidden, grouped_product, sum_by_expert
 from pmoe.kernels.grouped_gemm.products import (
     hidden,

@@ -8,18 +8,14 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.gemm import ELEMENTS, PLAIN, find_path, misfit
+from pmoe.kernels.extension import path
+from pmoe.kernels.gemm import ELEMENTS, PLAIN, misfit
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.kernels.operands import row_stride
 from pmoe.warn import warn_once
 
 CLUSTER = 0
 """How many blocks share an operand on Hopper: 1, 2, or 0 for whichever is better by rule. For benchmarks."""
-
-
-def path(device: torch.device) -> tuple[str | None, str | None]:
-    """("sm_90a" or "sm_80", None): whose kernels a CUDA device runs; or (None, why there are none)."""
-    return find_path(device, "kernels of grouped products")
 
 
 def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:

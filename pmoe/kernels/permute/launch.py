@@ -5,7 +5,6 @@ position_TK: (T, K) int32, weight_TK: (T, K) float32, both contiguous. Raises Va
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from pmoe.kernels.operands import (
     check_floating,
     check_memory,
     check_tensor,
-    cuda_index,
 )
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -30,21 +28,11 @@ MAX_CHOICES = 256
 
 def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
     """Why the kernels do not move rows of this type, of ``top_k`` choices a token, there; None if they do."""
-    if device.type != "cuda":
-        return f"device {device.type}: the kernels are for CUDA"
     if dtype not in TYPES:
         return f"dtype {dtype}: the kernels move {', '.join(map(str, TYPES))}"
     if top_k > MAX_CHOICES:
         return f"top_k ({top_k}): the kernels take {MAX_CHOICES} choices a token at most"
-    return _device_refusal(device)
-
-
-@cache
-def _device_refusal(device: torch.device) -> str | None:
-    if extension.load() is None:
-        return extension.why_missing()
-    found = extension.on_device(cuda_index(device))
-    return None if found.kernels else f"device {found.index}: {found.reason}"
+    return extension.path(device)[1]
 
 
 def launch_permute(

@@ -15,6 +15,7 @@ read:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -41,6 +42,7 @@ HERE = Path(__file__).resolve().parent
 OLDEST_NVCC = (12, 5)
 ARCHS = "sm_80, sm_90a, ptx80"
 MOST_JOBS = 4  # each compiles for every architecture in turn and may take 1 GiB
+SECONDS_OF_A_FILE = 20  # of one core, on average over a build: it only says how long to wait
 
 
 def version() -> str:
@@ -68,6 +70,14 @@ def refuse(message: str) -> SystemExit:
 def _say(text: str) -> None:
     """In one write: several threads speak."""
     print(f"{text}\n", end="", flush=True)
+
+
+def _say_to_the_user(text: str) -> None:
+    """pip keeps what a build prints until it fails: this goes to the terminal, too, where there is one."""
+    _say(text)
+    if not sys.stdout.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w", encoding="utf-8") as terminal:
+            terminal.write(f"{text}\n")
 
 
 def find_nvcc() -> str | None:
@@ -219,6 +229,8 @@ class Build:
         self.nvcc = nvcc
         self.folder = folder
         self.archs = architectures(os.environ.get("PMOE_CUDA_ARCHS") or ARCHS)
+        self.jobs = min(MOST_JOBS, os.cpu_count() or 1)
+        self.started, self.wanted, self.finished = time.monotonic(), 0, 0
 
     def extension(self, sources: list[str], name: str) -> Path:
         """The file ``name`` in the build folder, linked from all sources."""
@@ -235,11 +247,10 @@ class Build:
             ".cpp": [*common, *(word for path in seen for word in ("-I", str(path)))],
             ".cu": [*common, "-lineinfo", *map(gencode, self.archs)],
         }
-        with ThreadPoolExecutor(min(MOST_JOBS, os.cpu_count() or 1)) as pool:
-            jobs = [
-                pool.submit(self._compile, source, [*flags[Path(source).suffix], *_flags_of(source)])
-                for source in sources
-            ]
+        words = {source: [*flags[Path(source).suffix], *_flags_of(source)] for source in sources}
+        self._announce([source for source in sources if not self._is_compiled(source, words[source])])
+        with ThreadPoolExecutor(self.jobs) as pool:
+            jobs = [pool.submit(self._compile, source, words[source]) for source in sources]
             try:
                 objects = [job.result() for job in jobs]
             except BaseException:
@@ -247,10 +258,31 @@ class Build:
                 raise
         return self._link(objects, self.folder / name)
 
+    def _announce(self, missing: list[str]) -> None:
+        self.wanted = len(missing)
+        if self.wanted > 1:
+            minutes = max(1, round(SECONDS_OF_A_FILE * self.wanted / self.jobs / 60))
+            _say_to_the_user(
+                f"pmoe: compiling {self.wanted} files for {', '.join(self.archs)}, {self.jobs} at a time: "
+                f"about {minutes} min (PMOE_CUDA=0 does without, fewer PMOE_CUDA_ARCHS take less)"
+            )
+
+    def _is_compiled(self, source: str, flags: list[str]) -> bool:
+        made, command = self._object(source, flags)
+        noted = [self.nvcc.version, *command]
+        return self._up_to_date(made, noted, lambda: _read_dependencies(_beside(made, "d")))
+
+    def _object(self, source: str, flags: list[str]) -> tuple[Path, list[str]]:
+        return self.folder / f"{source}.o", [self.nvcc.path, *flags, "-c", str(HERE / source)]
+
     def _compile(self, source: str, flags: list[str]) -> Path:
-        made = self.folder / f"{source}.o"
-        command = [self.nvcc.path, *flags, "-c", str(HERE / source)]
-        self._make(source, made, command, depends=lambda: _read_dependencies(_beside(made, "d")))
+        made, command = self._object(source, flags)
+        if not self._is_compiled(source, flags):
+            self._make(source, made, command)
+            self.finished += 1
+            seconds = time.monotonic() - self.started
+            if self.wanted > 1:
+                _say_to_the_user(f"pmoe: {self.finished} of {self.wanted} compiled after {seconds:.0f} s")
         return made
 
     def _link(self, objects: list[Path], made: Path) -> Path:
@@ -258,15 +290,12 @@ class Build:
         # Symbols of the static runtime stay inside: torch brings a runtime of its own. No device link: as no
         # code is relocatable, it would add nothing but an empty binary of nvcc's default architecture.
         command += ["-Xlinker", "--exclude-libs,ALL", "-nodlink"]
-        self._make(made.name, made, command, depends=lambda: objects)
+        if not self._up_to_date(made, [self.nvcc.version, *command], lambda: objects):
+            self._make(made.name, made, command)
         return made
 
-    def _make(
-        self, name: str, made: Path, command: list[str], depends: Callable[[], Sequence[str | Path]]
-    ) -> None:
+    def _make(self, name: str, made: Path, command: list[str]) -> None:
         noted = [self.nvcc.version, *command]
-        if self._up_to_date(made, noted, depends):
-            return
         made.parent.mkdir(parents=True, exist_ok=True)
         # Under other names first: a build that is interrupted, or beside another one, leaves no half file.
         unfinished = _beside(made, f"{os.getpid()}")

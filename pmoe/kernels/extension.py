@@ -148,15 +148,13 @@ def path(device: torch.device) -> tuple[str | None, str | None]:
     """("sm_90a" or "sm_80", None): which code of the kernels a CUDA device runs; or (None, why none)."""
     if device.type != "cuda":
         return None, f"device {device.type}: the kernels are for CUDA"
-    return path_of(on_device(cuda_index(device))) if load() else (None, why_missing())
-
-
-def path_of(device: Device) -> tuple[str | None, str | None]:
-    """As `path`."""
-    if not device.kernels:
-        return None, f"device {device.index}: {device.reason}"
-    probe = device.kernels[0]
-    refusal = hopper_refusal(probe.binary_version, probe.ptx_version, device.capability)
+    if load() is None:
+        return None, why_missing()
+    found = on_device(cuda_index(device))
+    if not found.kernels:
+        return None, f"device {found.index}: {found.reason}"
+    probe = found.kernels[0]
+    refusal = hopper_refusal(probe.binary_version, probe.ptx_version, found.capability)
     return "sm_90a" if refusal is None else "sm_80", None
 
 

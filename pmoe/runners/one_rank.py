@@ -1,4 +1,4 @@
-"""A layer of one rank, in five launches: the gate's product, the routing, the experts' two products, the sum.
+"""A layer of one rank, in six launches: the gate's product, routing (2), the experts' two products, the sum.
 
 Nothing travels and nothing is cut, so no task waits for another and no schedule is run. Tokens are gathered
 as the experts' first product loads them: the dispatched rows (T_DI) do not exist. Between the passes the
@@ -88,7 +88,7 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
 
 
 def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:
-    """The gate's product and the routing, a launch each; autocast must be off."""
+    """The gate's product and the routing; autocast must be off."""
     logits_TE = router_logits(x_TM, gate.weight)
     return route.route(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
 

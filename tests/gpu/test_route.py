@@ -315,7 +315,7 @@ def device_work(function: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("num_chunks", [1, 4])
-def test_forward_is_one_kernel_and_backward_is_one_kernel(num_chunks: int) -> None:
+def test_forward_is_two_kernels_and_backward_is_one(num_chunks: int) -> None:
     logits = draw_logits(4096, 64)
     routes = route(logits, 2, normalize=True, num_chunks=num_chunks, z_loss_weight=0.1)
     grad, one = torch.randn_like(routes.weight_TK), torch.ones((), device=DEVICE)
@@ -327,9 +327,13 @@ def test_forward_is_one_kernel_and_backward_is_one_kernel(num_chunks: int) -> No
     def backward() -> Tensor:
         return route_backward(*given, normalize=True, z_loss_weight=0.1, grad_weight_TK=grad, grad_l_aux=one)
 
-    for function, name in ((forward, "forward_kernel"), (backward, "backward_kernel")):
+    for function, names in (
+        (forward, ["choose_kernel", "place_kernel"]),
+        (backward, ["backward_kernel"]),
+    ):
         found = device_work(function)
-        assert len(found) == 1 and name in found[0], found
+        assert len(found) == len(names), found
+        assert all(name in each for name, each in zip(names, found, strict=True)), found
 
 
 def test_nothing_waits_for_the_device() -> None:

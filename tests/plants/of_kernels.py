@@ -5,8 +5,41 @@ from __future__ import annotations
 from tests.plants.plant import Plant
 
 COMET = "tests/unit/test_comet_protocol.py"
+HOST = "tests/unit/test_cuda_host.py"
 
 KERNELS = (
+    Plant(
+        name="no-context-of-a-current-device",
+        breaks="the driver is called without a context in a new thread",
+        file="cuda/common/on_device.h",
+        old="    check(cudaSetDevice(device), (",
+        new="    if (before != device) check(cudaSetDevice(device), (",
+        tests=f"{HOST} -k without_a_context",
+    ),
+    Plant(
+        name="a-context-on-the-way-back",
+        breaks="every process of a node makes a context on device 0",
+        file="cuda/common/on_device.h",
+        old="before != device && has_context(before);",
+        new="before != device;",
+        tests=f"{HOST} -k without_a_context",
+    ),
+    Plant(
+        name="maps-of-elements",
+        breaks="a tensor map's stride is in elements",
+        file="cuda/grouped_gemm/launch.cu",
+        old="const cuuint64_t strides[2] = {layout.stride * 2,",
+        new="const cuuint64_t strides[2] = {layout.stride,",
+        tests=f"{HOST} -k numbered",
+    ),
+    Plant(
+        name="a-cooperative-launch-that-is-none",
+        breaks="blocks of a fused kernel may wait for blocks that cannot start",
+        file="cuda/common/prepared.h",
+        old="    if (grid_.together) {",
+        new="    if (grid_.together && false) {",
+        tests=f"{HOST} -k resident",
+    ),
     Plant(
         name="permute-forgets-weights",
         breaks="the reference of permute does not weigh rows",

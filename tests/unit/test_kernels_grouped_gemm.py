@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import extension, grouped_gemm
-from pmoe.kernels.extension import path_of
 from pmoe.kernels.grouped_gemm import RowSlots, grouped_hidden, grouped_product
 from tests.cuda.compiled import compile_and_run, product_of
 from tests.cuda.disassembly import count, declared, opcode, resources, sass
@@ -295,7 +294,7 @@ def test_what_does_not_fit_the_kernels_is_said_with_its_numbers() -> None:
     ],
 )
 def test_the_path_follows_from_the_kernels_as_they_were_loaded(
-    binary: int, ptx: int, capability: tuple[int, int], expected: str
+    binary: int, ptx: int, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe = extension.LoadedKernel.of(
         capability,
@@ -310,9 +309,11 @@ def test_the_path_follows_from_the_kernels_as_they_were_loaded(
         local_bytes=0,
     )
     device = extension.Device(index=0, name="a GPU", capability=capability, kernels=(probe,), reason=None)
-    assert path_of(device) == (expected, None)
     none = replace(device, kernels=(), reason="no kernel image is available for execution on the device")
-    assert path_of(none) == (None, f"device 0: {none.reason}")
+    monkeypatch.setattr(extension, "load", lambda: object())
+    for there, found in ((device, (expected, None)), (none, (None, f"device 0: {none.reason}"))):
+        monkeypatch.setattr(extension, "on_device", lambda index, there=there: there)
+        assert extension.path(torch.device("cuda", 0)) == found
 
 
 def test_the_kernels_in_the_emulator_equal_a_plain_loop() -> None:

@@ -19,7 +19,8 @@ def warn_where_there_is_no_room(spare: int) -> None:
 
     With 0 the user says that no collective runs beside a layer.
     """
-    if spare and not all(_fits(group, spare) for group in _groups()):
+    limits = [(_asked(each, *MAX_CTAS), _asked(each, *CLUSTER_SIZE)) for each in _groups()]
+    if spare and not all(0 <= blocks <= spare and 0 <= cluster <= 1 for blocks, cluster in limits):
         warn_once(
             f"fused layers leave {spare} multiprocessors to collectives that run beside them, and NCCL may "
             "take more, or clusters, for which they must lie together: ranks may then wait for each other in "
@@ -35,15 +36,9 @@ def _groups() -> list[dist.ProcessGroup]:
     return [each for each in groups if "nccl" in dist.get_backend(each) and dist.get_world_size(each) > 1]
 
 
-def _fits(group: dist.ProcessGroup, spare: int) -> bool:
-    blocks, cluster = _asked(group, *MAX_CTAS), _asked(group, *CLUSTER_SIZE)
-    return blocks is not None and blocks <= spare and cluster is not None and cluster <= 1
-
-
-def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int | None:
-    """The variable wins in NCCL. None where NCCL chooses: a field that is not set is negative."""
+def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int:
+    """Negative where NCCL chooses. The variable wins over the group's, in NCCL, too."""
     text = os.environ.get(variable, "")
     if text.isdecimal():
         return int(text)
-    value = getattr(getattr(backend_options(group), "config", None), field, None)
-    return value if isinstance(value, int) and value >= 0 else None
+    return int(getattr(getattr(backend_options(group), "config", None), field, -1))

@@ -65,11 +65,7 @@ def path_facts(hopper: bool) -> dict[str, int]:
 def spare_blocks(num_ranks: int = 1) -> int:
     """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 16, or 0 for one rank.
 
-    A fused kernel takes a whole multiprocessor for each block, and waits for its peers'. A collective that
-    runs beside it on another stream, as data-parallel wrappers issue them in backward, may then hold one
-    rank's fused kernel up, and be held up by another's, until the wait's bound: unless both have room.
-
-    Raises ValueError for a variable that is not a whole number.
+    See `pmoe.comm.heap.collectives`. Raises ValueError for a variable that is not a whole number.
     """
     text = os.environ.get(SPARE_BLOCKS, "0" if num_ranks == 1 else str(DEFAULT_SPARE_BLOCKS))
     if not text.isdecimal():

@@ -9,14 +9,6 @@ HOST = "tests/unit/test_cuda_host.py"
 
 KERNELS = (
     Plant(
-        name="no-context-of-a-current-device",
-        breaks="the driver is called without a context in a new thread",
-        file="cuda/common/on_device.h",
-        old="    check(cudaSetDevice(device), (",
-        new="    if (before != device) check(cudaSetDevice(device), (",
-        tests=f"{HOST} -k without_a_context",
-    ),
-    Plant(
         name="a-context-on-the-way-back",
         breaks="every process of a node makes a context on device 0",
         file="cuda/common/on_device.h",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import hidden_from_selective_checkpoint
+from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.layer.choose import Batch, choose, slots_to_ask
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.orders import Orders
@@ -83,7 +83,7 @@ def start(
     if call.replay.is_replay:
         return _never
     parts, routing, x_TM = call.parts, routed.routing, routed.x_TM
-    with hidden_from_selective_checkpoint():
+    with hidden_from_checkpoints():
         exchange = CountsExchange(
             parts.grid,
             orders.count(parts.num_bins),
@@ -130,7 +130,7 @@ def in_chunks(call: Call, routed: Routed, inputs: Inputs, orders: Orders, agreed
     """The decision to run by the pipeline engine."""
     counts, choice = agreed.counts, agreed.choice
     assert counts is not None and choice is not None
-    with hidden_from_selective_checkpoint():  # trials may have made parts of it
+    with hidden_from_checkpoints():  # trials may have made parts of it
         plan = orders.plans(counts)(choice.forward, choice.backward, choice.restore)
     return Decision(
         call=call,

@@ -12,7 +12,7 @@ import torch
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import hidden_from_selective_checkpoint
+from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.choose import Batch, choose
@@ -116,7 +116,7 @@ def _fused_decision(
     runner: Runner = FusedRunner(fused_call)
     plan = None
     if choice is not None:
-        with hidden_from_selective_checkpoint():
+        with hidden_from_checkpoints():
             plan = orders.plans(counts)(choice.backward, choice.backward, choice.restore)
         runner = FusedForwardRunner(fused_call, plan, counts.recv_device)
     return Decision(

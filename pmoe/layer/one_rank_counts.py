@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
-from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
+from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route import Routes
@@ -59,7 +59,7 @@ def decide(call: Call) -> Decision | None:
         if agreed is None or agreed.counts is not None or agreed.choice is not None:
             return None
     else:
-        with hidden_from_selective_checkpoint():
+        with hidden_from_checkpoints():
             agreed = _kernels(call, x_TM)
     if agreed is None:
         return None

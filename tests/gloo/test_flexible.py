@@ -19,7 +19,6 @@ import pmoe
 import pmoe.gates
 import pmoe.layer.orders
 from pmoe.engine.cut import make_plan
-from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
 from tests.gloo.flexible import (
@@ -31,6 +30,7 @@ from tests.gloo.flexible import (
     check,
     expected,
     inputs,
+    lines,
     mesh_of,
     part_of,
     run,
@@ -300,22 +300,6 @@ def test_every_gate_runs_in_every_layer(world: int, gate: str, options: dict[str
 
 
 # ---- pipeline="solve"
-
-
-def lines(alpha: float, message: float, compute: float) -> Operations:
-    def fit(beta: float) -> Fit:
-        return Fit(line=LineCost(alpha, beta), r_squared=1.0, num_sizes=3)
-
-    return Operations(
-        num_across=2,
-        num_inside=2,
-        gemm=fit(compute),
-        all_to_all=fit(message),
-        all_gather=fit(message),
-        reduce_scatter=fit(message),
-        all_reduce=fit(message),
-        seconds=0.0,
-    )
 
 
 def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tuple[dict[str, Any], list[int]]:

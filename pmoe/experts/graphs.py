@@ -148,11 +148,12 @@ def record(
 
 
 def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
-    """Of the rows, then of each of ``wanted``; the shelf is filled and stays so."""
+    """Of the rows, then of each of ``wanted``, None of those that are frozen; the shelf is filled and stays
+    so."""
     assert graph.output is not None
     # The graph is retained because the caller may run backward again; it goes with the context.
-    into: list[Any] = [graph.rows, *wanted]
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        graph.output, into, grad_output, retain_graph=True, allow_unused=True
-    )
-    return found
+    into: list[Any] = [graph.rows, *(each for each in wanted if each.requires_grad)]
+    found = torch.autograd.grad(graph.output, into, grad_output, retain_graph=True, allow_unused=True)
+    of_rows, *others = found
+    every = iter(others)
+    return [of_rows, *(next(every) if each.requires_grad else None for each in wanted)]

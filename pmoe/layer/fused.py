@@ -89,7 +89,7 @@ def decide(call: Call) -> Decision:
     def agree() -> Agreed:
         counts = finish()
         steps = _steps(parts, inputs, counts) if fuses else None
-        if steps is not None and not _goes_back_in_chunks(parts, counts):
+        if steps is not None and not (parts.spec.fused == "forward" and counts.needs_grad):
             return Agreed(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(parts)
         batch = Batch.of(parts, routed, counts, inputs, orders)
@@ -102,10 +102,6 @@ def decide(call: Call) -> Decision:
     counts_FE = orders.count(parts.num_bins)
     journey = fused.make_journey(expert_TK, sort(), counts_FE, agreed.counts, parts.ranks.rank)
     return _fused_decision(call, routed, inputs, orders, agreed, fused_call(parts, agreed.steps, journey))
-
-
-def _goes_back_in_chunks(parts: Parts, counts: RankCounts) -> bool:
-    return parts.spec.fused == "forward" and counts.needs_grad
 
 
 def _fused_decision(

@@ -190,6 +190,7 @@ class MoELayer(nn.Module):
         )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
+        build.remember_values(self.parts)
 
     @property
     def parts(self) -> Parts:
@@ -287,10 +288,6 @@ class MoELayer(nn.Module):
         """The restore pair; False where buffers do not rotate for one, True where the layer chooses it."""
         return self.spec.restore
 
-    @restore.setter
-    def restore(self, value: bool | str | Restore) -> None:
-        self.memory_reuse = value
-
     def check_spread(self, mesh: DeviceMesh) -> None:
         """Raises ValueError or TypeError, naming what is wrong, where `spread` would. Changes nothing."""
         from pmoe.layer import spread
@@ -310,6 +307,7 @@ class MoELayer(nn.Module):
         self._bind_to_ranks()
         self.experts.keep(slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard)
         self.last, self.known = LastCall(), Known()
+        build.remember_values(self.parts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -26,6 +26,7 @@ from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import CorruptFileError, PathLike, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.profile import FORMAT, Identity, Profile
+from pmoe.warn import log
 
 
 def load_or_measure(
@@ -54,17 +55,20 @@ def load_or_measure(
     profile = _found_by_all(ranks, device, identity(ranks, device, dtype), folder)
     known = profile is not None
     if profile is None:
+        log.info("measuring %s with %d ranks, once: some seconds", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True)
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
         held = profile.operations
         if held is None or [held.num_across, held.num_inside] != sizes:
+            log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
             profile, known = replace(profile, operations=measured), False
     if ranks.rank == 0 and not known:
         try:
             save_profile(profile, profile_path(profile, folder))
+            log.info("measured, and kept in %s", profile_path(profile, folder))
         except OSError as error:  # must not stop one rank alone
             warnings.warn(
                 f"the profile could not be saved, and will be measured again: {error}", stacklevel=2

@@ -98,14 +98,6 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
         )
 
 
-def remember_values(parts: Parts) -> None:
-    """For a first call among several ranks, which tells whether one rank's experts were copied to others."""
-    if parts.ranks.size > 1:
-        from pmoe.layer.wrapped import sampled
-
-        parts.experts.built = sampled(parts.experts)
-
-
 def make_layer_gate(
     spec: LayerSpec,
     gate: str | nn.Module,

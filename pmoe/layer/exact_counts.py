@@ -83,6 +83,7 @@ def start(
     if call.replay.is_replay:
         return _never
     parts, routing, x_TM = call.parts, routed.routing, routed.x_TM
+    takes_k = routing.expert.shape[1] == parts.spec.top_k  # dropped rows among them
     with hidden_from_checkpoints():
         exchange = CountsExchange(
             parts.grid,
@@ -97,7 +98,7 @@ def start(
             exchanges=(parts.dispatch, parts.combine),
             bypass_local=parts.stages.local,
             asks_max_rows=asks_max_rows,
-            one_row_a_choice=_gives_top_k(parts, routed),
+            one_row_a_choice=takes_k and routing.mix is None and routing.token is None,
         )
 
     def finish() -> RankCounts:
@@ -111,12 +112,6 @@ def start(
 
 def _never() -> RankCounts:
     raise AssertionError("a second pass takes over the counts of the first one")
-
-
-def _gives_top_k(parts: Parts, routed: Routed) -> bool:
-    """Whether every token has top_k rows of its own, dropped ones among them."""
-    routing = routed.routing
-    return routing.token is None and routing.mix is None and routing.expert.shape[1] == parts.spec.top_k
 
 
 def sort_early(parts: Parts, orders: Orders) -> None:

@@ -190,7 +190,10 @@ class MoELayer(nn.Module):
         )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
-        build.remember_values(self.parts)
+        if self.ranks.size > 1:
+            from pmoe.layer.wrapped import sampled
+
+            self.experts.built = sampled(self.experts)
 
     @property
     def parts(self) -> Parts:
@@ -307,7 +310,6 @@ class MoELayer(nn.Module):
         self._bind_to_ranks()
         self.experts.keep(slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard)
         self.last, self.known = LastCall(), Known()
-        build.remember_values(self.parts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

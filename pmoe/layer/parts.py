@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.comm import Combine, Dispatch, Traffic
 from pmoe.comm.base import FlatCombine, FlatDispatch
@@ -21,7 +20,7 @@ from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.engine.plan import Modules
 from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
-from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.base import Experts, local_part
 from pmoe.layer.spec import LayerSpec
 from pmoe.ordering.base import Order
 from pmoe.ordering.sorted import LocalExperts, SortedOrder
@@ -284,11 +283,9 @@ class Call:
 
             check_capturable(call)
         if parts.ranks.size > 1 or parts.experts.is_parallelized:
-            first = next(parts.experts.parameters(), None)
-            if first is None or not is_expert(first) or DistributedDataParallel._get_active_ddp_module():
-                from pmoe.layer.wrapped import check_wrapped
+            from pmoe.layer.wrapped import check_wrapped
 
-                check_wrapped(parts)
+            check_wrapped(parts)
         if parts.ranks.size > 1 and not parts.known.is_compared:
             from pmoe.layer.alike import check_alike
 

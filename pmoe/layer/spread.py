@@ -11,8 +11,9 @@ from pmoe.comm.mesh import grid_of_mesh
 from pmoe.experts.initial import draw_seed, generators_at, initialise
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
-from pmoe.layer.build import check_fit, remember_values
+from pmoe.layer.build import check_fit
 from pmoe.layer.parts import Parts
+from pmoe.layer.wrapped import sampled
 
 
 def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
@@ -55,7 +56,7 @@ def reset_parameters(parts: Parts) -> None:
             initialise_modules(experts.as_modules(), first_expert=first)
     if parts.shared_gate is not None:
         parts.shared_gate.reset_parameters()
-    remember_values(parts)
+    parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else 0.0
 
 
 def initialise_modules(modules: Iterable[nn.Module], *, first_expert: int) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.comm.ranks import digest
-from pmoe.experts.base import Experts, local_part
+from pmoe.experts.base import Experts, is_expert, local_part
 from pmoe.layer.parts import Parts
 
 DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"
@@ -39,6 +39,9 @@ def check_wrapped(parts: Parts) -> None:
     A wrapper over ranks that hold the same experts, in other groups of such a layer, may have them, but not
     those of a parallelized model, whose gradients are averaged already.
     """
+    first, ddp = next(parts.experts.parameters(), None), DistributedDataParallel._get_active_ddp_module()
+    if first is not None and is_expert(first) and ddp is None:
+        return  # whoever takes parameters over takes their marks off
     own = set(parts.ranks.members)
     for wrapper, ranks in _wrappers(parts.experts):
         mixes = len(ranks & own) > 1 if ranks else len(own) == dist.get_world_size()

@@ -7,6 +7,7 @@ from its own clock: actions may be collectives.
 from __future__ import annotations
 
 import abc
+import os
 import platform
 import statistics
 import time
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks, at_stage, largest
+from pmoe.comm.topology import node_ids
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
@@ -174,7 +176,13 @@ def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torc
         backend=_backend(ranks, device),
         dtype=str(dtype).removeprefix("torch."),
         versions=Versions(torch=str(torch.__version__), cuda=torch.version.cuda, file=FORMAT),
+        num_nodes=len(set(node_ids(None, ranks.members or [0]))),
+        link=" ".join(f"{name}={os.environ[name]}" for name in LINKS if name in os.environ),
     )
+
+
+LINKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
+"""Variables that change which link the messages take."""
 
 
 def _full_name(device: torch.device) -> str:

@@ -25,8 +25,8 @@ from pmoe.measure.bench import AGREEING, identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import CorruptFileError, PathLike, cache_folder, cache_path, load_json, save_json
-from pmoe.planner.profile import FORMAT, Identity, Profile
-from pmoe.warn import log
+from pmoe.planner.profile import FORMAT, GOOD_FIT, Identity, Profile
+from pmoe.warn import log, warn_once
 
 
 def load_or_measure(
@@ -104,7 +104,12 @@ def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profil
     """The stored profile of this device and group, or a quick measurement; collective the first time."""
     key = (ranks.name, device, dtype)
     if key not in _profiles:
-        _profiles[key] = load_or_measure(ranks, device, dtype)
+        _profiles[key] = found = load_or_measure(ranks, device, dtype)
+        if found.r_squared < GOOD_FIT:
+            warn_once(
+                f"the profile of {found.when} describes this machine badly (r squared "
+                f"{found.r_squared:.2f}), so choices may be wrong: `pmoe profile` measures it again"
+            )
     return _profiles[key]
 
 
@@ -117,16 +122,11 @@ class NoProfileError(LookupError):
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
     """The file named after an identity: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe."""
-    parts = [
-        who.device,
-        f"{who.num_ranks} ranks",
-        who.backend,
-        who.dtype,
-        f"torch {who.versions.torch}",
-        f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda",
-        f"v{who.versions.file}",
-    ]
-    return cache_path(parts, folder)
+    cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
+    nodes = f"{who.num_nodes} nodes" if who.num_nodes > 1 else ""
+    place = [who.device, f"{who.num_ranks} ranks", nodes, who.backend, who.link]
+    parts = [*place, who.dtype, f"torch {who.versions.torch}", cuda, f"v{who.versions.file}"]
+    return cache_path(filter(None, parts), folder)
 
 
 def save_profile(profile: Profile, path: PathLike) -> None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 from pmoe.arguments import check_count, check_not_negative, check_number
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.simulator import makespan, simulate_slowed
 from pmoe.schedule.restore import Restore
-from pmoe.schedule.tasks import Lane, PassDirection
+from pmoe.schedule.tasks import Kind, Lane, PassDirection, Task
 
 if TYPE_CHECKING:
     from pmoe.planner.profile import Profile
@@ -79,17 +79,12 @@ class Interference:
         computes = Lane.COMPUTE in busy
         communicates = Lane.COMMUNICATE in busy or Lane.INTRA_NODE in busy
         copies = Lane.COPY_OUT in busy or Lane.COPY_IN in busy
-        match computes, communicates, copies:
-            case True, True, True:
-                sigma, mu, eta = self.sigma_all, self.mu_all, self.eta_all
-            case True, True, False:
-                sigma, mu, eta = self.sigma_comm, self.mu_comp, 1.0
-            case True, False, True:
-                sigma, mu, eta = self.sigma_mem, 1.0, self.eta_comp
-            case False, True, True:
-                sigma, mu, eta = 1.0, self.mu_mem, self.eta_comm
-            case _:
-                sigma, mu, eta = 1.0, 1.0, 1.0
+        sigma, mu, eta = {
+            (True, True, True): (self.sigma_all, self.mu_all, self.eta_all),
+            (True, True, False): (self.sigma_comm, self.mu_comp, 1.0),
+            (True, False, True): (self.sigma_mem, 1.0, self.eta_comp),
+            (False, True, True): (1.0, self.mu_mem, self.eta_comm),
+        }.get((computes, communicates, copies), (1.0, 1.0, 1.0))
         links, copying = (Lane.COMMUNICATE, Lane.INTRA_NODE), (Lane.COPY_OUT, Lane.COPY_IN)
         return {Lane.COMPUTE: sigma, **dict.fromkeys(links, mu), **dict.fromkeys(copying, eta)}
 
@@ -176,15 +171,6 @@ def lane_seconds(
     return q1 * v_comp / rates.compute, q2 * v_comm * travelling / rates.communicate, q3 * v_mem / rates.copy
 
 
-class _Whole(NamedTuple):
-    """All that a lane does in a pass, as one task."""
-
-    lane: Lane
-    name: str
-    waits: tuple[str, ...]
-    seconds: float
-
-
 def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
     """Eq. 10: seconds until the slowest lane is done, where all begin together.
 
@@ -192,9 +178,10 @@ def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
     eta for the whole pass (and prints mu for eta in the third term). Here lanes slow each other only while
     they are busy: a short copy does not slow what runs after it.
     """
-    lanes = (Lane.COMPUTE, Lane.COMMUNICATE, Lane.COPY_OUT)
-    works = [_Whole(lane, lane.value, (), seconds) for lane, seconds in zip(lanes, alone, strict=True)]
-    return makespan(simulate_slowed(works, lambda work: work.seconds, interference.speeds))
+    lanes = {Lane.COMPUTE: Kind.COMPUTE, Lane.COMMUNICATE: Kind.DISPATCH, Lane.COPY_OUT: Kind.COPY_ROWS_OUT}
+    tasks = [Task(kind=kind, chunk=-1, lane=lane, reads=(), writes=()) for lane, kind in lanes.items()]
+    seconds = dict(zip(lanes, alone, strict=True))
+    return makespan(simulate_slowed(tasks, lambda task: seconds[task.lane], interference.speeds))
 
 
 # ---- Eq. 10 for a layer's sizes and a machine's profile

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,16 +190,10 @@ def _full_name(device: torch.device) -> str:
     """Of a CPU with the number of threads that compute."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            model = value.strip()
-            break
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
+    model = found[1] if found else platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 
 

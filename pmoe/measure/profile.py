@@ -177,7 +177,7 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
     count = f"{len(fitting)} profiles fit" if fitting else "no profile fits"
     lines = [
         f"{count} {wanted} in {cache_folder(folder)}",
-        *(f"  {path.name}: {_described(profile)}" for path, profile in stored.items()),
+        *(f"  {path.name}: {profile}" for path, profile in stored.items()),
     ]
     if fitting:
         lines.append("name one of them with --profile FILE")
@@ -185,13 +185,6 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
         launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
         lines.append(f"measure one with: {launch} -m pmoe profile --dtype {dtype}")
     raise NoProfileError("\n".join(lines))
-
-
-def _described(profile: Profile | ValueError) -> str:
-    if isinstance(profile, ValueError):
-        return str(profile)
-    ranks = f"{profile.num_ranks} rank{'s' * (profile.num_ranks > 1)}"
-    return f"{profile.device}, {ranks}, {profile.backend}, {profile.dtype}, {profile.when}"
 
 
 # ---- from JSON

@@ -120,6 +120,12 @@ class Profile(Identity):
     r_squared: float = 1.0
     operations: Operations | None = None
 
+    def __str__(self) -> str:
+        """Whose it is, and when it was measured."""
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+        over = f" over {self.backend}" * (self.num_ranks > 1)
+        return f"{self.device}, {ranks}{over}, {self.dtype}, measured {self.when}"
+
     @property
     def identity(self) -> Identity:
         return Identity(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Identity)})

@@ -275,7 +275,7 @@ FLEXIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=13)
+    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=11)
 )
 def test_flexible_layers_never_race_and_no_buffer_is_freed_early(
     world: int, options: dict[str, Any], reuse: Any, n: int

@@ -197,7 +197,7 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
       for (int i = 0; i < kBlocks; ++i) {
         typename Stores::Ahead ahead;
         store.fetch(column + i * Stores::kBlockColumns, ahead);
-        store.block(d[m][i], d[m][1], column + i * Stores::kBlockColumns, ahead);
+        store.block(d[m][i], d[m][1], column + i * Stores::kBlockColumns, ahead, [] {});
       }
       store.finish(tile.column / kColumns * kWarpColumns + across);
     }

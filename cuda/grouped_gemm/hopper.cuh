@@ -313,7 +313,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     const int self = thread_again() - kLoaders;
     Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
     typename Stores::Ahead ahead;
-    if constexpr (Stores::kFetchesAhead) store.fetch(tile.column, ahead);
+    if constexpr (!Stores::kGated) store.fetch(tile.column, ahead);
     // Also where there was no step: a wait on some paths only would make the compiler add waits of its own.
     wgmma_wait<0>();
     pin_accumulators(d);
@@ -323,12 +323,12 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
     unrolled<kBlocks>([&](auto index) {
       constexpr int i = decltype(index)::value;
-      if constexpr (!Stores::kFetchesAhead) store.fetch(tile.column + i * kStep, ahead);
-      const typename Stores::Ahead own = ahead;
-      if constexpr (Stores::kFetchesAhead && i + 1 < kBlocks)
-        store.fetch(tile.column + (i + 1) * kStep, ahead);
+      const int column = tile.column + i * kStep;
+      if constexpr (Stores::kGated && i == 0) store.fetch(column, ahead);
       const float* first = d + i * kStep / 2;
-      store.block(first, first + kApart, tile.column + i * kStep, own);
+      store.block(first, first + kApart, column, ahead, [&] {
+        if constexpr (i + 1 < kBlocks) store.fetch(column + kStep, ahead);
+      });
     });
     store.finish(tile.column / kColumns);
     stored(tile);

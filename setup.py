@@ -415,6 +415,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 # cuobjdump calls nvdisasm. Both read code of every older nvcc.
                 f"nvidia-cuda-cuobjdump>=13.2,<14; {DISASSEMBLERS}",
                 f"nvidia-cuda-nvdisasm>=13.2,<14; {DISASSEMBLERS}",
+                f"nvidia-cutlass>=4.2; {DISASSEMBLERS}",  # CuTe's headers, which kernels' layouts are held to
                 "pybind11>=2.13,<4",
                 "pytest>=8.4",
                 "pytest-timeout>=2.4",

@@ -281,7 +281,8 @@ class Build:
             encoding="utf-8",
             errors="replace",
         )
-        if done.returncode:
+        # ptxas notes it, and goes on, where it waits for products of warpgroups earlier than the source does.
+        if done.returncode or re.search(r"ptxas.*\(C75\d\d\)", done.stdout):
             unfinished.unlink(missing_ok=True)
             listed.unlink(missing_ok=True)
             raise refuse(f"{self.nvcc.path} failed on {name}\n{done.stdout}")

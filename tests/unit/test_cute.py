@@ -1,4 +1,4 @@
-"""What kernels and emulator believe of boxes, descriptors, accumulators and fragments, against CuTe on the host."""
+"""What kernels and emulator believe of boxes, descriptors, accumulators and fragments, against CuTe."""
 
 from __future__ import annotations
 

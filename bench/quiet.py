@@ -6,13 +6,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from bench.passes import PARTS, Run
-from bench.timing import Timing
+from bench.timing import Timing, busy_seconds
 
 QUIET = 0.1
 """Share of the machine that other processes may take in a round that counts."""
@@ -25,30 +24,24 @@ class Neighbours:
         self.start()
 
     def start(self) -> None:
-        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), time.process_time()
+        self._began, self._busy, self._own = time.monotonic(), busy_seconds(), time.process_time()
 
     def share(self) -> float:
         """Of all cores, since `start`: what neither this process nor its peers used. A collective."""
         own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
         dist.all_reduce(own)
         seconds = time.monotonic() - self._began
-        return max(0.0, (_busy_seconds() - self._busy - own.item()) / (seconds * (os.cpu_count() or 1)))
+        return max(0.0, (busy_seconds() - self._busy - own.item()) / (seconds * (os.cpu_count() or 1)))
 
     def wait(self, patience_seconds: float, max_share: float = 0.1) -> None:
         """Returns on all ranks when others take at most that share, or when rank 0's patience is over."""
         end = time.monotonic() + patience_seconds
         while dist.get_rank() == 0 and time.monotonic() < end:
-            self._began, self._busy = time.monotonic(), _busy_seconds()
+            self._began, self._busy = time.monotonic(), busy_seconds()
             time.sleep(2)
-            if (_busy_seconds() - self._busy) / (2 * (os.cpu_count() or 1)) <= max_share:
+            if (busy_seconds() - self._busy) / (2 * (os.cpu_count() or 1)) <= max_share:
                 break
         dist.barrier()
-
-
-def _busy_seconds() -> float:
-    """Of all cores since the machine started."""
-    user, nice, system, _idle, _io, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
-    return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)

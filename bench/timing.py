@@ -7,6 +7,7 @@ All times are seconds.
 
 import datetime
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -108,7 +109,26 @@ def _seconds_of(run: Callable[[], Any]) -> tuple[float]:
 ROOT = Path(__file__).resolve().parents[1]
 
 BUSY = 0.3
-"""A load average above it means that other work ran when a benchmark began."""
+"""More cores than this in use mean that other work ran when a benchmark began."""
+
+
+def busy_seconds() -> float:
+    """Of all cores since the machine started (Linux)."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _idle, _io, *interrupts = stat.read_text().splitlines()[0].split()[1:8]
+    return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_cores() -> float:
+    """How many cores other work used in the second before a benchmark; 0 where none is begun, as in tests and
+    in the ranks of one. The load average would still hold what ended a minute ago."""
+    if Path(sys.argv[0]).resolve().parent != ROOT / "bench" or multiprocessing.parent_process():
+        return 0.0
+    before = busy_seconds()
+    time.sleep(1)
+    return round(busy_seconds() - before, 2)
 
 
 def machine() -> dict[str, Any]:
@@ -118,6 +138,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "load_average_1min": round(os.getloadavg()[0], 2),
+        "busy_cores": busy_cores(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -164,8 +185,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(rows[0])
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     words = {i for i, column in enumerate(columns) if not all(_is_number(row.get(column)) for row in rows)}
-    load = BEGUN["machine"]["load_average_1min"]
-    busy = f"\nbegun on a busy machine: load {load}" if load > BUSY else ""
+    cores = BEGUN["machine"]["busy_cores"]
+    busy = f"\nbegun on a busy machine: others used {cores} cores" if cores > BUSY else ""
     return text.table([columns, *cells], left=words) + busy
 
 

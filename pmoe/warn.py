@@ -1,8 +1,28 @@
-"""Warnings that are given once a process."""
+"""What pmoe says by itself: warnings, once a process, and lines about what it measures and chooses."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
+
+import torch.distributed as dist
+
+
+class _OnStderr(logging.Handler):
+    """For programs that configure no logging: rank 0's lines, as they come."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+        if first and not logging.getLogger().handlers:
+            print(f"pmoe: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+log = logging.getLogger("pmoe")
+"""Shown by default, on stderr. `logging.getLogger("pmoe").setLevel(logging.WARNING)` turns it off."""
+log.addHandler(_OnStderr())
+if log.level == logging.NOTSET:
+    log.setLevel(logging.INFO)
 
 GIVEN: set[str] = set()
 """How the warnings that were given begin. Clearing it gives them again."""

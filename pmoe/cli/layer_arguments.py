@@ -43,10 +43,13 @@ def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
     return sizes_from_options(**constructor_arguments(args), num_ranks=args.ranks, device_type=device_type)
 
 
-def describe_layer(args: argparse.Namespace) -> str:
-    """The layer as Python would build it, its dtype, ranks and tokens."""
-    return (
-        f"MoELayer({args.d_model}, {args.d_hidden}, {args.num_experts}, top_k={args.top_k}, "
-        f"expert={args.expert!r}, bias={args.bias}), {args.dtype}, {plural(args.ranks, 'rank')}, "
-        f"{args.tokens} tokens a rank"
-    )
+def python_line(args: argparse.Namespace, **options: Any) -> str:
+    """The layer as Python builds it, to copy."""
+    given = constructor_arguments(args) | options
+    listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return f"pmoe.MoELayer({listed})".replace("=Restore(", "=pmoe.Restore(")
+
+
+def describe_layer(args: argparse.Namespace, device_type: str) -> str:
+    """The layer, its ranks and tokens, and the device that bytes are for."""
+    return f"{python_line(args)}, {plural(args.ranks, 'rank')}, {args.tokens} tokens a rank, on {device_type}"

@@ -16,6 +16,7 @@ from pmoe.cli.layer_arguments import (
     describe_layer,
     layer_fields,
     layer_shape,
+    python_line,
 )
 from pmoe.cli.output import Output, mib, pair_name
 from pmoe.engine.arena import pool
@@ -119,12 +120,14 @@ def _lines(
     args: argparse.Namespace, rows: Mapping[Restore, PairNumbers], device: torch.device
 ) -> Iterator[str]:
     differs = args.n_backward not in (None, args.n)
-    yield f"{describe_layer(args)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
+    yield f"{describe_layer(args, device.type)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
     yield "\npredicted MiB for any routing, beyond x, dy and the parameters"
     yield _by_pair(rows, TOTALS, lambda row: [mib(row[name]) for name in TOTALS])
     yield "\nMiB by tensor"
     names = list(dict.fromkeys(name for row in rows.values() for name in row["tensors"]))
     yield _by_pair(rows, names, lambda row: [mib(row["tensors"][name]) for name in names])
+    least = min(rows, key=lambda pair: rows[pair]["promised"])
+    yield f"\nof fewest bytes:\n  {python_line(args, pipeline=args.n, memory_reuse=least.strategy or least)}"
     if args.measure:
         yield f"\nMiB measured on {device}, beside what is predicted for the rows that came"
         header = ("measured peak", "predicted", "predicted / measured", "host", "predicted")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import Restore
 
 
@@ -34,10 +33,3 @@ def ms(seconds: float) -> str:
 def pair_name(pair: Restore) -> str:
     """Example: "communicate/recompute S4"; pairs that the paper does not name have no number."""
     return f"{pair} {pair.strategy or ''}".rstrip()
-
-
-def describe_profile(profile: Profile) -> str:
-    """The device, ranks and dtype that a profile was measured with, and when."""
-    backend = f" over {profile.backend}" * (profile.num_ranks > 1)
-    ranks = plural(profile.num_ranks, "rank")
-    return f"{profile.device}, {ranks}{backend}, {profile.dtype}, measured {profile.when}"

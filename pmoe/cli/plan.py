@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pmoe.cli.arguments import BadInputError, byte_count, refused_as
-from pmoe.cli.layer_arguments import add_layer_sizes, describe_layer, layer_fields, layer_shape
-from pmoe.cli.output import Output, describe_profile, mib, ms, pair_name
+from pmoe.cli.layer_arguments import add_layer_sizes, describe_layer, layer_fields, layer_shape, python_line
+from pmoe.cli.output import Output, mib, ms, pair_name
 from pmoe.measure.profile import find_profile, load_profile
 from pmoe.planner.candidates import Advice, PricedChoice, advise, step_bars
 from pmoe.planner.drawing import Point, inline_svg, page, part, scatter_figure
@@ -73,12 +73,14 @@ def _advice(args: argparse.Namespace, shape: LayerSizes, profile: Profile) -> Ad
 
 
 def _lines(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> Iterator[str]:
-    yield describe_layer(args)
-    yield f"profile: {path}\n  {describe_profile(profile)}\n"
+    yield describe_layer(args, profile.device_type)
+    yield f"profile: {path}\n  {profile}\n"
     header, *rows = _candidate_rows(advice, args.budget)
     marks = ("<-" if each is advice.decision else "" for each in advice.candidates)
     yield table([header, *([*row, mark] for row, mark in zip(rows, marks, strict=True))])
     yield from _conclusions(advice)
+    n, restore = advice.decision.forward, advice.decision.restore
+    yield f"  {python_line(args, pipeline=n, memory_reuse=restore.strategy or restore)}"
     if args.html is not None:
         yield f"wrote {args.html}"
 
@@ -106,11 +108,10 @@ def _conclusions(advice: Advice) -> list[str]:
 
 
 def _candidate_line(candidate: PricedChoice) -> str:
-    memory, pair = candidate.memory, candidate.restore
+    memory = candidate.memory
     on_host = f" and {mib(memory.host)} on the host" if memory.host else ""
-    name = str(pair) if pair.strategy is None else f"{pair.strategy} ({pair})"
     return (
-        f"n={candidate.forward}, {name}: {ms(candidate.seconds)} ms a step, "
+        f"n={candidate.forward}, {pair_name(candidate.restore)}: {ms(candidate.seconds)} ms a step, "
         f"at most {mib(memory.promised)} MiB on the device{on_host}"
     )
 
@@ -134,7 +135,11 @@ def _paragraphs(args: argparse.Namespace, profile: Profile, advice: Advice) -> l
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"
     lines = [line.strip() for line in _conclusions(advice)]
     sentences = [f"{line[:1].upper()}{line[1:]}." for line in lines]
-    return [describe_layer(args) + budget, f"Profile: {describe_profile(profile)}.", *sentences]
+    return [
+        describe_layer(args, profile.device_type) + budget,
+        f"Profile: {profile}.",
+        *sentences,
+    ]
 
 
 def time_over_memory(advice: Advice, budget: int | None) -> Figure:

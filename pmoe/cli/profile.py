@@ -13,7 +13,7 @@ import torch
 from pmoe.cli import profile_kernels
 from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
-from pmoe.cli.output import Output, describe_profile
+from pmoe.cli.output import Output
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
 from pmoe.measure.operations import LINE_SECONDS, measure_operations
@@ -76,7 +76,7 @@ def _measured(
 
 
 def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str]:
-    yield describe_profile(profile)
+    yield str(profile)
     yield f"measured in {profile.seconds + operations.seconds:.1f} s\n"
     yield table(_rate_rows(profile), left=range(2))
     yield (

@@ -179,20 +179,22 @@ def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
     return math.ceil(max_tokens * (slack * top_k / n))
 
 
-def num_bins(degrees: Sequence[int], num_ranks: int) -> int:
+def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
     """F: the least common multiple of the degrees times a power of two, enough to cut even a batch whose rows
     all go to one rank, but few enough that the counts stay a small message.
 
     Example: degrees (4, 2) on 3 ranks -> 16.
     """
     finest = math.lcm(*degrees)
-    bins = finest
-    while bins < finest * num_ranks and 2 * bins <= MAX_BINS:
+    bins, most = finest, min(MAX_BINS, MAX_COUNTS // num_experts)
+    while bins < finest * num_ranks and 2 * bins <= most:
         bins *= 2
     return bins
 
 
-MAX_BINS = 256
+MAX_BINS, MAX_COUNTS = 256, 2**16
+"""Bins, and counts of all ranks together where bins could be fewer: with these a rank's message is at most
+256 KiB, a hundredth of 4,096 rows of 4,096 columns in two bytes each, on thousands of ranks."""
 
 HEADER = 4
 """Integers before the counts in each message: the sender's tokens, fault, needs_grad, type of rows."""
@@ -242,7 +244,8 @@ class CountsExchange:
         if isinstance(fault, Tensor):
             header[1] = fault
         by_rank = grid.to_owners(counts_FPX).transpose(0, 1).reshape(ranks.size, -1)
-        self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1)
+        # In 32 bits: a rank has fewer slots than that.
+        self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1).int()
         self._received = self._sent
         self._work: dist.Work | None = None
         if ranks.size > 1:
@@ -259,7 +262,7 @@ class CountsExchange:
             if self._work is not None:
                 self._work.wait()
             messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
-            device_FWX = self._grid.by_arrival(messages.transpose(0, 1))
+            device_FWX = self._grid.by_arrival(messages.transpose(0, 1)).long()
             recv_device, received_once = self._split(device_FWX)
             agreed = self._agree(recv_device)
             relayed = self._relay(device_FWX)

@@ -104,7 +104,7 @@ def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
     if ranks.group is not None:
         global_ranks = dist.get_process_group_ranks(ranks.group)
         _check_same_origin(f"{name} ({value})", ranks)
-    return Topology.of_nodes(_node_ids(nodes, global_ranks), global_ranks, f"{name} ({value})")
+    return Topology.of_nodes(node_ids(nodes, global_ranks), global_ranks, f"{name} ({value})")
 
 
 def _check_same_origin(origin: str, ranks: Ranks) -> None:
@@ -116,7 +116,7 @@ def _check_same_origin(origin: str, ranks: Ranks) -> None:
             )
 
 
-def _node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
+def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
     """Of each rank's node."""
     if nodes is None:
         text = os.environ.get(LOCAL_WORLD_SIZE)

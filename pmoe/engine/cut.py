@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,7 @@ def _cut(
             for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
         )
     sent, come = sent_rows.tolist(), come_rows.tolist()
+    are_several = _are_several(come_rows)
     by_expert = recv.sum(1).tolist()
     # Running sums of all chunks at once: a chunk's own would be several launches each.
     received_ends = _ends(recv_device)
@@ -137,7 +139,7 @@ def _cut(
     for i in range(n):
         send_rows, (recv_rows, gathered) = sent[i], _by_place(come[i], grid)
         regroup = None
-        if shared.sent_once is None and _are_several(come[i]):
+        if shared.sent_once is None and are_several[i]:
             regroup = _regroup(fine[:, i].flatten(1), come[i])
         chunks.append(
             Chunk(
@@ -198,13 +200,14 @@ def _weight_journey(
     destination = expert_TK.reshape(-1)[slot] // send.shape[2]
     if bypass_local:
         destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
-    send_rows, come = send.sum((0, 2)).tolist(), recv.sum((0, 2)).tolist()
+    come_rows = recv.sum((0, 2))
+    send_rows, come = send.sum((0, 2)).tolist(), come_rows.tolist()
     recv_rows, gathered = _by_place(come, grid)
     return WeightJourney(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),
         recv=recv_rows,
-        regroup=_regroup(fine.flatten(1), come) if _are_several(come) else None,
+        regroup=_regroup(fine.flatten(1), come) if _are_several(come_rows) else None,
         gathered=gathered,
     )
 
@@ -218,9 +221,12 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
     return tuple(come[own : own + width]), tuple(gathered) if grid.is_sharded else ()
 
 
-def _are_several(rows_by_source: Sequence[int]) -> bool:
-    """Whether rows came from more ranks than one: else they are in expert order as they are."""
-    return sum(rows > 0 for rows in rows_by_source) > 1
+def _are_several(come_nW: Tensor) -> Any:
+    """Of each chunk, whether rows come from more ranks than one: else they are in expert order as they are.
+
+    come_nW: rows by source rank, on the host; or (W,), of one chunk.
+    """
+    return (come_nW.count_nonzero(-1) > 1).tolist()
 
 
 def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:

@@ -13,7 +13,6 @@ With PMOE_LOG_KERNELS=1 every choice is logged once for each request, by the log
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,7 @@ from torch import Tensor
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.operands import memory_misfit
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.warn import warn_once
-
-log = logging.getLogger("pmoe")
+from pmoe.warn import log, warn_once
 
 
 @dataclass(frozen=True, kw_only=True)

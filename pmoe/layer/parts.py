@@ -139,8 +139,10 @@ class Parts:
     @functools.cached_property
     def num_bins(self) -> int:
         """F, the bins in which row counts travel."""
-        degrees = self.spec.degrees
-        return num_bins(degrees, self.ranks.size) if self.spec.rotates else math.lcm(*degrees)
+        spec = self.spec
+        if not spec.rotates:
+            return math.lcm(*spec.degrees)
+        return num_bins(spec.degrees, self.ranks.size, spec.num_experts)
 
     def num_pieces(self, n: int) -> int:
         """Into how many pieces the rows that stay are cut, for n chunks."""

@@ -7,7 +7,9 @@ from its own clock: actions may be collectives.
 from __future__ import annotations
 
 import abc
+import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks, at_stage, largest
+from pmoe.comm.topology import node_ids
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
@@ -174,23 +177,23 @@ def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torc
         backend=_backend(ranks, device),
         dtype=str(dtype).removeprefix("torch."),
         versions=Versions(torch=str(torch.__version__), cuda=torch.version.cuda, file=FORMAT),
+        num_nodes=len(set(node_ids(None, ranks.members or [0]))),
+        link=" ".join(f"{name}={os.environ[name]}" for name in LINKS if name in os.environ),
     )
+
+
+LINKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
+"""Variables that change which link the messages take."""
 
 
 def _full_name(device: torch.device) -> str:
     """Of a CPU with the number of threads that compute."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            model = value.strip()
-            break
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
+    model = found[1] if found else platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 
 

@@ -14,7 +14,6 @@ have stored.
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -38,8 +37,7 @@ from pmoe.planner.division import (
     LayerTimes,
     sizes_of,
 )
-
-log = logging.getLogger("pmoe")
+from pmoe.warn import log
 
 AGREEING = "agreeing on divisions of the fused kernels"
 """The stage that an error names."""

@@ -25,7 +25,8 @@ from pmoe.measure.bench import AGREEING, identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import CorruptFileError, PathLike, cache_folder, cache_path, load_json, save_json
-from pmoe.planner.profile import FORMAT, Identity, Profile
+from pmoe.planner.profile import FORMAT, GOOD_FIT, Identity, Profile
+from pmoe.warn import log, warn_once
 
 
 def load_or_measure(
@@ -54,17 +55,20 @@ def load_or_measure(
     profile = _found_by_all(ranks, device, identity(ranks, device, dtype), folder)
     known = profile is not None
     if profile is None:
+        log.info("measuring %s with %d ranks, once: some seconds", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True)
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
         held = profile.operations
         if held is None or [held.num_across, held.num_inside] != sizes:
+            log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
             profile, known = replace(profile, operations=measured), False
     if ranks.rank == 0 and not known:
         try:
             save_profile(profile, profile_path(profile, folder))
+            log.info("measured, and kept in %s", profile_path(profile, folder))
         except OSError as error:  # must not stop one rank alone
             warnings.warn(
                 f"the profile could not be saved, and will be measured again: {error}", stacklevel=2
@@ -100,7 +104,12 @@ def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profil
     """The stored profile of this device and group, or a quick measurement; collective the first time."""
     key = (ranks.name, device, dtype)
     if key not in _profiles:
-        _profiles[key] = load_or_measure(ranks, device, dtype)
+        _profiles[key] = found = load_or_measure(ranks, device, dtype)
+        if found.r_squared < GOOD_FIT:
+            warn_once(
+                f"the profile of {found.when} describes this machine badly (r squared "
+                f"{found.r_squared:.2f}), so choices may be wrong: `pmoe profile` measures it again"
+            )
     return _profiles[key]
 
 
@@ -113,16 +122,11 @@ class NoProfileError(LookupError):
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
     """The file named after an identity: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe."""
-    parts = [
-        who.device,
-        f"{who.num_ranks} ranks",
-        who.backend,
-        who.dtype,
-        f"torch {who.versions.torch}",
-        f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda",
-        f"v{who.versions.file}",
-    ]
-    return cache_path(parts, folder)
+    cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
+    nodes = f"{who.num_nodes} nodes" if who.num_nodes > 1 else ""
+    place = [who.device, f"{who.num_ranks} ranks", nodes, who.backend, who.link]
+    parts = [*place, who.dtype, f"torch {who.versions.torch}", cuda, f"v{who.versions.file}"]
+    return cache_path(filter(None, parts), folder)
 
 
 def save_profile(profile: Profile, path: PathLike) -> None:
@@ -173,7 +177,7 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
     count = f"{len(fitting)} profiles fit" if fitting else "no profile fits"
     lines = [
         f"{count} {wanted} in {cache_folder(folder)}",
-        *(f"  {path.name}: {_described(profile)}" for path, profile in stored.items()),
+        *(f"  {path.name}: {profile}" for path, profile in stored.items()),
     ]
     if fitting:
         lines.append("name one of them with --profile FILE")
@@ -181,13 +185,6 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
         launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
         lines.append(f"measure one with: {launch} -m pmoe profile --dtype {dtype}")
     raise NoProfileError("\n".join(lines))
-
-
-def _described(profile: Profile | ValueError) -> str:
-    if isinstance(profile, ValueError):
-        return str(profile)
-    ranks = f"{profile.num_ranks} rank{'s' * (profile.num_ranks > 1)}"
-    return f"{profile.device}, {ranks}, {profile.backend}, {profile.dtype}, {profile.when}"
 
 
 # ---- from JSON

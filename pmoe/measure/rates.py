@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -34,8 +34,8 @@ from pmoe.measure.bench import (
 )
 from pmoe.measure.rounds import timestamp
 from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import LineCost, fit
-from pmoe.planner.profile import WIDTH, Identity, Profile
+from pmoe.planner.costs import FREE, Fit, LineCost, fit
+from pmoe.planner.profile import GOOD_FIT, WIDTH, Identity, Profile
 
 MAX_ROWS = {"cpu": 8192, "cuda": 16384}
 FIRST_ROWS = {"cpu": 64, "cuda": 256}
@@ -78,7 +78,7 @@ def measure(
     begin = time.perf_counter()
     device = torch.device(device)
     who, effort = identity(ranks, device, dtype), QUICK if quick else FULL
-    lines: dict[str, LineCost] = {}
+    lines: dict[str, Fit] = {}
     pieces: dict[str, TimedCall] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         for name, kind in _kinds(bench, dtype).items():
@@ -88,10 +88,11 @@ def measure(
         interference = _interference(bench, _by_lane(pieces), effort)
     profile = Profile(
         **{field.name: getattr(who, field.name) for field in dataclasses.fields(Identity)},
-        compute=lines["compute"],
-        message=lines.get("message", LineCost(0.0, 0.0)),
-        copy_out=lines["copy_out"],
-        copy_in=lines["copy_in"],
+        compute=lines["compute"].line,
+        message=lines.get("message", FREE).line,
+        copy_out=lines["copy_out"].line,
+        copy_in=lines["copy_in"].line,
+        r_squared=min(line.r_squared for line in lines.values()),
         interference=interference,
         seconds=time.perf_counter() - begin,
         when=timestamp(),
@@ -181,18 +182,21 @@ def _units_for(bench: Bench, kind: _LaneWork, effort: _Effort) -> int:
     return units
 
 
-def _rate_line(bench: Bench, kind: _LaneWork, units: int, effort: _Effort) -> LineCost:
-    """Through three sizes. Where caches or noise make the smaller cheaper than any line from zero or above,
-    the line goes from zero through the largest."""
-    samples = [
-        (part * kind.size, seconds_of(bench, kind.lane, kind.make(part), effort.repeats))
-        for part in (units // 16, units // 4, units)
-    ]
-    line = fit(samples).line
-    if line.alpha_seconds and line.beta_seconds:
-        return line
-    size, seconds = samples[-1]
-    return LineCost(0.0, seconds / size)
+def _rate_line(bench: Bench, kind: _LaneWork, units: int, effort: _Effort) -> Fit:
+    """Through three sizes, measured twice where they are on no line. Where caches or noise make the smaller
+    cheaper than any line from zero or above, the line goes from zero through the largest."""
+    for _ in range(2):
+        samples = [
+            (part * kind.size, seconds_of(bench, kind.lane, kind.make(part), effort.repeats))
+            for part in (units // 16, units // 4, units)
+        ]
+        found = fit(samples)
+        if found.r_squared >= GOOD_FIT:
+            break
+    if not (found.line.alpha_seconds and found.line.beta_seconds):
+        size, seconds = samples[-1]
+        found = replace(found, line=LineCost(0.0, seconds / size))
+    return found
 
 
 FACTORS = {

@@ -18,8 +18,12 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Agree, Ranks
+from pmoe.warn import log
 
 Part = TypeVar("Part")
+
+PROGRESS_SECONDS = 5
+"""Between lines that say how far the rounds are."""
 
 
 def timestamp() -> str:
@@ -46,7 +50,13 @@ def in_turns(
     if rounds < 1 or warm_up < 0:
         raise ValueError(f"rounds ({rounds}) must be at least 1 and warm_up ({warm_up}) at least 0")
     samples: list[list[Sequence[Part]]] = [[] for _ in runs]
+    told = time.monotonic()
     for turn, place in itertools.product(range(-warm_up, rounds), range(len(runs))):
+        if time.monotonic() - told > PROGRESS_SECONDS:
+            told = time.monotonic()
+            log.info(
+                "round %d of %d, run %d of %d", turn + warm_up + 1, rounds + warm_up, place + 1, len(runs)
+            )
         at = (place + turn * rotate) % len(runs)
         if begin is not None:
             begin()

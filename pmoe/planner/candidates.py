@@ -7,7 +7,6 @@ budget, with numbers that all its ranks share, so that all decide alike; `pmoe p
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import Bar, simulated_bars
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.warn import log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def bound(
     forward, backward: n of each pass. slack: rows of a slot over the balanced share. bins: into which rows
     are counted, by default as for these two degrees.
     """
-    bins = num_bins((forward, backward), sizes.num_ranks) if bins is None else bins
+    bins = num_bins((forward, backward), sizes.num_ranks, sizes.num_experts) if bins is None else bins
     call = sizes.call(num_tokens) if call is None else call
     limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.inside, num_tokens)
     rows = {n: worst_rows(sizes, call, n, bins, limit(n)) for n in (forward, backward)}
@@ -176,9 +176,6 @@ def _fastest(candidates: Sequence[PricedChoice]) -> PricedChoice:
 
 
 # ---- the choices of a layer
-
-
-log = logging.getLogger("pmoe")
 
 
 class Chooser:

@@ -1,7 +1,7 @@
 """How long each lane works to restore T_DI and T_M: MPipeMoE's Eq. 7-10 and Table II, for all nine pairs.
 
-Each lane has an amount of work (Table II) in units (Eq. 7-9), and a rate that suffers from the lanes that run
-beside it (Section II.C). The slowest lane sets the time of a pass (Eq. 10), once for forward and once for
+Each lane has an amount of work (Table II) in units (Eq. 7-9), and a rate that suffers while other lanes are
+busy (Section II.C). The slowest lane sets the time of a pass (Eq. 10), once for forward and once for
 backward. That is a pipeline in its steady state: filling and emptying it, and the part of a task's seconds
 that does not depend on its size, are left to the simulator.
 
@@ -11,14 +11,15 @@ b rows that the experts of a rank receive, M = d_model, H = d_hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, get_args
 
 from pmoe.arguments import check_count, check_not_negative, check_number
 from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.simulator import makespan, simulate_slowed
 from pmoe.schedule.restore import Restore
-from pmoe.schedule.tasks import PassDirection
+from pmoe.schedule.tasks import Kind, Lane, PassDirection, Task
 
 if TYPE_CHECKING:
     from pmoe.planner.profile import Profile
@@ -48,7 +49,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Interference:
-    """Speeds beside other lanes, relative to running alone: over 0, at most 1 (Section II.C, Fig. 3).
+    """Speeds while other lanes are busy, relative to running alone: over 0, at most 1 (Section II.C, Fig. 3).
 
     mu is for communication, sigma for computation, eta for copies; the suffix names the lanes beside it:
     comm, comp, mem (copies), or all three lanes. The paper takes sigma = 1.
@@ -73,23 +74,27 @@ class Interference:
             if not 0 < speed <= 1:
                 raise ValueError(f"{field.name} ({speed}) must be over 0 and at most 1")
 
-    def speeds(self, *, compute: bool, communicate: bool, copy: bool) -> tuple[float, float, float]:
-        """(sigma, mu, eta) where these lanes are in use; 1.0 for a lane that is not, or that runs alone."""
-        match compute, communicate, copy:
-            case True, True, True:
-                return self.sigma_all, self.mu_all, self.eta_all
-            case True, True, False:
-                return self.sigma_comm, self.mu_comp, 1.0
-            case True, False, True:
-                return self.sigma_mem, 1.0, self.eta_comp
-            case False, True, True:
-                return 1.0, self.mu_mem, self.eta_comm
-            case _:
-                return 1.0, 1.0, 1.0
+    def speeds(self, busy: Collection[str]) -> dict[str, float]:
+        """The speed of each lane while these are busy. Both links count as one, copies both ways too."""
+        computes = Lane.COMPUTE in busy
+        communicates = Lane.COMMUNICATE in busy or Lane.INTRA_NODE in busy
+        copies = Lane.COPY_OUT in busy or Lane.COPY_IN in busy
+        sigma, mu, eta = {
+            (True, True, True): (self.sigma_all, self.mu_all, self.eta_all),
+            (True, True, False): (self.sigma_comm, self.mu_comp, 1.0),
+            (True, False, True): (self.sigma_mem, 1.0, self.eta_comp),
+            (False, True, True): (1.0, self.mu_mem, self.eta_comm),
+        }.get((computes, communicates, copies), (1.0, 1.0, 1.0))
+        links, copying = (Lane.COMMUNICATE, Lane.INTRA_NODE), (Lane.COPY_OUT, Lane.COPY_IN)
+        return {Lane.COMPUTE: sigma, **dict.fromkeys(links, mu), **dict.fromkeys(copying, eta)}
 
 
 NO_INTERFERENCE = Interference()
 """Lanes that do not slow each other."""
+
+
+LaneSeconds = tuple[float, float, float]
+"""Seconds of computation, of communication, and of copies."""
 
 
 def workload(
@@ -144,16 +149,14 @@ def lane_seconds(
     M: int,
     H: int,
     rates: Rates,
-    interference: Interference = NO_INTERFERENCE,
     swiglu: bool = False,
     travelling: float = 1.0,
-) -> tuple[float, float, float]:
-    """The terms of Eq. 10, seconds of b rows on each lane: q1 v_comp / (sigma W_comp),
-    q2 v_comm / (mu W_comm) and q3 v_mem / (eta W_mem).
+) -> LaneSeconds:
+    """The terms of Eq. 10, seconds of b rows on each lane alone: q1 v_comp / W_comp, q2 v_comm / W_comm and
+    q3 v_mem / W_mem.
 
-    The paper prints mu for eta in the third term, and its short form (alpha, beta) drops the volumes,
-    although computation has H times those of the other lanes; both are put right here. sigma, mu and eta are
-    those of the lanes in use: a lane with no work slows nobody.
+    The paper's short form (alpha, beta) drops the volumes, although computation has H times those of the
+    other lanes; that is put right here. sigma, mu and eta come in `slowest_lane`.
 
     travelling: the share of the b rows that change rank, 1 in the paper, (W - 1) / W for even routing over W
     ranks, 0 on one rank, where communicating T_DI again is a local gather and counts as free.
@@ -165,24 +168,29 @@ def lane_seconds(
     if not 0 <= travelling <= 1:
         raise ValueError(f"travelling ({travelling}) must be between 0 and 1")
     q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
-    sigma, mu, eta = interference.speeds(compute=True, communicate=travelling > 0, copy=q3 > 0)
-    return (
-        q1 * v_comp / (sigma * rates.compute),
-        q2 * v_comm * travelling / (mu * rates.communicate),
-        q3 * v_mem / (eta * rates.copy),
-    )
+    return q1 * v_comp / rates.compute, q2 * v_comm * travelling / rates.communicate, q3 * v_mem / rates.copy
+
+
+def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
+    """Eq. 10: seconds until the slowest lane is done, where all begin together.
+
+    alone: of each lane, as `lane_seconds` gives them. The paper divides a lane's seconds by its sigma, mu or
+    eta for the whole pass (and prints mu for eta in the third term). Here lanes slow each other only while
+    they are busy: a short copy does not slow what runs after it.
+    """
+    lanes = {Lane.COMPUTE: Kind.COMPUTE, Lane.COMMUNICATE: Kind.DISPATCH, Lane.COPY_OUT: Kind.COPY_ROWS_OUT}
+    tasks = [Task(kind=kind, chunk=-1, lane=lane, reads=(), writes=()) for lane, kind in lanes.items()]
+    seconds = dict(zip(lanes, alone, strict=True))
+    return makespan(simulate_slowed(tasks, lambda task: seconds[task.lane], interference.speeds))
 
 
 # ---- Eq. 10 for a layer's sizes and a machine's profile
 
 
-LaneSeconds = tuple[float, float, float]
-"""Seconds of computation, of communication, and of copies."""
-
-
 def eq10_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> float:
     """Seconds of a forward and a backward by Eq. 10. num_tokens: of this rank, evenly routed."""
-    return sum(max(lanes) for lanes in _both_passes(sizes, profile, num_tokens, restore))
+    passes = _both_passes(sizes, profile, num_tokens, restore)
+    return sum(slowest_lane(alone, profile.interference) for alone in passes)
 
 
 def cheapest_pair(
@@ -196,16 +204,15 @@ def cheapest_pair(
 
     Raises ValueError without pairs.
     """
-    lanes = {pair: _both_passes(sizes, profile, num_tokens, pair) for pair in pairs}
-    if not lanes:
+    seconds = {pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in pairs}
+    if not seconds:
         raise ValueError("pairs (none) must name at least one way to restore")
-    seconds = {pair: sum(max(each) for each in passes) for pair, passes in lanes.items()}
-    work = {pair: sum(sum(each) for each in passes) for pair, passes in lanes.items()}
+    work = {pair: sum(map(sum, _both_passes(sizes, profile, num_tokens, pair))) for pair in seconds}
     return min(seconds, key=lambda pair: (seconds[pair], work[pair])), seconds
 
 
 def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> list[LaneSeconds]:
-    """The three terms of Eq. 10, of forward and of backward."""
+    """Seconds of each lane alone, of forward and of backward."""
     across = (sizes.num_ranks - 1) / sizes.num_ranks if sizes.bypass_local else float(sizes.travels)
     return [
         lane_seconds(
@@ -215,7 +222,6 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
             M=sizes.d_model,
             H=sizes.columns.scratch,
             rates=profile.rates(sizes.element_size),
-            interference=profile.interference,
             swiglu=sizes.columns.hidden > sizes.columns.scratch,
             travelling=across / sizes.inside,  # b counts rows once they are gathered
         )

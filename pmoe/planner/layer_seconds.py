@@ -5,14 +5,12 @@ Letters: n chunks, K choices, L ranks inside a node, M = d_model, H columns of T
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
-from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate, task_seconds
+from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate_slowed, task_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
-from pmoe.schedule.tasks import Kind, Lane, Task
+from pmoe.schedule.tasks import Kind, Task
 
 
 def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int) -> dict[Kind, float]:
@@ -61,14 +59,13 @@ def simulated_pass(
     restore: Restore,
     rearranged: bool,
 ) -> list[Simulated[Task]]:
-    """The schedule of a pass on the lanes of ``profile``, slowed by what they do to each other (Fig. 3).
+    """The schedule of a pass on the lanes of ``profile``, which slow each other while they are busy (Fig. 3).
 
     direction: "forward" or "backward". rearranged: the passes have different chunks.
     """
     schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
     alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
-    speed = _lane_speeds(profile, {task.lane for task in schedule.tasks})
-    return simulate(schedule.tasks, lambda task: alone(task) / speed[task.lane])
+    return simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
 
 
 def step_seconds(
@@ -79,13 +76,3 @@ def step_seconds(
         makespan(simulated_pass(sizes, profile, num_tokens, n, direction, restore, forward != backward))
         for direction, n in (("forward", forward), ("backward", backward))
     )
-
-
-def _lane_speeds(profile: Profile, lanes: set[Lane]) -> Mapping[Lane, float]:
-    """Of each lane beside the others that a schedule uses, relative to running alone."""
-    copies = bool(lanes & {Lane.COPY_OUT, Lane.COPY_IN})
-    sigma, mu, eta = profile.interference.speeds(
-        compute=True, communicate=Lane.COMMUNICATE in lanes, copy=copies
-    )
-    links = dict.fromkeys((Lane.COMMUNICATE, Lane.INTRA_NODE), mu)
-    return {Lane.COMPUTE: sigma, **links, Lane.COPY_OUT: eta, Lane.COPY_IN: eta}

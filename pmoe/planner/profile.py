@@ -14,8 +14,11 @@ from typing import Any
 from pmoe.planner.cost_model import Interference, Rates
 from pmoe.planner.costs import Fit, LineCost
 
-FORMAT = 2
-"""Of the stored fields. Rises with every change of what a field means. 2: `operations`."""
+FORMAT = 3
+"""Of the stored fields. Rises with every change of what a field means. 2: `operations`. 3: nodes and link."""
+
+GOOD_FIT = 0.9
+"""The least r squared of a line that tells seconds by size."""
 
 WIDTH = {"cpu": 512, "cuda": 4096}
 """By device type: products are measured with a weight of WIDTH x WIDTH."""
@@ -41,7 +44,10 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What must be the same for a profile to hold. backend is "none" where num_ranks is 1."""
+    """What must be the same for a profile to hold. backend is "none" where num_ranks is 1.
+
+    num_nodes: that the ranks are on, as the launcher tells. link: what the environment says of it.
+    """
 
     device: str
     device_type: str
@@ -49,6 +55,8 @@ class Identity:
     backend: str
     dtype: str
     versions: Versions
+    num_nodes: int = 1
+    link: str = ""
 
     def difference(self, other: Identity) -> str:
         """The fields that differ. Example: "num_ranks 4, here 8"."""
@@ -97,6 +105,7 @@ class Profile(Identity):
     copy_out, copy_in: seconds by bytes from the device to the host and back.
     interference: how much the lanes slow each other.
     seconds: how long measuring took. when: the end of it, ISO 8601, UTC.
+    r_squared: the least of its lines.
     operations: None until somebody asks for them, and then measured for one way of arranging the ranks in
         nodes.
     """
@@ -108,7 +117,14 @@ class Profile(Identity):
     interference: Interference
     seconds: float
     when: str
+    r_squared: float = 1.0
     operations: Operations | None = None
+
+    def __str__(self) -> str:
+        """Whose it is, and when it was measured."""
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+        over = f" over {self.backend}" * (self.num_ranks > 1)
+        return f"{self.device}, {ranks}{over}, {self.dtype}, measured {self.when}"
 
     @property
     def identity(self) -> Identity:

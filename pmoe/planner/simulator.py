@@ -6,6 +6,7 @@ all the engine promises, so it is all the simulator assumes.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ def simulate_slowed(
     Raises ValueError as `simulate` does.
     """
     alone = simulate(tasks, seconds)  # checks what they wait for
+    speeds = functools.cache(speeds)
     waiting: dict[str, deque[T]] = {}
     for item in alone:
         waiting.setdefault(item.task.lane, deque()).append(item.task)

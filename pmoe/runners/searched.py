@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from pmoe.measure.rounds import begin_together, clock_of, median_seconds
 from pmoe.measure.store import PathLike, cache_path, load_json, save_json
 from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.schedule.restore import Restore
-from pmoe.warn import warn_once
+from pmoe.warn import log, warn_once
 
 # ---- the file of what trials found: a table for each restore pair and type of rows
 
@@ -92,8 +91,6 @@ def _check_key(found: Any, here: Mapping[str, Any]) -> None:
         told = "; ".join(f"{name} {found.get(name)!r}, here {here.get(name)!r}" for name in names[:2])
         raise ValueError(f"holds the degrees of another layer, group or machine: {told}")
 
-
-log = logging.getLogger("pmoe")
 
 # ---- trials
 
@@ -191,6 +188,7 @@ def search(
     rank's medians.
     """
     forward, backward, seconds = {}, {}, {}
+    log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, candidates)), max_tokens)
     same = [PassDegrees(n, n) for n in candidates]
     for degrees, (ahead, back) in zip(same, _trials(same, runner_of, inputs, ranks), strict=True):
         forward[degrees.forward], backward[degrees.backward] = ahead, back

@@ -334,7 +334,7 @@ def test_skew_cuts_chunks_finer_on_all_ranks_alike_until_slots_hold_them(
     counts: tuple[int, ...], degrees: tuple[int, int], slack: float, expert: Any
 ) -> None:
     world, most = len(counts), max(counts)
-    bins = num_bins(degrees, world)
+    bins = num_bins(degrees, world, world)
 
     def rows_by_chunk(m: int) -> list[int]:
         bounds = [chunk_bounds(count, m) for count in counts[:-1]]  # the last rank's own stay

@@ -43,8 +43,8 @@ RANKS = (
         name="too-few-bins",
         breaks="a batch whose rows all go to one rank cannot be cut fine enough",
         file=COUNTS,
-        old="    while bins < finest * num_ranks and 2 * bins <= MAX_BINS:\n",
-        new="    while bins < finest and 2 * bins <= MAX_BINS:\n",
+        old="    while bins < finest * num_ranks and 2 * bins <= most:\n",
+        new="    while bins < finest and 2 * bins <= most:\n",
         tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(

@@ -17,7 +17,7 @@ from bench.timing import Timing, interleaved, table, write_json
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(timing.BEGUN, "machine", {**timing.BEGUN["machine"], "load_average_1min": 0.0})
+    monkeypatch.setitem(timing.BEGUN, "machine", {**timing.BEGUN["machine"], "busy_cores": 0.0})
 
 
 def test_variants_take_turns_and_each_round_starts_with_another() -> None:
@@ -50,9 +50,9 @@ def test_a_table_is_aligned() -> None:
 def test_a_table_says_that_the_machine_was_busy_when_the_run_began(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"n": 1}]
     for load, said in ((timing.BUSY, False), (4.5, True)):
-        machine = {**timing.BEGUN["machine"], "load_average_1min": load}
+        machine = {**timing.BEGUN["machine"], "busy_cores": load}
         monkeypatch.setitem(timing.BEGUN, "machine", machine)
-        assert ("busy machine: load 4.5" in table(rows)) == said
+        assert ("busy machine: others used 4.5 cores" in table(rows)) == said
 
 
 def test_json_holds_the_samples_the_machine_and_the_code(tmp_path: Any) -> None:

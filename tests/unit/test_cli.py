@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import pmoe
 from pmoe import MoELayer, Restore, cli
 from pmoe.integrations.run_folder import SCALARS, ScalarRow, append
 from pmoe.kernels import extension, status
@@ -115,6 +116,19 @@ def test_memory_prints_what_the_layer_predicts_for_every_pair(capsys: pytest.Cap
             assert row[name] == getattr(memory, name), name
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("pair", ["S4", "keep/recompute"])
+def test_memory_says_for_which_device_and_ends_with_a_layer_to_copy(
+    device: str, pair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("memory", *LAYER, "--device", device, "--memory-reuse", pair, "--n", "2")
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert f"tokens a rank, on {device}, n = 2" in first
+    layer = eval(last, {"pmoe": pmoe, "torch": torch})
+    assert (layer.d_model, layer.pipeline) == (16, 2)
+    assert layer.memory_reuse in (Restore("keep", "recompute"), Restore("communicate", "recompute"))
+
+
 def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "memory", *LAYER, "--ranks", "4", "--n", "8", "--memory-reuse", "S3")
     (row,) = found["pairs"]
@@ -157,7 +171,8 @@ def test_plan_without_a_budget_takes_a_strategy_by_eq_10(
     run("plan", *LAYER, "--ranks", "4", "--folder", str(folder))
     out = capsys.readouterr().out
     assert out.count("<-") == 1
-    assert f"decision: n={decision['n']}, {decision['strategy']} ({decision['restore']})" in out
+    assert f"decision: n={decision['n']}, {decision['restore']} {decision['strategy']}" in out
+    assert out.endswith(f"pipeline={decision['n']}, memory_reuse={decision['strategy']!r})\n")
 
 
 def test_plan_within_a_budget_takes_the_fastest_that_holds_it(
@@ -181,7 +196,7 @@ def test_plan_without_a_fitting_profile_says_what_there_is_and_how_to_measure(
 ) -> None:
     message = refused(capsys, "plan", *LAYER, "--ranks", "2", "--folder", str(folder))
     assert "no profile fits 2 ranks and float32" in message
-    assert f"{MADE.device}, 4 ranks, gloo, float32" in message
+    assert f"{MADE.device}, 4 ranks over gloo, float32" in message
     assert "trials" not in message
     assert "torchrun --nproc-per-node 2 -m pmoe profile --dtype float32" in message
     other = replace(MADE, device="Abacus 4000")

@@ -52,7 +52,6 @@ def all_lanes(regime: Regime, name: str) -> float:
                 M=M,
                 H=H,
                 rates=profile_of(regime).rates(ELEMENT_SIZE),
-                interference=profile_of(regime).interference,
                 travelling=1 - 1 / regime.ranks,
             )
         )
@@ -99,6 +98,7 @@ def test_any_of_the_pairs_that_are_equal_by_equation_10_is_near_the_best(n: int,
 @pytest.mark.parametrize("n", DEGREES)
 def test_a_step_takes_equation_10_and_at_most_one_chunk_of_every_lane_beside(n: int) -> None:
     """Filling and emptying the pipeline cost no more than a chunk's work on all lanes, one after another.
+    Where lanes slow each other, a lane that begins later is slowed for less long: by up to a thousandth.
 
     So copies hide behind computing also where few rows stay: that was not so while rows that stay and rows
     that travel shared two slots of an offloaded T_M.
@@ -108,7 +108,7 @@ def test_a_step_takes_equation_10_and_at_most_one_chunk_of_every_lane_beside(n: 
         for name, pair in STRATEGIES.items():
             closed = eq10_seconds(shape, profile, B, pair)
             beside = simulated(regime, n)[name] - closed
-            assert -1e-9 * closed <= beside <= all_lanes(regime, name) / n, (regime, name)
+            assert -1e-3 * closed <= beside <= all_lanes(regime, name) / n, (regime, name)
 
 
 def test_of_equals_the_one_with_least_work_on_all_lanes_is_taken() -> None:

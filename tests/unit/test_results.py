@@ -28,6 +28,7 @@ DEPENDS = {
     "overhead": RUN,
     "overlap": RUN,
     "plain": RUN,
+    "ranks": RUN,
     "reuse": (*RUN, "pmoe/planner"),
     "send_once": RUN,
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pmoe import Restore
-from pmoe.comm.counts import Slots, num_bins, slot_rows
+from pmoe.comm.counts import HEADER, Slots, num_bins, slot_rows
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from pmoe.schedule.rings import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Schedule, Stages, link
@@ -49,8 +49,15 @@ def test_the_limit_of_a_slot_is_the_same_number_on_the_device_as_on_the_host() -
 
 
 def test_there_are_bins_enough_to_cut_a_batch_of_one_rank_into_all_ranks_shares() -> None:
-    assert [num_bins(degrees, 3) for degrees in ((1,), (2,), (4, 2), (3, 2))] == [4, 8, 16, 24]
-    assert [num_bins((4,), ranks) for ranks in (1, 2, 5, 64, 1000)] == [4, 8, 32, 256, 256]
+    assert [num_bins(degrees, 3, 9) for degrees in ((1,), (2,), (4, 2), (3, 2))] == [4, 8, 16, 24]
+    assert [num_bins((4,), ranks, 2 * ranks) for ranks in (1, 2, 5, 64, 128)] == [4, 8, 32, 256, 256]
+
+
+def test_on_many_ranks_there_are_fewer_bins() -> None:
+    """So counts stay a hundredth of 4,096 rows of 4,096 columns; never fewer than chunks."""
+    assert [num_bins((4,), ranks, ranks) for ranks in (256, 257, 512, 4096, 2**20)] == [256, 128, 128, 16, 4]
+    for ranks in (64, 512, 4096):
+        assert (HEADER + num_bins((4,), ranks, ranks)) * ranks * 4 <= 0.01 * 4096 * 4096 * 2
 
 
 ROWS = {

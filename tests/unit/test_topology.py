@@ -13,7 +13,7 @@ from pmoe.comm.hierarchical import in_order
 from pmoe.comm.hierarchical_1d import Hierarchical1DDispatch
 from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, HierarchicalAllToAll2D
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import Topology, _node_ids, find_topology
+from pmoe.comm.topology import Topology, find_topology, node_ids
 
 
 def topology(ids: list[object], global_ranks: list[int] | None = None) -> Topology:
@@ -74,14 +74,14 @@ def test_a_topology_is_a_value() -> None:
 
 def test_the_launchers_variable_counts_global_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert _node_ids(None, [2, 3, 4, 9]) == [0, 0, 1, 2]
-    assert _node_ids(2, [2, 3, 4, 9]) == [1, 1, 2, 4]
-    assert _node_ids(["x", "x", "y", "y"], [2, 3, 4, 9]) == ["x", "x", "y", "y"]
+    assert node_ids(None, [2, 3, 4, 9]) == [0, 0, 1, 2]
+    assert node_ids(2, [2, 3, 4, 9]) == [1, 1, 2, 4]
+    assert node_ids(["x", "x", "y", "y"], [2, 3, 4, 9]) == ["x", "x", "y", "y"]
 
 
 def test_without_the_variable_there_is_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert _node_ids(None, [0, 5]) == [0, 0]
+    assert node_ids(None, [0, 5]) == [0, 0]
 
 
 @pytest.mark.parametrize("text", ["0", "-2", "two", "", "1.5"])
@@ -105,7 +105,7 @@ def test_a_variable_that_is_no_number_of_ranks_is_refused(text: str, monkeypatch
 )
 def test_nodes_that_cannot_be_are_refused(nodes: object, error: type[Exception], rule: str) -> None:
     with pytest.raises(error, match=rule):
-        _node_ids(nodes, [0, 1, 2])  # type: ignore[arg-type]
+        node_ids(nodes, [0, 1, 2])  # type: ignore[arg-type]
 
 
 # ---- one rank, and wrong sizes --------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""A group of W ranks of which one is there: its collectives return at once, as if all others routed like it.
+
+They do so in a circle: rank r sends to this one what this one sends to the rank that comes r before it. So
+loads are even where this rank spreads its rows evenly.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+
+class _Done(Work):
+    """Ended before it was issued."""
+
+    def __init__(self, output: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._output = list(output)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return self._output
+
+    def get_future(self) -> Future:
+        future: Future = Future()
+        future.set_result(self._output)
+        return future
+
+
+class _AlikeGroup(dist.ProcessGroup):
+    """Rank 0 of W. What is reduced or spread stays as it is. An all-to-all of equal parts brings those of
+    ranks like this one. Of one with splits, which are rows, what is received stays as it was: no time depends
+    on its numbers."""
+
+    def __init__(self, options: Any, backend_options: Any = None) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options.timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+    def getBackendName(self) -> str:
+        return "alike"
+
+    def alltoall_base(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: Sequence[int],
+        sent_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        if not received_splits:
+            parts = sent.view(self.size(), -1)
+            received.view(self.size(), -1).copy_(parts.flip(0).roll(1, 0))
+        return _Done([received])
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        return _Done(tensors)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        return _Done(tensors)
+
+    def _allgather_base(self, gathered: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Work:
+        gathered.view(self.size(), -1).copy_(own.reshape(1, -1).expand(self.size(), -1))
+        return _Done([gathered])
+
+    def allgather(
+        self, gathered: Sequence[Sequence[torch.Tensor]], own: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        for each in gathered[0]:
+            each.copy_(own[0])
+        return _Done(gathered[0])
+
+    def barrier(self, opts: Any = None) -> Work:
+        return _Done([])
+
+
+def start(num_ranks: int) -> None:
+    """Makes it the default group of this process."""
+    if "alike" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("alike", _AlikeGroup, extended_api=True, devices=["cpu"])
+    dist.init_process_group("alike", store=dist.HashStore(), rank=0, world_size=num_ranks)

@@ -1,0 +1,58 @@
+"""What a rank does in a call does not grow with the number of ranks (`bench/bench_ranks.py`)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bench.bench_ranks import CASES, TOKENS, TOP_K, WIDE, WIDE_BYTES
+from tests import fresh
+
+FEW, MANY = 16, 256
+
+PROGRAM = """
+import json, sys
+from bench.bench_ranks import CASES, bytes_of, prepare, subject
+
+prepare({num_ranks})
+
+def lines_of_step(case):
+    ran = 0
+    def follow(frame, event, argument):
+        nonlocal ran
+        if "/pmoe/" not in frame.f_code.co_filename:
+            return None
+        ran += event == "line"
+        return follow
+    step = subject(case).step
+    sys.settrace(follow)
+    step()
+    sys.settrace(None)
+    return ran
+
+print(json.dumps({{case: [lines_of_step(case), bytes_of(case)["counts"]] for case in CASES}}))
+"""
+"""Lines of pmoe's Python that a step runs, one in a loop as often as it runs; and bytes."""
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[int, dict[str, list[int]]]:
+    """By number of ranks and case."""
+    return {
+        num_ranks: json.loads(fresh.run(PROGRAM.format(num_ranks=num_ranks))) for num_ranks in (FEW, MANY)
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_line_of_a_call_runs_once_a_rank(case: str, ran: Any) -> None:
+    (few, _), (many, _) = ran[FEW][case], ran[MANY][case]
+    assert few > 1000 and many - few < (MANY - FEW) / 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counts_are_a_hundredth_of_wide_rows_at_most(case: str, ran: Any) -> None:
+    of_rows = TOKENS * TOP_K * WIDE * WIDE_BYTES
+    for _, counts in (ran[FEW][case], ran[MANY][case]):
+        assert 0 < counts < of_rows / 100

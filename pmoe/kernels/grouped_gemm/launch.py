@@ -27,11 +27,11 @@ _spare = 0
 def beside_communication() -> Iterator[None]:
     """In the block products leave SPARE multiprocessors free, and take their tiles as their blocks start."""
     global _spare
-    before, _spare = _spare, SPARE
+    _spare = SPARE
     try:
         yield
     finally:
-        _spare = before
+        _spare = 0
 
 
 def path(device: torch.device) -> tuple[str | None, str | None]:

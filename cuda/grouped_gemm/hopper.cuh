@@ -108,11 +108,15 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kClu
   const BoxCopy<kLoaders, kLines> boxes(thread);
   using Source = int32_t[BoxCopy<kLoaders, kLines>::kPerThread];
   const bool a_gathered = !kByRow || p.a_gathered, b_gathered = kByRow && p.b_gathered;
-  uint32_t issued = 0;  // stages, of which the ring's own is told: there is no register for it
-  const auto announce = [&](uint32_t number) {
-    fence_proxy_async();
-    sync_warp();
-    if (thread % 32 == 0) mbarrier_arrive(&shared.full[number % kStages]);
+  // Stages, from which the ring's own is told: there is no register for it.
+  uint32_t issued = 0, announced = 0;
+  const auto announce_but = [&](uint32_t left) {
+#pragma unroll 1
+    for (; announced + left < issued; ++announced) {
+      fence_proxy_async();
+      sync_warp();
+      if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced % kStages]);
+    }
   };
   const auto next = [&](Tile& found) {
     if (thread == 0) walk.hand_on(p);
@@ -163,14 +167,18 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kClu
         boxes.template copy<T>(a, p.a, p.a_stride, source, step * kDepth, p.k);
       }
       cp_async_commit();
-      if (++issued > kLag) {
-        cp_async_wait<kLag>();
-        announce(issued - 1 - kLag);
-      }
+      ++issued;
+      cp_async_wait<kLag>();
+      announce_but(kLag);
+    }
+    // Behind a tile without a step the next ones are not handed on before those of the stages are multiplied.
+    if (kByRow && tile.group_rows == 0) {
+      cp_async_wait<0>();
+      announce_but(0);
     }
   }
   cp_async_wait<0>();
-  for (uint32_t left = smaller<uint32_t>(issued, kLag); left > 0; --left) announce(issued - left);
+  announce_but(0);
 }
 
 // Operands in shared memory as warpgroup products take them: 128-byte swizzle, groups of 8 lines 1024 bytes

@@ -370,7 +370,8 @@ class BuildPy(build_py):
 REPORT = ["jinja2>=3.1", "matplotlib>=3.9"]
 TRAIN = [*REPORT, "tqdm"]
 TENSORBOARD = ["tensorboard>=2.20"]
-TRANSFORMERS = ["transformers>=5.23,<6"]
+# 5.23 is the first with expert parallelism; its Trainer needs accelerate.
+TRANSFORMERS = ["transformers>=5.23,<6", "accelerate>=1.15"]
 DOCS = ["furo>=2025.9", "myst-parser>=4", "sphinx>=8.1,<10"]
 DISASSEMBLERS = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
@@ -408,9 +409,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
             "docs": [*TRAIN, *DOCS],
             "dev": [
                 *TRAIN,
-                # 5.23 is the first with expert parallelism; its Trainer needs accelerate.
-                "transformers>=5.23,<6",
-                "accelerate>=1.15",
+                *TRANSFORMERS,
                 *DOCS,
                 "mypy>=1.18",
                 # cuobjdump calls nvdisasm. Both read code of every older nvcc.

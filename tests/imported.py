@@ -2,7 +2,23 @@
 
 import gc
 
-import pmoe  # noqa: F401
+import pmoe
+import pmoe.engine.specialised
+import pmoe.experts.modules
+import pmoe.layer.exact_counts
+import pmoe.layer.predicted
+import pmoe.layer.searched
+import pmoe.layer.spread
+import pmoe.layer.wrapped
+import pmoe.runners.solved
+import pmoe.schedule.rings
+import pmoe.schedule.straight
+import pmoe.training.checkpoint
+import pmoe.training.expert_parallel
+import pmoe.training.parallel
+import pmoe.training.reducer  # noqa: F401
+import tests.gloo.flexible
+import tests.gloo.kit
 import tests.libraries  # noqa: F401
 
 # A collection of garbage then looks at the objects that tests make, not at those of all these modules.

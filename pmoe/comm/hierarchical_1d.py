@@ -36,7 +36,7 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         num_bins, width = send_FW.shape[0], 2 * send_FW.shape[1]
         told = torch.cat([send_FW, recv_FW], dim=1)
         local = len(self.topology.inside(self.ranks.rank))
-        sent, received = self._to_leader(num_bins), self._at_leader([num_bins] * local)
+        sent, received = self._to_leader(num_bins), [num_bins * self._leads] * local
         heard = told.new_empty((sum(received), width))
         if not self._leads:
             self.traffic.counts += told.numel() * told.element_size()
@@ -56,10 +56,6 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
     def _to_leader(self, rows: int) -> list[int]:
         """``rows`` for the leader, none for the others of the node."""
         return [rows] + [0] * (len(self.topology.inside(self.ranks.rank)) - 1)
-
-    def _at_leader(self, rows: Sequence[int]) -> list[int]:
-        """``rows`` on a leader, zeros elsewhere."""
-        return list(rows) if self._leads else [0] * len(rows)
 
     def _tables(self, relayed: Sequence[int]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
         """For each rank of a leader's node: its rows for each rank, and each rank's for it."""

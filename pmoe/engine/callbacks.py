@@ -86,16 +86,6 @@ class Hooks:
     def has(self, point: str) -> bool:
         return bool(self.at.get(point))
 
-    @property
-    def on_dispatch(self) -> bool:
-        """Whether hooks see rows before or behind their dispatch."""
-        return self.has("before_dispatch") or self.has("after_dispatch")
-
-    @property
-    def on_combine(self) -> bool:
-        """Whether hooks see results before or behind their combine."""
-        return self.has("before_combine") or self.has("after_combine")
-
     def run(self, point: str, rows: Tensor, chunk: int, like: Tensor | None) -> Tensor:
         """All hooks of a point, one after another. like: what columns and type the last one must return."""
         num_rows = rows.shape[0]

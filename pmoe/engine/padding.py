@@ -78,8 +78,9 @@ class Padding:
 
     def gather(self, rows_NM: Tensor) -> Tensor:
         """(T, M): of each token the sum of its rows, in the order of its choices."""
-        rows_TKM = _taken(rows_NM, self.position_TK)
-        return rows_TKM.squeeze(1) if rows_TKM.shape[1] == 1 else rows_TKM.sum(1)
+        top_k = self.position_TK.shape[1]
+        rows_SM = _taken(rows_NM, self.position_TK.view(-1))  # no view: users may change T_O in place
+        return rows_SM if top_k == 1 else rows_SM.unflatten(0, (-1, top_k)).sum(1)
 
     def spread_weights(self, weight_TK: Tensor) -> Tensor:
         """(N, 1)"""
@@ -87,7 +88,7 @@ class Padding:
 
     def gather_weights(self, weight_N1: Tensor) -> Tensor:
         """(T, K)"""
-        return _taken(weight_N1.reshape(-1), self.position_TK)
+        return _taken(weight_N1.reshape(-1), self.position_TK.view(-1)).view_as(self.position_TK)
 
 
 def make_padding(expert_TK: Tensor, splits: Splits) -> tuple[Padding, Tensor]:
@@ -108,9 +109,9 @@ def make_padding(expert_TK: Tensor, splits: Splits) -> tuple[Padding, Tensor]:
 
 
 def _taken(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index], zero where index is the number of rows."""
+    """rows[index], (S, ...), zero where index (S,) is the number of rows."""
     count, columns = rows.shape[0], rows.shape[1:]
     if not count:
         return rows.new_zeros(*index.shape, *columns)
-    found = rows.index_select(0, index.reshape(-1).clamp(max=count - 1)).view(*index.shape, *columns)
-    return found.masked_fill_((index == count).view(*index.shape, *(1 for _ in columns)), 0)
+    found = rows.index_select(0, index.clamp(max=count - 1))
+    return found.masked_fill_((index == count).view(-1, *(1 for _ in columns)), 0)

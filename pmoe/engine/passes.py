@@ -42,6 +42,7 @@ class Inputs:
     """The tensors of a call that have gradients: of the experts, of the shared expert, and of callbacks.
 
     shared_weight_T: the factor of the shared expert's output, None where there is none.
+    autocast: the type that the caller's autocast gives rows; None where there is none.
     """
 
     x_TM: Tensor
@@ -50,6 +51,7 @@ class Inputs:
     shared_weight_T: Tensor | None = None
     shared_parameters: Sequence[Tensor] = ()
     hook_parameters: Sequence[Tensor] = ()
+    autocast: torch.dtype | None = None
 
     @property
     def all(self) -> list[Tensor | None]:
@@ -67,6 +69,7 @@ class Inputs:
             parameters=list(itertools.islice(rest, len(self.parameters))),
             shared_parameters=list(itertools.islice(rest, len(self.shared_parameters))),
             hook_parameters=list(rest),
+            autocast=self.autocast,
         )
 
     def padded(self, padding: Padding | None) -> Inputs:

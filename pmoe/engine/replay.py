@@ -10,12 +10,13 @@ Letters: T tokens, M = d_model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -34,8 +35,8 @@ class Replay:
         raise AssertionError("nothing is recorded: this is no second pass")
 
     def once(self, decide: Callable[[], V]) -> V:
-        """decide(), hidden from selective checkpointing, or what it gave in the first pass."""
-        with hidden_from_selective_checkpoint():
+        """decide(), hidden from checkpoints, or what it gave in the first pass."""
+        with hidden_from_checkpoints():
             return decide()
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
@@ -57,13 +58,17 @@ def replay_of(layer: nn.Module) -> Replay:
     return next((replay for replay in found if replay is not None), Replay())
 
 
-def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
-    """Hides operations from selective checkpointing, which counts them and must find the same in both passes:
-    measuring, choosing and comparing happen in one of them only."""
+@contextmanager
+def hidden_from_checkpoints() -> Iterator[None]:
+    """Hides operations and the tensors that they save from checkpoints, which count them and must find the
+    same in both passes: measuring, choosing and comparing happen in one of them only."""
     selective = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-    if any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack()):
-        return _disable_current_modes()
-    return nullcontext()
+    with ExitStack() as hidden:
+        if any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack()):
+            hidden.enter_context(_disable_current_modes())
+        if top_hooks() is not None:
+            hidden.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        yield
 
 
 SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pmoe.comm.counts import FAULTS, Fault, FaultError
 from pmoe.engine.gate_graph import is_capturing
 from pmoe.engine.recompute import routing_is_kept
-from pmoe.engine.replay import hidden_from_selective_checkpoint
+from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.gates.hash import hashed
 
 REMEMBERED = 4096
@@ -63,7 +63,7 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
         or (has_grad and not again and routing_is_kept())
     ):
         return None
-    with hidden_from_selective_checkpoint():
+    with hidden_from_checkpoints():
         earlier = _remembered.get(layer)
         if earlier is None or earlier.hashes.device != device:
             earlier = _remembered[layer] = _Remembered(device)
@@ -78,7 +78,7 @@ def refuse_changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor |
     """Raises FaultError where `changed_routing` is 1. Waits for the device, but only in a second run: for one
     rank, which has no exchange to tell it by."""
     changed = changed_routing(layer, num_tokens, *routing)
-    with hidden_from_selective_checkpoint():
+    with hidden_from_checkpoints():
         has_changed = changed is not None and bool(changed)
     if has_changed:
         raise FaultError(Fault.RECOMPUTED, FAULTS[Fault.RECOMPUTED])

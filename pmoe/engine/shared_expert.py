@@ -48,16 +48,18 @@ class ForwardWithSharedExpert(_WithSharedExpert, Forward):
         return {**super().actions(), Kind.SHARED: self.compute_shared}
 
     def compute_shared(self, _chunk: int) -> None:
-        weight_T = self.inputs.shared_weight_T
-        assert weight_T is not None
-        _, hidden = self.shared.compute(
-            self.source_TM,
-            weight_T,
-            self.shared_groups(),
-            self.inputs.shared_parameters,
-            out=self.place_shared(),
-            keep=self.keep,
-        )
+        inputs, shared = self.inputs, self.shared
+        assert inputs.shared_weight_T is not None
+        inside = inputs.autocast is not None and shared.runs_under_autocast
+        with torch.autocast(self.source_TM.device.type, enabled=inside, dtype=inputs.autocast):
+            _, hidden = shared.compute(
+                self.source_TM,
+                inputs.shared_weight_T,
+                self.shared_groups(),
+                inputs.shared_parameters,
+                out=self.place_shared(),
+                keep=self.keep,
+            )
         if self.keep:
             self.kept[SHARED] = Kept(hidden=hidden)
 

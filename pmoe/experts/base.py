@@ -91,6 +91,8 @@ class Experts(nn.Module, abc.ABC):
     """Whether compute expects the caller's autocast state (user modules), or cast operands and none."""
     is_parallelized = False
     """Whether `pmoe.parallelize` has laid the parameters out over ranks: stacked ones are DTensors."""
+    built = 0.0
+    """A digest of values that they were built with, to be compared at a layer's first call."""
     reduce: Reduce | None = None
     """What becomes of the parameters' gradients at the end of each backward pass, where parallelize says."""
 
@@ -131,14 +133,13 @@ class Experts(nn.Module, abc.ABC):
 
     def local_parameters(self) -> list[Tensor]:
         """``parameters()`` as the kernels take them: plain tensors, this rank's part of each, (E_local, ...).
-        Gradients travel back to the parameters, through ``reduce``. Raises ValueError where a wrapper has
-        replaced parallelized ones, or reduces them too."""
+        Gradients travel back to the parameters, through ``reduce``."""
         parameters = list[Tensor](self.parameters())
         if not self.is_parallelized:
             return parameters
-        from pmoe.experts.placement import local_parts
+        from pmoe.experts.placement import Local
 
-        return local_parts(parameters, self.reduce)
+        return list(Local.apply(self.reduce, *parameters))  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -57,9 +57,10 @@ class Shelf:
     def put(self, tensor: Tensor) -> int | _InRows | Tensor:
         rows = self.rows
         assert rows is not None
-        if tensor.untyped_storage().data_ptr() in self.own_storages:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in self.own_storages:
             return tensor.detach()  # a parameter or a buffer: not activation memory
-        if tensor.numel() and _shares_storage(tensor, rows):
+        if tensor.numel() and storage == rows.untyped_storage().data_ptr():
             # T_DI is overwritten between the passes: what was changed in place is a tensor of its own.
             if tensor._version != self._rows_version or tensor.dtype != rows.dtype:
                 return self._keep(tensor.detach().clone())
@@ -90,10 +91,6 @@ class Shelf:
             assert self.rows is not None
             return self.rows.as_strided(key.size, key.stride, self.rows.storage_offset() + key.offset)
         return self.tensors[key]
-
-
-def _shares_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +145,12 @@ def record(
 
 
 def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
-    """Of the rows, then of each of ``wanted``; the shelf is filled and stays so."""
+    """Of the rows, then of each of ``wanted``, None of those that are frozen; the shelf is filled and stays
+    so."""
     assert graph.output is not None
     # The graph is retained because the caller may run backward again; it goes with the context.
-    into: list[Any] = [graph.rows, *wanted]
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        graph.output, into, grad_output, retain_graph=True, allow_unused=True
-    )
-    return found
+    into: list[Any] = [graph.rows, *(each for each in wanted if each.requires_grad)]
+    found = torch.autograd.grad(graph.output, into, grad_output, retain_graph=True, allow_unused=True)
+    of_rows, *others = found
+    every = iter(others)
+    return [of_rows, *(next(every) if each.requires_grad else None for each in wanted)]

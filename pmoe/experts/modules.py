@@ -194,7 +194,7 @@ class ModuleExperts(Experts):
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         out = torch.empty_like(grad_NM) if out is None else out
         grad_weight_N = torch.empty_like(weight_N)
-        wanted = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        wanted = list(self.parameters())
         totals: list[Tensor | None] = [None] * len(wanted)
         every_tensor = iter(hidden.tensors)
         for graph in hidden.graph:
@@ -215,8 +215,7 @@ class ModuleExperts(Experts):
                 total = totals[i]
                 if grad is not None:
                     totals[i] = grad if total is None else total + grad
-        every = iter(totals)
-        return out, grad_weight_N, [next(every) if p.requires_grad else None for p in self.parameters()]
+        return out, grad_weight_N, totals
 
     def weight_gradient(
         self, pending: list[Tensor | None], groups: RowGroups, sums: Sequence[GradientSum | None]

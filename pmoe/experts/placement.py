@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pmoe.experts.base import Reduce, Shard, is_expert, local_part
+from pmoe.experts.base import Reduce, Shard, local_part
 
 if TYPE_CHECKING:
     from pmoe.experts.stacked import StackedExperts
-
-
-def local_parts(parameters: Sequence[Tensor], reduce: Reduce | None) -> list[Tensor]:
-    """As `pmoe.experts.base.Experts.local_parameters`, of parallelized experts."""
-    if not all(is_expert(each) for each in parameters):
-        raise ValueError(
-            "experts' parameters must not be replaced by a data-parallel wrapper: use "
-            "fully_shard(..., ignored_params=pmoe.expert_parameters(model))"
-        )
-    wrapper: Any = DistributedDataParallel._get_active_ddp_module()
-    if wrapper is not None and any(each is parameters[0] for each in wrapper._module_parameters):
-        raise ValueError(
-            "experts' parameters must not be reduced by DistributedDataParallel, which leaves out names "
-            "that they do not have any more: call pmoe.parallelize again once all inside it is wrapped"
-        )
-    return list(_Local.apply(reduce, *parameters))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -82,7 +65,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
 
 
-class _Local(torch.autograd.Function):
+class Local(torch.autograd.Function):
     """This rank's part of parameters. Backward runs once all their gradients are there: they are reduced
     together, in the same order on every rank, and added up over backward passes only then."""
 

@@ -123,11 +123,8 @@ def layer_row(step: int, each: LayerStats) -> LayerRow:
     values |= {f"{name}_bytes": size for name, size in each.tensors.items()}
     if each.predicted is not None:
         values |= {f"{name}_bytes": getattr(each.predicted, name) for name in PREDICTED}
-    return LayerRow(step=step, layer=each.name, **{name: _short(value) for name, value in values.items()})
-
-
-def _short(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    short = {name: float(f"{value:.6g}") for name, value in values.items() if isinstance(value, float)}
+    return LayerRow(step=step, layer=each.name, **{**values, **short})
 
 
 def cells_of(row: ScalarRow | LayerRow) -> dict[str, Any]:

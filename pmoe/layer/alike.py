@@ -13,6 +13,7 @@ import torch
 
 from pmoe.comm.ranks import digest, gathered, same
 from pmoe.layer.parts import Parts
+from pmoe.layer.wrapped import COPIED, sampled
 
 NOT_COMPARED = {"spec", "grid", "trusts_gate", "scalars", "callbacks", "gradients", "traffic", "known"}
 """Of `Parts`: what is compared in other words, or may differ."""
@@ -22,12 +23,18 @@ PLAIN = (bool, int, float, str, torch.dtype)
 
 def check_alike(parts: Parts) -> None:
     """Collective over the layer's ranks. Raises ValueError on each of them, naming option, values and ranks,
-    where any two differ."""
+    where any two differ, and where experts, which must differ, were copied since they were built."""
     given = options_in_words(parts)
     like = parts.like
     device = torch.device("cpu") if like is None else like.device
     digests = [float(digest([value])) for value in given.values()]
-    agree = same(parts.ranks, device, digests, stage="comparing the layer's options")
+    built, now = parts.experts.built, sampled(parts.experts)
+    digests += [built, now, float(built == now)]
+    *agree, were_same, are_same, all_changed_or_none = same(
+        parts.ranks, device, digests, stage="comparing the layer's options"
+    )
+    if are_same and not (were_same or all_changed_or_none):  # all have what one was built with
+        raise ValueError(COPIED)
     differ = [name for name, is_same in zip(given, agree, strict=True) if not is_same]
     if not differ:
         return
@@ -37,7 +44,7 @@ def check_alike(parts: Parts) -> None:
     raise ValueError(f"{differ[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}")
 
 
-NO_SETTINGS = ("training", "is_parallelized")
+NO_SETTINGS = ("training", "is_parallelized", "built")
 """Attributes of modules that change neither results nor times."""
 
 

@@ -51,9 +51,9 @@ def _chosen(batch: Batch, restore: Restore | None) -> Choice:
     if n is not None:
         return Choice(forward=n, backward=spec.pipeline_backward or n, restore=restore)
     if spec.pipeline == SOLVE:
-        from pmoe.layer import solved
+        from pmoe.layer import predicted
 
-        found = solved.degrees(batch, restore)
+        found = predicted.solved_degrees(batch, restore)
     else:
         from pmoe.layer import searched
 

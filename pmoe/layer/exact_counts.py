@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import hidden_from_selective_checkpoint
+from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.layer.choose import Batch, choose, slots_to_ask
 from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.orders import Orders
@@ -83,7 +83,8 @@ def start(
     if call.replay.is_replay:
         return _never
     parts, routing, x_TM = call.parts, routed.routing, routed.x_TM
-    with hidden_from_selective_checkpoint():
+    takes_k = routing.expert.shape[1] == parts.spec.top_k  # dropped rows among them
+    with hidden_from_checkpoints():
         exchange = CountsExchange(
             parts.grid,
             orders.count(parts.num_bins),
@@ -97,7 +98,7 @@ def start(
             exchanges=(parts.dispatch, parts.combine),
             bypass_local=parts.stages.local,
             asks_max_rows=asks_max_rows,
-            one_row_a_choice=_gives_top_k(parts, routed),
+            one_row_a_choice=takes_k and routing.mix is None and routing.token is None,
         )
 
     def finish() -> RankCounts:
@@ -113,12 +114,6 @@ def _never() -> RankCounts:
     raise AssertionError("a second pass takes over the counts of the first one")
 
 
-def _gives_top_k(parts: Parts, routed: Routed) -> bool:
-    """Whether every token has top_k rows of its own, dropped ones among them."""
-    routing = routed.routing
-    return routing.token is None and routing.mix is None and routing.expert.shape[1] == parts.spec.top_k
-
-
 def sort_early(parts: Parts, orders: Orders) -> None:
     """Sorts while the counts travel, where no count can change the chunks."""
     degrees = parts.spec.degrees
@@ -130,7 +125,7 @@ def in_chunks(call: Call, routed: Routed, inputs: Inputs, orders: Orders, agreed
     """The decision to run by the pipeline engine."""
     counts, choice = agreed.counts, agreed.choice
     assert counts is not None and choice is not None
-    with hidden_from_selective_checkpoint():  # trials may have made parts of it
+    with hidden_from_checkpoints():  # trials may have made parts of it
         plan = orders.plans(counts)(choice.forward, choice.backward, choice.restore)
     return Decision(
         call=call,

@@ -12,7 +12,7 @@ import torch
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import hidden_from_selective_checkpoint
+from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.choose import Batch, choose
@@ -89,7 +89,7 @@ def decide(call: Call) -> Decision:
     def agree() -> Agreed:
         counts = finish()
         steps = _steps(parts, inputs, counts) if fuses else None
-        if steps is not None and not _goes_back_in_chunks(parts, counts):
+        if steps is not None and not (parts.spec.fused == "forward" and counts.needs_grad):
             return Agreed(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(parts)
         batch = Batch.of(parts, routed, counts, inputs, orders)
@@ -104,10 +104,6 @@ def decide(call: Call) -> Decision:
     return _fused_decision(call, routed, inputs, orders, agreed, fused_call(parts, agreed.steps, journey))
 
 
-def _goes_back_in_chunks(parts: Parts, counts: RankCounts) -> bool:
-    return parts.spec.fused == "forward" and counts.needs_grad
-
-
 def _fused_decision(
     call: Call, routed: Routed, inputs: Inputs, orders: Orders, agreed: Agreed, fused_call: FusedCall
 ) -> Decision:
@@ -116,7 +112,7 @@ def _fused_decision(
     runner: Runner = FusedRunner(fused_call)
     plan = None
     if choice is not None:
-        with hidden_from_selective_checkpoint():
+        with hidden_from_checkpoints():
             plan = orders.plans(counts)(choice.backward, choice.backward, choice.restore)
         runner = FusedForwardRunner(fused_call, plan, counts.recv_device)
     return Decision(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pmoe.experts.base import Experts
-from pmoe.experts.initial_modules import seeded
+from pmoe.experts.initial import draw_seed, generators_at
 from pmoe.experts.modules import ModuleExperts, build_modules
 from pmoe.layer.build import Place
 from pmoe.layer.spec import LayerSpec
@@ -48,3 +48,13 @@ def given_experts(
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
     return ModuleExperts(module.to(**options) for module in modules)
+
+
+def seeded(build: Callable[[], nn.Module], *, first_expert: int, count: int) -> list[nn.Module]:
+    """Builds ``count`` modules, each under its global expert's seed."""
+    seed = draw_seed()
+    modules = []
+    for i in range(count):
+        with generators_at(seed + first_expert + i):
+            modules.append(build())
+    return modules

@@ -190,6 +190,10 @@ class MoELayer(nn.Module):
         )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
+        if self.ranks.size > 1:
+            from pmoe.layer.wrapped import sampled
+
+            self.experts.built = sampled(self.experts)
 
     @property
     def parts(self) -> Parts:
@@ -286,10 +290,6 @@ class MoELayer(nn.Module):
     def restore(self) -> Restore | bool:
         """The restore pair; False where buffers do not rotate for one, True where the layer chooses it."""
         return self.spec.restore
-
-    @restore.setter
-    def restore(self, value: bool | str | Restore) -> None:
-        self.memory_reuse = value
 
     def check_spread(self, mesh: DeviceMesh) -> None:
         """Raises ValueError or TypeError, naming what is wrong, where `spread` would. Changes nothing."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
-from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
+from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route import Routes
@@ -59,7 +59,7 @@ def decide(call: Call) -> Decision | None:
         if agreed is None or agreed.counts is not None or agreed.choice is not None:
             return None
     else:
-        with hidden_from_selective_checkpoint():
+        with hidden_from_checkpoints():
             agreed = _kernels(call, x_TM)
     if agreed is None:
         return None
@@ -68,13 +68,16 @@ def decide(call: Call) -> Decision | None:
         routes = replay.route(x_TM, lambda: _routes(call, x_TM))
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
     autocast = autocast_dtype(x)
+    runner: Runner = OneRankRunner(routes, one_rank.activation_of(stacked(parts)))
+    if agreed.steps is not None:
+        runner = FusedRunner(fused_call(parts, agreed.steps, fused.one_rank_journey(routes)))
     routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast)
     needs_grad = parts.asks_for_gradients(x)
     return Decision(
         call=call,
         routed=routed,
         inputs=make_inputs(parts, routed, Operands.of(parts)),
-        runner=_runner(parts, agreed, routes),
+        runner=runner,
         counts=OneRankCounts(routes.counts_nE[0], x_TM.shape[0], needs_grad),
         needs_grad=needs_grad,
         restore=None if agreed.steps is None else fused_pair(parts),
@@ -125,9 +128,3 @@ def _routes(call: Call, x_TM: Tensor) -> Routes:
 
         rerouting.refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
     return routes
-
-
-def _runner(parts: Parts, agreed: Agreed, routes: Routes) -> Runner:
-    if agreed.steps is None:
-        return OneRankRunner(routes, one_rank.activation_of(stacked(parts)))
-    return FusedRunner(fused_call(parts, agreed.steps, fused.one_rank_journey(routes)))

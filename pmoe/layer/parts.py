@@ -19,7 +19,7 @@ from pmoe.comm.base import FlatCombine, FlatDispatch
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.engine.plan import Modules
-from pmoe.engine.replay import Replay, hidden_from_selective_checkpoint, replay_of
+from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
 from pmoe.experts.base import Experts, local_part
 from pmoe.layer.spec import LayerSpec
 from pmoe.ordering.base import Order
@@ -282,10 +282,14 @@ class Call:
             from pmoe.layer.capture import check_capturable
 
             check_capturable(call)
+        if parts.ranks.size > 1 or parts.experts.is_parallelized:
+            from pmoe.layer.wrapped import check_wrapped
+
+            check_wrapped(parts)
         if parts.ranks.size > 1 and not parts.known.is_compared:
             from pmoe.layer.alike import check_alike
 
-            with hidden_from_selective_checkpoint():
+            with hidden_from_checkpoints():
                 check_alike(parts)
             parts.known.is_compared = True
         return call

@@ -1,4 +1,5 @@
-"""Choices by prediction: the cheapest restore pair by Eq. 10, and n and the pair within a memory budget."""
+"""Choices by prediction: the cheapest restore pair by Eq. 10, n and the pair within a memory budget, and n of
+``pipeline="solve"``."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pmoe.layer.memory import memory_shape
 from pmoe.measure.profile import profile_of
 from pmoe.planner.candidates import Chooser
 from pmoe.planner.degree import DEGREES, Choice
+from pmoe.planner.granularity import PassDegrees
 from pmoe.schedule.restore import Restore
 
 
@@ -45,3 +47,21 @@ def choice_within_budget(batch: Batch) -> Choice:
     if counts.host_shortage and choice.restore.dispatched == "offload":
         choice = chooser.fitting(shape, max_tokens, degrees, profile, host_is_full=True)
     return choice
+
+
+def solved_degrees(batch: Batch, restore: Restore) -> PassDegrees:
+    """n by FSMoE's solver, for the largest number of any rank's tokens. Collective the first time."""
+    from pmoe.runners.solved import Solver
+
+    parts, rows_TM = batch.parts, batch.inputs.x_TM
+    if parts.ranks.size == 1:
+        return PassDegrees(1, 1)
+    key = ("solved", parts.spec, restore, rows_TM.dtype)
+    if key not in parts.known.choosers:
+        parts.known.choosers[key] = Solver(
+            parts.grid, restore if parts.spec.rotates else None, parts.spec.switches.one_lane
+        )
+    solver: Solver = parts.known.choosers[key]
+    modules = parts.experts.as_modules()
+    t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
+    return solver.degrees(memory_shape(parts, rows_TM), rows_TM, batch.counts.max_tokens, t_gar, modules)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import Fault, FaultError
 from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import hidden_from_selective_checkpoint, may_run_again
+from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.experts.base import Experts
 from pmoe.gates.base import Routing, at_least_float32
 from pmoe.gates.logits import router_logits
@@ -120,22 +120,17 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
-    changed = changed_since_first_pass(call, x_TM, routing.expert, routing.keep, routing.token)
+    changed = None
+    if may_run_again(call.layer):
+        from pmoe.engine.rerouting import changed_routing
+
+        changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
     if changed is not None:
-        with hidden_from_selective_checkpoint():
+        with hidden_from_checkpoints():
             fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
     keep_TK = _kept(parts, routing, x_TM)
     routing = replace(routing, logits=None)
     return Gated(routing=routing, keep_TK=keep_TK, fault=fault, is_again=changed is not None)
-
-
-def changed_since_first_pass(call: Call, x_TM: Tensor, *routing: Tensor | None) -> Tensor | None:
-    """As `pmoe.engine.rerouting.changed_routing`: None where no checkpoint runs this call again."""
-    if not may_run_again(call.layer):
-        return None
-    from pmoe.engine import rerouting
-
-    return rerouting.changed_routing(call.layer, x_TM.shape[0], *routing)
 
 
 def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
@@ -246,6 +241,7 @@ def make_inputs(parts: Parts, routed: Routed, operands: Operands) -> Inputs:
         shared_weight_T=shared_weight(parts, routed.x_TM),
         shared_parameters=shared,
         hook_parameters=operands.hooks,
+        autocast=routed.autocast,
     )
 
 

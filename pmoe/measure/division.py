@@ -37,6 +37,7 @@ from pmoe.planner.division import (
     LayerTimes,
     sizes_of,
 )
+from pmoe.planner.layer_sizes import check_fits
 from pmoe.warn import log
 
 AGREEING = "agreeing on divisions of the fused kernels"
@@ -67,10 +68,7 @@ def fused_layer_sizes(
     Raises ValueError where num_ranks does not divide num_experts, for top_k above num_experts, and as
     `FusedLayerSizes` does.
     """
-    if top_k > num_experts:
-        raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
-    if num_experts % num_ranks:
-        raise ValueError(f"num_experts ({num_experts}) must be divisible by num_ranks ({num_ranks})")
+    check_fits(num_experts, top_k, num_ranks)
     return FusedLayerSizes(
         device_name=device_name(device),
         num_blocks=torch.cuda.get_device_properties(device).multi_processor_count,

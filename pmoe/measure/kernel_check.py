@@ -65,15 +65,11 @@ def first_wrong(
 ) -> str | None:
     """The first result whose error is more than twice the plain one's, and than the type's own precision."""
     for name, got, usual, value in zip(names, found, plain, exact, strict=True):
-        error, allowed = (_relative_error(each, value) for each in (got, usual))
+        error, allowed = (float((each.cpu().double() - value).norm() / value.norm()) for each in (got, usual))
         allowed = max(2 * allowed, 2 * torch.finfo(dtype).eps)
         if not error <= allowed:
             return f"{name} in {dtype} is wrong by {error:.2g} of its size, where {allowed:.2g} is allowed"
     return None
-
-
-def _relative_error(got: Tensor, exact: Tensor) -> float:
-    return float((got.cpu().double() - exact).norm() / exact.norm())
 
 
 def _experts(case: KernelCase) -> StackedExperts:

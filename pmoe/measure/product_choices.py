@@ -141,7 +141,9 @@ class ProductMeasurer:
             names = self.registry.competing(request)
             seconds = dict(zip(names or (), slowest[2 * i : 2 * i + 2], strict=False))
             if names and all(map(math.isfinite, seconds.values())):
-                choice = MeasuredChoice(choice=_faster(*names, seconds), seconds=seconds, when=when)
+                challenger, plain = names
+                faster = challenger if seconds[challenger] < (1 - TIE) * seconds[plain] else plain
+                choice = MeasuredChoice(choice=faster, seconds=seconds, when=when)
                 found[request.key] = choice
                 self.registry.learn(request, choice)
             else:
@@ -166,10 +168,6 @@ class ProductMeasurer:
             message = f"some products could not be measured, and pmoe's kernels do not compute them: {error}"
             warn_once(message, for_each_reason=True)
             return [math.inf, math.inf]
-
-
-def _faster(challenger: str, plain: str, seconds: Mapping[str, float]) -> str:
-    return challenger if seconds[challenger] < (1 - TIE) * seconds[plain] else plain
 
 
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:

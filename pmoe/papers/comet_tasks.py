@@ -151,13 +151,10 @@ def tile_order(layer: Arriving) -> list[Tile]:
 def piece_rows(layer: Arriving) -> int:
     """Rows of a piece: 16, doubled until there are at most 8,192 pieces or a piece is as high as a tile."""
     rows = PIECE_ROWS
-    while rows < TILE_ROWS and _num_pieces(layer, rows) > MAX_PIECES:
+    counts = [count for level in layer.rows_WE for count in level]
+    while rows < TILE_ROWS and sum(math.ceil(count / rows) for count in counts) > MAX_PIECES:
         rows *= 2
     return rows
-
-
-def _num_pieces(layer: Arriving, rows: int) -> int:
-    return sum(math.ceil(count / rows) for level in layer.rows_WE for count in level)
 
 
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:

@@ -207,7 +207,10 @@ def table5(contention: float = CONTENTION) -> Table5:
         num_layers=len(layers),
         systems={name: _row(name, seconds["Tutel"], each) for name, each in seconds.items()},
         differing=sum(plan.forward != plan.backward for plan in chosen),
-        differing_alone=sum(_differ_alone(moe_costs(layer)) for layer in layers),
+        differing_alone=sum(
+            min(backward, key=lambda each: each.alone).degree != forward
+            for forward, backward in (_best_degrees(moe_costs(layer), False) for layer in layers)
+        ),
         at_largest=sum(DEGREES[-1] in (plan.forward, plan.backward) for plan in chosen),
     )
 
@@ -221,8 +224,3 @@ def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> Table5R
     return Table5Row(
         mean=statistics.fmean(ratios), smallest=min(ratios), largest=max(ratios), paper=PAPER.get(name)
     )
-
-
-def _differ_alone(costs: LayerCosts) -> bool:
-    forward, backward = _best_degrees(costs, False)
-    return min(backward, key=lambda each: each.alone).degree != forward

@@ -7,6 +7,7 @@ the division is an argument of one kernel.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
@@ -269,7 +270,8 @@ class DivisionTable:
         exact = self.entries.get(kernel)
         if exact is not None:
             return clamped(exact.division, kernel), f"measured {exact.when}"
-        alike = (each for each in self.entries.values() if _same_work(each.sizes, kernel))
+        work = operator.attrgetter("kernel", "direction", "dtype")
+        alike = (each for each in self.entries.values() if work(each.sizes) == work(kernel))
         entry = min(alike, key=lambda each: _order(each.sizes, kernel), default=None)
         if entry is None:
             of = f"{kernel.kernel} {kernel.direction} in {kernel.dtype}"
@@ -311,10 +313,6 @@ def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
     names = ("rows", "d_model", "d_hidden", "experts", "num_ranks")
     ratios = (abs(math.log2(getattr(one, name) / getattr(other, name))) for name in names)
     return round(sum(ratios) + (one.gated != other.gated), 9)  # equal distances must be equal numbers
-
-
-def _same_work(one: FusedKernelSizes, other: FusedKernelSizes) -> bool:
-    return (one.kernel, one.direction, one.dtype) == (other.kernel, other.direction, other.dtype)
 
 
 def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:

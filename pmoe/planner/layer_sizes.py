@@ -103,6 +103,13 @@ STACKED: dict[str, Callable[..., FFNExperts | SwiGLUExperts]] = {"ffn": FFNExper
 """Experts that a layer makes itself, by the name in its options."""
 
 
+def check_fits(num_experts: int, top_k: int, num_ranks: int) -> None:
+    if top_k > num_experts:
+        raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
+    if num_experts % num_ranks:
+        raise ValueError(f"num_experts ({num_experts}) must be divisible by num_ranks ({num_ranks})")
+
+
 def sizes_from_options(
     d_model: int,
     d_hidden: int,
@@ -123,10 +130,7 @@ def sizes_from_options(
     num_experts that num_ranks does not divide, and an unknown expert.
     """
     check_count(d_model=d_model, d_hidden=d_hidden, num_experts=num_experts, top_k=top_k, num_ranks=num_ranks)
-    if top_k > num_experts:
-        raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
-    if num_experts % num_ranks:
-        raise ValueError(f"num_experts ({num_experts}) must be divisible by num_ranks ({num_ranks})")
+    check_fits(num_experts, top_k, num_ranks)
     if expert not in STACKED:
         raise ValueError(f"expert ({expert!r}) must be one of {', '.join(STACKED)}")
     local = num_experts // num_ranks

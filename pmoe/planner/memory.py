@@ -95,9 +95,10 @@ def predict(
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
-    forward_work = _forward_work(sizes, call, forward, backward, forward_held) + _spread_forward(call, made)
+    padded = call.spread == "padded"  # those that are sent again are made again
+    forward_work = _forward_work(sizes, call, forward, backward, forward_held) + made * (1 + padded)
     backward_work = _backward_work(sizes, call, backward, backward_held)
-    backward_work += _spread_backward(call, made, restore)
+    backward_work += made * (1 + (padded and restore.dispatched == "communicate"))
     expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
 
     # Where rows are padded or mixed, the output is made of a pass's result when that has ended.
@@ -105,7 +106,8 @@ def predict(
     forward_peak = max(in_forward, saved + made + rows_T * sizes.top_k * (call.spread == "padded"))
     in_backward = saved + (made or rows_T) + wide_dx + backward_work
     backward_peak = in_backward + expert_gradients
-    routing_peak = _routing_peak(sizes, call)
+    # While the gate decides and rows are sorted, before any row moves.
+    routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
     # SoftMoE divides by the tokens' lengths, which have a gradient of their own.
     gate_backward = (
         (4 if call.spread == "mixed" else 3) * rows_T + wide_dx + small + _gate_gradients(sizes, call)
@@ -143,16 +145,6 @@ def _saved_mixtures(call: CallRows, made: int, restore: Restore) -> int:
     if call.spread != "mixed":
         return 0
     return made * (2 if restore.dispatched == "communicate" else 1)
-
-
-def _spread_forward(call: CallRows, made: int) -> int:
-    """The rows that forward works on, and their results. made: bytes of one of them."""
-    return made * (2 if call.spread == "padded" else 1)
-
-
-def _spread_backward(call: CallRows, made: int, restore: Restore) -> int:
-    """The gradients of rows; padded rows are made again where they are sent again."""
-    return made * (2 if call.spread == "padded" and restore.dispatched == "communicate" else 1)
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
@@ -299,11 +291,6 @@ def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     order += call.slots * (INDEX + INDEX // 2) * rows.merged  # whose row carries a slot
     regrouped = any(rows.extent.regrouped)
     return order + rows.sent * INDEX + rows.received * INDEX * 2 * regrouped
-
-
-def _routing_peak(sizes: LayerSizes, call: CallRows) -> int:
-    """While the gate decides and rows are sorted, before any row moves."""
-    return _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
 
 
 def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:

@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from pmoe.comm.counts import without_own
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.schedule.slots import ChunkRows
@@ -79,13 +77,12 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         local=sum(local),
         sent=sum(extent.send),
         exact=True,
-        relayed=max((_max_rows(each) for each in counts.relayed if each is not None), default=0),
+        relayed=max(
+            (int(each.sum(1).max()) for each in counts.relayed if each is not None and each.numel()),
+            default=0,
+        ),
         merged=is_merged,
     )
-
-
-def _max_rows(relayed_nX: Tensor) -> int:
-    return int(relayed_nX.sum(1).max()) if relayed_nX.numel() else 0
 
 
 def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: int) -> PassRows:

@@ -9,7 +9,6 @@ Letters: B tokens of the fullest rank, K choices, P ranks across nodes, L inside
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import get_args
 
@@ -127,14 +126,12 @@ class Solver:
 
 def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:
     """Seconds of an expert's forward and backward by rows: the slowest rank's. Collective."""
-    columns = rows_TM.shape[1]
-    make = functools.partial(_random_rows, like=rows_TM, columns=columns)
+
+    def make(count: int) -> Tensor:
+        return torch.randn(count, rows_TM.shape[1], dtype=rows_TM.dtype, device=rows_TM.device)
+
     lines = [fit.line for fit in profile_module(module, BLACK_BOX_ROWS, make)]
     numbers = [number for line in lines for number in (line.alpha_seconds, line.beta_seconds)]
     stage = "agreeing on the seconds of an expert"
     alpha, beta, alpha_back, beta_back = largest(grid.all, rows_TM.device, numbers, stage=stage)
     return LineCost(alpha, beta), LineCost(alpha_back, beta_back)
-
-
-def _random_rows(count: int, *, like: Tensor, columns: int) -> Tensor:
-    return torch.randn(count, columns, dtype=like.dtype, device=like.device)

@@ -155,7 +155,7 @@ def option_problems(names: Names, optimizers: Sequence[Optimizer], plain: Plain)
         problems += [f"optimizer.{name} is missing" for name in wanted if name not in options]
         known = [name for name in wanted if name in options]
         for name in known[1:]:
-            if not _same_options(options[name], options[known[0]]):
+            if options[name] != options[known[0]]:
                 problems.append(
                     f"optimizer.{name} and optimizer.{known[0]}, now of one group, had other options"
                 )
@@ -271,10 +271,6 @@ def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer,
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 yield optimizer, group, parameter
-
-
-def _same_options(some: Plain, others: Plain) -> bool:
-    return some.keys() == others.keys() and all(bool(value == others[key]) for key, value in some.items())
 
 
 def _owners(metadata: Metadata) -> set[str]:

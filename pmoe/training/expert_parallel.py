@@ -129,7 +129,8 @@ def parameter_groups(
         kinds: dict[object, list[Any]] = {None: []}
         for each in inside:
             parameter = each[1] if isinstance(each, tuple) else each  # (name, parameter)
-            kinds.setdefault(_mesh_of(parameter), []).append(each)
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            kinds.setdefault(mesh, []).append(each)
         found += [{**group, "params": of_kind} for of_kind in kinds.values() if of_kind]
     return found
 
@@ -257,7 +258,3 @@ def _leave_to_experts(module: nn.Module) -> None:
         names += [f"_orig_mod.{name}" for name in names]
         known = list(getattr(module, DDP_IGNORES, ()))
         setattr(module, DDP_IGNORES, known + [name for name in names if name not in known])
-
-
-def _mesh_of(parameter: Tensor) -> object:
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import pmoe
+from pmoe.planner.costs import Fit, LineCost
+from pmoe.planner.profile import Operations
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
 from tests.switched import switched_layer
@@ -45,6 +47,24 @@ def mesh_of(ep: int, esp: int, is_reversed: bool) -> DeviceMesh:
         names = ("esp", "ep") if is_reversed else ("ep", "esp")
         _meshes[key] = init_device_mesh("cpu", (esp, ep) if is_reversed else (ep, esp), mesh_dim_names=names)
     return _meshes[key]
+
+
+def lines(alpha: float, message: float, compute: float) -> Operations:
+    """Costs of a launch, of a byte that is sent, and of a multiplication, as if they had been measured."""
+
+    def fit(beta: float) -> Fit:
+        return Fit(line=LineCost(alpha, beta), r_squared=1.0, num_sizes=3)
+
+    return Operations(
+        num_across=2,
+        num_inside=2,
+        gemm=fit(compute),
+        all_to_all=fit(message),
+        all_gather=fit(message),
+        reduce_scatter=fit(message),
+        all_reduce=fit(message),
+        seconds=0.0,
+    )
 
 
 class Doubling(pmoe.Callback):

@@ -3,6 +3,7 @@ refused by all ranks alike."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -138,12 +139,23 @@ def of_all(name: str, place: int) -> str:
     return f"{before}{found}{int(number) + 2 * place}.{rest}" if found else name
 
 
-@pytest.mark.parametrize("expert", ["ffn", pytest.param("swiglu", marks=pytest.mark.slow)])
-def test_what_four_ranks_saved_eight_load_to_the_bit(expert: str, tmp_path: Path) -> None:
-    written = ranks(4).run(saved, tmp_path, {"dp": 2, "ep": 2}, "fsdp", expert, timeout=SLOW_IMPORT)
-    for sizes in ({"dp": 2, "ep": 4}, {"dp": 1, "ep": 2, "esp": 4})[expert == "ffn" :]:
-        for found, *_ in ranks(8).run(loaded, tmp_path, sizes, "fsdp", expert, timeout=2 * SLOW_IMPORT):
-            assert_same(found, written[0])
+@pytest.mark.parametrize(
+    "expert, sizes, more",
+    [
+        ("ffn", {"dp": 1, "ep": 2}, {"dp": 1, "ep": 2, "esp": 2}),
+        pytest.param("ffn", {"dp": 2, "ep": 2}, {"dp": 1, "ep": 2, "esp": 4}, marks=pytest.mark.slow),
+        pytest.param("swiglu", {"dp": 2, "ep": 2}, {"dp": 1, "ep": 2, "esp": 4}, marks=pytest.mark.slow),
+        pytest.param("swiglu", {"dp": 2, "ep": 2}, {"dp": 2, "ep": 4}, marks=pytest.mark.slow),
+    ],
+    ids=["two to four", "four to eight", "gated, four to eight", "gated, four to more groups of eight"],
+)
+def test_what_some_ranks_saved_twice_as_many_load_to_the_bit(
+    expert: str, sizes: Mesh, more: Mesh, tmp_path: Path
+) -> None:
+    few, many = math.prod(sizes.values()), math.prod(more.values())
+    written = ranks(few).run(saved, tmp_path, sizes, "fsdp", expert, timeout=SLOW_IMPORT)
+    for found, *_ in ranks(many).run(loaded, tmp_path, more, "fsdp", expert, timeout=2 * SLOW_IMPORT):
+        assert_same(found, written[0])
 
 
 def raw(rank: int, world: int, folder: Path, sizes: Mesh, saves: bool) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,6 @@ import pmoe
 import pmoe.gates
 import pmoe.layer.orders
 from pmoe.engine.cut import make_plan
-from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
 from tests.gloo.flexible import (
@@ -31,6 +31,7 @@ from tests.gloo.flexible import (
     check,
     expected,
     inputs,
+    lines,
     mesh_of,
     part_of,
     run,
@@ -79,14 +80,14 @@ HIERARCHIES = [("hierarchical_1d", 1), ("hierarchical_1d", 2), ("hierarchical_2d
 
 
 @pytest.mark.parametrize(
-    "name, nodes, send_once, bypass_local", spread(HIERARCHIES, [False, True], [False, True], every=2)
+    "world, name, nodes, send_once, bypass_local, reuse",
+    spread([2, 4], HIERARCHIES, [False, True], [False, True], [False, "S4"], every=5),
 )
 def test_hierarchical_collectives_equal_the_definition(
-    name: str, nodes: int, send_once: bool, bypass_local: bool
+    world: int, name: str, nodes: int, send_once: bool, bypass_local: bool, reuse: bool | str
 ) -> None:
-    for world, reuse in itertools.product((2, 4), (False, "S4")):
-        options = {"dispatch": name, "nodes": nodes, "send_once": send_once, "bypass_local": bypass_local}
-        check(world, Case(8, 3, options={**options, "pipeline": 2, "memory_reuse": reuse}))
+    options = {"dispatch": name, "nodes": nodes, "send_once": send_once, "bypass_local": bypass_local}
+    check(world, Case(8, 3, options={**options, "pipeline": 2, "memory_reuse": reuse}))
 
 
 @pytest.mark.parametrize("combine", ["flat", "hierarchical_1d", "hierarchical_2d"])
@@ -302,22 +303,6 @@ def test_every_gate_runs_in_every_layer(world: int, gate: str, options: dict[str
 # ---- pipeline="solve"
 
 
-def lines(alpha: float, message: float, compute: float) -> Operations:
-    def fit(beta: float) -> Fit:
-        return Fit(line=LineCost(alpha, beta), r_squared=1.0, num_sizes=3)
-
-    return Operations(
-        num_across=2,
-        num_inside=2,
-        gemm=fit(compute),
-        all_to_all=fit(message),
-        all_gather=fit(message),
-        reduce_scatter=fit(message),
-        all_reduce=fit(message),
-        seconds=0.0,
-    )
-
-
 def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tuple[dict[str, Any], list[int]]:
     seen = []
 
@@ -380,6 +365,12 @@ def test_solved_degrees_are_measured_on_the_live_groups(tmp_path: Any) -> None:
     assert all(ranks(2).run(measured_job, str(tmp_path)))
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that the tests share: this machine's rates are measured once."""
+    return tmp_path_factory.mktemp("measured")
+
+
 def chosen_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> float:
     """A sharded layer that chooses for itself, against one that does not."""
     os.environ["PMOE_CACHE"] = folder
@@ -404,5 +395,5 @@ def chosen_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> f
     ],
     ids=str,
 )
-def test_sharded_layers_choose_for_themselves(options: dict[str, Any], tmp_path: Any) -> None:
-    assert max(ranks(2).run(chosen_job, str(tmp_path), options)) < 1e-12
+def test_sharded_layers_choose_for_themselves(options: dict[str, Any], measured: Path) -> None:
+    assert max(ranks(2).run(chosen_job, str(measured), options)) < 1e-12

@@ -143,8 +143,8 @@ def test_experts_are_left_alone_whatever_names_wrappers_give_them(how: str) -> N
 
 def test_experts_that_ddp_knows_by_no_name_are_refused_and_not_reduced() -> None:
     for message in ranks(2).run(gradients_under, "in another module", False, "modules"):
-        assert "must not be reduced by DistributedDataParallel" in message
-        assert "call pmoe.parallelize again" in message
+        assert "must not be in DistributedDataParallel" in message
+        assert "DistributedDataParallel(pmoe.parallelize(model, mesh)), once all inside is wrapped" in message
 
 
 def clipped_by_one_rank(rank: int, world: int) -> str:

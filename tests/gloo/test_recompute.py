@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.layer import exact_counts, searched
 from pmoe.planner.degree import Choice
+from pmoe.planner.profile import Operations
+from pmoe.runners import solved as solve
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
-from tests.gloo.flexible import mesh_of
+from tests.gloo.flexible import lines, mesh_of
 from tests.gloo.kit import NUM_EXPERTS, TOKENS, counted_collectives, error_of
 from tests.kit import AUX, D_HIDDEN, D_MODEL, assert_same, tokens
 from tests.own_experts import dropping, mlp
@@ -195,6 +198,23 @@ def search_job(rank: int, world: int) -> list[Any]:
 def test_trials_of_the_search_are_not_repeated() -> None:
     for found in ranks(2).run(search_job):
         assert found == [True, found[1], False, False]
+
+
+def solve_job(rank: int, world: int, operations: Operations, context: dict[str, Any]) -> bool:
+    """An expert is timed in the first call, forward and backward. It once left the tensors that it saved to
+    the checkpoint, and ran the checkpoint's second pass in the middle of the first."""
+    block = Block(pipeline="solve", expert=dropping)
+    x = tokens(TOKENS[world][rank], rank)
+    with mock.patch.object(solve, "operations_of", lambda *_: operations):
+        got, *_ = step(block, lambda x: checkpoint(block, x, use_reentrant=False, **context), x)
+        expected, *_ = step(block, block, x)
+    assert_same(got, expected)
+    return bool(block.layer.known.choosers)
+
+
+@pytest.mark.parametrize("context", [{}, {"context_fn": pmoe.checkpoint_contexts}], ids=["plain", "frozen"])
+def test_what_a_first_call_measures_is_no_part_of_the_checkpoint_around_it(context: dict[str, Any]) -> None:
+    assert all(ranks(2).run(solve_job, lines(1e-5, 1e-9, 1e-12), context))
 
 
 def aux_job(rank: int, world: int, gate: str) -> list[float]:

@@ -202,8 +202,8 @@ ENGINE = (
         name="regroup-of-two-sources",
         breaks="rows of two sources are taken to be in expert order",
         file=CUT,
-        old="    return sum(rows > 0 for rows in rows_by_source) > 1\n",
-        new="    return sum(rows > 0 for rows in rows_by_source) > 2\n",
+        old="    return (come_nW.count_nonzero(-1) > 1).tolist()\n",
+        new="    return (come_nW.count_nonzero(-1) > 2).tolist()\n",
         tests=SPECIFICATION,
     ),
     Plant(

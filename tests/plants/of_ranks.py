@@ -95,4 +95,20 @@ RANKS = (
         new="            own, received = (first, second) if inside.rank else (second, first)\n",
         tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
     ),
+    Plant(
+        name="copied-experts-pass",
+        breaks="a loop that broadcasts all parameters leaves every rank with the same experts",
+        file="pmoe/layer/alike.py",
+        old="    if are_same and not (were_same or all_changed_or_none):",
+        new="    if are_same and were_same and not all_changed_or_none:",
+        tests="tests/gloo/test_wrapped.py",
+    ),
+    Plant(
+        name="copies-of-experts-refused",
+        breaks="a wrapper over ranks that hold the same experts is refused as one over ranks that do not",
+        file="pmoe/layer/wrapped.py",
+        old="len(ranks & own) > 1 if ranks",
+        new="len(ranks) > 1 if ranks",
+        tests="tests/gloo/test_wrapped.py",
+    ),
 )

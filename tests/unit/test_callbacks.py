@@ -53,6 +53,22 @@ def test_parameters_of_a_callback_are_trained_with_the_layer(reuse: bool | str) 
             assert float(parameter.grad.view(-1)[at]) == pytest.approx(numeric, rel=1e-6, abs=1e-8)
 
 
+@pytest.mark.parametrize("frozen", ["there", "back"])
+def test_a_frozen_parameter_of_a_callback_changes_no_other_gradient(frozen: str) -> None:
+    """Autograd was asked for its gradient too, and refused."""
+    layer, x = build(callbacks=[Scale()]), torch.randn(7, D_MODEL, dtype=torch.float64)
+    layer(x).sum().backward()
+    expected = {name: each.grad for name, each in layer.named_parameters()}
+    layer.zero_grad()
+    layer.callback_modules[0].get_parameter(frozen).requires_grad_(False)
+    layer(x).sum().backward()
+    for name, parameter in layer.named_parameters():
+        if name.endswith(frozen):
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, expected[name]), name
+
+
 def test_a_copy_has_callbacks_of_its_own_and_replaced_parameters_are_seen() -> None:
     layer = build(callbacks=[Scale()])
     other = copy.deepcopy(layer)

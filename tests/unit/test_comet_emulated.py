@@ -19,6 +19,7 @@ from pmoe.planner.division import Division
 from tests.emulated import compile_kernels, emulated
 from tests.faults import InjectedFaults
 from tests.reference import relative_error
+from tests.spread import named, spread
 
 BF16 = torch.bfloat16
 
@@ -55,16 +56,19 @@ def layers(count: int, **options: Any) -> tuple[dict[str, Tensor], dict[str, Ten
     return found[0], found[1], found[2]
 
 
-@pytest.mark.parametrize("hopper", [True, False], ids=["sm_90a", "sm_80"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"fused": True, "expert": "swiglu", "bias": False},
-        {"fused": True, "activation": "gelu", "memory_reuse": "S4"},
-        {"fused": "forward", "activation": "silu", "pipeline": 2, "capacity_factor": 0.8},
-        {"fused": True, "expert": "swiglu", "capacity_factor": 0.6, "memory_reuse": "S4"},
-    ],
-    ids=["swiglu", "gelu again", "forward only, drops", "swiglu, drops, again"],
+    "hopper, options",
+    spread(
+        [True, False],
+        [
+            {"fused": True, "expert": "swiglu", "bias": False},
+            {"fused": True, "activation": "gelu", "memory_reuse": "S4"},
+            {"fused": "forward", "activation": "silu", "pipeline": 2, "capacity_factor": 0.8},
+            {"fused": True, "expert": "swiglu", "capacity_factor": 0.6, "memory_reuse": "S4"},
+        ],
+        every=2,
+    ),
+    ids=named,
 )
 def test_a_layer_of_one_rank_is_as_near_to_float64_as_unfused(
     kernels: Path, options: dict[str, Any], hopper: bool, recwarn: pytest.WarningsRecorder

@@ -14,8 +14,10 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -32,6 +34,7 @@ from pmoe.papers.fsmoe_layers import ASSUMPTIONS
 from pmoe.runners.features import TAKES, Feature
 from pmoe.schedule.restore import STRATEGIES
 from tests.browser import Page
+from tests.kept import digest, kept
 from tests.snippets import GUIDES, PAGES, ROOT, Block, Command, blocks, commands, python_blocks, run_snippet
 
 DOCS = ROOT / "docs"
@@ -458,18 +461,38 @@ class Found(HTMLParser):
             self.loaded.append(str(given["href"]))
 
 
-@pytest.mark.timeout(400)  # Sphinx and its imports take ten seconds of a processor that is free
-def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser: Page) -> None:
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees")]
+def built_site(file: Path) -> None:
+    """Builds the site, without a warning, into an archive."""
+    folder = file.parent / "site"
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(file.parent / "trees")]
     built = subprocess.run(
-        [*command, str(DOCS), str(site)],
+        [*command, str(DOCS), str(folder)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
     assert built.returncode == 0, f"{built.stdout}\n{built.stderr}\nmake setup installs what is missing"
     assert built.stderr == ""
+    with tarfile.open(file, "w") as archive:
+        archive.add(folder, "site")
+
+
+def sources_of_the_site() -> list[str | Path]:
+    """All that Sphinx reads: pages, pmoe and results, which they show, and the versions of what builds."""
+    folders = (each.rglob("*") for each in (DOCS, ROOT / "pmoe", ROOT / "bench"))
+    files = [path for found in folders for path in sorted(found) if path.is_file()]
+    files = [path for path in files if path.suffix not in (".pyc", ".so")] + [ROOT / "README.md"]
+    versions = [
+        f"{name} {version(name)}" for name in ("sphinx", "myst-parser", "furo", "torch", "matplotlib")
+    ]
+    return [sys.version, *versions, *(part for path in files for part in (str(path.relative_to(ROOT)), path))]
+
+
+@pytest.mark.timeout(400)  # Sphinx and its imports take ten seconds of a processor that is free
+def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser: Page) -> None:
+    with tarfile.open(kept(f"site-{digest(sources_of_the_site())}.tar", built_site)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    site = tmp_path / "site"
     pages = {path: Found(path.read_text(encoding="utf-8")) for path in site.glob("*.html")}
     names = {path.name for path in pages}
     assert {f"{each.stem}.html" for each in [*PAGES, DOCS / "reference.rst"]} <= names

@@ -23,6 +23,7 @@ from pmoe.papers.fsmoe_table5 import PAPER, SystemPlan, plan_seconds, plans, tab
 from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, stage_seconds
 from pmoe.planner.simulator import makespan, simulate, simulate_slowed
 from pmoe.schedule.tasks import Kind, Lane, make_task
+from tests.unit.test_cli import printed
 from tests.unit.test_pipeline_degree import longest_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,6 +200,22 @@ def test_table_5_as_it_came_out_the_first_time() -> None:
     assert [round(row.mean, 3) for row in contended.systems.values()] == [0.893, 1.0, 1.044, 1.053, 1.284]
     assert (ideal.num_layers, ideal.differing, ideal.differing_alone) == (1458, 960, 780)
     assert {name: row.paper for name, row in ideal.systems.items() if row.paper} == dict(PAPER)
+
+
+@pytest.mark.parametrize("asked, contention", [((), 1.25), (("--contention", "1"), 1.0)])
+def test_simulate_prints_table_5_beside_the_papers(
+    asked: tuple[str, ...], contention: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here, where both have been simulated: 1458 layers take seconds."""
+    found = printed(capsys, "simulate", "fsmoe-table5", *asked)
+    assert found["ideal"]["contention"] == 1 and found["contended"]["contention"] == contention
+    assert found["ideal"]["num_layers"] == 1458
+    for name, paper in {"Tutel": 1.0, "Tutel-Improved": 1.08, "FSMoE-No-IIO": 1.16, "FSMoE": 1.22}.items():
+        assert found["ideal"]["systems"][name]["paper"] == paper
+    ideal, contended = (found[name]["systems"]["FSMoE"]["mean"] for name in ("ideal", "contended"))
+    assert contended == ideal if contention == 1 else ideal > contended > 1
+    assert found["paper_differing"] == 912
+    assert len(found["table2"]) == 21
 
 
 def test_the_page_holds_every_assumption() -> None:

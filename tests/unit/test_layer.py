@@ -362,7 +362,7 @@ def test_switches_and_the_pair_are_set_on_a_built_layer() -> None:
     assert not layer.parts.modules.sequential
     layer.switches = Switches(sequential=True, one_lane=True)
     assert layer.parts.modules.sequential and layer.parts.stages.one_lane
-    layer.restore = "S4"
+    layer.memory_reuse = "S4"
     layer(x)
     assert layer.ran is not None and layer.ran.restore == layer.restore == pmoe.Restore(
         "communicate", "recompute"

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pmoe import MoELayer
 from pmoe.experts.modules import ModuleExperts
+from pmoe.experts.products import RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts
-from tests.kit import AUX, assert_same, build, gradients, loss_of, tokens
+from tests.kit import AUX, D_MODEL, TOKENS, assert_same, build, gradients, loss_of, tokens
 from tests.own_experts import mlp
 from tests.own_gates import ByPosition
 from tests.reference import Definition
@@ -148,6 +149,41 @@ def test_autocast_leaves_float64_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(tokens())
     assert torch.equal(y, build()(tokens()))
+
+
+class Seen(nn.Linear):
+    """Notes the autocast that it runs under."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("expert", ["ffn", mlp])
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_shared_expert_runs_under_the_callers_autocast_if_it_is_a_module(
+    is_module: bool, expert: object
+) -> None:
+    """It once met rows in bfloat16 with weights in float32 wherever the routed experts were no modules."""
+    shared = Seen(D_MODEL, D_MODEL) if is_module else 5
+    layer = build(dtype=torch.float32, expert=expert, shared_expert=shared)
+    x = tokens(dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        routed = plain_pytorch(layer, x)
+        with torch.no_grad():
+            added = layer.shared_expert.compute(
+                x.bfloat16(),
+                torch.ones(TOKENS),
+                RowGroups(counts=(TOKENS,)),
+                [each.bfloat16() for each in layer.shared_expert.parameters()],
+                keep=False,
+            )[0]
+    if is_module:
+        assert shared.seen == (True, torch.bfloat16, torch.bfloat16)
+    assert y.dtype == torch.bfloat16 and error(y, (routed + added).double()) < 4e-3
+    loss_of(layer, y).backward()
+    assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
 
 
 def test_autocast_under_no_grad_then_with_gradients_still_trains_modules() -> None:

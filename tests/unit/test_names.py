@@ -28,7 +28,6 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
         {f"pmoe/layer/{name}.py" for name in ("decision", "exact_counts", "one_rank_counts", "padded_counts")}
         | {"pmoe/layer/fused.py"},
     ),
-    "n of both passes": ({"degrees"}, {"pmoe/layer/searched.py", "pmoe/layer/solved.py"}),
     "whose kernels a device runs, and why they do not take some rows": (
         {"path", "refusal"},
         {f"pmoe/kernels/{name}/launch.py" for name in ("grouped_gemm", "permute", "route")}

@@ -130,6 +130,15 @@ def test_no_tokens() -> None:
     assert found["y"].shape == (0, M) and not found["experts.w1"].any() and not found["load"].any()
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_output_may_be_changed_in_place(top_k: int) -> None:
+    """With one choice a token it was a view that autograd knew nothing of, and refused to let change."""
+    layer, x = padded(top_k=top_k), tokens().requires_grad_()
+    (expected,) = torch.autograd.grad(layer(x).mul(3).sum(), x)
+    (got,) = torch.autograd.grad(layer(x).mul_(3).sum(), x)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("n", [1, 4])
 def test_all_tokens_to_one_expert(n: int) -> None:
     x = tokens()

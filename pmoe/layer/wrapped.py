@@ -1,0 +1,79 @@
+"""Experts that were taken for copies of each other: an error that names the line to add.
+
+Each rank holds other experts. A data-parallel wrapper that has them sends one rank's to all, or joins pieces
+of all ranks' as if they were one tensor. Such a model trains, plausibly and wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from pmoe.comm.ranks import digest
+from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.layer.parts import Parts
+
+DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"
+OWN = "pmoe.expert_parameters(model)"
+RIGHT = {
+    DDP: f"{DDP}(pmoe.parallelize(model, mesh)), once all inside is wrapped (parallelize knows names)",
+    FSDP2: f"pmoe.parallelize(model, mesh), then {FSDP2}(..., ignored_params={OWN})",
+    FSDP1: f"pmoe.parallelize(model, mesh), then {FSDP1}(model, ignored_states={OWN})",
+}
+"""By wrapper, how a model is wrapped instead."""
+
+COPIED = (
+    "experts must be others on each rank, and all ranks have those that one was built with: they were copied "
+    f"(dist.broadcast, an optimizer, a wrapper). Leave out {OWN}, or build the model anew and wrap it "
+    f"by {RIGHT[DDP]}"
+)
+
+
+def check_wrapped(parts: Parts) -> None:
+    """Raises ValueError, on every rank, where a wrapper over several of the layer's ranks has its experts.
+
+    A wrapper over ranks that hold the same experts, in other groups of such a layer, may have them, but not
+    those of a parallelized model, whose gradients are averaged already.
+    """
+    first, ddp = next(parts.experts.parameters(), None), DistributedDataParallel._get_active_ddp_module()
+    if first is not None and is_expert(first) and ddp is None:
+        return  # whoever takes parameters over takes their marks off
+    own = set(parts.ranks.members)
+    for wrapper, ranks in _wrappers(parts.experts):
+        mixes = len(ranks & own) > 1 if ranks else len(own) == dist.get_world_size()
+        if mixes or parts.experts.is_parallelized:
+            raise ValueError(
+                f"experts' parameters must not be in {wrapper}, which averages them as if they were dense. "
+                f"Build the model anew and wrap it by {RIGHT[wrapper]}"
+            )
+
+
+def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
+    """Each wrapper that has parameters of these experts, and its ranks: of the older FSDP none are known, but
+    that they are several."""
+    parameters, modules = {id(each) for each in experts.parameters()}, set(experts.modules())
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp and any(id(each) in parameters for each in ddp._module_parameters if each.requires_grad):
+        yield DDP, set(dist.get_process_group_ranks(ddp.process_group))
+    states = sys.modules.get("torch.distributed._composable_state")  # which those who shard import
+    for state in [] if states is None else list(states._module_state_mapping.values()):
+        for group in getattr(state(), "_fsdp_param_groups", ()):
+            if any(each._module_info.module in modules for each in group.fsdp_params):
+                yield FSDP2, set(group.mesh_info.mesh.mesh.flatten().tolist())
+    for base in (getattr(each, "_base", None) for module in modules for each in vars(module).values()):
+        padded, local = (getattr(base, name, None) for name in ("_padded_unsharded_size", "_local_shard"))
+        if padded is not None and local is not None and padded.numel() > local.numel():
+            yield FSDP1, set()
+
+
+@torch.no_grad()
+def sampled(experts: Experts) -> float:
+    """A digest of a few values of each parameter, as bfloat16; 0.0 where there are none yet."""
+    local = [local_part(each) for each in experts.parameters()]
+    if any(each.is_meta for each in local):
+        return 0.0
+    return float(digest(str(each.reshape(-1)[:8].bfloat16().tolist()) for each in local))

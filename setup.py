@@ -310,7 +310,8 @@ class Build:
             encoding="utf-8",
             errors="replace",
         )
-        if done.returncode:
+        # ptxas notes it, and goes on, where it waits for products of warpgroups earlier than the source does.
+        if done.returncode or re.search(r"ptxas.*\(C75\d\d\)", done.stdout):
             unfinished.unlink(missing_ok=True)
             listed.unlink(missing_ok=True)
             raise refuse(f"{self.nvcc.path} failed on {name}\n{done.stdout}")
@@ -443,6 +444,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 # cuobjdump calls nvdisasm. Both read code of every older nvcc.
                 f"nvidia-cuda-cuobjdump>=13.2,<14; {DISASSEMBLERS}",
                 f"nvidia-cuda-nvdisasm>=13.2,<14; {DISASSEMBLERS}",
+                f"nvidia-cutlass>=4.2; {DISASSEMBLERS}",  # CuTe's headers, which kernels' layouts are held to
                 "pybind11>=2.13,<4",
                 "pytest>=8.4",
                 "pytest-timeout>=2.4",

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
+from bench.chrome_trace import chrome_trace
 from bench.links import INFINITE, launch
 from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, timed
 from bench.quiet import Measured, Neighbours, measure_quietly
@@ -41,7 +42,7 @@ from bench.timing import Timing, machine, table, write_json
 from pmoe.engine.recording import Span, recording
 from pmoe.layer.spec import Switches
 from pmoe.planner.simulator import makespan, simulate
-from pmoe.planner.timeline import bars, chrome_trace
+from pmoe.planner.timeline import bars
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, sequential
 

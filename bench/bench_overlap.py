@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
+from bench.chrome_trace import chrome_trace
 from bench.links import INFINITE, launch
 from bench.passes import (
     DIRECTIONS,
@@ -50,7 +51,7 @@ from pmoe.engine.recording import Span, recording
 from pmoe.layer.spec import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
-from pmoe.planner.timeline import Bar, bars, chrome_trace, draw, simulated_bars
+from pmoe.planner.timeline import Bar, bars, draw, simulated_bars
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, sequential
 

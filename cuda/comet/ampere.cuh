@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
     return;
   }
   const int columns = kHalves ? f.problem.n / 2 : f.problem.n;
-  const ArrivalWalk walk(board, columns, {ampere::kRows, ampere::tile_columns(kHalves)},
-                         block - r.communicating, r.blocks - r.communicating);
+  const FixedShape<ampere::kRows, ampere::tile_columns(kHalves)> shape;
+  const ArrivalWalk walk(board, columns, shape, block - r.communicating, r.blocks - r.communicating);
   ampere::compute<T, kForm, kEpilogue, kActivation>(
       f.problem, shared.gemm, walk,
       [&](const Tile& tile) {
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
                ampere::kThreads / 32 * (r.blocks - r.communicating));
     return;
   }
-  const ColumnWalk walk(board, r.chunks, {ampere::kRows, ampere::kColumns}, block - r.communicating,
-                        r.blocks - r.communicating);
+  const FixedShape<ampere::kRows, ampere::kColumns> shape;
+  const ColumnWalk walk(board, r.chunks, shape, block - r.communicating, r.blocks - r.communicating);
   ampere::compute<T, kForm, Epilogue::kPlain, Activation::kNone>(
       f.problem, shared.gemm, walk, [](const Tile&) {},
       [&](const Tile& tile) {  // all of the block has stored and met

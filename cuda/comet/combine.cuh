@@ -235,7 +235,7 @@ struct Tiling {
   int row_tiles, columns;
 
   PMOE_HD int of_chunk(const Chunks& chunks, int chunk) const {
-    return row_tiles * static_cast<int>(ceil_div(chunks.width(chunk), columns));
+    return row_tiles * ceil_div(chunks.width(chunk), columns);
   }
 };
 

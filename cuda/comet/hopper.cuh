@@ -95,17 +95,17 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) dispatch_gemm(const __gri
     if (!r.computes) await_all(r, board, team);
     return;
   }
-  if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1);
+  if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1, 1);
   sync_block();
   const int columns = kHalves ? f.problem.n / 2 : f.problem.n;
-  const ArrivalWalk walk(board, columns, {hopper::kRows, hopper::tile_columns(kHalves)},
-                         block - r.communicating, r.blocks - r.communicating);
+  const FixedShape<hopper::kRows, hopper::tile_columns(kHalves)> shape;
+  const ArrivalWalk walk(board, columns, shape, block - r.communicating, r.blocks - r.communicating);
   if (thread < hopper::kLoaders) {
     fewer_registers<hopper::kLoaderRegisters<kForm>>();
     if (thread < 32) load_as_rows_arrive<kForm, kHalves>(f, board, shared, walk);
   } else {
     more_registers<hopper::kMultiplierRegisters<kForm>>();
-    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(f.problem, shared.gemm, WarpWalk<ArrivalWalk>(walk),
+    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(f.problem, shared.gemm, WarpWalk(walk),
                                                           [](const Tile&) {});
   }
 }
@@ -128,21 +128,21 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
                hopper::kMultiplierWarps * (r.blocks - r.communicating));
     return;
   }
-  if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1);
+  if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1, 1);
   sync_block();
-  const ColumnWalk walk(board, r.chunks, {hopper::kRows, hopper::kColumns}, block - r.communicating,
-                        r.blocks - r.communicating);
+  const FixedShape<hopper::kRows, hopper::kColumns> shape;
+  const ColumnWalk walk(board, r.chunks, shape, block - r.communicating, r.blocks - r.communicating);
   if (thread < hopper::kLoaders) {
     fewer_registers<hopper::kLoaderRegisters<kForm>>();
     if (thread != 0) return;
     const hopper::Loader<kForm, false, 1> loader{f.a_map, f.b_map, f.problem, 0};
     Ring<hopper::kStages> ring;
     Tile tile;
-    for (ColumnWalk own = walk; own.next(tile);) hopper::load_tile(loader, shared.gemm, tile, ring);
+    for (auto own = walk; own.next(tile);) hopper::load_tile(loader, shared.gemm, tile, ring);
   } else {
     more_registers<hopper::kMultiplierRegisters<kForm>>();
     hopper::multiply<T, kForm, Epilogue::kPlain, Activation::kNone, 1>(
-        f.problem, shared.gemm, WarpWalk<ColumnWalk>(walk), [&](const Tile& tile) {
+        f.problem, shared.gemm, WarpWalk(walk), [&](const Tile& tile) {
           sync_named(2, hopper::kMultipliers);
           if (thread_again() != hopper::kLoaders) return;
           nap(r.watch, blockIdx.x + 5000);

@@ -75,7 +75,7 @@ class Sends {
   // In three steps: each thread's own stretch is summed, the stretches are, and each thread adds its own.
   template <class Count, class Meet>
   PMOE_HD void fill(const Count& count, int thread, int threads, const Meet& meet) {
-    const int all = ranks_ * experts_, each = static_cast<int>(ceil_div(all, threads));
+    const int all = ranks_ * experts_, each = ceil_div(all, threads);
     const int begin = smaller(thread * each, all), end = smaller(begin + each, all);
     int rows = 0;
     for (int i = begin; i < end; ++i) first_[i + 1] = rows += count(i);
@@ -114,7 +114,7 @@ class PieceWalk {
   template <class Rows>
   PMOE_HD bool find(int index, const Rows& rows, Piece& piece) {
     while (step_ < steps_) {
-      const int have = rows(step_, expert_), pieces = static_cast<int>(ceil_div(have, kPiece));
+      const int have = rows(step_, expert_), pieces = ceil_div(have, kPiece);
       if (index - before_ < pieces) {
         piece.step = step_;
         piece.expert = expert_;
@@ -148,14 +148,11 @@ PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& 
 
 // Tiles in the order in which their rows arrive: first those whose rows are all this rank's own, by expert,
 // then those that the next source completes, and so on (COMET, section 3.1.2, figure 5).
+template <class Shape>
 class ArrivalWalk {
  public:
-  PMOE_HD ArrivalWalk(const Board& board, int columns, TileShape shape, int first, int step)
-      : board_(board),
-        shape_(shape),
-        across_(static_cast<int>(ceil_div(columns, shape.columns))),
-        index_(first),
-        step_(step) {
+  PMOE_HD ArrivalWalk(const Board& board, int columns, Shape shape, int first, int step)
+      : board_(board), shape_(shape), across_(ceil_div(columns, shape.columns)), index_(first), step_(step) {
     load_group();
   }
 
@@ -187,7 +184,7 @@ class ArrivalWalk {
   PMOE_HD int complete(int level) const {
     if (level < 0) return 0;
     const int last = board_.first(level + 1, expert_), rows = last - board_.begin(expert_);
-    return last == board_.end(expert_) ? static_cast<int>(ceil_div(rows, shape_.rows)) : rows / shape_.rows;
+    return last == board_.end(expert_) ? ceil_div(rows, shape_.rows) : rows / shape_.rows;
   }
 
   PMOE_HD void load_group() {
@@ -197,7 +194,7 @@ class ArrivalWalk {
   }
 
   Board board_;
-  TileShape shape_;
+  Shape shape_;
   int across_, index_, step_;
   int level_ = 0, expert_ = 0, first_ = 0, height_ = 0;
   int before_ = 0;
@@ -207,23 +204,23 @@ class ArrivalWalk {
 struct Chunks {
   int columns, chunk_columns;
 
-  PMOE_HD int count() const { return static_cast<int>(ceil_div(columns, chunk_columns)); }
+  PMOE_HD int count() const { return ceil_div(columns, chunk_columns); }
   PMOE_HD int begin(int chunk) const { return chunk * chunk_columns; }
   PMOE_HD int width(int chunk) const { return smaller(chunk_columns, columns - begin(chunk)); }
 };
 
 PMOE_HD int row_tiles(const Board& board, int rows) {
   int tiles = 0;
-  for (int e = 0; e < board.experts(); ++e)
-    tiles += static_cast<int>(ceil_div(board.end(e) - board.begin(e), rows));
+  for (int e = 0; e < board.experts(); ++e) tiles += ceil_div(board.end(e) - board.begin(e), rows);
   return tiles;
 }
 
 // Tiles by chunks of columns, inside a chunk by expert: a chunk of all rows is computed, and leaves, while
 // the next one is computed (COMET, section 3.1.2, figure 6). chunk_columns is a multiple of the tile's.
+template <class Shape>
 class ColumnWalk {
  public:
-  PMOE_HD ColumnWalk(const Board& board, Chunks chunks, TileShape shape, int first, int step)
+  PMOE_HD ColumnWalk(const Board& board, Chunks chunks, Shape shape, int first, int step)
       : board_(board),
         chunks_(chunks),
         shape_(shape),
@@ -260,18 +257,16 @@ class ColumnWalk {
  private:
   PMOE_HD void enter(int chunk) {
     chunk_ = chunk;
-    across_ = static_cast<int>(ceil_div(chunks_.width(chunk), shape_.columns));
+    across_ = ceil_div(chunks_.width(chunk), shape_.columns);
     expert_ = 0;
     before_ = chunk_before_;
     load_group();
   }
-  PMOE_HD void load_group() {
-    height_ = static_cast<int>(ceil_div(board_.end(expert_) - board_.begin(expert_), shape_.rows));
-  }
+  PMOE_HD void load_group() { height_ = ceil_div(board_.end(expert_) - board_.begin(expert_), shape_.rows); }
 
   Board board_;
   Chunks chunks_;
-  TileShape shape_;
+  Shape shape_;
   int row_tiles_, index_, step_;
   int chunk_ = 0, chunk_before_ = 0, across_ = 0;
   int expert_ = 0, before_ = 0, height_ = 0;

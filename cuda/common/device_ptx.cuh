@@ -284,6 +284,20 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* bar, uint32_t rank)
       : "memory");
 }
 
+// 16 bytes to the same place of the block with this rank, and their number to the same barrier there.
+__device__ __forceinline__ void store_async(Words* place, const Words& v, uint64_t* bar, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote, signal;\n"
+      "mapa.shared::cluster.u32 remote, %0, %6;\n"
+      "mapa.shared::cluster.u32 signal, %5, %6;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [remote], {%1, %2, %3, %4}, "
+      "[signal];\n"
+      "}" ::"r"(shared_address(place)),
+      "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]), "r"(shared_address(bar)), "r"(rank)
+      : "memory");
+}
+
 // The same place and barrier of every block whose bit is set.
 __device__ __forceinline__ void tma_load_2d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y,
                                                uint16_t ranks) {

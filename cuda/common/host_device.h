@@ -13,7 +13,16 @@
 
 namespace pmoe {
 
-PMOE_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+template <class A, class B>
+PMOE_HD constexpr int64_t ceil_div(A a, B b) {
+  return (static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) / static_cast<int64_t>(b);
+}
+
+// Of numbers from 0 on, without a sum beyond 32 bits; a device divides 64 bits by a call.
+PMOE_HD constexpr int ceil_div(int a, int b) {
+  return static_cast<int>((static_cast<uint32_t>(a) + static_cast<uint32_t>(b) - 1) /
+                          static_cast<uint32_t>(b));
+}
 
 template <class T>
 PMOE_HD constexpr T smaller(T a, T b) {

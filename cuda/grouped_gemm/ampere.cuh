@@ -24,13 +24,18 @@ struct Shared {
   alignas(1024) uint8_t b[kStages][kBytesB];
 };
 
-constexpr int kSharedBytes = sizeof(Shared);
+struct NumberedShared {
+  Shared gemm;
+  int tile[2];  // the number of this tile and of the next
+};
+
+constexpr int kSharedBytes = sizeof(NumberedShared);
 
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
 
 template <Form kForm>
 PMOE_HD int steps(const Problem& p, const Tile& tile) {
-  return static_cast<int>(ceil_div(kForm == Form::kWeight ? tile.group_rows : p.k, kDepth));
+  return ceil_div(kForm == Form::kWeight ? tile.group_rows : p.k, kDepth);
 }
 
 // Copies one stage's operands. Lines are rows of what lies in memory, as in hopper.cuh.
@@ -197,7 +202,7 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
       for (int i = 0; i < kBlocks; ++i) {
         typename Stores::Ahead ahead;
         store.fetch(column + i * Stores::kBlockColumns, ahead);
-        store.block(d[m][i], d[m][1], column + i * Stores::kBlockColumns, ahead);
+        store.block(d[m][i], d[m][1], column + i * Stores::kBlockColumns, ahead, [] {});
       }
       store.finish(tile.column / kColumns * kWarpColumns + across);
     }
@@ -206,31 +211,38 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
   }
 }
 
-// The tiles of one block of a grid.
-template <Form kForm>
+// The tiles of one block of a grid. A number has one of two places in turn: whoever reads it late does so
+// before the meeting that comes before the place is written again.
+template <Form kForm, bool kHalves>
 class BlockWalk {
  public:
-  __device__ __forceinline__ BlockWalk(const Problem& p, bool halves)
-      : walk_(p.ends, p.experts, p.m, halves ? p.n / 2 : p.n, {kRows, tile_columns(halves)}),
-        next_(blockIdx.x) {}
+  __device__ __forceinline__ BlockWalk(const Problem& p, NumberedShared& shared)
+      : walk_(p.ends, p.experts, p.m, kHalves ? p.n / 2 : p.n, {}),
+        counter_(p.next_tile),
+        place_(shared.tile) {}
 
   __device__ __forceinline__ bool next(Tile& tile) {
-    if (!walk_.find(next_, tile)) return false;
-    next_ += gridDim.x;
-    return true;
+    const auto add = [](uint32_t* counter, uint32_t one) { return atomicAdd(counter, one); };
+    int* const place = place_ + turn_ % 2;
+    if (threadIdx.x == 0) write(place, tile_number(counter_, add, blockIdx.x, gridDim.x, turn_));
+    sync_block();
+    ++turn_;
+    return walk_.find(read(place), tile);
   }
 
  private:
-  TileWalk<kForm> walk_;
-  int next_;
+  TileWalk<kForm, FixedShape<kRows, tile_columns(kHalves)>> walk_;
+  uint32_t* counter_;
+  int* place_;
+  int turn_ = 0;
 };
 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const Problem p) {
-  Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
-  const BlockWalk<kForm> walk(p, are_halves(kEpilogue, kActivation));
+  auto& shared = *reinterpret_cast<NumberedShared*>(shared_memory());
+  const BlockWalk<kForm, are_halves(kEpilogue, kActivation)> walk(p, shared);
   const auto nothing = [](const Tile&) {};
-  compute<T, kForm, kEpilogue, kActivation>(p, shared, walk, nothing, nothing);
+  compute<T, kForm, kEpilogue, kActivation>(p, shared.gemm, walk, nothing, nothing);
 }
 
 }  // namespace pmoe::ampere

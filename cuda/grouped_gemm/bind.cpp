@@ -51,7 +51,7 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
                   int n, int k, Address slot, int top_k, bool a_gathered, bool b_gathered, Address bias,
                   Address weight, Address active, int64_t active_stride, Address hidden,
                   int64_t hidden_stride, Address row_dots, bool weighs_active, bool wide, bool accumulates,
-                  int cluster) {
+                  int cluster, int spare, Address next_tile) {
   if (cluster == 0) cluster = hopper ? pmoe::best_cluster(static_cast<Form>(form), rows, experts, m) : 1;
   const GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
                              static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation),
@@ -67,9 +67,10 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.hidden = at<void>(hidden), p.hidden_stride = hidden_stride;
   p.row_dots = at<float>(row_dots);
   p.weighs_active = weighs_active, p.wide = wide, p.accumulates = accumulates;
+  p.next_tile = at<uint32_t>(next_tile);
   const pmoe::OnDevice here(device);
   const pmoe::GroupedGemmPath& path = hopper ? pmoe::hopper_path : pmoe::ampere_path;
-  const int blocks = multiprocessors() * (hopper ? 1 : 2);
+  const int blocks = pmoe::larger(multiprocessors() - spare, cluster) * (hopper ? 1 : 2);
   path.launch(which, p, a_rows, b_rows, blocks, at<void>(stream));
 }
 
@@ -83,7 +84,8 @@ void bind_grouped_gemm(py::module_& m) {
         arg("top_k") = 1, arg("a_gathered") = false, arg("b_gathered") = false, arg("bias") = 0,
         arg("weight") = 0, arg("active") = 0, arg("active_stride") = 0, arg("hidden") = 0,
         arg("hidden_stride") = 0, arg("row_dots") = 0, arg("weighs_active") = false, arg("wide") = false,
-        arg("accumulates") = false, arg("cluster") = 0, py::call_guard<py::gil_scoped_release>(),
+        arg("accumulates") = false, arg("cluster") = 0, arg("spare") = 0, arg("next_tile") = 0,
+        py::call_guard<py::gil_scoped_release>(),
         "One launch of a grouped product; see cuda/grouped_gemm/problem.h.");
   m.def(
       "row_dot_parts",

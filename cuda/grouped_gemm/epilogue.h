@@ -41,9 +41,8 @@ __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& ti
 // Stores 16 rows of a tile. All 32 lanes of a warp call every member together.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, bool kByMatrix>
 class Store {
-  static constexpr bool kGated = kActivation == Activation::kSwiglu;
-
  public:
+  static constexpr bool kGated = kActivation == Activation::kSwiglu;
   // Whether the two places of a block are a gate's columns and its partner's.
   static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   // Columns of the result that a block has; of each half where hidden columns are in halves. Gradients take
@@ -64,9 +63,6 @@ class Store {
       dot_[h] = 0.0f;
     }
   }
-
-  // Whether there are registers for the next block's T_M beside this one's.
-  static constexpr bool kFetchesAhead = !kGated;
 
   // What the gradient of a block needs from memory.
   struct Ahead {
@@ -89,8 +85,13 @@ class Store {
 
   // first, second: 16 x 32 of the product each. column: where the first begins in the result (of its half);
   // the second is 32 columns on, or at the same place of the other half; a gradient is of the first alone.
+  // next(): called once, when `ahead` may be overwritten: it fetches the next block's while this one is
+  // worked on, or, of two halves, when there are registers for it: when half of the results are stored.
+  template <class Next>
   __device__ __forceinline__ void block(const float* first, const float* second, int column,
-                                        const Ahead& ahead) {
+                                        const Ahead& ahead, const Next& next) {
+    const Ahead own = ahead;
+    if constexpr (!kGated) next();
     // Or the addresses of all rows would stay in registers from block to block, and accumulators would not.
     forget(first_);
     exchange_.forget_places();
@@ -116,7 +117,7 @@ class Store {
       if (p_.bias != nullptr) add_bias(values, column);
       store_hidden(values, column);
     } else {
-      store_hidden_gradient(values, column, ahead);
+      store_hidden_gradient(values, column, own, next);
     }
   }
 
@@ -231,8 +232,9 @@ class Store {
   }
 
   // values: <dT_O, w2>, before the routing weight is multiplied in, so that <active, values> is its gradient.
+  template <class Next>
   __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column,
-                                                        const Ahead& ahead) {
+                                                        const Ahead& ahead, const Next& next) {
     uint32_t hidden[16], word[16];
     exchange_.to_fragments(ahead.hidden, hidden);
     if constexpr (kGated) {
@@ -250,6 +252,7 @@ class Store {
         up = pack2<T>(u[0], u[1]);
       }
       store_halves(hidden, p_.d, p_.d_stride, column, columns());
+      next();
       store_halves(word, p_.active, p_.active_stride, column, 0);
     } else {
       using F = Function<kActivation>;

@@ -7,56 +7,14 @@
 // half of it for both, so that a third less has to come from the L2 cache. A stage is then free when the
 // multiplying warps of both blocks have let go of it, and full when both blocks' loads have arrived.
 #pragma once
-#include "box.h"
-#include "common/device.cuh"
 #include "epilogue.h"
 #include "gather.cuh"
-#include "problem.h"
+#include "hopper_block.cuh"
 #include "ring.h"
-#include "tiles.h"
 
 namespace pmoe::hopper {
 
-constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile, and of a stage's reduction
-constexpr int kStages = 4;
-constexpr int kLag = 2;  // stages that gathered rows may be behind their announcement
-constexpr int kLoaders = 128, kMultipliers = 256;
-constexpr int kThreads = kLoaders + kMultipliers;
-constexpr int kMultiplierWarps = kMultipliers / 32;
-static_assert(kLag < kStages, "the ring must not wait for itself");
-
-constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
-
-struct Shared {
-  alignas(1024) uint8_t a[kStages][kBytesA];
-  alignas(1024) uint8_t b[kStages][kBytesB];
-  alignas(1024) uint8_t exchange[kMultiplierWarps][kExchangeBytes];
-  uint64_t full[kStages], empty[kStages];
-};
-
-constexpr int kSharedBytes = sizeof(Shared);
-
-// 65536 registers in all, given by eights a thread. Where sources change with every step, loaders hold those
-// of two.
-template <Form kForm>
-constexpr int kLoaderRegisters = kForm == Form::kWeight ? 56 : 40;
-template <Form kForm>
-constexpr int kMultiplierRegisters = kForm == Form::kWeight ? 224 : 232;
-
-// Columns of the result a tile has; of each half where a tile holds matching columns of both.
-PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
-
-template <Form kForm>
-PMOE_HD int steps(const Problem& p, const Tile& tile) {
-  return static_cast<int>(ceil_div(kForm == Form::kWeight ? tile.group_rows : p.k, kDepth));
-}
-
 #if PMOE_HOPPER_CODE
-
-template <int kCluster>
-__device__ __forceinline__ int rank_in_cluster() {
-  return kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
-}
 
 // Boxes that the accelerator loads of each operand: lines along the rows of what lies in memory.
 //   forward: A 128 rows x 64 of k, B twice 128 rows x 64 of k (twice: of the two halves, or neighbours)
@@ -113,29 +71,6 @@ struct Loader {
   }
 };
 
-// The tiles of one block: those of its cluster's walk, the rows of the block's rank.
-template <Form kForm, int kCluster>
-class BlockWalk {
- public:
-  __device__ __forceinline__ BlockWalk(const Problem& p, bool halves)
-      : walk_(p.ends, p.experts, p.m, halves ? p.n / 2 : p.n, {kRows * kCluster, tile_columns(halves)}),
-        next_(blockIdx.x / kCluster),
-        rank_(rank_in_cluster<kCluster>()) {}
-
-  // A tile may be without rows where its cluster's other one has some: it is computed, but not stored.
-  __device__ __forceinline__ bool next(Tile& tile) {
-    if (!walk_.find(next_, tile)) return false;
-    next_ += gridDim.x / kCluster;
-    tile.row += rank_ * kRows;
-    tile.rows = smaller(tile.rows - rank_ * kRows, kRows);
-    return true;
-  }
-
- private:
-  TileWalk<kForm> walk_;
-  int next_, rank_;
-};
-
 // One thread issues every load of a tile.
 template <Form kForm, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
@@ -151,10 +86,13 @@ __device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>
 
 template <Form kForm, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
-                                            BlockWalk<kForm, kCluster> walk) {
+                                            BlockWalk<kForm, kHalves, kCluster> walk) {
   Ring<kStages> ring;
-  Tile tile;
-  while (walk.next(tile)) load_tile(loader, shared, tile, ring);
+  const auto next = [&](Tile& tile) {
+    walk.hand_on(loader.p);
+    return walk.next(tile, true);
+  };
+  for (Tile tile; next(tile);) load_tile(loader, shared, tile, ring);
 }
 
 // All loading threads copy gathered rows, and the first issues the loads of the other operand. Copies are
@@ -162,25 +100,34 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
 // to warpgroup products, before its warp arrives.
 template <class T, Form kForm, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
-                                               BlockWalk<kForm, kCluster> walk) {
+                                               BlockWalk<kForm, kHalves, kCluster> walk) {
   constexpr bool kByRow = kForm == Form::kWeight;  // sources change with the step, not with the tile
   constexpr int kLines = kByRow ? kDepth : kRows;
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
   const BoxCopy<kLoaders, kLines> boxes(thread);
   using Source = int32_t[BoxCopy<kLoaders, kLines>::kPerThread];
-  const bool a_gathered = p.a_gathered, b_gathered = p.b_gathered;
-  Ring<kStages> ring, announced;
-  int issued = 0;
-  const auto announce = [&] {
-    fence_proxy_async();
+  const bool a_gathered = !kByRow || p.a_gathered, b_gathered = kByRow && p.b_gathered;
+  // Stages, from which the ring's own is told: there is no register for it.
+  uint32_t issued = 0, announced = 0;
+  const auto announce_but = [&](uint32_t left) {
+#pragma unroll 1
+    for (; announced + left < issued; ++announced) {
+      fence_proxy_async();
+      sync_warp();
+      if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced % kStages]);
+    }
+  };
+  const auto next = [&](Tile& found) {
+    if (thread == 0) walk.hand_on(p);
     sync_warp();
-    if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced.stage]);
-    announced.advance();
+    return walk.next(found);
   };
   Tile tile;
-  while (walk.next(tile)) {
-    Source source, raw;  // raw: of the next step, fetched while this one waits for its stage
+  while (next(tile)) {
+    // raw: of the next step, fetched while this one waits for its stage. Zeros, or what the last tile had
+    // would stay in registers for a group without rows.
+    Source source, raw = {};
     const auto fetch = [&](int first) {
       fetch_sources(
           p.slot, tile.group_begin, tile.group_rows, [&](int i) { return first + boxes.line(i); }, raw);
@@ -192,15 +139,16 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kClu
     const int first = kByRow ? 0 : tile.row;
     if (tile.group_rows > 0) fetch(first);
     if constexpr (!kByRow) resolve(first);
-    for (int step = 0, end = steps<kForm>(p, tile); step < end; ++step, ring.advance()) {
+    for (int step = 0, end = steps<kForm>(p, tile); step < end; ++step) {
       if constexpr (kByRow) {
         resolve(step * kDepth);
         if (step + 1 < end) fetch((step + 1) * kDepth);
       }
-      uint8_t* a = shared.a[ring.stage];
-      uint8_t* b = shared.b[ring.stage];
-      uint64_t* full = &shared.full[ring.stage];
-      mbarrier_wait(&shared.empty[ring.stage], ring.empty_parity());
+      const uint32_t stage = issued % kStages;
+      uint8_t* a = shared.a[stage];
+      uint8_t* b = shared.b[stage];
+      uint64_t* full = &shared.full[stage];
+      mbarrier_wait(&shared.empty[stage], (issued / kStages % 2) ^ 1);
       if (thread == 0) {
         mbarrier_arrive_expect(full, (a_gathered ? 0 : kBytesA) + (b_gathered ? 0 : kBytesB));
         if (!a_gathered) loader.load_a(a, full, tile, step);
@@ -219,14 +167,18 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kClu
         boxes.template copy<T>(a, p.a, p.a_stride, source, step * kDepth, p.k);
       }
       cp_async_commit();
-      if (++issued > kLag) {
-        cp_async_wait<kLag>();
-        announce();
-      }
+      ++issued;
+      cp_async_wait<kLag>();
+      announce_but(kLag);
+    }
+    // Behind a tile without a step the next ones are not handed on before those of the stages are multiplied.
+    if (kByRow && tile.group_rows == 0) {
+      cp_async_wait<0>();
+      announce_but(0);
     }
   }
   cp_async_wait<0>();
-  for (int left = smaller(issued, kLag); left > 0; --left) announce();
+  announce_but(0);
 }
 
 // Operands in shared memory as warpgroup products take them: 128-byte swizzle, groups of 8 lines 1024 bytes
@@ -313,7 +265,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     const int self = thread_again() - kLoaders;
     Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
     typename Stores::Ahead ahead;
-    if constexpr (Stores::kFetchesAhead) store.fetch(tile.column, ahead);
+    if constexpr (!Stores::kGated) store.fetch(tile.column, ahead);
     // Also where there was no step: a wait on some paths only would make the compiler add waits of its own.
     wgmma_wait<0>();
     pin_accumulators(d);
@@ -323,23 +275,29 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
     unrolled<kBlocks>([&](auto index) {
       constexpr int i = decltype(index)::value;
-      if constexpr (!Stores::kFetchesAhead) store.fetch(tile.column + i * kStep, ahead);
-      const typename Stores::Ahead own = ahead;
-      if constexpr (Stores::kFetchesAhead && i + 1 < kBlocks)
-        store.fetch(tile.column + (i + 1) * kStep, ahead);
+      const int column = tile.column + i * kStep;
+      if constexpr (Stores::kGated && i == 0) store.fetch(column, ahead);
       const float* first = d + i * kStep / 2;
-      store.block(first, first + kApart, tile.column + i * kStep, own);
+      store.block(first, first + kApart, column, ahead, [&] {
+        if constexpr (i + 1 < kBlocks) store.fetch(column + kStep, ahead);
+      });
     });
     store.finish(tile.column / kColumns);
     stored(tile);
   }
 }
 
-// By one thread. full_arrivals: of whoever fills a stage, beside the bytes.
-__device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster) {
+// By one thread. full_arrivals: of whoever fills a stage, beside the bytes. walking_loaders: warps, or a
+// thread.
+__device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
+                                              int walking_loaders) {
   for (int i = 0; i < kStages; ++i) {
     mbarrier_init(&shared.full[i], full_arrivals);
     mbarrier_init(&shared.empty[i], kMultiplierWarps * cluster);
+  }
+  for (int i = 0; i < kTilesAhead; ++i) {
+    mbarrier_init(&shared.tiles.full[i], 1);
+    mbarrier_init(&shared.tiles.empty[i], (kMultiplierWarps + walking_loaders) * cluster);
   }
   fence_mbarrier_init();
 }
@@ -357,24 +315,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     if (!p.a_gathered) tma_prefetch(&a_map);
     if (!p.b_gathered) tma_prefetch(&b_map);
-    init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster);
+    init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster, copies ? kLoaders / 32 : 1);
   }
   if constexpr (kCluster > 1)
     sync_cluster();  // the other block's barriers are there before anything arrives at them
   else
     sync_block();
   // What both branches need is worked out in each: at the branch a thread has few registers.
-  using Walk = BlockWalk<kForm, kCluster>;
+  using Walk = BlockWalk<kForm, kHalves, kCluster>;
   if (threadIdx.x < kLoaders) {
     fewer_registers<kLoaderRegisters<kForm>>();
+    if (threadIdx.x == 0) Walk::begin(p);
     const Loader<kForm, kHalves, kCluster> loader{a_map, b_map, p, rank_in_cluster<kCluster>()};
     if (copies)
-      load_by_copies<T>(loader, shared, Walk(p, kHalves));
+      load_by_copies<T>(loader, shared, Walk());
     else if (threadIdx.x == 0)
-      load_by_tma(loader, shared, Walk(p, kHalves));
+      load_by_tma(loader, shared, Walk());
   } else {
     more_registers<kMultiplierRegisters<kForm>>();
-    multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(p, kHalves), [](const Tile&) {});
+    multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(), [](const Tile&) {});
   }
   if constexpr (kCluster > 1) sync_cluster();  // the other block may still load into this one, or let go here
 #endif

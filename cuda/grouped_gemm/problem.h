@@ -46,10 +46,11 @@ struct Problem {
   int64_t active_stride = 0;
   const void* hidden = nullptr;  // kHiddenGradient: T_M
   int64_t hidden_stride = 0;
-  float* row_dots = nullptr;  // kHiddenGradient: (parts, N), <active, product> by parts of the columns
-  int weighs_active = 0;      // kHiddenGradient: active is written times weight
-  int wide = 0;               // kWeight: D is float
-  int accumulates = 0;        // kWeight: D += product; D is float
+  float* row_dots = nullptr;      // kHiddenGradient: (parts, N), <active, product> by parts of the columns
+  int weighs_active = 0;          // kHiddenGradient: active is written times weight
+  uint32_t* next_tile = nullptr;  // 0 at the launch: blocks take tiles from it as they come; null: in turn
+  int wide = 0;                   // kWeight: D is float
+  int accumulates = 0;            // kWeight: D += product; D is float
 };
 
 }  // namespace pmoe

@@ -1,9 +1,12 @@
 // Which tile of the result each block computes, and when: group search and tile order.
 //
-// A persistent grid of G blocks: block b computes tiles b, b + G, b + 2G, ... of one numbering of all tiles.
-// Every role of a block walks it by itself and finds the same tiles. Tiles are numbered by expert, inside an
-// expert by bands of kBand row tiles, inside a band down the rows first: the tiles that are computed at one
-// time then form a block of the result, and share rows and columns of the operands in the L2 cache.
+// A persistent grid of G blocks: block b computes tiles b, b + G, b + 2G, ... of one numbering of all tiles;
+// or, where something else may hold multiprocessors, each block takes the next number from a counter as it
+// comes, so that a block that starts late has no tiles that wait for it. What a tile's sum is does not depend
+// on who computes it. Every role of a block is told the numbers and finds the same tiles. Tiles are numbered
+// by expert, inside an expert by bands of kBand row tiles, inside a band down the rows first: the tiles that
+// are computed at one time then form a block of the result, and share rows and columns of the operands in the
+// L2 cache.
 #pragma once
 #include "common/host_device.h"
 #include "problem.h"
@@ -20,20 +23,29 @@ struct Tile {
   int column;                   // first column of the result (of each half, where columns are halved)
 };
 
+// The number of a block's (or cluster's) tile `turn`: it ascends, and is beyond all in the end. counter:
+// taken from where it is not null; add(counter, 1): what it was before.
+template <class Add>
+PMOE_HD int tile_number(uint32_t* counter, const Add& add, int first, int step, int turn) {
+  return counter != nullptr ? static_cast<int>(add(counter, 1u)) : first + turn * step;
+}
+
 struct TileShape {
   int rows, columns;  // of the result, of one tile
 };
 
-template <Form kForm>
+// A TileShape that is no variable, so that kernels multiply and shift where they would divide.
+template <int kRows, int kColumns>
+struct FixedShape {
+  static constexpr int rows = kRows, columns = kColumns;
+};
+
+template <Form kForm, class Shape = TileShape>
 class TileWalk {
  public:
   // columns: of the result; of one half where columns are halved.
-  PMOE_HD TileWalk(const int32_t* ends, int experts, int m, int columns, TileShape shape)
-      : ends_(ends),
-        experts_(experts),
-        m_(m),
-        shape_(shape),
-        across_(static_cast<int>(ceil_div(columns, shape.columns))) {
+  PMOE_HD TileWalk(const int32_t* ends, int experts, int m, int columns, Shape shape)
+      : ends_(ends), experts_(experts), m_(m), shape_(shape), across_(ceil_div(columns, shape.columns)) {
     load_group();
   }
 
@@ -66,12 +78,12 @@ class TileWalk {
 
   PMOE_HD void load_group() {
     if (expert_ < experts_) end_ = ends_[expert_];
-    down_ = static_cast<int>(ceil_div(lines(), shape_.rows));
+    down_ = ceil_div(lines(), shape_.rows);
   }
 
   const int32_t* ends_;
   int experts_, m_;
-  TileShape shape_;
+  Shape shape_;
   int across_, down_ = 0;
   int expert_ = 0, begin_ = 0, end_ = 0;
   int before_ = 0;

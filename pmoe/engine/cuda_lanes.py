@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes import Action, Lanes
+from pmoe.kernels.grouped_gemm.launch import beside_communication
 from pmoe.schedule.tasks import Lane, Schedule, Task
 
 
@@ -35,6 +38,8 @@ class CudaLanes(Lanes):
             name for task in schedule.tasks for name in task.waits if lane_of[name] is not task.lane
         }
         self._events: dict[str, tuple[Lane, torch.cuda.Event]] = {}
+        travels = ranks.size > 1 and any(task.chunk > 0 for task in schedule.tasks)
+        self._beside = beside_communication if travels else contextlib.nullcontext
 
     def run(self, task: Task, action: Action) -> None:
         stream = self._stream[task.lane]
@@ -43,7 +48,8 @@ class CudaLanes(Lanes):
                 stream.wait_event(self._events[name][1])
         with torch.cuda.stream(stream):
             if task.lane not in (Lane.COMMUNICATE, Lane.INTRA_NODE):
-                action(task)
+                with self._beside():
+                    action(task)
             else:
                 try:
                     work = action(task)

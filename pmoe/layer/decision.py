@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.autograd import Runner, run_experts
+from pmoe.engine.autograd import Path, Runner, run_experts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
 from pmoe.layer.parts import Call
@@ -21,10 +22,6 @@ from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.kernels.comet import Steps
-
-import torch
-
-from pmoe.engine.autograd import Path
 
 
 class CallCounts(Protocol):

@@ -1,24 +1,21 @@
-"""The timeline: draws when each task ran, measured above predicted, and writes Chrome traces.
+"""The timeline: draws when each task ran, measured above predicted.
 
 It reads spans only: anything with direction, name, kind, chunk, lane, start and end (seconds).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
 from pmoe.planner.simulator import Simulated
-from pmoe.schedule.tasks import Task
+from pmoe.schedule.tasks import Lane, Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-from pmoe.schedule.tasks import Lane
 
 ON_COLOUR = "#101010"
 """Text on a coloured mark: dark on dark pages, too."""
@@ -199,25 +196,6 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
     axis.set_ylim(-0.5, len(lanes) - 0.25)
     axis.set_title(f"{name}: {total * 1e3:.{0 if total >= 0.1 else 2}f} ms", loc="left", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Bar]]) -> None:
-    """The same as a Chrome trace (about:tracing, Perfetto): a process a panel, a thread a lane."""
-    events = [
-        {
-            "name": bar.name,
-            "cat": bar.direction,
-            "ph": "X",
-            "ts": bar.start * 1e6,
-            "dur": (bar.end - bar.start) * 1e6,
-            "pid": panel,
-            "tid": bar.lane,
-            "args": {"kind": bar.kind, "chunk": bar.chunk},
-        }
-        for panel, content in panels.items()
-        for bar in content
-    ]
-    Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 # ---- how much communication is hidden behind computation, and how much is waited for

@@ -76,7 +76,7 @@ bf16 product_value(int expert, const float* hidden, int column) {
   return narrow<bf16>(sum);
 }
 
-int parts_of_dots() { return static_cast<int>(ceil_div(kHidden, kFirst.columns)); }
+int parts_of_dots() { return ceil_div(kHidden, kFirst.columns); }
 
 // ---- a rank in a round: what its kernels are given, and what they make
 

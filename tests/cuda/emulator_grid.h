@@ -146,6 +146,7 @@ struct Block {
   Dim index;
   int running = 0;    // threads that have not ended
   bool left = false;  // all have
+  bool come = false;  // there has been a multiprocessor for it
   std::vector<uint8_t> shared;
   std::vector<int> dirty;  // by 16-byte unit: 1 + the thread that wrote it without a fence, 0 for clean
   std::map<int, Meeting> barriers;
@@ -260,8 +261,24 @@ inline void entry() {
 // Threads that look at memory again and again never stand still: long before this many turns each, all of a
 // test's have ended.
 inline uint64_t most_passes = 200000;
+inline uint64_t last_passes = 0;  // of the last launch that ended well
 // What the OS thread does between two of them.
 inline std::function<void()> between_passes;
+// How many blocks there is room for; where it is empty, for all. Blocks come in their order, whole clusters
+// at a time, and none leaves before its end.
+inline std::function<size_t()> room;
+
+inline void let_blocks_come(Grid& g) {
+  size_t resident = 0;
+  for (const auto& block : g.blocks) resident += block->come && !block->left;
+  for (size_t first = 0; first < g.blocks.size(); first += g.cluster) {
+    if (g.blocks[first]->come) continue;
+    if (room && resident + g.cluster > room()) return;
+    for (size_t i = 0; i < g.cluster; ++i) g.blocks[first + i]->come = true;
+    resident += g.cluster;
+  }
+}
+
 constexpr uint64_t kLatest = 100;  // passes that a load takes at most
 
 inline std::string report(const Grid& g) {
@@ -317,11 +334,12 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
   while (left) {
     ++g.passes;
     if (between_passes) between_passes();
+    let_blocks_come(g);
     bool moved = false;
     const size_t start = g.random() % g.fibers.size();
     for (size_t i = 0; i < g.fibers.size(); ++i) {
       Fiber& fiber = *g.fibers[(start + i) % g.fibers.size()];
-      if (fiber.done || !(g.error || fiber.ready())) continue;
+      if (fiber.done || !(g.error || (fiber.block->come && fiber.ready()))) continue;
       moved = true;
       g.current = &fiber;
       switch_to(g.scheduler, fiber.context);
@@ -349,6 +367,7 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
       g.error = std::make_exception_ptr(Error("no end in sight, " + report(g)));
   }
   grid = nullptr;
+  last_passes = g.passes;
   if (g.error) std::rethrow_exception(g.error);
   for (const auto& fiber : g.fibers)
     if (!fiber->copies.empty() || !fiber->groups.empty()) throw Error("cp.async never waited for");

@@ -125,6 +125,21 @@ inline void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
   emu::maybe_yield();
 }
 
+inline void store_async(Words* place, const Words& v, uint64_t* bar, uint32_t rank) {
+  if (reinterpret_cast<uintptr_t>(place) % 16) throw emu::Error("st.async to an address that is not aligned");
+  emu::Block& block = block_of_cluster(rank);
+  if (block.left) throw emu::Error("a word to a block that has left");
+  Words* remote = there(block, place);
+  uint64_t* signal = there(block, bar);
+  check_mbarrier(block, signal);
+  const auto store = [=, &block] {
+    if (block.left) throw emu::Error("a word arrives in a block that has left");
+    *remote = v;
+    mbarrier_complete(signal, 16);
+  };
+  emu::grid->pending.push_back({store, emu::grid->passes});
+}
+
 inline void tma_load_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y, int z, uint16_t ranks) {
   if (emu::address_of(*emu::self().block, dst) % 1024)
     throw emu::Error("a swizzled box must begin on 1024 bytes");
@@ -213,6 +228,10 @@ inline uint16_t operand_element(emu::Block& block, uint64_t descriptor, bool tra
   return bits;
 }
 
+// Where accumulator i of a warpgroup's thread lies in the result.
+inline int accumulator_row(int thread, int i) { return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8; }
+inline int accumulator_column(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
+
 template <class T, bool kTransposeA, bool kTransposeB>
 void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   emu::Fiber& fiber = emu::self();
@@ -244,7 +263,7 @@ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
     }
     for (int t = 0; t < 128; ++t)
       for (int i = 0; i < 128; ++i) {
-        const int row = t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + t % 4 * 2 + i % 2;
+        const int row = accumulator_row(t, i), column = accumulator_column(t, i);
         float sum = whole.accumulate ? whole.d[t][i] : 0.0f;
         for (int k = 0; k < 16; ++k) sum += of_a[row * 16 + k] * of_b[column * 16 + k];
         whole.d[t][i] = sum;

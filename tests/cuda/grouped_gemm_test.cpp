@@ -447,6 +447,17 @@ int main(int argc, char** argv) {
       test_weight<bf16>(c);
     }
   }
+  // Tiles without a step behind one of a step, more of them than are handed on ahead: nothing waits for
+  // copies that are announced by later ones.
+  for (int eagerness : {0, 100}) {
+    Case c;
+    c.groups = {10, 0, 0, 0, 70, 0, 0, 0, 0, 5}, c.m = 40, c.n = 40, c.seed = ++seed, c.eagerness = eagerness,
+    c.grid = 1, c.gathered_a = true, c.top_k = 2;
+    for (const auto& path : kPaths) {
+      c.hopper = path.hopper, c.cluster = path.cluster;
+      test_weight<bf16>(c);
+    }
+  }
   if (thorough) {
     Random random{std::mt19937(99)};
     const auto draw = [&](int least, int most) {

@@ -52,6 +52,20 @@ def test_the_launch_is_on_the_current_stream(random: torch.Generator) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_tiles_taken_as_blocks_start_give_the_same_bits(random: torch.Generator, gathered: bool) -> None:
+    case = Case(random, (700, 0, 40, 3000), top_k=2)
+    source = case.draw(case.num_tokens if gathered else 3740, 256).to(DEVICE)
+    weight = case.draw(4, 520, 256).to(DEVICE)
+
+    def product() -> Tensor:
+        return grouped_gemm.product(source, weight, case.ends, slots=case.slots, gathered=gathered)
+
+    alone = product()
+    with launch.beside_communication():
+        assert torch.equal(product(), alone)
+
+
 def captured(run: Callable[[], object]) -> Callable[[], object]:
     """What runs again what ``run`` launches now."""
     graph = torch.cuda.CUDAGraph()

@@ -333,6 +333,8 @@ def noted(tree: Path, bare: dict[str, str]) -> Callable[[], tuple[int, list[str]
         "if any(word.endswith('broken.cu') for word in words):\n"
         "    print('broken.cu(1): error: expected a declaration')\n"
         "    raise SystemExit(2)\n"
+        "if any(word.endswith('serial.cu') for word in words):\n"
+        "    print('ptxas info    : (C7511) wgmma.mma_async instructions are serialized')\n"
         "open(words[words.index('-o') + 1], 'w').write('made')\n"
         "if '-MF' in words:\n"
         f"    listed = words[words.index('-c') + 1] + ' {tree}/cuda/kernel_info.h'\n"
@@ -383,6 +385,15 @@ def test_a_compilers_message_reaches_the_user(tree: Path, noted: Callable[[], An
     assert "failed on cuda/permute/broken.cu\nbroken.cu(1): error: expected a declaration" in err
     assert "Traceback" not in err
     assert not list((tree / "pmoe").glob("_cuda*"))
+
+
+def test_products_that_the_compiler_puts_in_a_row_are_an_error(
+    tree: Path, noted: Callable[[], tuple[int, list[str], str]]
+) -> None:
+    (tree / "cuda" / "permute" / "serial.cu").touch()
+    code, _, err = noted()
+    assert code == 1
+    assert "failed on cuda/permute/serial.cu\nptxas info    : (C7511) wgmma.mma_async" in err
 
 
 # ---- the extension --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pmoe.kernels import extension, grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots, products
+from pmoe.kernels.grouped_gemm.launch import SPARE, beside_communication
 
 BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
 
@@ -111,6 +112,19 @@ def test_a_product_of_gathered_rows(recorder: Recorder, given: Operands) -> None
         **{"bias": "bias", "weight": "scale"},
     }
     assert recorder.calls == [("grouped_gemm", COMMON | fields)]
+
+
+def test_beside_communication_multiprocessors_are_left_free_and_tiles_are_counted(
+    recorder: Recorder, given: Operands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **how: recorder.named("zero", zeros(*size, **how)))
+    with beside_communication():
+        grouped_gemm.product(given.rows, given.weight, given.ends)
+    grouped_gemm.product(given.rows, given.weight, given.ends)
+    (_, beside), (_, alone) = recorder.calls
+    assert (beside["spare"], beside["next_tile"]) == (SPARE, "zero") and SPARE > 0
+    assert "spare" not in alone and "next_tile" not in alone
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from bench.chrome_trace import chrome_trace
 from pmoe.planner import timeline
 from pmoe.planner.degree import adaptive_degree, check_pipeline, fixed_degree
 from pmoe.planner.simulator import makespan, simulate
-from pmoe.planner.timeline import bars, chrome_trace, draw
+from pmoe.planner.timeline import bars, draw
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Stages, sequential
 

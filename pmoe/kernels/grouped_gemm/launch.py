@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,21 @@ from pmoe.warn import warn_once
 
 CLUSTER = 0
 """How many blocks share an operand on Hopper: 1, 2, or 0 for whichever is better by rule. For benchmarks."""
+
+SPARE = 16
+"""Multiprocessors left free beside communication: NCCL's blocks need whole ones. Not measured yet."""
+_spare = 0
+
+
+@contextlib.contextmanager
+def beside_communication() -> Iterator[None]:
+    """In the block products leave SPARE multiprocessors free, and take their tiles as their blocks start."""
+    global _spare
+    _spare = SPARE
+    try:
+        yield
+    finally:
+        _spare = 0
 
 
 def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
@@ -50,6 +67,9 @@ def launch(
     **fields: Any,
 ) -> None:
     """On the current stream. kernels: of `path_for`. fields: as cuda/grouped_gemm/bind.cpp names them."""
+    if _spare:
+        next_tile = torch.zeros(1, dtype=torch.int32, device=like.device)
+        fields |= {"spare": _spare, "next_tile": next_tile.data_ptr()}
     extension.module().grouped_gemm(
         device=like.device.index,
         stream=torch.cuda.current_stream(like.device).cuda_stream,

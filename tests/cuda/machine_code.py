@@ -1,0 +1,302 @@
+"""What machine code does, read from its instructions: loops, barriers, costs that must not rise.
+
+Instructions of `tests.cuda.disassembly.sass` are of 16 bytes each; a branch names the address it goes to.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pmoe.kernels.extension import load
+from tests.cuda.disassembly import Declared, declared, opcode, sass
+
+COSTS = Path(__file__).with_name("machine_code.csv")
+"""What each of Hopper's kernels costs; as `first_...`, what it cost before costs were kept (97e6287)."""
+
+TENSOR_CYCLES = 1024
+"""Of the products of a step of 64 of the reduction: 8 of 64 x 256 x 16, 128 cycles each."""
+WARPS_A_SCHEDULER = 2
+"""Of the eight that multiply."""
+
+BOX_BYTES = {  # that the accelerator loads, by the form of the product and the dimensions of the map
+    ("forward", "2D"): 128 * 128,
+    ("forward", "3D"): 128 * 128,
+    ("input", "2D"): 128 * 128,
+    ("input", "3D"): 64 * 128,
+    ("weight", "2D"): 64 * 128,
+}
+
+
+def is_predicated(instruction: str) -> bool:
+    return instruction.startswith("@")
+
+
+def _target(instruction: str) -> int | None:
+    """Which instruction a branch goes to."""
+    if not opcode(instruction).startswith("BRA"):
+        return None
+    return int(re.findall(r"0x[0-9a-f]+", instruction)[-1], 16) // 16
+
+
+@dataclass(frozen=True)
+class Code:
+    """One kernel's instructions, and their flow of control by blocks. A call goes on behind itself."""
+
+    code: Sequence[str]
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The first instruction of each block."""
+        found = {0}
+        for index, each in enumerate(self.code):
+            target = _target(each)
+            if target is not None:
+                found |= {target, index + 1}
+            elif opcode(each).split(".")[0] in ("EXIT", "RET"):
+                found.add(index + 1)
+        return sorted(index for index in found if index < len(self.code))
+
+    @cached_property
+    def successors(self) -> list[list[int]]:
+        """By block, the numbers of those that may follow it."""
+        number = {begin: i for i, begin in enumerate(self.begins)}
+        found = []
+        for i in range(len(self.begins)):
+            last = self.code[self.end(i) - 1]
+            target = _target(last)
+            follows = [] if target is None else [number[target]]
+            ends = target is not None or opcode(last).split(".")[0] in ("EXIT", "RET")
+            goes_on = not ends or is_predicated(last) or ".DIV" in opcode(last)
+            if goes_on and i + 1 < len(self.begins):
+                follows.append(i + 1)
+            found.append(follows)
+        return found
+
+    def end(self, block: int) -> int:
+        return self.begins[block + 1] if block + 1 < len(self.begins) else len(self.code)
+
+    @cached_property
+    def predecessors(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.begins]
+        for block, follows in enumerate(self.successors):
+            for each in follows:
+                found[each].append(block)
+        return found
+
+    @cached_property
+    def _dominators(self) -> dict[int, int]:
+        """By reachable block, a bit for every block that each way to it leads through."""
+        everything = (1 << len(self.begins)) - 1
+        order, seen, stack = [], {0}, [(0, iter(self.successors[0]))]
+        while stack:
+            block, rest = stack[-1]
+            following = next((each for each in rest if each not in seen), None)
+            if following is None:
+                order.append(block)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(self.successors[following])))
+        found = dict.fromkeys(order, everything) | {0: 1}
+        changed = True
+        while changed:
+            changed = False
+            for block in reversed(order):
+                if block == 0:
+                    continue
+                meet = everything
+                for before in self.predecessors[block]:
+                    meet &= found.get(before, everything)
+                changed |= found[block] != meet | 1 << block
+                found[block] = meet | 1 << block
+        return found
+
+    @cached_property
+    def loops(self) -> list[set[int]]:
+        """The blocks of every loop: of each way back to a block that all ways into the loop lead through."""
+        found = []
+        for block, dominators in self._dominators.items():
+            for head in self.successors[block]:
+                if not dominators >> head & 1:
+                    continue
+                body, rest = {head}, [block]
+                while rest:
+                    each = rest.pop()
+                    if each not in body:
+                        body.add(each)
+                        rest += self.predecessors[each]
+                found.append(body)
+        return sorted(found, key=len)
+
+    def instructions(self, blocks: set[int]) -> list[str]:
+        return [each for block in sorted(blocks) for each in self.code[self.begins[block] : self.end(block)]]
+
+    def innermost(self, *kinds: str, without: str = "never") -> list[str]:
+        """The longest of the loops that have each kind of instruction, and inside no such loop."""
+        best: list[str] = []
+        taken: list[set[int]] = []
+        for blocks in self.loops:
+            body = self.instructions(blocks)
+            if any(starts(body, without)) or not all(any(starts(body, kind)) for kind in kinds):
+                continue
+            if not any(each < blocks for each in taken):
+                taken.append(blocks)
+                best = max(best, body, key=len)
+        return best
+
+
+def starts(code: Sequence[str], kind: str) -> list[str]:
+    return [each for each in code if opcode(each).startswith(kind)]
+
+
+def executed(code: Sequence[str]) -> int:
+    return sum(opcode(each) != "NOP" for each in code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one of Hopper's kernels. A step is of 64 of the reduction."""
+
+    instructions: int
+    epilogue: int  # instructions of a multiplying warp behind the last wait for products, every path counted
+    step_cycles: int  # in which a scheduler issues what its multiplying warps do beside products
+    l2_bytes: int  # loaded by one block's accelerator a step: all of it passes the L2 cache
+
+
+def cost(name: str, code: Sequence[str]) -> Cost:
+    return Cost(
+        instructions=executed(code),
+        epilogue=executed(_epilogue(code)),
+        step_cycles=round(WARPS_A_SCHEDULER * _a_step(Code(code).innermost("HGMMA"), "HGMMA", 4)),
+        l2_bytes=_l2_bytes(name, code),
+    )
+
+
+def _epilogue(code: Sequence[str]) -> Sequence[str]:
+    waits = [i for i, each in enumerate(code) if opcode(each).startswith("WARPGROUP.DEPBAR")]
+    last = max(i for i in waits if code[i].endswith("gsb0, 0x0"))
+    for i in range(last, len(code)):
+        target = _target(code[i])
+        if target is not None and target < last or opcode(code[i]) == "EXIT":
+            return code[last:i]
+    raise AssertionError("no end of the epilogue")
+
+
+def _a_step(loop: Sequence[str], kind: str, a_step: int) -> float:
+    return executed(loop) * a_step / len(starts(loop, kind))
+
+
+def _l2_bytes(name: str, code: Sequence[str]) -> int:
+    form = next(part for part in name.split(".") if part in ("forward", "input", "weight"))
+    loop = Code(code).innermost("UTMALDG", "SYNCS.PHASECHK", without="LDGSTS")
+    steps = sum(opcode(each) == "SYNCS.ARRIVE.TRANS64" for each in loop)  # each says how many bytes will come
+    loads = starts(loop, "UTMALDG")
+    total = sum(BOX_BYTES[form, opcode(each).split(".")[1]] for each in loads)
+    return round(total / steps)
+
+
+# ---- rules: each gives what is wrong, nothing where all is right
+
+
+def wrong_registers(code: Sequence[str], kernel: Declared, at_entry: int) -> list[str]:
+    """setmaxnreg takes from the block's own registers: an increase beyond what it has, waits forever."""
+    changes = [each for each in code if opcode(each).startswith("USETMAXREG")]
+    less = [int(each.split()[-1], 16) for each in changes if "DEALLOC" in each]
+    more = [int(each.split()[-1], 16) for each in changes if "TRY_ALLOC" in each]
+    if len(less) != 1 or len(more) != 1:
+        return [f"{changes} must be one decrease and one increase"]
+    found = 128 * less[0] + (kernel.threads - 128) * more[0]
+    have = kernel.threads * at_entry
+    return [] if found <= have else [f"{less[0]} and {more[0]} a thread are {found}, of {have} registers"]
+
+
+def wrong_products(code: Sequence[str]) -> list[str]:
+    """Four products a group, at most one group under way beside the next, and all waited for in the end."""
+    found = []
+    fences = products = 0
+    groups = whole = 0
+    for index, each in enumerate(code):
+        kind = opcode(each)
+        if kind == "WARPGROUP.ARRIVE":
+            fences, products = fences + 1, 0
+        elif kind.startswith("HGMMA"):
+            products += 1
+            if each.endswith("gsb0"):
+                groups += 1
+                if (fences, products) != (1, 4):
+                    found.append(f"{index}: a group of {products} products behind {fences} fences")
+                fences = products = 0
+        elif kind.startswith("WARPGROUP.DEPBAR"):
+            left = int(each.split()[-1], 16)
+            whole += left == 0
+            if left > 1:
+                found.append(f"{index}: a wait that leaves {left} groups under way")
+            if products:
+                found.append(f"{index}: a wait inside a group: the compiler has put products in a row")
+    if not groups or whole != 1:
+        found.append(f"{groups} groups, and {whole} waits for all of them")
+    return found
+
+
+def wrong_convergence(code: Sequence[str]) -> list[str]:
+    """A warp's threads are together where all must do one thing: outside of every stretch that they may
+    leave at different times (BSSY to BSYNC), or behind a meeting (WARPSYNC) in the same block."""
+    flow = Code(code)
+    opened: list[frozenset[str] | None] = [None] * len(flow.begins)
+    opened[0] = frozenset()
+    rest, found = [0], {}
+    while rest:
+        block = rest.pop()
+        now, met = set(opened[block] or ()), False
+        for index in range(flow.begins[block], flow.end(block)):
+            kind = opcode(code[index]).split(".")[0]
+            if kind in ("BSSY", "BSYNC"):
+                change = now.add if kind == "BSSY" else now.discard
+                change(re.findall(r"B\d+", code[index])[0])
+            met = met or kind == "WARPSYNC"
+            if kind in ("HGMMA", "USETMAXREG", "UCGABAR_ARV", "WARPGROUP") and now and not met:
+                found[index] = f"{index}: {code[index]} in {sorted(now)}"
+        for each in flow.successors[block]:
+            joined = (opened[each] or frozenset()) | now
+            if joined != opened[each]:
+                opened[each] = joined
+                rest.append(each)
+    return list(found.values())
+
+
+def wrong_loads(code: Sequence[str]) -> list[str]:
+    """A load past the caches' coherence may give what was there before the wait."""
+    return [each for each in code if re.search(r"^LD.*\.(CONSTANT|NC)", opcode(each))]
+
+
+def wrong_calls(code: Sequence[str]) -> list[str]:
+    """Functions that are called in a loop: of these kernels, divisions of 64 bits."""
+    flow = Code(code)
+    looped = set().union(*flow.loops) if flow.loops else set()
+    return starts(flow.instructions(looped), "CALL")
+
+
+def write_costs() -> None:
+    """COSTS, of today's build. Columns that begin with first_ stay as they are."""
+    module = load()
+    assert module is not None
+    with COSTS.open(newline="") as file:
+        kept = {row["kernel"]: row for row in csv.DictReader(file)}
+    rows = []
+    for name in sorted(name for name in sass("sm_90a") if declared()[name].hopper):
+        today = {kind: str(value) for kind, value in asdict(cost(name, sass("sm_90a")[name])).items()}
+        first = {f"first_{kind}": kept.get(name, {}).get(f"first_{kind}", now) for kind, now in today.items()}
+        rows.append({"kernel": name, "nvcc": module.NVCC, **today, **first})
+    with COSTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    write_costs()

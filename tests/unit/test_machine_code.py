@@ -1,0 +1,183 @@
+"""Rules and costs of the machine code of every kernel, for both element types; without a GPU.
+
+Each rule is shown to find a mistake that is planted in a kernel's real code.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+
+import pytest
+
+from pmoe.kernels.extension import load
+from tests.cuda import machine_code
+from tests.cuda.disassembly import archs, count, declared, opcode, resources, sass
+from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("extension_built")
+
+Rule = Callable[[Sequence[str]], list[str]]
+WAITING = ("comet.", "route", "permute", "unpermute")
+"""Kernels that read what others write while they run, or that wait."""
+
+
+def hopper(*prefixes: str) -> dict[str, list[str]]:
+    """The kernels of Hopper's own instructions."""
+    found = {
+        name: code
+        for name, code in sass("sm_90a").items()
+        if declared()[name].hopper and name.startswith(prefixes or ("",))
+    }
+    assert len(found) >= 20
+    return found
+
+
+def expect_none(rule: Rule, kernels: dict[str, list[str]]) -> None:
+    found = {name: rule(code) for name, code in kernels.items()}
+    assert not any(found.values()), {name: wrong[:3] for name, wrong in found.items() if wrong}
+
+
+def test_warps_take_no_more_registers_than_their_block_has() -> None:
+    for name, code in hopper().items():
+        kernel, registers = declared()[name], resources("sm_90a")[name].registers
+        assert not machine_code.wrong_registers(code, kernel, registers), name
+
+
+def test_products_are_in_groups_of_four_of_which_one_is_under_way_beside_the_next() -> None:
+    expect_none(machine_code.wrong_products, hopper())
+
+
+def test_warps_are_together_where_they_multiply_and_where_clusters_meet() -> None:
+    expect_none(machine_code.wrong_convergence, hopper())
+
+
+def test_kernels_that_wait_have_no_loads_past_the_coherent_caches() -> None:
+    for arch in archs():
+        expect_none(machine_code.wrong_loads, {n: c for n, c in sass(arch).items() if n.startswith(WAITING)})
+
+
+def test_no_function_is_called_in_a_loop() -> None:
+    """Machine code of sm_80 calls a few instructions where a warp meets; Hopper's calls divisions alone."""
+    expect_none(machine_code.wrong_calls, hopper("comet.", "grouped_gemm."))
+
+
+def test_both_element_types_have_the_same_products_loads_barriers_and_waits() -> None:
+    kinds = (
+        "HGMMA",
+        "HMMA",
+        "UTMALDG",
+        "BAR",
+        "WARPGROUP",
+        "USETMAXREG",
+        "UCGABAR_ARV",
+        "MEMBAR",
+        "CCTL",
+        "LDSM",
+        "STSM",
+    )
+    for arch in archs():
+        for name, code in sass(arch).items():
+            if ".bf16" in name:
+                other = sass(arch)[name.replace(".bf16", ".fp16")]
+                found = {kind: (count(code, kind), count(other, kind)) for kind in kinds}
+                assert all(one == two for one, two in found.values()), (name, arch, found)
+
+
+# ---- planted mistakes
+
+
+def plant(name: str, old: str, new: str) -> list[str]:
+    """A kernel's code with `new` in the first instruction that has `old`."""
+    code = list(sass("sm_90a")[name])
+    index = next(i for i, each in enumerate(code) if old in each)
+    code[index] = code[index].replace(old, new)
+    return code
+
+
+PLAIN, FUSED = "grouped_gemm.sm_90a.bf16.forward", "comet.dispatch_gemm.sm_90a.bf16.forward.hidden.swiglu"
+
+
+def test_registers_of_which_there_are_too_many_are_found() -> None:
+    code = plant(PLAIN, "0xe8", "0xf0")
+    assert machine_code.wrong_registers(code, declared()[PLAIN], resources("sm_90a")[PLAIN].registers)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (", gsb0", ""),  # a group that is never ended
+        ("WARPGROUP.ARRIVE", "NOP"),  # a fence that is left out
+        ("gsb0, 0x0", "gsb0, 0x1"),  # the end does not wait for the last group
+        ("gsb0, 0x1", "gsb0, 0x2"),
+    ],
+)
+def test_products_without_their_fence_group_or_wait_are_found(old: str, new: str) -> None:
+    assert machine_code.wrong_products(plant(PLAIN, old, new))
+
+
+def test_products_that_the_compiler_puts_in_a_row_are_found() -> None:
+    code = list(sass("sm_90a")[PLAIN])
+    first = next(i for i, each in enumerate(code) if opcode(each).startswith("HGMMA"))
+    assert machine_code.wrong_products(
+        [*code[: first + 1], "WARPGROUP.DEPBAR.LE gsb0, 0x0", *code[first + 1 :]]
+    )
+
+
+def test_warps_that_may_be_apart_are_found() -> None:
+    code = list(sass("sm_90a")[PLAIN])
+    first = next(i for i, each in enumerate(code) if opcode(each).startswith("HGMMA"))
+    block = max(begin for begin in machine_code.Code(code).begins if begin <= first)
+    code[block] = "BSSY B0, 0x0"
+    assert machine_code.wrong_convergence(code)
+
+
+def test_a_load_past_the_coherent_caches_is_found() -> None:
+    assert machine_code.wrong_loads(plant(FUSED, "LDG.E ", "LDG.E.CONSTANT "))
+
+
+def test_a_call_in_a_loop_is_found() -> None:
+    assert machine_code.wrong_calls(plant(FUSED, "UTMALDG.2D", "CALL.REL.NOINC"))
+
+
+# ---- costs, which a change must not raise
+
+
+@cache
+def costs() -> dict[str, dict[str, int]]:
+    return {name: asdict(machine_code.cost(name, code)) for name, code in hopper().items()}
+
+
+def kept_costs() -> dict[str, dict[str, str]]:
+    with machine_code.COSTS.open() as file:
+        return {row["kernel"]: row for row in csv.DictReader(file)}
+
+
+def test_costs_have_not_risen() -> None:
+    kept = kept_costs()
+    module = load()
+    assert module is not None and set(kept) == set(costs())
+    compilers = {row["nvcc"] for row in kept.values()}
+    if compilers != {module.NVCC}:
+        pytest.skip(f"{machine_code.COSTS.name} is of nvcc {compilers}, the kernels of {module.NVCC}")
+    wrong = []
+    for name, found in costs().items():
+        for kind, value in found.items():
+            most = int(kept[name][kind])
+            if value > most or value < 0.98 * most:
+                wrong.append(f"{name}: {kind} {value}, in the file {most}")
+    assert not wrong, (
+        "\n".join(wrong[:20]) + "\nA rise must be worth it, and what was won be kept: python -m "
+        f"tests.cuda.machine_code writes {machine_code.COSTS} anew"
+    )
+
+
+def test_costs_are_those_that_the_source_tells() -> None:
+    """A block loads 128 rows of A and 256 columns of B a step of 64, of pairs the half of B."""
+    for name, found in costs().items():
+        shared = 2 if name.endswith(".pairs") else 1
+        assert found["l2_bytes"] == (128 + 256 // shared) * 64 * 2, name
+        assert 0 < found["step_cycles"] < machine_code.TENSOR_CYCLES, (name, found)
+        assert 1000 < found["epilogue"] < found["instructions"], (name, found)

@@ -4,6 +4,7 @@
 # make test-versions   a part of them with the oldest and the newest Python, torch and transformers
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
+# make gpu-ladder PYTHON=...        its first part: small steps that name what is wrong, and one report
 #
 # A GPU-less machine whose pip would download a CUDA build of torch can ask for the CPU build:
 #   make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -139,7 +140,7 @@ clean:
 # PYTHON is the machine's own and is never changed. What it lacks goes into .venv-gpu, from wheels/
 # where there is such a folder, else from the package index. pmoe itself is found by PYTHONPATH.
 
-.PHONY: gpu gpu-env gpu-build gpu-test gpu-sanitize gpu-bench gpu-comet
+.PHONY: gpu gpu-env gpu-build gpu-ladder gpu-test gpu-sanitize gpu-bench gpu-comet
 GPU_PYTHON = $$([ -x .venv-gpu/bin/python ] && echo .venv-gpu/bin/python || echo "$(PYTHON)")
 GPU_RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" "$(GPU_PYTHON)"
 
@@ -196,7 +197,7 @@ print(shutil.which("cuobjdump", path=_path()) or "")
 endef
 export NEED_CUDA MISSING IDENTITY LINK_SITES VERSIONS FIND_SANITIZER FIND_CUOBJDUMP
 
-gpu: gpu-build gpu-test gpu-sanitize gpu-bench gpu-comet
+gpu: gpu-build gpu-ladder gpu-test gpu-sanitize gpu-bench gpu-comet
 
 gpu-env:
 	@command -v "$(PYTHON)" >/dev/null || { echo "make gpu: no PYTHON=$(PYTHON) here" >&2; exit 1; }
@@ -249,6 +250,11 @@ GPU_PYTEST_ARGS = $$("$(GPU_PYTHON)" -c 'import xdist' 2>/dev/null && echo "$(PY
 KERNEL_TESTS = tests/unit/test_disassembly.py $(wildcard tests/unit/test_kernels_*.py)
 COMET_TESTS = $(wildcard tests/gpu/test_comet*.py)
 SANITIZED = $(wildcard tests/gpu/test_grouped_gemm*.py) tests/gpu/test_permute.py tests/gpu/test_route.py $(COMET_TESTS)
+
+# Each step in a process of its own, which ends whatever hangs; the limit here is for the ladder itself.
+gpu-ladder: gpu-build
+	@export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+	timeout -k 5 478 "$(GPU_PYTHON)" -m tests.gpu.ladder
 
 # First, where there is a disassembler, the machine code that was just built: those tests need no GPU.
 gpu-test: gpu-build

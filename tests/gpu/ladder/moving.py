@@ -1,0 +1,121 @@
+"""Routing and permutes, by the extension itself, on values whose results are known to the bit.
+
+Letters: T tokens, E experts, K choices, N = T*K rows, n chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.gpu.ladder.machine import Machine, this_machine
+from tests.gpu.ladder.tiles import demand_nothing
+
+BF16, INT, F32 = torch.bfloat16, torch.int32, torch.float32
+TYPE_BF16 = 1
+
+
+def check_routing(path: str) -> None:
+    demand_nothing(find_routing(this_machine(path)))
+
+
+def find_routing(machine: Machine, num_tokens: int = 1000, num_experts: int = 24) -> dict[str, str | None]:
+    """Logits of a token are distinct integers over 8, shuffled: no two choices are near each other."""
+    random = torch.Generator().manual_seed(2)
+    order = torch.rand(num_tokens, num_experts, generator=random).argsort(1)
+    logits, top_k = order.float() / 8, 2
+    found = route(machine, logits, top_k)
+    expert, weight = logits.topk(top_k)[1], logits.topk(top_k)[0].softmax(1)
+    slot = expert.flatten().argsort(stable=True)
+    position = torch.empty_like(slot)
+    position[slot] = torch.arange(slot.numel())
+    counts = torch.bincount(expert.flatten(), minlength=num_experts)
+    wanted = {
+        "experts": expert, "positions": position.view_as(expert), "slots": slot, "counts": counts,
+        "ends": counts.cumsum(0),
+    }  # fmt: skip
+    told = {name: unlike(found[name].long().view_as(each), each) for name, each in wanted.items()}
+    far = (found["weights"] - weight).abs().max().item()
+    told["weights"] = None if far < 1e-5 else f"the largest error is {far:g}"
+    return told
+
+
+def route(machine: Machine, logits: Tensor, top_k: int) -> dict[str, Tensor]:
+    (num_tokens, num_experts), module = logits.shape, machine.module
+    problem = module.RouteProblem(
+        machine.device.index or 0, machine.stream, num_tokens, num_experts, top_k, 1, True, 0.0
+    )
+    given, rows = machine.put(logits), num_tokens * top_k
+    module.route_prepare(machine.device.index or 0, num_experts, top_k)
+    of = {"weights": (rows, F32), "experts": (rows, INT), "positions": (rows, INT), "slots": (rows, INT)}
+    of |= {"counts": (num_experts, INT), "ends": (num_experts, INT), "l_aux": (1, F32)}
+    out = {name: machine.put(torch.full((size,), -7, dtype=dtype)) for name, (size, dtype) in of.items()}
+    workspace = machine.put(torch.full((module.route_workspace_bytes(problem),), 255, dtype=torch.uint8))
+    at = [each.data_ptr() for each in (given, *out.values(), workspace)]
+    module.route(problem, *at, workspace.numel())
+    fetched = {name: machine.fetch(each) for name, each in out.items()}
+    fetched["weights"] = fetched["weights"].view(num_tokens, top_k)
+    return fetched
+
+
+def unlike(got: Tensor, wanted: Tensor) -> str | None:
+    wrong = got != wanted
+    if not wrong.any():
+        return None
+    at = tuple(wrong.nonzero()[0].tolist())
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first {list(at)}: {got[at]}, not {wanted[at]}"
+
+
+# ---- permutes
+
+
+def check_permutes(path: str) -> None:
+    demand_nothing(find_permutes(this_machine(path)))
+
+
+def find_permutes(
+    machine: Machine, num_tokens: int = 300, top_k: int = 2, columns: int = 520
+) -> dict[str, str | None]:
+    """All four launches; integers and weights that are powers of two, some slots dropped."""
+    random = torch.Generator().manual_seed(3)
+    slots = num_tokens * top_k
+    kept = torch.rand(slots, generator=random) < 0.9
+    count = int(kept.sum())
+    position = torch.full((slots,), -1)
+    position[kept] = torch.randperm(count, generator=random)
+    weight = torch.tensor([0.5, 1.0, 2.0])[torch.randint(3, (slots,), generator=random)] * kept
+    x, rows = (
+        torch.randint(-3, 4, (each, columns), generator=random).float() for each in (num_tokens, count)
+    )
+    put_x, put_rows = machine.put(x, BF16), machine.put(rows, BF16)
+    at, by = machine.put(position, INT), machine.put(weight)
+    moving = machine.module.Moving(
+        machine.device.index or 0, machine.stream, TYPE_BF16, num_tokens, top_k, count, columns * 2,
+        at.data_ptr(), by.data_ptr(), 0,
+    )  # fmt: skip
+    moved, of_rows = machine.poisoned(count, columns), machine.poisoned(count, columns)
+    summed, of_x = machine.poisoned(num_tokens, columns), machine.poisoned(num_tokens, columns)
+    dots = [machine.poisoned(slots, dtype=F32) for _ in range(2)]
+
+    def data(*tensors: Tensor) -> list[int]:
+        return [word for each in tensors for word in (each.data_ptr(), columns * 2)]
+
+    machine.module.permute(moving, *data(put_x, moved))
+    machine.module.unpermute(moving, *data(put_rows, summed))
+    machine.module.permute_backward(moving, *data(put_x, put_rows, of_x), dots[0].data_ptr())
+    machine.module.unpermute_backward(moving, *data(put_x, put_rows, of_rows), dots[1].data_ptr())
+
+    token = torch.arange(slots) // top_k
+    wanted_rows = torch.zeros(count, columns)
+    wanted_rows[position[kept]] = x[token[kept]] * weight[kept, None]
+    terms, products = torch.zeros(slots, columns), torch.zeros(slots)
+    terms[kept] = rows[position[kept]] * weight[kept, None]
+    products[kept] = (rows[position[kept]] * x[token[kept]]).sum(1)
+    wanted_sums = terms.view(num_tokens, top_k, columns).sum(1)
+    checks = {
+        "permute": (moved, wanted_rows), "unpermute": (summed, wanted_sums),
+        "permute's gradient": (of_x, wanted_sums), "unpermute's gradient": (of_rows, wanted_rows),
+        "permute's gradient of weights": (dots[0], products),
+        "unpermute's gradient of weights": (dots[1], products),
+    }  # fmt: skip
+    return {name: unlike(machine.fetch(got), wanted) for name, (got, wanted) in checks.items()}

@@ -1,0 +1,195 @@
+"""What the engine asks of NCCL, by one rank or by one a GPU; over gloo and the CPU in rehearsals.
+
+Each check ends by itself on a healthy machine; the ladder ends it on another.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+SECONDS = 15
+ROWS, COLUMNS = 64, 256
+SLEEP = 50_000_000
+"""Cycles: 25 ms at 2 GHz."""
+
+
+def check(name: str, ranks: str = "1") -> None:
+    """ranks: 1, or "all" for one a GPU, 8 at most. Raises what a rank raised."""
+    num_ranks = 1 if ranks == "1" else min(torch.cuda.device_count(), 8)
+    run(name, num_ranks, "nccl")
+
+
+def run(name: str, num_ranks: int, backend: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (num_ranks, name, backend, os.path.join(folder, "rendezvous"))
+        if num_ranks == 1:
+            one_rank(0, *arguments)
+        else:
+            multiprocessing.spawn(one_rank, arguments, nprocs=num_ranks)
+
+
+def one_rank(rank: int, num_ranks: int, name: str, backend: str, rendezvous: str) -> None:
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=SECONDS),
+        device_id=device if backend == "nccl" else None,
+    )  # fmt: skip
+    CHECKS[name](device)
+    if name not in LEFT_BROKEN:
+        dist.destroy_process_group()
+
+
+def splits(rank: int, num_ranks: int, empty: str) -> list[int]:
+    """Rows that ``rank`` sends to each. empty: "all", "none", "to me", or "but one"."""
+    sizes = {
+        "none": lambda peer: ROWS, "all": lambda peer: 0,
+        "to me": lambda peer: ROWS if peer != 0 else 0,  # nobody sends to rank 0
+        "but one": lambda peer: ROWS if (rank, peer) == (num_ranks - 1, 0) else 0,
+    }  # fmt: skip
+    return [sizes[empty](peer) for peer in range(num_ranks)]
+
+
+def exchange(device: torch.device, empty: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raises AssertionError where a row is not its sender's."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sent = splits(rank, num_ranks, empty)
+    received = [splits(peer, num_ranks, empty)[rank] for peer in range(num_ranks)]
+    rows = torch.full((sum(sent), COLUMNS), float(rank + 1), device=device)
+    out = torch.full((sum(received), COLUMNS), float("nan"), device=device)
+    dist.all_to_all_single(out, rows, received, sent, group=group)
+    wanted = torch.repeat_interleave(torch.arange(1.0, num_ranks + 1), torch.tensor(received))
+    assert torch.equal(out.cpu(), wanted.unsqueeze(1).expand(-1, COLUMNS)), f"wrong rows, splits {empty!r}"
+
+
+def zero_rows(device: torch.device) -> None:
+    """Messages without rows, of some ranks and of all, between others that have some."""
+    for empty in ("none", "to me", "all", "but one", "none"):
+        exchange(device, empty)
+
+
+def first_use(device: torch.device) -> None:
+    """A communicator that is first used in the middle of a step, while the device is busy on another stream,
+    and beside one that is in use: making it must not wait for what waits for it."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    if device.type == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(SLEEP)
+    exchange(device, "none")
+    exchange(device, "none", group)
+    exchange(device, "but one", group)
+
+
+def streams(device: torch.device) -> None:
+    """A collective waits for the stream on which it was called, and a work's wait() for the collective; an
+    event behind it on a side stream tells of it, and the host is not held."""
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    rows = torch.zeros(ROWS, COLUMNS, device=device)
+    out = torch.empty_like(rows)
+    num_ranks = dist.get_world_size()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP)
+        rows.fill_(3.0)  # behind the sleep: read too early, it is 0
+        work = dist.all_to_all_single(out, rows, async_op=True)
+        work.wait()
+        doubled = out * 2
+        done.record()
+    held = done.query()
+    torch.cuda.current_stream().wait_event(done)
+    assert torch.equal(doubled.cpu(), torch.full((ROWS, COLUMNS), 6.0)), "a collective began too early"
+    assert not held, f"the host was held until the collective of {num_ranks} ranks was over"
+
+
+def rotating_slots(device: torch.device) -> None:
+    """Two slots, written in turn by collectives on one stream and read on another, by events; and tensors
+    that are let go while another stream reads them, by record_stream."""
+    lane, compute = torch.cuda.Stream(), torch.cuda.Stream()
+    slots = [torch.full((ROWS, COLUMNS), float("nan"), device=device) for _ in range(2)]
+    free = [torch.cuda.Event() for _ in range(2)]
+    sums = torch.zeros(12, device=device)
+    torch.cuda.synchronize()
+    for turn in range(12):
+        slot, filled = slots[turn % 2], torch.cuda.Event()
+        with torch.cuda.stream(lane):
+            lane.wait_event(free[turn % 2])
+            rows = torch.full((ROWS, COLUMNS), float(turn), device=device)
+            dist.all_to_all_single(slot, rows, async_op=True).wait()
+            copied = slot + 1
+            filled.record()
+        with torch.cuda.stream(compute):
+            compute.wait_event(filled)
+            torch.cuda._sleep(SLEEP // 20)
+            sums[turn] = slot.mean() + copied.mean()
+            free[turn % 2].record()
+        copied.record_stream(compute)
+        del copied, rows
+    torch.cuda.synchronize()
+    wanted = 2 * torch.arange(12.0) + 1
+    assert torch.equal(sums.cpu(), wanted), f"slots were written too early: {sums.tolist()}"
+
+
+def missing_peer(device: torch.device) -> None:
+    """The last rank stays away: the others' work must fail by the group's own timeout, told as an error of
+    the work, and an abort must end the collective on the device. Nothing is asked of this process then."""
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # read where a group is made
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=4))
+    ones = torch.ones(4, device=device)
+    dist.all_reduce(ones, group=group)  # the communicator is there
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    away = dist.get_world_size() - 1
+    if dist.get_rank() == away:
+        store.wait([f"failed {rank}" for rank in range(away)], datetime.timedelta(seconds=30))
+        os._exit(0)
+    try:
+        dist.all_reduce(ones, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"rank {dist.get_rank()}: {type(error).__name__}: {str(error)[:300]}")
+    else:
+        raise AssertionError("a collective ended without one of its ranks")
+    finally:
+        store.set(f"failed {dist.get_rank()}", "1")
+    abort(group, device)
+    os._exit(0)  # no destructor of a broken group may wait
+
+
+def abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    backend = group._get_backend(device)
+    backend.abort()
+    torch.cuda.synchronize()
+    assert torch.ones(3, device=device).sum().item() == 3, "the device does not work after an abort"
+
+
+def aborted(device: torch.device) -> None:
+    """A group that is aborted with nothing left to do, and the device and another group after it."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    exchange(device, "none", group)
+    dist.barrier()
+    abort(group, device)
+    exchange(device, "none")
+
+
+CHECKS: dict[str, Callable[[torch.device], None]] = {
+    "zero_rows": zero_rows,
+    "first_use": first_use,
+    "streams": streams,
+    "rotating_slots": rotating_slots,
+    "aborted": aborted,
+    "missing_peer": missing_peer,
+}
+LEFT_BROKEN = ("aborted", "missing_peer")

@@ -1,0 +1,165 @@
+"""All steps of the ladder, in order. F1 to F7 are findings of the review before the first run on a GPU."""
+
+from __future__ import annotations
+
+from tests.gpu.ladder.step import Step
+
+HERE = "tests.gpu.ladder."
+GEMM = "cuda/grouped_gemm/"
+HOPPER, AMPERE = "sm_90a", "sm_80"
+
+
+def first_steps() -> list[Step]:
+    return [
+        Step(
+            name="copy", run=HERE + "first:check_copies", usual=8, seconds=30,
+            means="torch and this driver do not work together: nothing of pmoe has run yet",
+            look="nvidia-smi, python -m torch.utils.collect_env; the driver's and torch's CUDA versions",
+        ),
+        Step(
+            name="extension", run=HERE + "first:check_extension", needs=("copy",), seconds=60,
+            means="the driver takes none of the extension's code, or it was not built for this GPU",
+            look="pmoe kernels; pmoe/kernels/extension.py, path(); setup.py's architectures",
+        ),
+    ]  # fmt: skip
+
+
+def tile_steps(path: str) -> list[Step]:
+    hopper = path == HOPPER
+    kernel, maps = f"{GEMM}{'hopper' if hopper else 'ampere'}.cuh", f"{GEMM}launch.cu, encode_maps()"
+    where = f"{kernel}; {maps}; cuda/common/device_ptx.cuh, descriptors" if hopper else f"{kernel}, ldmatrix"
+    means = "one block reads an operand wrongly: the permutation's name, if it has one, is in the message"
+    return [
+        Step(
+            name=f"{path}: a tile, {form}", run=f"{HERE}tiles:check_tile {path} {form}",
+            needs=("extension",), hopper=hopper, means=means, look=where,
+        )
+        for form in ("forward", "input", "weight")
+    ]  # fmt: skip
+
+
+def product_steps(path: str) -> list[Step]:
+    """On what one block alone does right."""
+    hopper, forward, weight = path == HOPPER, f"{path}: a tile, forward", f"{path}: a tile, weight"
+    source = f"{GEMM}{'hopper_block' if hopper else 'ampere'}.cuh"
+    pairs = [
+        Step(
+            name=f"{path}: a pair of blocks, {form}", run=f"{HERE}tiles:check_tile {path} {form} 2",
+            needs=(f"{path}: a tile, {form}",), hopper=True,
+            means="a block alone is right, two of a cluster are not: multicast, or a barrier's arrivals",
+            look=f"{GEMM}hopper.cuh, cluster barriers and multicast masks; ring.h; F6",
+        )
+        for form in ("forward", "input", "weight") if hopper
+    ]  # fmt: skip
+    return [
+        *pairs,
+        Step(
+            name=f"{path}: gathers", run=f"{HERE}tiles:check_gathers {path}", needs=(forward, weight),
+            hopper=hopper, means="rows in place are right, rows by slot are not",
+            look=f"{GEMM}gather.cuh (cp.async, and the swizzle it writes by itself); {source}",
+        ),
+        Step(
+            name=f"{path}: epilogues", run=f"{HERE}epilogues:check_epilogues {path}",
+            needs=(forward, f"{path}: a tile, input", weight), hopper=hopper,
+            means="sums are right, what becomes of them is not: the message names which result",
+            look=f"{GEMM}epilogue.h, exchange.cuh; {source}; F7",
+        ),
+        Step(
+            name=f"{path}: a thread without a context", run=f"{HERE}first:check_thread {path}",
+            needs=(forward,), hopper=hopper,
+            means="a launch from a new thread fails: autograd's threads are such",
+            look="cuda/common/on_device.h, OnDevice; F1",
+        ),
+    ]  # fmt: skip
+
+
+def moving_steps() -> list[Step]:
+    return [
+        Step(
+            name="routing", run=f"{HERE}moving:check_routing {AMPERE}", needs=("extension",),
+            means="experts, positions, counts or weights are wrong: the message names which",
+            look="cuda/route/choose.cuh (experts, weights), place.cuh (positions, counts); F2 where it hung",
+        ),
+        Step(
+            name="permutes", run=f"{HERE}moving:check_permutes {AMPERE}", needs=("extension",),
+            means="rows, sums or dots are wrong: the message names which of the four launches",
+            look="cuda/permute/kernel.cuh, layout.h",
+        ),
+    ]  # fmt: skip
+
+
+def fused_steps() -> list[Step]:
+    alone = "cuda/comet/dispatch.cuh, combine.cuh, launch.cu"
+    steps = [
+        Step(
+            name="COMET, one rank", run=HERE + "worlds:check_world 1", needs=("routing",),
+            usual=12, seconds=60,
+            means="the fused kernels are wrong without any peer; a hang: roles of a launch wait in vain",
+            look=f"{alone}; pmoe/kernels/comet/launches.py; F5 where the first launch hung",
+        )
+    ]  # fmt: skip
+    steps += [
+        Step(
+            name=f"COMET, {ranks} virtual ranks", run=f"{HERE}worlds:check_world {ranks}",
+            needs=(steps[-1].name,) if ranks == 2 else ("COMET, 2 virtual ranks",), usual=12, seconds=60,
+            means="one rank is right, several are not: flags, grants or slots between ranks",
+            look="cuda/comet/protocol.h, order.h, rank.h, watch.h; F3; HeapError names the rank and the flag",
+        )
+        for ranks in (2, 4)
+    ]  # fmt: skip
+    return steps
+
+
+NCCL_MEANS = {
+    "zero_rows": (
+        "NCCL, or torch's splits, do not take messages without rows",
+        "pmoe/comm/base.py, FlatAllToAll.exchange(): a rank without rows must still call",
+    ),
+    "first_use": (
+        "a communicator made in the middle of a step waits for what waits for it",
+        "pmoe/comm/ranks.py, pmoe/comm/subgroups.py: use each group once when the layer is made; F5",
+    ),
+    "streams": (
+        "a work's wait() or an event behind it does not order streams as the engine assumes",
+        "pmoe/engine/cuda_lanes.py, CudaLanes.run()",
+    ),
+    "rotating_slots": (
+        "a slot is written while it is read, or memory is given away too early",
+        "pmoe/engine/cuda_lanes.py; pmoe/engine/arena.py, DevicePool; record_stream",
+    ),
+    "aborted": (
+        "after an abort the device, or another group, does not work",
+        "torch's ProcessGroupNCCL.abort(); pmoe promises nothing after an abort if this fails",
+    ),
+    "missing_peer": (
+        "a rank that stays away is not told as an error by the group's timeout",
+        "TORCH_NCCL_BLOCKING_WAIT, TORCH_NCCL_ASYNC_ERROR_HANDLING; docs/troubleshooting.md",
+    ),
+}
+
+
+def nccl_steps(ranks: str) -> list[Step]:
+    several = ranks != "1"
+    names = [each for each in NCCL_MEANS if several or each != "missing_peer"]
+    of = "several ranks" if several else "one rank"
+    return [
+        Step(
+            name=f"NCCL, {of}: {each.replace('_', ' ')}", run=f"{HERE}nccl:check {each} {ranks}",
+            needs=("copy", *([f"NCCL, one rank: {names[0].replace('_', ' ')}"] if several else [])),
+            gpus=2 if several else 1, usual=18 if several else 9, seconds=60 if several else 20,
+            means=NCCL_MEANS[each][0], look=NCCL_MEANS[each][1],
+        )
+        for each in names
+    ]  # fmt: skip
+
+
+def all_steps() -> list[Step]:
+    return [
+        *first_steps(),
+        *(step for path in (HOPPER, AMPERE) for step in tile_steps(path)),
+        *(step for path in (HOPPER, AMPERE) for step in product_steps(path)),
+        *moving_steps(),
+        *fused_steps(),
+        *nccl_steps("1"),
+        *nccl_steps("all"),
+    ]

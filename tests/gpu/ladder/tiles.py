@@ -1,0 +1,110 @@
+"""One tile of each product on operands whose elements tell where they stand, in pairs of blocks, gathered.
+
+Letters: N rows, m and n the result's sizes, k the summed one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.gpu.ladder.decode import name_difference
+from tests.gpu.ladder.machine import Machine, this_machine
+
+FORMS = {"forward": 0, "input": 1, "weight": 2}
+BF16 = torch.bfloat16
+SIDE = 128
+"""Rows and columns of every operand: a tile, or a pair of them. bfloat16 holds integers up to 256."""
+
+
+def launch(
+    machine: Machine, form: str, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **options: Any
+) -> None:
+    """a, b: matrices, or an expert's each. d: the result. options: what the extension takes beside them."""
+    fields: dict[str, Any] = {
+        "device": machine.device.index or 0, "stream": machine.stream, "hopper": machine.hopper,
+        "element": 0, "form": FORMS[form], "a": a.data_ptr(), "a_rows": a.shape[0], "a_stride": a.stride(0),
+        "b": b.data_ptr(), "d": d.data_ptr(), "d_stride": d.stride(-2), "ends": ends.data_ptr(),
+        "experts": ends.numel(), "rows": a.shape[0], "n": d.shape[-1], "cluster": 1,
+    }  # fmt: skip
+    if form == "weight":
+        fields |= {"b_rows": b.shape[0], "b_stride": b.stride(0), "m": d.shape[-2]}
+    else:
+        fields["k"] = a.shape[1]
+    machine.module.grouped_gemm(**fields | options)
+
+
+def numbered(side: int, axis: int) -> Tensor:
+    """(side, side): 1 + the row, or the column, of each element; 0 is left for what was never summed."""
+    number = torch.arange(1.0, side + 1)
+    return number.unsqueeze(1 - axis).expand(side, side)
+
+
+def places(form: str, operand: str, side: int) -> tuple[Tensor, Tensor]:
+    """(row, column) of the operand's element that each element of the result must be, where the other operand
+    is the unit matrix."""
+    down, right = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    as_given = {("forward", "a"), ("input", "a"), ("input", "b"), ("weight", "b")}
+    return (down, right) if (form, operand) in as_given else (right, down)
+
+
+def tile(
+    machine: Machine, form: str, operand: str, *, side: int = SIDE, cluster: int = 1, gathered: bool = False
+) -> str | None:
+    """What is wrong with how the kernel reads that operand; None where nothing is.
+
+    gathered: its rows stand elsewhere, row r in row slot[r] / 2.
+    """
+    unit = machine.put(torch.eye(side), BF16)
+    ends = machine.put(torch.tensor([side], dtype=torch.int32))
+    row, column = places(form, operand, side)
+    options: dict[str, Any] = {"cluster": cluster}
+    slot = torch.randperm(2 * side, generator=torch.Generator().manual_seed(5))[:side]
+    if gathered:
+        if form != "weight" and operand == "b":
+            raise ValueError(f"b of form {form!r} is a weight: only rows of tokens are gathered")
+        slots = machine.put(slot, torch.int32)
+        options |= {f"{operand}_gathered": True, "slot": slots.data_ptr(), "top_k": 2}
+        row = (slot // 2)[row]
+    seen = []
+    for axis in range(2):
+        coded, d = machine.put(numbered(side, axis), BF16), machine.poisoned(side, side)
+        a, b = (coded, unit) if operand == "a" else (unit, coded)
+        launch(machine, form, a, b, d, ends, **options)
+        seen.append(machine.fetch(d) - 1)
+    return name_difference((row, column), (seen[0], seen[1]), (side, side))
+
+
+def demand_nothing(found: dict[str, str | None]) -> None:
+    """Raises AssertionError with all that is wrong."""
+    wrong = {name: told for name, told in found.items() if told is not None}
+    assert not wrong, "\n" + "\n".join(f"{name}: {told}" for name, told in wrong.items())
+
+
+# ---- steps
+
+
+def check_tile(path: str, form: str, cluster: str = "1") -> None:
+    machine = this_machine(path)
+    demand_nothing(find_tile(machine, form, int(cluster), side=SIDE * int(cluster)))
+
+
+def find_tile(machine: Machine, form: str, cluster: int = 1, **options: Any) -> dict[str, str | None]:
+    return {
+        f"{form}, operand {each} as it is read": tile(machine, form, each, cluster=cluster, **options)
+        for each in "ab"
+    }
+
+
+def check_gathers(path: str) -> None:
+    machine = this_machine(path)
+    demand_nothing(find_gathers(machine))
+
+
+def find_gathers(machine: Machine, **options: Any) -> dict[str, str | None]:
+    return {
+        f"{form}, rows of {each} gathered": tile(machine, form, each, gathered=True, **options)
+        for form, each in (("forward", "a"), ("input", "a"), ("weight", "a"), ("weight", "b"))
+    }

@@ -1,0 +1,290 @@
+"""The ladder of first steps on a GPU, without one: its kernels' steps in the emulator, its machinery with
+steps that stand in, its decoder with planted mistakes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from pmoe.planner.division import Division
+from tests.emulated import compile_kernels, emulated, load_kernels
+from tests.gpu import fused, integers
+from tests.gpu.ladder import __main__ as ladder
+from tests.gpu.ladder import climb, epilogues, moving, nccl, report, tiles, worlds
+from tests.gpu.ladder.decode import name_difference, swizzled
+from tests.gpu.ladder.machine import Machine
+from tests.gpu.ladder.step import NOT_RUN, PASSED, Outcome, Step, check_steps
+from tests.gpu.ladder.steps import all_steps
+
+SIDE = 64
+
+
+@pytest.fixture(scope="session")
+def built() -> Path:
+    return compile_kernels()
+
+
+@pytest.fixture(params=[True, False], ids=["sm_90a", "sm_80"])
+def machine(request: pytest.FixtureRequest, built: Path) -> Iterator[Machine]:
+    module: ModuleType = load_kernels(built)
+    module.stub_reset(processors=2)
+    yield Machine(module=module, device=torch.device("cpu"), hopper=request.param)
+    module.stub_reset()
+
+
+# ---- the kernels' steps
+
+
+@pytest.mark.parametrize("form", tiles.FORMS)
+def test_a_tile_is_read_right_by_one_block_and_by_two(machine: Machine, form: str) -> None:
+    for cluster in (1, 2) if machine.hopper else (1,):
+        tiles.demand_nothing(tiles.find_tile(machine, form, cluster, side=SIDE))
+
+
+def test_gathers_epilogues_routing_and_permutes(machine: Machine) -> None:
+    tiles.demand_nothing(tiles.find_gathers(machine, side=SIDE))
+    tiles.demand_nothing(epilogues.find_epilogues(machine, SIDE))
+    tiles.demand_nothing(moving.find_routing(machine, 50, 8))
+    tiles.demand_nothing(moving.find_permutes(machine, 20, 2, 72))
+
+
+class Spoiled:
+    """The extension with a mistake in one operand of products."""
+
+    def __init__(self, module: ModuleType, **changed: int) -> None:
+        self.module, self.changed = module, changed
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.module, name)
+
+    def grouped_gemm(self, **given: int) -> None:
+        self.module.grouped_gemm(**given | {name: given[name] + by for name, by in self.changed.items()})
+
+
+@pytest.mark.parametrize(
+    "changed, told", [({"form": 1}, "transposed"), ({"n": -8}, "elements were not written: 512 of 4096")]
+)
+def test_a_planted_mistake_is_named_through_launches(
+    machine: Machine, changed: dict[str, int], told: str
+) -> None:
+    """Form 1 takes weights the other way around."""
+    spoiled = dataclasses.replace(machine, module=Spoiled(machine.module, **changed))
+    found = tiles.find_tile(spoiled, "forward", side=SIDE)["forward, operand b as it is read"]
+    assert found is not None and found.startswith(told)
+
+
+def test_wrong_epilogues_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epilogues, "RELU", 3)  # SiLU
+    wrong = {name for name, told in epilogues.find_epilogues(machine, SIDE).items() if told}
+    assert wrong == {
+        "hidden: ReLU of it", "hidden gradient: dT_M", "hidden gradient: ReLU, weighted",
+        "hidden gradient: row dots",
+    }  # fmt: skip
+
+
+def small_world(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> integers.Integers:
+    for module in (integers, fused):
+        monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
+    return integers.Integers(num_ranks, tokens=16, d_model=72, d_hidden=24, division=Division(1, 256))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_virtual_ranks_of_the_fused_kernels(
+    built: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    with emulated(built, hopper=num_ranks == 1, virtual_ranks=num_ranks, division=Division(1, 256)):
+        assert worlds.play(small_world(monkeypatch, num_ranks), turns=2) == []
+        world = small_world(monkeypatch, num_ranks)
+        world.given.w2[0].add_(1)
+        wrong = worlds.play(world, turns=2)
+    assert len(wrong) == 2 and "not before" not in wrong[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero_rows", "first_use", "missing_peer"])
+def test_what_is_asked_of_nccl_holds_over_gloo(name: str) -> None:
+    """As far as it needs no streams."""
+    nccl.run(name, 2, "gloo")
+
+
+# ---- the decoder
+
+
+def planted(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> str | None:
+    """Of a (64, 64) operand that is read as it stands but for the change."""
+    places = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
+    row, column = change(*places)
+    return name_difference(places, (row.float(), column.float()), (64, 64))
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda r, c: (c, r), "transposed"),
+        (lambda r, c: (r, (c + 16) % 64), "shifted by 0 rows, 16 columns"),
+        (lambda r, c: ((r + 8) % 64, c), "shifted by 8 rows, 0 columns"),
+        (lambda r, c: (r, swizzled(r, c, "128 bytes")), "swizzle: none on one side, 128 bytes"),
+        (lambda r, c: (r, swizzled(r, c, "32 bytes")), "swizzle: none on one side, 32 bytes"),
+        (
+            lambda r, c: (r, swizzled(r, swizzled(r, c, "64 bytes"), "128 bytes")),
+            "swizzle: 64 bytes on one side, 128 bytes",
+        ),
+        (lambda r, c: ((r // 8 ^ 1) * 8 + r % 8, c), "groups of 8 rows"),
+        (lambda r, c: ((r // 16 ^ 1) * 16 + r % 16, c), "groups of 16 rows"),
+        (lambda r, c: (r, (c // 16 ^ 1) * 16 + c % 16), "groups of 16 columns"),
+        (lambda r, c: (r, c ^ 2), "columns changed places within 16 bytes"),
+        (lambda r, c: (r ^ 1, c), "rows changed places within groups of 8"),
+        (lambda r, c: (r, torch.where(c == 5, float("nan"), c)), "elements were not written: 64"),
+        (lambda r, c: (torch.where(r == 5, -1, r), c), "elements were not summed: 64"),
+        (lambda r, c: (r, c + 0.5), "sums of several elements"),
+        (lambda r, c: (r, c * 37 % 64), "no permutation that has a name"),
+    ],
+)
+def test_the_decoder_names_what_was_planted(
+    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], told: str
+) -> None:
+    assert planted(lambda row, column: (row, column)) is None
+    found = planted(change)
+    assert found is not None and found.startswith(told), found
+    assert re.search(r"\d+ of 4096 elements: D\[\d+, \d+\] is of \(\S+, \S+\), wanted \(\d+, \d+\)", found)
+
+
+# ---- the machinery, with steps that stand in
+
+
+def stand_in(name: str, *needs: str, run: str | None = None, seconds: float = 10, **more: int) -> Step:
+    return Step(
+        name=name, run=run or f"{__name__}:{name}", needs=needs, usual=0.1, seconds=seconds,
+        means=f"{name} means", look=f"{name} looks", **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Steps are of a module that imports nothing, and the package's folder is theirs to be found in."""
+    source = """
+import os, subprocess, sys, time
+def well(): print("said by well")
+def fails(): raise ValueError("what failed")
+def crashes(): os.abort()
+def leaves(): sys.stdout.flush(); os._exit(7)
+def hangs(pids):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(pids, "w").write(f"{os.getpid()} {child.pid}")
+    waits_in_vain()
+def waits_in_vain(): time.sleep(600)
+"""
+    (tmp_path / "stand_ins.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return tmp_path
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def test_what_hangs_is_ended_and_what_depends_on_nothing_wrong_goes_on(light: Path) -> None:
+    pids = light / "pids"
+    steps = [
+        stand_in("well", run="stand_ins:well"),
+        stand_in("hangs", "well", run=f"stand_ins:hangs {pids}", seconds=4),
+        stand_in("behind", "hangs", run="stand_ins:well"),
+        stand_in("farther", "behind", run="stand_ins:well"),
+        stand_in("fails", "well", run="stand_ins:fails"),
+        stand_in("crashes", "well", run="stand_ins:crashes"),
+        stand_in("leaves", run="stand_ins:leaves"),
+        stand_in("many", run="stand_ins:well", gpus=2),
+        stand_in("newer", run="stand_ins:well", hopper=True),
+        stand_in("again", "well", run="stand_ins:well"),
+    ]
+    check_steps(steps)
+    told: list[Outcome] = []
+    began = time.monotonic()
+    found = {each.name: each for each in climb.climb(steps, gpus=1, hopper=False, tell=told.append)}
+    assert told == list(found.values()) and time.monotonic() - began < 60
+    assert {name: each.state for name, each in found.items()} == {
+        "well": "passed", "hangs": "hung", "behind": "skipped", "farther": "skipped", "fails": "failed",
+        "crashes": "crashed", "leaves": "crashed", "many": "skipped", "newer": "skipped", "again": "passed",
+    }  # fmt: skip
+    assert "said by well" in found["well"].told and not found["well"].means
+    assert "in waits_in_vain" in found["hangs"].told and "ended after 4 s" in found["hangs"].told
+    assert not any(alive(int(each)) for each in pids.read_text().split()), "a step's process is left"
+    assert found["behind"].told == "needs hangs (hung)" and found["farther"].told == "needs behind (skipped)"
+    assert "what failed" in found["fails"].told and found["fails"].look == "fails looks"
+    assert signal.SIGABRT.name in found["crashes"].told and "in crashes" in found["crashes"].told
+    assert "exit code 7" in found["leaves"].told and found["leaves"].means == "leaves means"
+    assert found["many"].told == "needs 2 GPUs, there are 1" and "sm_90a" in found["newer"].told
+    whole = report.text({"gpus": ["one"]}, told, 9.0)
+    assert (
+        "==== hangs: hung\nmeans: hangs means\nlook at: hangs looks\n" in whole and "gpus: ['one']" in whole
+    )
+    assert "==== well" not in whole and "2 passed, 1 hung, 4 skipped, 1 failed, 2 crashed, 9 s" in whole
+
+
+def test_behind_the_wall_nothing_is_begun() -> None:
+    steps = [stand_in("one"), stand_in("two", "one")]
+    first, second = climb.climb(steps, gpus=1, hopper=True, wall=0)
+    assert first.state == NOT_RUN and "0 s of the ladder are over" in first.told
+    assert second.told == "needs one (not run)"
+
+
+def test_one_report_has_the_machine_and_every_step(
+    light: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"gpus": ["a GPU"], "path": "sm_80", "driver": "580"}
+    monkeypatch.setattr(report, "facts", lambda root: asked)
+    steps = [stand_in("well", run="stand_ins:well"), stand_in("fails", run="stand_ins:fails")]
+    assert ladder.run(steps, light / "out") == 1
+    written = json.loads((light / "out" / "report.json").read_text())
+    assert written["machine"] == asked
+    assert [(each["name"], each["state"]) for each in written["steps"]] == [
+        ("well", "passed"), ("fails", "failed"),
+    ]  # fmt: skip
+    assert "ValueError: what failed" in (light / "out" / "report.txt").read_text()
+    assert "1 passed, 1 failed" in capsys.readouterr().out
+    assert ladder.run(steps[:1], light / "out") == 0
+    assert ladder.run([stand_in("many", gpus=2)], light / "out") == 1, "nothing was tried"
+
+
+# ---- the steps that there are
+
+
+def test_a_healthy_ladder_fits_in_eight_minutes_and_each_step_can_be_run() -> None:
+    steps = all_steps()
+    check_steps(steps)
+    assert sum(each.usual for each in steps) <= climb.WALL_SECONDS < 8 * 60
+    assert all(each.seconds <= 60 for each in steps)
+    for each in steps:
+        module, function = each.run.split()[0].split(":")
+        assert callable(getattr(__import__(module, fromlist=["_"]), function)), each.run
+        for path in re.findall(r"(?:cuda|pmoe|docs)/[\w/]+\.\w+", each.look):
+            assert (climb.ROOT / path).is_file(), (each.name, path)
+    checks = {each.run.split()[1] for each in steps if each.run.startswith("tests.gpu.ladder.nccl")}
+    assert checks == set(nccl.CHECKS)
+
+
+def test_steps_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"step 'two' needs \['one'\], not before it"):
+        check_steps([stand_in("two", "one"), stand_in("one")])
+    with pytest.raises(ValueError, match="step 'one' is there twice"):
+        check_steps([stand_in("one"), stand_in("one")])
+
+
+def test_one_step_is_taken_with_what_it_needs() -> None:
+    names = [each.name for each in ladder.chosen(all_steps(), "COMET, one rank")]
+    assert names == ["copy", "extension", "routing", "COMET, one rank"]
+    assert PASSED not in names

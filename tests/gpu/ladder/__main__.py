@@ -1,12 +1,14 @@
-"""``python -m tests.gpu.ladder [--out FOLDER] [--only NAME]``: all steps, and one report."""
+"""``python -m tests.gpu.ladder [--out FOLDER] [--only NAME] [--patience N]``: all steps, and one report."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tests.gpu.ladder import report
@@ -22,9 +24,11 @@ def main(words: Sequence[str] | None = None) -> int:
     default = Path(given) / "gpu_ladder" if given else ROOT / "build" / "gpu_ladder"
     parser.add_argument("--out", type=Path, default=default, help="the report's folder (%(default)s)")
     parser.add_argument("--only", default="", help="steps whose names hold this, and what these need")
+    parser.add_argument("--patience", type=float, default=1, help="multiplies each step's limit")
     options = parser.parse_args(words)
-    steps = all_steps()
+    steps = [replace(each, seconds=each.seconds * options.patience) for each in all_steps()]
     check_steps(steps)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step is ended, too
     return run(chosen(steps, options.only), options.out)
 
 

@@ -111,7 +111,7 @@ test-versions:
 test-all: $(STAMP) extension browser $(FAIRSEQ)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
-CPP = $(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]* tests/cuda/*/*.[hc]*)
+CPP = $(filter-out %.csv,$(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]* tests/cuda/*/*.[hc]*))
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,100 @@
+"""The language model of `make train` with experts and without: what it learns, and what memory it holds.
+
+    python bench/bench_train_lm.py [--steps 1200] [--out bench/results]
+
+2 ranks, one thread each, everything else as `make train` and `make train ARGS=--dense` have it. Resident
+memory is the larger of the two ranks', of some steps; a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.timing import ROOT, table, write_json
+
+MODELS = {"32 experts, top-2": [], "dense": ["--dense"]}
+LAUNCH = ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "examples/train_lm.py"]
+STEP = re.compile(r"step (\d+)/\d+")
+DONE = re.compile(
+    r"done: (\d+) steps.* loss ([\d.]+) nats, ([\d.]+) bits/byte, (\d+) s, peak memory (\d+) MiB"
+)
+
+
+def train(steps: int, options: list[str]) -> dict[str, Any]:
+    """Rank 0's last line in numbers; resident: MiB of the larger rank, by step."""
+    resident: dict[int, float] = {}
+    with tempfile.TemporaryDirectory(prefix="pmoe-lm-") as folder:
+        log = Path(folder) / "log"
+        command = [sys.executable, "examples/lm_launch.py", *LAUNCH, "--steps", str(steps), "--out", folder]
+        with log.open("w") as output:
+            launcher = subprocess.Popen([*command, *options], cwd=ROOT, stdout=output)
+            try:
+                while launcher.poll() is None:
+                    time.sleep(2)
+                    seen, sizes = STEP.findall(log.read_text()), _resident_of_children(launcher.pid)
+                    if seen and len(sizes) == 2:
+                        resident[int(seen[-1])] = max(sizes)
+            finally:
+                launcher.terminate()  # which ends its ranks, too
+        found = DONE.search(log.read_text())
+    if found is None:
+        sys.exit(f"bench_train_lm: training ended with {launcher.returncode} and without its last line")
+    taken, loss, bits, seconds, peak = map(float, found.groups())
+    return {
+        "steps": int(taken),
+        "validation loss": loss,
+        "bits a byte": bits,
+        "seconds": seconds,
+        "peak MiB": peak,
+        "resident MiB": resident,
+    }
+
+
+def _resident_of_children(launcher: int) -> list[float]:
+    """MiB of each process that it started (Linux)."""
+    sizes = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        except OSError:  # ended meanwhile
+            continue
+        if int(fields["PPid"]) == launcher and "VmRSS" in fields:
+            sizes.append(int(fields["VmRSS"].split()[0]) / 1024)
+    return sizes
+
+
+def growth(resident: dict[int, float], after: int = 200) -> float | None:
+    """Memory at the last step over that at the first from ``after`` on; None where no such step was seen."""
+    seen = [size for step, size in sorted(resident.items()) if step >= after]
+    return seen[-1] / seen[0] if seen else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results")
+    args = parser.parse_args()
+    rows = []
+    for model, options in MODELS.items():
+        found = train(args.steps, options)
+        rows.append({"model": model, "resident after 200": growth(found["resident MiB"]), **found})
+        print(f"{model}: {found['validation loss']} nats after {found['seconds']:.0f} s", flush=True)
+    print(table([{name: value for name, value in row.items() if name != "resident MiB"} for row in rows]))
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_json(args.out / "train_lm.json", rows=rows)
+    print(f"wrote {args.out / 'train_lm.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -39,22 +39,34 @@ def name_difference(
 
 
 def name_kind(wanted: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor], size: tuple[int, int]) -> str:
+    """Of elements that are none of the operand's, how they came; and of all others, their permutation."""
     both = torch.stack([each.double() for each in seen])
-    if both.isnan().any():
-        return f"elements were not written: {int(both.isnan().any(0).sum())} of {both[0].numel()}"
-    if (both < 0).any():
-        return f"elements were not summed: {int((both < 0).any(0).sum())}: too few steps, or bytes of zeros"
-    inside = (both[0] < size[0]) & (both[1] < size[1])
-    if (both != both.round()).any() or not inside.all():
-        return "sums of several elements: a step was summed twice, or unit rows were read as others"
-    row, column, seen_row, seen_column = (each.long() for each in (*wanted, *seen))
-    return (
+    nothing, never = both.isnan().any(0), (both < 0).any(0)
+    one = (both == both.round()).all(0) & (both[0] < size[0]) & (both[1] < size[1]) & ~never
+    told = []
+    if nothing.any():
+        told.append(f"elements were not written: {int(nothing.sum())}, or NaN was summed")
+    if never.any():
+        told.append(f"elements were not summed: {int(never.sum())}: too few steps, or bytes of zeros")
+    if not (one | nothing | never).all():
+        told.append("sums of several elements: a step was summed twice, or unit rows were read as others")
+    if one.any():
+        told += name_places(*(each[one].long() for each in (*wanted, *seen)), size=size)
+    return "; ".join(told)
+
+
+def name_places(
+    row: Tensor, column: Tensor, seen_row: Tensor, seen_column: Tensor, size: tuple[int, int]
+) -> list[str]:
+    if torch.equal(row, seen_row) and torch.equal(column, seen_column):
+        return []
+    return [
         name_transpose(row, column, seen_row, seen_column)
         or name_offset(row, column, seen_row, seen_column, size)
         or name_swizzle(row, column, seen_row, seen_column)
         or name_groups(row, column, seen_row, seen_column)
         or "no permutation that has a name here"
-    )
+    ]
 
 
 def name_transpose(row: Tensor, column: Tensor, seen_row: Tensor, seen_column: Tensor) -> str | None:
@@ -95,6 +107,10 @@ def name_groups(row: Tensor, column: Tensor, seen_row: Tensor, seen_column: Tens
             return f"groups of {group} rows changed places: the descriptor's stride byte offset (SBO)"
         if not columns_right and rows_right and torch.equal(column % group, seen_column % group):
             return f"groups of {group} columns changed places: leading byte offset (LBO), or a step's advance"
+        if torch.equal(row % group, seen_row % group) and torch.equal(column % group, seen_column % group):
+            return (
+                f"groups of {group} rows and of {group} columns changed places: SBO or LBO of both operands"
+            )
     if rows_right and torch.equal(column // CHUNK, seen_column // CHUNK):
         return "columns changed places within 16 bytes: fragments of the accumulators or of ldmatrix"
     if columns_right and torch.equal(row // 8, seen_row // 8):

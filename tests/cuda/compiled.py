@@ -66,7 +66,9 @@ def _made(source: Path, *flags: str) -> Path:
 
 
 def _compile(words: list[str], *flags: str) -> None:
-    include = [f"-I{CUDA}", f"-I{HERE}", f"-I{HERE / 'runtime'}"]
+    include = [f"-I{CUDA}", f"-I{HERE}"]
+    if "-isystem" not in words:  # CUDA's own headers
+        include.append(f"-I{HERE / 'runtime'}")
     made = subprocess.run([_compiler(), *FLAGS, *include, *words], capture_output=True, text=True)
     hint = ""
     if "-fsanitize=thread" in flags:

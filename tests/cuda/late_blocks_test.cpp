@@ -1,12 +1,12 @@
 // Grouped products whose blocks do not all find room at once, as beside a kernel of NCCL's: blocks that come
 // late must not cost a second wave, and the result has the same bits. Time is the emulator's passes.
+#include <cuda_runtime.h>
+
 #include <cstdio>
 #include <cstring>
 
 #include "common/device.cuh"
-#include "grouped_gemm/ampere.cuh"
-#include "grouped_gemm/hopper.cuh"
-#include "maps.h"
+#include "grouped_gemm/launch.h"
 
 using namespace pmoe;
 
@@ -54,22 +54,12 @@ uint64_t run(Path path, Work& work, unsigned blocks, bool counted, const std::fu
   p.n = work.n, p.k = work.k;
   p.next_tile = counted ? &counter : nullptr;
   std::fill(work.d.begin(), work.d.end(), bf16{0xFFFF});
-  const TensorMap a = map_2d(p.a, p.k, p.rows, p.a_stride, 128), b = map_3d(p.b, p.k, p.n, p.experts, 128);
-  constexpr auto kForm = Form::kForward;
-  constexpr auto kPlain = Epilogue::kPlain;
-  constexpr auto kNone = Activation::kNone;
+  const GroupedGemm which = {Element::kBf16, Form::kForward, Epilogue::kPlain, Activation::kNone,
+                             path == Path::kPairs ? 2 : 1};
+  const GroupedGemmPath& launcher = path == Path::kAmpere ? ampere_path : hopper_path;
+  stub::seed = 1, stub::eagerness = 100;
   emu::room = room;
-  if (path == Path::kPairs)
-    emu::launch(
-        blocks, hopper::kThreads, 1, [&] { hopper::grouped_gemm<bf16, kForm, kPlain, kNone, 2>(a, b, p); },
-        100, 2);
-  else if (path == Path::kHopper)
-    emu::launch(
-        blocks, hopper::kThreads, 1, [&] { hopper::grouped_gemm<bf16, kForm, kPlain, kNone, 1>(a, b, p); },
-        100);
-  else
-    emu::launch(
-        blocks, ampere::kThreads, 1, [&] { ampere::grouped_gemm<bf16, kForm, kPlain, kNone>(p); }, 100);
+  launcher.launch(which, p, p.rows, p.rows, static_cast<int>(blocks), nullptr);
   emu::room = nullptr;
   return emu::last_passes;
 }

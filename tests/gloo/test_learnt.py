@@ -32,7 +32,9 @@ def run_job(rank: int, world: int, folders: tuple[str, ...], counts: tuple[int, 
     return {
         "n": found,
         "tried": [
-            int(line.split(" for ")[1].split()[0]) for line in told.lines if line.startswith("pipeline=True")
+            int(line.split(" for ")[1].split()[0])
+            for line in told.lines
+            if line.startswith("pipeline=True takes")
         ],
         "warned": [str(each.message) for each in caught if "trials" in str(each.message)],
     }

@@ -216,11 +216,10 @@ def test_an_error_of_the_encoder_has_its_code_and_the_arguments(cuda: ModuleType
 def test_an_error_of_a_launch_has_its_code_and_its_shape(cuda: ModuleType) -> None:
     with pytest.raises(
         RuntimeError,
-        match=r"launch of grouped_gemm.sm_90a.bf16.forward.pairs, 0 blocks of 384 threads .* in clusters of 2"
-        r": cudaErrorInvalidConfiguration \(9\)",
+        match=r"launch of comet\S+, 1000 blocks of \d+ threads .*"
+        r": cudaErrorCooperativeLaunchTooLarge \(720\)",
     ):
-        cuda.stub_reset(runs=False, processors=1)
-        product(cuda, cluster=2)
+        fused(cuda, blocks=1000)
 
 
 def test_a_device_that_there_is_not_is_named(cuda: ModuleType) -> None:

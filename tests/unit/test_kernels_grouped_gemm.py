@@ -321,7 +321,7 @@ def test_the_kernels_in_the_emulator_equal_a_plain_loop() -> None:
 
 
 def test_blocks_that_start_late_cost_no_second_wave() -> None:
-    compile_and_run("late_blocks_test.cpp")
+    compile_and_run("late_blocks_test.cpp", product=product_of("grouped_gemm"))
 
 
 def test_tiles_ring_boxes_and_epilogue_cover_all_there_is_once() -> None:

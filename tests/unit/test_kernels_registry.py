@@ -524,7 +524,7 @@ def test_the_architecture_is_that_of_the_code_that_was_loaded(
     sizes = ("threads", "registers", "shared_bytes", "dynamic_shared_bytes", "local_bytes")
     names, others = ("hopper", "binary_version", "ptx_version"), {"name": "k", **dict.fromkeys(sizes, 0)}
     kernels = [dict(zip(names, each, strict=True)) | others for each in loaded or ()]
-    module = None if loaded is None else SimpleNamespace(kernels=lambda index: kernels)
+    module = None if loaded is None else SimpleNamespace(kernels=lambda index, name: kernels)
     monkeypatch.setattr(extension, "_load", lambda: (module, "not built"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from pmoe.measure.division import load_divisions
-from pmoe.measure.profile import find_profile, load_profile, profile_path
+from pmoe.measure.profile import NoProfileError, find_profile, load_profile, profile_path
 from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.division import DivisionTable
 from pmoe.runners.searched import load_degrees
 from tests.unit.test_division import SHAPE, SIZES, entry, layer
 from tests.unit.test_granularity import KEY
-from tests.unit.test_profile import MADE, OPERATIONS
+from tests.unit.test_profile import MADE
 
 STORED = Path(__file__).resolve().parents[1] / "stored"
 
@@ -26,11 +26,14 @@ STORED = Path(__file__).resolve().parents[1] / "stored"
 # ---- files written by 447fbb3
 
 
-def test_a_profile_of_before_is_found_and_read() -> None:
-    expected = replace(MADE, operations=OPERATIONS)
-    path = profile_path(expected, STORED)
-    assert load_profile(path, expected=MADE.identity) == expected
-    assert find_profile(STORED, num_ranks=4, dtype="float32") == (path, expected)
+def test_a_profile_of_before_is_refused_for_it_did_not_say_on_how_many_nodes() -> None:
+    versions = replace(MADE.versions, file=2)
+    path = profile_path(replace(MADE, versions=versions), STORED)
+    told = r"v2.json: format version \(2\) must be 3 \(`pmoe profile` writes it\)"
+    with pytest.raises(ValueError, match=told):
+        load_profile(path)
+    with pytest.raises(NoProfileError, match=told):
+        find_profile(STORED, num_ranks=4, dtype="float32")
 
 
 def test_divisions_of_before_are_found_and_read() -> None:

@@ -122,9 +122,10 @@ def busy_seconds() -> float:
 
 
 def busy_cores() -> float:
-    """How many cores other work used in the second before a benchmark; 0 where none is begun, as in tests and
-    in the ranks of one. The load average would still hold what ended a minute ago."""
-    if Path(sys.argv[0]).resolve().parent != ROOT / "bench" or multiprocessing.parent_process():
+    """How many cores other work used in the second before a benchmark; 0 where none is begun, as in tests, in
+    the ranks of one and for its help. The load average would still hold what ended a minute ago."""
+    begins = Path(sys.argv[0]).resolve().parent == ROOT / "bench" and not multiprocessing.parent_process()
+    if not begins or {"-h", "--help"} & set(sys.argv):
         return 0.0
     before = busy_seconds()
     time.sleep(1)

@@ -235,6 +235,7 @@ def assert_same_run(out: Path, reference: Path) -> None:
                 assert torch.equal(ours[kind][parameter][key], tensor), (parameter, key)
 
 
+@pytest.mark.slow  # a killed run resumes in the quick tests
 def test_ctrl_c_on_any_rank_stops_all_with_a_checkpoint_and_resume_continues_bit_for_bit(
     tmp_path, uninterrupted
 ):

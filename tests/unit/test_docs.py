@@ -492,6 +492,7 @@ def sources_of_the_site() -> list[str | Path]:
 
 
 @pytest.mark.timeout(400)  # Sphinx and its imports take ten seconds of a processor that is free
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser: Page) -> None:
     with tarfile.open(kept(f"site-{digest(sources_of_the_site())}.tar", built_site)) as archive:
         archive.extractall(tmp_path, filter="data")

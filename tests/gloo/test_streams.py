@@ -294,7 +294,7 @@ def test_a_planted_race_of_the_lane_inside_the_node_is_found(mistake: str) -> No
 
 @pytest.mark.parametrize(
     "pair, world, n, pipeline_backward, expert, bypass_local",
-    spread(ALL_PAIRS, [1, 2], ROTATING, every=11),
+    spread(ALL_PAIRS, [1, 2], ROTATING, every=10),
     ids=named,
 )
 def test_rings_and_copies_never_race_and_no_buffer_is_freed_early(

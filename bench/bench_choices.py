@@ -10,7 +10,7 @@ beyond a step, in steps; the first of "solve" and of memory_reuse=True measure t
 
 Then n by the size of a batch: what is fastest and what is chosen, beside MPipeMoE's Fig. 12.
 
-    python bench/bench_choices.py                  # quarter of an hour
+    python bench/bench_choices.py                  # half an hour
     python bench/bench_choices.py --quick          # whether it works: two cases, small, no numbers to keep
 """
 

@@ -91,7 +91,11 @@ class Subject:
         layer.load_state_dict(self.fixed.state_dict())
         return layer
 
-    def step(self, layer: pmoe.MoELayer) -> dict[str, float]:
+    def step(self, layer: pmoe.MoELayer, warm: bool = True) -> dict[str, float]:
+        """Of a step. warm: the second of two, as in training: other layers' steps had other buffers, and the
+        pool's memory, which fits the last pass, is touched anew."""
+        if warm:
+            self.step(layer, warm=False)
         self.x.grad = None
         layer.zero_grad(set_to_none=True)
         return timed(lambda: layer(self.x), self.dy)
@@ -187,7 +191,7 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
     for name, (options, among) in choosers.items():
         if among:
             layer = subject.like(**options)
-            first = subject.step(layer)["step"]
+            first = subject.step(layer, warm=False)["step"]
             chosen[name] = Chosen(name_of_ran(layer.ran), first, among)
             runs[name] = functools.partial(subject.step, layer)
     return Result(measure(runs, rounds), chosen, rate, copy_rate, budget)

@@ -198,7 +198,7 @@ def _operation_line(bench: Bench, operation: _Operation, line_seconds: float) ->
     for multiple in multiples(operation.steps, first_seconds, line_seconds):
         size, piece = operation.make(multiple * operation.step)
         samples.append((size, seconds_of(bench, operation.lane, piece, RUNS)))
-    return fit(samples)
+    return fit(samples, relative=True)
 
 
 def multiples(steps: int, first_seconds: float, line_seconds: float) -> Sequence[int]:

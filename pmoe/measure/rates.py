@@ -190,7 +190,7 @@ def _rate_line(bench: Bench, kind: _LaneWork, units: int, effort: _Effort) -> Fi
             (part * kind.size, seconds_of(bench, kind.lane, kind.make(part), effort.repeats))
             for part in (units // 16, units // 4, units)
         ]
-        found = fit(samples)
+        found = fit(samples, relative=True)
         if found.r_squared >= GOOD_FIT:
             break
     if not (found.line.alpha_seconds and found.line.beta_seconds):

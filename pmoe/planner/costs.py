@@ -46,8 +46,10 @@ FREE = Fit(line=LineCost(0.0, 0.0), r_squared=1.0, num_sizes=0)
 """Of work that there is none of, whatever the size."""
 
 
-def fit(samples: Iterable[tuple[float, float]]) -> Fit:
+def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fit:
     """The line with alpha and beta of at least 0 that is nearest to (size, seconds), by least squares.
+
+    relative: of the errors over the seconds: small sizes, which tell alpha, then count as large ones do.
 
     Where a size comes several times, the median of its seconds counts: interruptions move no line. A line
     that would begin below zero goes through the origin, one that would fall is flat, at the mean.
@@ -67,23 +69,22 @@ def fit(samples: Iterable[tuple[float, float]]) -> Fit:
     if len(by_size) < 2:
         raise ValueError(f"sizes ({sorted(by_size)}) must have two distinct values for a line")
     points = {size: statistics.median(seconds) for size, seconds in by_size.items()}
-    line = _nearest(points)
+    line = _nearest(points, relative)
     return Fit(line=line, r_squared=_r_squared(line, points), num_sizes=len(points))
 
 
 # ---- helpers
 
 
-def _nearest(points: Mapping[float, float]) -> LineCost:
+def _nearest(points: Mapping[float, float], relative: bool) -> LineCost:
     """In units of the largest size and of the longest seconds, so that both columns are of like size."""
     from scipy.optimize import nnls  # not needed to import pmoe
 
     largest, longest = max(points), max(points.values())
     if not longest:
         return LineCost(0.0, 0.0)
-    (alpha, beta), _ = nnls(
-        [[1.0, size / largest] for size in points], [seconds / longest for seconds in points.values()]
-    )
+    rows = [(longest / y if relative and y else 1.0, x / largest, y / longest) for x, y in points.items()]
+    (alpha, beta), _ = nnls([[w, w * x] for w, x, _ in rows], [w * y for w, _, y in rows])
     return LineCost(float(alpha) * longest, float(beta) * longest / largest)
 
 

@@ -91,3 +91,17 @@ def test_a_fit_counts_its_sizes_and_tells_seconds() -> None:
     assert found.num_sizes == 2
     assert found(5) == pytest.approx(8.0)
     assert FREE(1e9) == 0.0
+
+
+def test_relative_errors_let_small_sizes_tell_what_a_task_costs_whatever_its_size() -> None:
+    """Of large sizes one per cent is more than alpha: by absolute errors it may vanish."""
+    alpha, beta = 40e-6, 1e-9
+    noise = {1e5: 1.0, 1e6: 1.0, 1e7: 1.04}
+    samples = [(size, (alpha + beta * size) * of) for size, of in noise.items()]
+    assert fit(samples).line.alpha_seconds < 0.5 * alpha
+    near = fit(samples, relative=True).line
+    assert near.alpha_seconds == pytest.approx(alpha, rel=0.1)
+    assert near.beta_seconds == pytest.approx(beta, rel=0.1)
+    exact = [(size, alpha + beta * size) for size in noise]
+    assert fit(exact, relative=True).line.alpha_seconds == pytest.approx(alpha, rel=1e-9)
+    assert fit([(1.0, 0.0), (2.0, 1.0)], relative=True).line.alpha_seconds == 0  # seconds may be none

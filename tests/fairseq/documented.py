@@ -21,7 +21,7 @@ def commands() -> list[str]:
     """Lines of the page's shell block on fairseq, but the installation, with what is added to each."""
     section = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").partition("\n## fairseq\n")[2]
     (block,) = re.findall(r"```sh\n(.*?)```", section.partition("\n#")[0], re.DOTALL)
-    lines = [line for line in block.replace("\\\n", " ").splitlines() if line and not line.startswith("pip ")]
+    lines = [line for line in block.replace("\\\n", " ").splitlines() if line and "pip install" not in line]
     return [line + "".join(more for name, more in ON_THIS_MACHINE.items() if name in line) for line in lines]
 
 

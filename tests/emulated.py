@@ -62,7 +62,7 @@ def emulated(
         patch.setattr(extension, "load", lambda: module)
         patch.setattr(launcher, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
         patch.setattr(launcher, "processors", lambda device: BLOCKS * virtual_ranks)
-        patch.setattr(launcher, "DEFAULT_SPARE_BLOCKS", 0)
+        patch.setattr(launcher, "SPARE", 0)
         patch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
         patch.setattr(passes, "_agreed", {})  # without the emulator the kernels were refused
         patch.setattr(passes, "process_heap", of_processes)

@@ -135,11 +135,7 @@ def _paragraphs(args: argparse.Namespace, profile: Profile, advice: Advice) -> l
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"
     lines = [line.strip() for line in _conclusions(advice)]
     sentences = [f"{line[:1].upper()}{line[1:]}." for line in lines]
-    return [
-        describe_layer(args, profile.device_type) + budget,
-        f"Profile: {profile}.",
-        *sentences,
-    ]
+    return [describe_layer(args, profile.device_type) + budget, f"Profile: {profile}.", *sentences]
 
 
 def time_over_memory(advice: Advice, budget: int | None) -> Figure:

@@ -1,4 +1,4 @@
-"""What grouped and fused products share: types, nonlinearities, and their codes."""
+"""What grouped and fused products share: types, nonlinearities, their codes, and room for NCCL."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ FORWARD, INPUT, WEIGHT = 0, 1, 2
 
 PLAIN, HIDDEN, HIDDEN_GRADIENT = 0, 1, 2
 """`Epilogue` of cuda/grouped_gemm/problem.h."""
+
+SPARE = 16
+"""Multiprocessors left free beside communication: NCCL's blocks need whole ones. Not measured yet."""
 
 
 def activation_code(activation: str) -> int:

@@ -37,6 +37,6 @@ def test_products_leave_multiprocessors_free_where_other_chunks_travel(
     )
     found: dict[str, int] = {}
     for task in tasks:
-        lanes.run(cast(Any, task), lambda task: found.update({task.name: launch._spare}))
+        lanes.run(cast(Any, task), lambda task: found.update({task.name: launch._spare.get()}))
     assert all(found[task.name] == spare for task in tasks if task.lane is Lane.COMPUTE)
-    assert launch._spare == 0, "products of others have all multiprocessors again"
+    assert launch._spare.get() == 0, "products of others have all multiprocessors again"

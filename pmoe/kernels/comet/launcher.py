@@ -13,13 +13,13 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
-from pmoe.kernels.gemm import ELEMENTS, PLAIN, misfit
+from pmoe.kernels.gemm import ELEMENTS, PLAIN, SPARE, misfit
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS = 64, 1024
 """As in cuda/comet/layout.h."""
 
-SPARE_BLOCKS, DEFAULT_SPARE_BLOCKS = "PMOE_SPARE_BLOCKS", 16
+SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
@@ -63,11 +63,11 @@ def path_facts(hopper: bool) -> dict[str, int]:
 
 
 def spare_blocks(num_ranks: int = 1) -> int:
-    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else 16, or 0 for one rank.
+    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else SPARE, or 0 for one rank.
 
     See `pmoe.comm.heap.collectives`. Raises ValueError for a variable that is not a whole number.
     """
-    text = os.environ.get(SPARE_BLOCKS, "0" if num_ranks == 1 else str(DEFAULT_SPARE_BLOCKS))
+    text = os.environ.get(SPARE_BLOCKS, "0" if num_ranks == 1 else str(SPARE))
     if not text.isdecimal():
         raise ValueError(f"{SPARE_BLOCKS} ({text!r}) must be a whole number of blocks, at least 0")
     return int(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
-from pmoe.kernels.gemm import ELEMENTS, PLAIN, misfit
+from pmoe.kernels.gemm import ELEMENTS, PLAIN, SPARE, misfit
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.kernels.operands import row_stride
 from pmoe.warn import warn_once
@@ -19,20 +20,17 @@ from pmoe.warn import warn_once
 CLUSTER = 0
 """How many blocks share an operand on Hopper: 1, 2, or 0 for whichever is better by rule. For benchmarks."""
 
-SPARE = 16
-"""Multiprocessors left free beside communication: NCCL's blocks need whole ones. Not measured yet."""
-_spare = 0
+_spare = ContextVar("multiprocessors that products leave free in this thread", default=0)
 
 
 @contextlib.contextmanager
 def beside_communication() -> Iterator[None]:
     """In the block products leave SPARE multiprocessors free, and take their tiles as their blocks start."""
-    global _spare
-    _spare = SPARE
+    token = _spare.set(SPARE)
     try:
         yield
     finally:
-        _spare = 0
+        _spare.reset(token)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
@@ -67,9 +65,9 @@ def launch(
     **fields: Any,
 ) -> None:
     """On the current stream. kernels: of `path_for`. fields: as cuda/grouped_gemm/bind.cpp names them."""
-    if _spare:
+    if spare := _spare.get():
         next_tile = torch.zeros(1, dtype=torch.int32, device=like.device)
-        fields |= {"spare": _spare, "next_tile": next_tile.data_ptr()}
+        fields |= {"spare": spare, "next_tile": next_tile.data_ptr()}
     extension.module().grouped_gemm(
         device=like.device.index,
         stream=torch.cuda.current_stream(like.device).cuda_stream,

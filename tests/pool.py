@@ -14,7 +14,7 @@ from typing import Any
 
 GROUP_TIMEOUT_SECONDS = float(os.environ.get("PMOE_TESTS_GROUP_SECONDS", "28"))
 """Of the ranks that tests share. Shorter than 30, the bound of a heap's waits."""
-SHORT_TIMEOUT_SECONDS = 6.0
+SHORT_TIMEOUT_SECONDS = 4.0
 """Of ranks that wait for a peer that never comes: a busy machine may keep one that does come for seconds."""
 JOB_SECONDS = 5 * GROUP_TIMEOUT_SECONDS
 START_SECONDS, STARTS = 240, 3

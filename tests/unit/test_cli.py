@@ -368,8 +368,9 @@ def test_python_m_pmoe_is_the_command_and_needs_no_optional_package() -> None:
 
 
 CLOSED_PIPE = """
-import json, os, runpy, sys, pmoe.cli
+import gc, json, os, runpy, sys, pmoe.cli
 import matplotlib.figure, scipy.optimize  # once, not in each command's process
+gc.freeze()  # nor is it taken apart at the end of each
 for argv in json.loads(sys.argv[1]):
     child = os.fork()
     if child == 0:

@@ -1,6 +1,7 @@
 # make train   set up .venv once and train the example: 2 ranks on the CPU, or one rank per GPU
 # make test    set up .venv once and run the tests that are quick and need no GPU
 # make test-all        the slow ones, too
+# make fuzz            10,000 random layers, called in random ways, beside the definition
 # make test-versions   a part of them with the oldest and the newest Python, torch and transformers
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
@@ -29,7 +30,7 @@ VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.23.0
 # where they are not, each of some hundred processes compiles all of pmoe, an eighth of the tests' time.
 OMP := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
-.PHONY: help setup extension browser docs train test test-all test-versions lint format bench clean FORCE
+.PHONY: help setup extension browser docs train test test-all fuzz test-versions lint format bench clean FORCE
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -105,6 +106,10 @@ train: $(STAMP)
 
 test: $(STAMP) extension browser $(FAIRSEQ)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# Random layers, called in random ways, beside the definition: some 20 minutes.
+fuzz: $(STAMP) extension
+	@$(OMP) $(BIN)/python -m tests.fuzz $(ARGS)
 
 test-versions:
 	@bash tests/versions.sh $(VERSIONS)

@@ -445,6 +445,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 f"nvidia-cuda-cuobjdump>=13.2,<14; {DISASSEMBLERS}",
                 f"nvidia-cuda-nvdisasm>=13.2,<14; {DISASSEMBLERS}",
                 f"nvidia-cutlass>=4.2; {DISASSEMBLERS}",  # CuTe's headers, which kernels' layouts are held to
+                "hypothesis>=6.150",
                 "pybind11>=2.13,<4",
                 "pytest>=8.4",
                 "pytest-timeout>=2.4",

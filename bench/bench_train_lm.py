@@ -36,7 +36,9 @@ def train(steps: int, options: list[str]) -> dict[str, Any]:
         log = Path(folder) / "log"
         command = [sys.executable, "examples/lm_launch.py", *LAUNCH, "--steps", str(steps), "--out", folder]
         with log.open("w") as output:
-            launcher = subprocess.Popen([*command, *options], cwd=ROOT, stdout=output)
+            launcher = subprocess.Popen(
+                [*command, *options], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            )
             try:
                 while launcher.poll() is None:
                     time.sleep(2)

@@ -52,7 +52,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     What a file's tests imported is left out of later collections of garbage, as what was there before is.
     """
     pools = sys.modules.get("tests.pool")
-    if pools and not (nextitem and any(folder in nextitem.nodeid for folder in ("/gloo/", "/spec/"))):
+    if pools and not (
+        nextitem and any(folder in nextitem.nodeid for folder in ("/fuzz/", "/gloo/", "/spec/"))
+    ):
         pools.stop_all()
     if nextitem is None or nextitem.fspath != item.fspath:
         gc.collect()

@@ -22,10 +22,12 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
             f"mesh (dimensions {names or 'without names'}) must have the dimensions "
             f'"{ACROSS}" and "{INSIDE}", such as mesh["{ACROSS}", "{INSIDE}"]'
         )
-    whole = mesh._flatten() if mesh.ndim > 1 else mesh
-    ranks = Ranks(whole.get_group())
     across = Ranks(mesh.get_group(ACROSS)) if ACROSS in names else Ranks.single()
     inside = Ranks(mesh.get_group(INSIDE)) if INSIDE in names else Ranks.single()
+    if inside.size == 1 and across.group is not None:
+        return Grid.of_group(across)
+    whole = mesh._flatten() if mesh.ndim > 1 else mesh
+    ranks = Ranks(whole.get_group())
     table = mesh.mesh if ACROSS in names else mesh.mesh.unsqueeze(0)
     table = table if INSIDE in names else table.unsqueeze(1)
     if names[0] == INSIDE and len(names) == 2:

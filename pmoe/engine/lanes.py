@@ -59,8 +59,8 @@ class Lanes(abc.ABC):
     def finish(self) -> None:
         """After the last task: the compute lane sees everything that the pass wrote."""
 
-    def fail(self, task: Task, error: RuntimeError) -> NoReturn:
-        """Raises it again with the stage and this rank."""
+    def fail(self, task: Task, error: Exception) -> NoReturn:
+        """Raises it again: a RuntimeError with the stage and this rank."""
         chunk = "" if task.chunk < 0 else f" of chunk {task.chunk}"
         stage = f"{task.kind.name.lower()} ({task.name}){chunk}, {self._schedule.direction}"
         with at_stage(stage, self._ranks):
@@ -74,8 +74,9 @@ class CpuLanes(Lanes):
 
     def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> None:
         super().__init__(schedule, ranks)
-        self._in_steps = in_steps
+        self._in_steps, self._inference = in_steps, torch.is_inference_mode_enabled()
         self._works: dict[str, tuple[Task, Work]] = {}
+        self._has_failed = False
 
     def run(self, task: Task, action: Action) -> None:
         if self._in_steps and task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
@@ -113,6 +114,7 @@ class CpuLanes(Lanes):
             elif isinstance(work, _Threaded):
                 work.cancel()
         self._works.clear()
+        self._has_failed = True  # threads may be in the middle of their tasks
 
     def _wait(self, name: str) -> None:
         task, work = self._works.pop(name)
@@ -125,15 +127,20 @@ class CpuLanes(Lanes):
             self.fail(task, error)
 
     def _communicate(self, task: Task, action: Action, awaited: Sequence[Work]) -> None:
-        """In a lane's thread: a task of communication, begun and ended."""
+        """In a lane's thread: a task of communication, begun and ended. After one that failed no other
+        begins: a peer that is still at that one would take its rows for those."""
         for work in awaited:
             work.wait()
+        if self._has_failed:
+            return
         try:
-            with torch.no_grad():
+            # A thread has modes of its own.
+            with torch.inference_mode(self._inference), torch.no_grad():
                 begun = action(task)
                 if begun is not None:
                     begun.wait()
-        except RuntimeError as error:
+        except Exception as error:
+            self._has_failed = True
             self.fail(task, error)
 
 

@@ -51,9 +51,9 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
     for, and where no checkpoint is about nothing is computed.
 
     Of calls for which `pmoe.engine.replay.may_run_again`: a first run is one whose routing is not kept for
-    the only checkpoint around it, a second run is of as many tokens as some first run. So a layer that is
-    called inside of a backward with new tokens, by a hook maybe, is taken for one only if their number is
-    known.
+    the only checkpoint around it, a second run is one in training mode of as many tokens as some first run.
+    So a layer that is called inside of a backward with new tokens, by a hook maybe, is taken for one only if
+    their number is known. (In eval mode the older kind of checkpoint leaves no trace of its first run.)
     """
     again, has_grad = torch._C._current_graph_task_id() != -1, torch.is_grad_enabled()
     device = next(tensor.device for tensor in routing if tensor is not None)
@@ -69,7 +69,7 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
             earlier = _remembered[layer] = _Remembered(device)
         if not again:
             earlier.add(num_tokens, _hash(num_tokens, routing))
-        elif num_tokens in earlier.num_tokens:
+        elif layer.training and num_tokens in earlier.num_tokens:
             return (earlier.hashes != _hash(num_tokens, routing)).all().long()
     return None
 

@@ -15,7 +15,6 @@ when they are first launched: a device that takes the PTX would compile every on
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -227,14 +226,3 @@ def loaded_architecture(device: torch.device) -> Architecture:
     binary, ptx = next(((each.binary_version, each.ptx_version) for each in found.kernels), (0, 0))
     major, minor = found.capability
     return Architecture(binary_version=binary, ptx_version=ptx, capability=10 * major + minor)
-
-
-@cache
-def build_id() -> str:
-    """Tells builds of the kernels apart: times of another build say nothing of this one's."""
-    module = load()
-    if module is None:
-        return "none"
-    file = getattr(module, "__file__", None)
-    content = f"{module.ARCHS} {module.NVCC}".encode() if file is None else Path(file).read_bytes()
-    return hashlib.sha256(content).hexdigest()[:16]

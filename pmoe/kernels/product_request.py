@@ -55,7 +55,7 @@ class ProductRequest:
 
     @property
     def key(self) -> str:
-        """In a file whose devices are all of one name."""
+        """All but the device."""
         bias = " bias" if self.bias else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return (

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
-from pmoe.kernels.extension import Architecture, build_id, loaded_architecture
+from pmoe.kernels.extension import Architecture, loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
 from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.rounds import event_seconds, marked, median_seconds
-from pmoe.measure.store import cache_folder
 
 WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
 """How often each candidate runs before it counts; how often it counts, within about so many seconds."""
@@ -68,13 +66,6 @@ class ProductBench:
 
     def architecture(self, device: torch.device) -> Architecture:
         return loaded_architecture(device)
-
-    def build(self) -> str:
-        return build_id()
-
-    def folder(self) -> Path:
-        """Where choices are stored. Raises RuntimeError where there is no home."""
-        return cache_folder()
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:

@@ -40,7 +40,7 @@ def measure_products(
     *,
     needs_grad: bool = True,
 ) -> None:
-    """Has the products of these experts measured, the first time for so many rows, or read from the file.
+    """Has the products of these experts measured, the first time for so many rows.
 
     Collective over ``ranks`` then. Later, or for as many rows up to the next power of two, it does nothing.
 

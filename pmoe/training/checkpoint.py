@@ -4,8 +4,8 @@ All ranks need one file system, and each run that saves needs a folder of its ow
 taken for left behind, and removed. `pmoe.training.checkpoint_files` lists the files.
 
 Experts that `pmoe.parallelize` laid out are saved as the DTensors that they are, each rank its part; the file
-holds the experts of one process. plain.pt and random_*.pt are read as plain data (weights_only), but DCP's
-.metadata is a pickle: load only what you trust.
+holds the experts of one process. Of its pickles only plain data and DCP's records are read: nothing in a
+checkpoint is run.
 """
 
 from __future__ import annotations

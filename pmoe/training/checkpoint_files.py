@@ -5,6 +5,7 @@
         .metadata  __0_0.distcp ...  tensors, as torch.distributed.checkpoint (DCP) writes them
         plain.pt                     by rank 0: step, what the caller adds, options of optimizers
         random_0.pt  random_1.pt ... by each rank: the state of its random generators
+        sums_0.json  sums_1.json ... by each rank: a CRC-32 of each file that it wrote
 
 A checkpoint is written as step_N.tmp. When the files of all ranks are on the disk it is renamed, and only
 then named by latest.json. Nothing that has been named is ever written to.
@@ -19,16 +20,27 @@ import pickle
 import random
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-POINTER, PLAIN = "latest.json", "plain.pt"
+from pmoe.measure.store import load_json
+
+POINTER, PLAIN, LIST = "latest.json", "plain.pt", ".metadata"
+
+RECORDS = frozenset(
+    {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+    | {(FileSystemReader.__module__, "_StorageInfo"), (Metadata.__module__, "_MEM_FORMAT_ENCODING")}
+    | {(Metadata.__module__, name) for name in metadata.__all__}
+)
+"""Module and name of what a list of tensors may hold."""
 
 
 class CheckpointError(ValueError):
@@ -86,8 +98,12 @@ def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
     _write_to_disk(_random_file(part, rank), lambda file: torch.save(generators, file))
+    own = [*part.glob(f"__{rank}_*"), _random_file(part, rank)]
     if rank == 0:
         _write_to_disk(part / PLAIN, lambda file: torch.save(plain, file))
+        own += [part / PLAIN, part / LIST]
+    sums = json.dumps({path.name: _sum(path) for path in own}).encode()
+    _write_to_disk(part / f"sums_{rank}.json", lambda file: file.write(sums))
 
 
 def publish(part: Path, step: int, keep: int) -> Path:
@@ -131,7 +147,14 @@ def find(folder: Path, step: int | None) -> str:
 
 
 def read(path: Path, rank: int, num_ranks: int) -> SavedRun:
-    """Reads all but the tensors. Raises OSError or ValueError for a file missing, damaged or too short."""
+    """Reads all but the tensors. Raises OSError or ValueError for a file missing, damaged or too short.
+
+    The ranks share the work of looking at the sums: torch does not.
+    """
+    for file in sorted(path.glob("sums_*.json"))[rank::num_ranks]:
+        for name, expected in load_json(file, dict).items():
+            if _sum(path / Path(name).name) != expected:
+                raise ValueError(f"{path / name} is damaged: its sum is not the one in {file.name}")
     plain = _read_plain(path / PLAIN)
     same_ranks = plain["ranks"] == num_ranks
     generators = _read_plain(_random_file(path, rank)) if same_ranks else None
@@ -153,37 +176,63 @@ def _last(pointer: Path) -> str:
         raise CheckpointError(f"there is no {pointer}") from None
     except ValueError:  # no JSON, or no text at all
         found = None
-    if not isinstance(found, dict) or not isinstance(found.get("folder"), str):
-        raise CheckpointError(f"{pointer} is damaged: it must name a folder")
-    return str(found["folder"])
+    name = found.get("folder") if isinstance(found, dict) else None
+    if not isinstance(name, str) or Path(name).name != name:
+        raise CheckpointError(f"{pointer} is damaged: it must name a folder beside it")
+    return name
 
 
 def _complete(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / PLAIN).exists()]
 
 
+class _Records(pickle.Unpickler):
+    """Reads DCP's records and plain data. What else a pickle names could be any program."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in RECORDS or module == "torch" and isinstance(getattr(torch, name), torch.dtype):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record of a checkpoint")
+
+
 def _read_metadata(path: Path) -> Metadata:
+    """The list is read once more by DCP, which takes any pickle: here it is seen to be one of records."""
     try:
-        metadata = FileSystemReader(path).read_metadata()
-    except FileNotFoundError:
+        with open(path / LIST, "rb") as file:
+            found: Metadata = _Records(file).load()
+        ends = dict[str, int]()
+        for place in found.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    except OSError:
         raise
-    except Exception:  # a damaged pickle may raise anything
-        raise ValueError(f"{path / '.metadata'} is damaged: it cannot be read") from None
-    ends = dict[str, int]()
-    for place in metadata.storage_data.values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    except Exception as error:  # a damaged pickle may raise anything
+        reason = error if isinstance(error, pickle.UnpicklingError) else "it cannot be read"
+        raise ValueError(f"{path / LIST} is damaged: {reason}") from None
     for name, end in ends.items():
-        found = (path / name).stat().st_size
-        if found < end:
-            raise ValueError(f"{path / name} ({found} bytes) must have at least {end}")
-    return metadata
+        if Path(name).name != name:
+            raise ValueError(f"{path / LIST} is damaged: it names {name}, which is not beside it")
+        length = (path / name).stat().st_size
+        if length < end:
+            raise ValueError(f"{path / name} ({length} bytes) must have at least {end}")
+    return found
 
 
 def _read_plain(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError):
+    except OSError:
+        raise
+    except Exception:  # what a damaged file raises may be anything
         raise ValueError(f"{path} is damaged: it cannot be read") from None
+    return found
+
+
+def _sum(path: Path) -> int:
+    """CRC-32 of a file."""
+    found = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 22):
+            found = zlib.crc32(part, found)
     return found
 
 

@@ -1,6 +1,6 @@
 """Ranks settle alike which kernels they take, whatever each of them measures, remembers or lacks.
 
-Clocks, devices and folders are fakes, the agreement is real.
+Clocks and devices are fakes, the agreement is real.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels import product_request
 from pmoe.kernels.extension import Architecture
-from pmoe.kernels.registry import GROUPED_MM, PRODUCTS, Registry
+from pmoe.kernels.registry import GROUPED_MM, PRODUCTS, MeasuredChoice, Registry
 from pmoe.measure import products as settle
 from pmoe.measure.product_choices import ProductMeasurer
 from pmoe.measure.products import measure_products, product_requests
@@ -38,6 +37,7 @@ from tests.unit.test_kernels_registry import (
     SLOWER,
     WEIGHT,
     FakeBench,
+    MeasuredRegistry,
     make_registry,
 )
 
@@ -75,14 +75,23 @@ def counted_reductions() -> Iterator[list[int]]:
         dist.all_reduce = real
 
 
-def measured(rank: int, world: int, folders: list[str], given: list[dict[str, Any]]) -> Report:
-    """Each rank measures what ``given`` says of it: times, architecture, free memory, requests."""
+_registries: dict[str, MeasuredRegistry] = {}
+
+
+def measured(rank: int, world: int, test: str, given: list[dict[str, Any]]) -> Report:
+    """Each rank measures what ``given`` says of it: times, architecture, free memory, requests. It knows what
+    it has found before in the same ``test``, but for the requests that it is to forget."""
     mine = given[rank]
     GIVEN.clear()
-    bench = FakeBench(Path(folders[rank]), mine.get("times", FASTER), mine.get("architecture", HOPPER))
+    bench = FakeBench(mine.get("times", FASTER), mine.get("architecture", HOPPER))
     bench.free = mine.get("free", bench.free)
     bench.wrong = mine.get("wrong")
-    registry = make_registry(bench, mine.get("refusals"))
+    registry = _registries.setdefault(test, make_registry(bench, mine.get("refusals")))
+    registry.bench = bench
+    for each in mine.get("forgets", ()):
+        registry.learn_failure(each, "forgotten")
+    for each, choice in mine.get("knows", {}).items():
+        registry.learn(each, MeasuredChoice(choice=choice, seconds=FASTER, when="before"))
     requests = mine.get("requests", [FORWARD, INPUT])
     error = None
     with warnings.catch_warnings(record=True) as caught, counted_reductions() as reductions:
@@ -97,15 +106,14 @@ def measured(rank: int, world: int, folders: list[str], given: list[dict[str, An
     return Report(choices, len(bench.measured) // 2, len(reductions), told, error)
 
 
-def folders_of(tmp_path: Path, world: int = 2) -> list[str]:
-    folders = [tmp_path / f"rank {rank}" for rank in range(world)]
-    for folder in folders:
-        folder.mkdir()
-    return [str(folder) for folder in folders]
+def run(test: str, *given: dict[str, Any]) -> list[Report]:
+    return ranks(len(given)).run(measured, test, list(given))
 
 
-def run(tmp_path: Path, *given: dict[str, Any], folders: list[str] | None = None) -> list[Report]:
-    return ranks(len(given)).run(measured, folders or folders_of(tmp_path, len(given)), list(given))
+@pytest.fixture
+def test(request: pytest.FixtureRequest) -> str:
+    """A name that no other test has."""
+    return str(request.node.nodeid)
 
 
 @pytest.mark.parametrize(
@@ -116,56 +124,39 @@ def run(tmp_path: Path, *given: dict[str, Any], folders: list[str] | None = None
     ],
 )
 def test_ranks_of_unlike_clocks_agree_by_the_slowest(
-    tmp_path: Path, first: dict[str, float], second: dict[str, float], choice: str
+    test: str, first: dict[str, float], second: dict[str, float], choice: str
 ) -> None:
-    for report in run(tmp_path, {"times": first}, {"times": second}):
+    for report in run(test, {"times": first}, {"times": second}):
         assert report == Report([choice, choice], 2, 2, [], None)
 
 
-def test_what_all_ranks_know_costs_one_reduction(tmp_path: Path) -> None:
-    folders = folders_of(tmp_path)
-    run(tmp_path, {}, {}, folders=folders)
-    for report in run(tmp_path, {"times": SLOWER}, {"times": SLOWER}, folders=folders):
+def test_what_all_ranks_know_costs_one_reduction(test: str) -> None:
+    run(test, {}, {})
+    for report in run(test, {"times": SLOWER}, {"times": SLOWER}):
         assert report == Report(["pmoe", "pmoe"], 0, 1, [], None)
 
 
-def test_where_one_rank_has_no_file_all_measure_and_both_have_one_then(tmp_path: Path) -> None:
-    folders = folders_of(tmp_path)
-    run(tmp_path, {}, {}, folders=folders)
-    next(Path(folders[1]).iterdir()).unlink()
-    for report in run(tmp_path, {"times": SLOWER}, {"times": SLOWER}, folders=folders):
+def test_where_one_rank_knows_nothing_all_measure(test: str) -> None:
+    run(test, {}, {})
+    for report in run(test, {"times": SLOWER}, {"times": SLOWER, "forgets": [FORWARD, INPUT]}):
         assert report == Report(["grouped_mm", "grouped_mm"], 2, 3, [], None)
-    for report in run(tmp_path, {}, {}, folders=folders):
+    for report in run(test, {}, {}):
         assert report == Report(["grouped_mm", "grouped_mm"], 0, 1, [], None)
 
 
-def test_where_a_ranks_file_knows_another_choice_that_request_is_measured_again(tmp_path: Path) -> None:
-    folders = folders_of(tmp_path)
-    run(tmp_path, {}, {}, folders=folders)
-    path = next(Path(folders[1]).iterdir())
-    text = path.read_text()
-    at = text.index('"choice": "pmoe"', text.index(INPUT.key))
-    path.write_text(text[:at] + text[at:].replace('"pmoe"', '"grouped_mm"', 1))
-    reports = run(tmp_path, {"times": SLOWER}, {"times": FASTER}, folders=folders)
-    for report in reports:
+def test_where_a_rank_knows_another_choice_that_request_is_measured_again(test: str) -> None:
+    run(test, {}, {})
+    for report in run(test, {"times": SLOWER}, {"times": FASTER, "knows": {INPUT: "grouped_mm"}}):
         assert report == Report(["pmoe", "grouped_mm"], 1, 3, [], None)
-    for report in run(tmp_path, {}, {}, folders=folders):
+    for report in run(test, {}, {}):
         assert report == Report(["pmoe", "grouped_mm"], 0, 1, [], None)
-
-
-def test_two_ranks_that_write_one_file_at_once_leave_a_whole_one(tmp_path: Path) -> None:
-    folders = [str(tmp_path)] * 4
-    run(tmp_path, {}, {}, {}, {}, folders=folders)
-    assert len(list(tmp_path.iterdir())) == 1
-    for report in run(tmp_path, {}, {}, {}, {}, folders=folders):
-        assert report == Report(["pmoe", "pmoe"], 0, 1, [], None)
 
 
 @pytest.mark.parametrize(("first", "second"), [(HOPPER, AMPERE), (HOPPER, BY_DRIVER), (NO_KERNELS, HOPPER)])
 def test_mixed_architectures_are_an_error_on_every_rank(
-    tmp_path: Path, first: Architecture, second: Architecture
+    test: str, first: Architecture, second: Architecture
 ) -> None:
-    found = run(tmp_path, {"architecture": first}, {"architecture": second})
+    found = run(test, {"architecture": first}, {"architecture": second})
     for report, here in zip(found, (first, second), strict=True):
         assert report.error is not None
         assert report.error.startswith(f"mixed architectures: the kernels of this rank ({here}) must be")
@@ -178,10 +169,10 @@ def test_mixed_architectures_are_an_error_on_every_rank(
             assert f" {low} to {high}" in report.error
 
 
-def test_without_kernels_on_any_rank_unlike_devices_are_no_error(tmp_path: Path) -> None:
+def test_without_kernels_on_any_rank_unlike_devices_are_no_error(test: str) -> None:
     refusals = {"pmoe": ["not built"]}
     reports = run(
-        tmp_path,
+        test,
         {"architecture": NO_KERNELS, "refusals": refusals},
         {"architecture": NO_KERNELS_AMPERE, "refusals": refusals},
     )
@@ -189,29 +180,28 @@ def test_without_kernels_on_any_rank_unlike_devices_are_no_error(tmp_path: Path)
         assert (report.choices, report.measured, report.error) == (["grouped_mm"] * 2, 0, None)
 
 
-def test_where_one_rank_cannot_measure_nothing_is_settled_and_that_rank_tells(tmp_path: Path) -> None:
-    fine, full = run(tmp_path, {}, {"free": 1000})
+def test_where_one_rank_cannot_measure_nothing_is_settled_and_that_rank_tells(test: str) -> None:
+    fine, full = run(test, {}, {"free": 1000})
     assert fine == Report(["grouped_mm", "grouped_mm"], 2, 2, [], None)
     assert (full.choices, full.measured, full.reductions) == (["grouped_mm", "grouped_mm"], 0, 2)
     assert full.told and all("bytes are needed, and half of 1000" in each for each in full.told)
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-def test_where_one_rank_refuses_nothing_is_measured(tmp_path: Path) -> None:
-    for report in run(tmp_path, {}, {"refusals": {"pmoe": ["no"]}}):
+def test_where_one_rank_refuses_nothing_is_measured(test: str) -> None:
+    for report in run(test, {}, {"refusals": {"pmoe": ["no"]}}):
         assert (report.choices, report.measured, report.reductions) == (["grouped_mm"] * 2, 0, 2)
 
 
-def test_where_one_rank_computes_wrongly_all_take_the_plain_way_and_are_told(tmp_path: Path) -> None:
-    fine, wrong = run(tmp_path, {}, {"wrong": "T_M is wrong by 0.5 of its size"})
+def test_where_one_rank_computes_wrongly_all_take_the_plain_way_and_are_told(test: str) -> None:
+    fine, wrong = run(test, {}, {"wrong": "T_M is wrong by 0.5 of its size"})
     for report in (fine, wrong):
         assert (report.choices, report.measured, report.reductions) == (["grouped_mm"] * 2, 0, 1)
     assert ["wrong by 0.5 of its size" in each for each in wrong.told] == [True]
     assert ["wrongly on another rank" in each for each in fine.told] == [True]
 
 
-def test_ranks_that_come_with_unlike_requests_settle_nothing_and_do_not_hang(tmp_path: Path) -> None:
-    for report in run(tmp_path, {}, {"requests": [WEIGHT]}):
+def test_ranks_that_come_with_unlike_requests_settle_nothing_and_do_not_hang(test: str) -> None:
+    for report in run(test, {}, {"requests": [WEIGHT]}):
         assert (report.choices, report.measured, report.reductions) == (["grouped_mm"] * 2, 0, 1)
         assert report.told == [
             "pmoe: the ranks' experts are of unlike sizes: their products are not measured"
@@ -262,10 +252,10 @@ EXPERTS = {
 }
 
 
-def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str, int]:
+def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
     """How many reductions each of several calls has, on devices that are as if they were CUDA's."""
     found: dict[str, int] = {}
-    bench, experts = FakeBench(Path(folders[rank]), FASTER), EXPERTS["swiglu"]()
+    bench, experts = FakeBench(FASTER), EXPERTS["swiglu"]()
     group, capturing = Ranks(), [False]
 
     def call(
@@ -314,8 +304,8 @@ def reductions_of_layers(rank: int, world: int, folders: list[str]) -> dict[str,
     return found
 
 
-def test_a_layer_settles_once_and_adds_no_collective_later(tmp_path: Path) -> None:
-    first, second = ranks(2).run(reductions_of_layers, folders_of(tmp_path))
+def test_a_layer_settles_once_and_adds_no_collective_later(test: str) -> None:
+    first, second = ranks(2).run(reductions_of_layers)
     assert first == second
     assert first == {
         "on the CPU": 0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -239,25 +238,14 @@ def test_fused_experts_are_at_least_as_exact_as_the_loop(kind: str, bias: bool, 
 # ---- the choice
 
 
-class InFolder(ProductBench):
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def folder(self) -> Path:
-        return self._folder
-
-
-def measurer_in(folder: Path) -> ProductMeasurer:
-    return ProductMeasurer(Registry(PRODUCTS.candidates), InFolder(folder))
-
-
-def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_path: Path) -> None:
+def test_what_is_measured_here_is_taken_where_it_is_faster_and_known_then() -> None:
     skip_unless_willing(PMOE)
     skip_unless_willing(GROUPED_MM)
     experts = SwiGLUExperts(256, 512, 4, bias=False, dtype=torch.bfloat16, device=DEVICE)
     requests = product_requests(experts, torch.bfloat16, DEVICE, 500)
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    measurer, case = measurer_in(tmp_path), KernelCase.of(experts, DEVICE, torch.bfloat16)
+    measurer = ProductMeasurer(Registry(PRODUCTS.candidates), ProductBench())
+    case = KernelCase.of(experts, DEVICE, torch.bfloat16)
     found = measurer.registry
     measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     assert torch.cuda.memory_allocated() == before
@@ -268,11 +256,8 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_found_again(tmp_p
         seconds = measured.seconds
         assert all(1e-7 < each < 1 for each in seconds.values()), seconds
         assert (measured.choice == PMOE) == (seconds[PMOE] < 0.99 * seconds[GROUPED_MM])
-    another = measurer_in(tmp_path)
-    another.bench.seconds = None  # nothing is measured
-    again = another.registry
-    another.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
-    assert [again.choose(each) for each in requests] == [found.choose(each) for each in requests]
+    measurer.bench.seconds = None  # nothing is measured again
+    measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     print("\n".join(found.explain(each) for each in requests))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,8 +148,8 @@ def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> int:
 WRONG = "T_DO in torch.bfloat16 is wrong by 0.5 of its size, where 0.016 is allowed"
 
 
-def test_kernels_are_checked_once_for_each_nonlinearity_before_they_are_measured(tmp_path: Path) -> None:
-    bench = FakeBench(tmp_path, FASTER)
+def test_kernels_are_checked_once_for_each_nonlinearity_before_they_are_measured() -> None:
+    bench = FakeBench(FASTER)
     found = make_registry(bench)
     for _ in range(2):
         found.measure([FORWARD], Alone())
@@ -159,10 +158,8 @@ def test_kernels_are_checked_once_for_each_nonlinearity_before_they_are_measured
 
 
 @pytest.mark.parametrize("wrong", [WRONG, RuntimeError("an illegal memory access")])
-def test_a_mismatch_is_a_warning_with_the_numbers_and_the_plain_way_from_then_on(
-    tmp_path: Path, wrong: Any
-) -> None:
-    bench = FakeBench(tmp_path, FASTER)
+def test_a_mismatch_is_a_warning_with_the_numbers_and_the_plain_way_from_then_on(wrong: Any) -> None:
+    bench = FakeBench(FASTER)
     found = make_registry(bench)
     found.measure([FORWARD], Alone())
     assert found.choose(FORWARD) == "pmoe"
@@ -181,8 +178,8 @@ def test_a_mismatch_is_a_warning_with_the_numbers_and_the_plain_way_from_then_on
     assert found.choose(other) == "pmoe"
 
 
-def test_kernels_that_compute_wrongly_on_another_rank_are_taken_on_none(tmp_path: Path) -> None:
-    bench = FakeBench(tmp_path, FASTER)
+def test_kernels_that_compute_wrongly_on_another_rank_are_taken_on_none() -> None:
+    bench = FakeBench(FASTER)
     found = make_registry(bench)
 
     def agree(values: Sequence[float]) -> list[float]:
@@ -192,13 +189,3 @@ def test_kernels_that_compute_wrongly_on_another_rank_are_taken_on_none(tmp_path
     with pytest.warns(UserWarning, match="wrongly on another rank"):
         assert found.choose(FORWARD) == "grouped_mm"
     assert bench.measured == []
-
-
-def test_what_the_file_knows_is_checked_too(tmp_path: Path) -> None:
-    make_registry(FakeBench(tmp_path, FASTER)).measure([FORWARD], Alone())
-    bench = FakeBench(tmp_path, FASTER)
-    bench.wrong = WRONG
-    found = make_registry(bench)
-    found.measure([FORWARD], Alone())
-    with pytest.warns(UserWarning, match="wrong by 0.5 of its size"):
-        assert found.choose(FORWARD) == "grouped_mm"

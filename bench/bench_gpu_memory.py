@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.timing import table, write_json
 from pmoe.comm.ranks import Ranks
+from pmoe.layer.memory import memory_shape
 from pmoe.measure.rates import measure
 from pmoe.planner.cost_model import cheapest_pair
 from pmoe.planner.profile import Profile
@@ -152,7 +153,7 @@ def main() -> None:
         row["predicted / peak"] = predicted / counted if counted else None
         rows.append(row)
     print(table(rows))
-    shape = passes.layer.memory_shape(passes.x)
+    shape = memory_shape(passes.layer.parts, passes.x)
     pick, seconds = cheapest_pair(shape, found, sizes.tokens, STRATEGIES.values())
     told = ", ".join(f"{pair} {pair.strategy}: {time * 1e3:.2f} ms" for pair, time in seconds.items())
     print(f"Eq. 10 picks {pick} ({told})")

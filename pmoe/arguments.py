@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
+
+MOST = 2**31 - 1
+"""Of a size: more is a mistake, and no tensor could have it."""
 
 
 def check_number(**values: object) -> None:
@@ -13,19 +17,35 @@ def check_number(**values: object) -> None:
             raise TypeError(f"{name} ({value!r}) must be a number")
 
 
+def is_int(value: object) -> bool:
+    """Whether it is an integer of any library, numpy's say; a bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def plain_int(value: Any) -> Any:
+    """An integer of any library as an int; any other value as it is."""
+    return int(value) if is_int(value) else value
+
+
 def check_int(**values: object) -> None:
-    """TypeError unless each is an int; a bool is none."""
+    """TypeError unless each is an integer."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not is_int(value):
             raise TypeError(f"{name} ({value!r}) must be an int")
 
 
+def check_flag(name: str, flag: object) -> None:
+    """TypeError unless it is True or False."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} ({flag!r}) must be True or False")
+
+
 def check_count(**counts: int) -> None:
-    """TypeError unless each is an int, ValueError unless at least 1."""
+    """TypeError unless each is an int, ValueError unless it is from 1 to MOST."""
     for name, count in counts.items():
         check_int(**{name: count})
-        if count < 1:
-            raise ValueError(f"{name} ({count}) must be at least 1")
+        if not 1 <= count <= MOST:
+            raise ValueError(f"{name} ({count}) must be at least 1, and at most {MOST}")
 
 
 def check_not_negative(**values: float) -> None:

@@ -27,12 +27,12 @@ class Ranks:
         self.size = 1
         self.rank = 0
         if group is not None:
-            rank = dist.get_rank(group)
-            if rank < 0:
-                raise ValueError(
-                    f"group ({_describe(group)}) must contain this rank (global rank {dist.get_rank()})"
-                )
-            self.rank, self.size = rank, dist.get_world_size(group)
+            given: object = group
+            if not isinstance(given, dist.ProcessGroup):  # who is no member has a number of `new_group`
+                name = "GroupMember.NON_GROUP_MEMBER" if isinstance(given, int) else type(given).__name__
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                raise ValueError(f"group ({name}) must contain this rank (global rank {rank})")
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     @staticmethod
     def single() -> Ranks:
@@ -71,12 +71,6 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size}"
-
-
-def _describe(group: object) -> str:
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return "GroupMember.NON_GROUP_MEMBER"
-    return f"ranks {dist.get_process_group_ranks(group)}"  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pmoe.arguments import plain_int
 from pmoe.comm.ranks import Ranks, gathered
 from pmoe.comm.subgroups import options_like
 
@@ -125,7 +126,7 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{LOCAL_WORLD_SIZE} ({text!r}) must be a number of ranks, at least 1")
         nodes = int(text)
-    if isinstance(nodes, int) and not isinstance(nodes, bool):
+    if isinstance(nodes := plain_int(nodes), int) and not isinstance(nodes, bool):
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 rank a node")
         return [rank // nodes for rank in global_ranks]

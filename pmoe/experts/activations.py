@@ -61,6 +61,6 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def find_activation(name: str) -> Activation:
     """Raises ValueError naming the known ones for any other name."""
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation ({name!r}) must be one of {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]

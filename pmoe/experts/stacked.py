@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pmoe.arguments import check_count, check_flag
 from pmoe.experts.base import (
     WHOLE,
     Allocate,
@@ -72,6 +73,8 @@ class StackedExperts(Experts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_count(d_model=d_model, d_hidden=d_hidden, num_local_experts=num_local_experts)
+        check_flag("bias", bias)
         self.num_local_experts, self.shard, self.all_hidden = num_local_experts, shard, d_hidden
         d_hidden //= shard.count
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.arguments import check_count, check_not_negative
+from pmoe.arguments import check_count, check_flag, check_not_negative, plain_int
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.engine.arena import pool
 from pmoe.experts import make_stacked
@@ -23,7 +23,7 @@ from pmoe.experts.base import Experts, Shard
 from pmoe.experts.initial import initialise
 from pmoe.gates import make_gate
 from pmoe.layer.parts import Parts
-from pmoe.layer.spec import LayerSpec, check_flag
+from pmoe.layer.spec import LayerSpec
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ def make_shared(
         made = ModuleExperts([shared])
         made.is_parallel = False
         return made
+    shared = plain_int(shared)
     if not isinstance(shared, int) or isinstance(shared, bool):
         raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
     check_count(shared_expert=shared)

@@ -27,7 +27,6 @@ from pmoe.schedule.restore import Restore
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
     from pmoe.engine.carried_gradients import Gradients
-    from pmoe.planner.layer_sizes import LayerSizes
     from pmoe.planner.memory import PredictedMemory
 
 
@@ -370,13 +369,6 @@ class MoELayer(nn.Module):
             pipeline_backward=pipeline_backward,
             memory_reuse=memory_reuse,
         )
-
-    def memory_shape(self, rows_TM: Tensor | None = None) -> LayerSizes:
-        """What of this layer its memory depends on. rows_TM: (T, M), as the experts get them, by default of
-        the type of their parameters."""
-        from pmoe.layer import memory
-
-        return memory.memory_shape(self.parts, rows_TM)
 
     def __getstate__(self) -> dict[str, Any]:
         # The last loss is attached to a graph, which neither copies nor pickles; what was agreed is not kept.

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from pmoe.arguments import check_count, check_number
+from pmoe.arguments import check_count, check_flag, check_number, check_positive, plain_int
 from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
 
@@ -35,9 +35,7 @@ class Switches:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{each.name} ({value!r}) must be True or False")
+            check_flag(each.name, getattr(self, each.name))
 
 
 NAMES = frozenset(each.name for each in fields(Switches))
@@ -78,16 +76,18 @@ class LayerSpec:
     switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, plain_int(getattr(self, each.name)))
         check_count(d_model=self.d_model, d_hidden=self.d_hidden, num_experts=self.num_experts)
         check_count(top_k=self.top_k)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts})")
-        _check_capacity_factor(self.capacity_factor)
+        check_positive(capacity_factor=self.capacity_factor)
         restore = parse_restore(self.memory_reuse)
         check_number(slack=self.slack)
         if not 1 <= self.slack < math.inf:
             raise ValueError(f"slack ({self.slack}) must be a number of at least 1")
-        if not isinstance(self.fused, bool) and self.fused not in ("forward", "auto"):
+        if not isinstance(self.fused, bool) and str(self.fused) not in ("forward", "auto"):
             raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward" or "auto"')
         check_pipeline(self.pipeline)
         check_backward(self.pipeline, self.pipeline_backward)
@@ -148,19 +148,6 @@ class LayerSpec:
         if not self.memory_reuse:
             return (KEEP,)
         return tuple(STRATEGIES.values()) if self.memory_budget is None else ALL_PAIRS
-
-
-def _check_capacity_factor(factor: float | None) -> None:
-    if factor is None:
-        return
-    check_number(capacity_factor=factor)
-    if not 0 < factor < math.inf:
-        raise ValueError(f"capacity_factor ({factor}) must be None or a positive number")
-
-
-def check_flag(name: str, flag: object) -> None:
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} ({flag!r}) must be True or False")
 
 
 class Option(Generic[V]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pmoe.arguments import MOST
 from pmoe.schedule.restore import Restore
 
 DEGREES = (1, 2, 4, 8, 16)
@@ -20,12 +21,12 @@ SOLVE = "solve"
 
 def check_pipeline(pipeline: bool | int | str) -> None:
     """Raises TypeError unless a bool, an int or "solve", ValueError for an int below 1."""
-    if pipeline == SOLVE:
+    if isinstance(pipeline, str) and pipeline == SOLVE:
         return
     if not isinstance(pipeline, int):
         raise TypeError(f'pipeline ({pipeline!r}) must be False, True or an int, or "{SOLVE}"')
-    if not isinstance(pipeline, bool) and pipeline < 1:
-        raise ValueError(f"pipeline ({pipeline}) must be False, True or an int of at least 1")
+    if not isinstance(pipeline, bool) and not 1 <= pipeline <= MOST:
+        raise ValueError(f"pipeline ({pipeline}) must be False, True or an int of at least 1, at most {MOST}")
 
 
 def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) -> None:
@@ -40,7 +41,7 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
             "which chooses both"
         )
     n = int(pipeline) or 1
-    if pipeline_backward < 1 or (n % pipeline_backward and pipeline_backward % n):
+    if not 1 <= pipeline_backward <= MOST or (n % pipeline_backward and pipeline_backward % n):
         raise ValueError(
             f"pipeline_backward ({pipeline_backward}) must divide pipeline ({n}) or be a multiple of it"
         )

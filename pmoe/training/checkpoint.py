@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from pmoe.arguments import plain_int
 from pmoe.comm.ranks import Ranks, from_first, gathered
 from pmoe.training import checkpoint_files as files
 from pmoe.training import checkpoint_state as states
@@ -79,7 +80,7 @@ def save_checkpoint(
     Raises CheckpointError on every rank where one failed, for example because the model was not parallelized,
     so that ranks hold different experts under one name; RuntimeError where a peer died.
     """
-    ranks, folder = Ranks(group), Path(folder)
+    ranks, folder, step, keep = Ranks(group), Path(folder), plain_int(step), plain_int(keep)
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         _check_arguments(step, extra, keep)
@@ -126,7 +127,7 @@ def load_checkpoint(
     names them), or where files are missing or too short on any rank.
     """
     ranks, folder, optimizers = Ranks(group), Path(folder), _listed(optimizer)
-    path = folder / _on_first(ranks, "looking for it", lambda: files.find(folder, step))
+    path = folder / _on_first(ranks, "looking for it", lambda: files.find(folder, plain_int(step)))
     saved = _on_all(ranks, f"reading {path}", lambda: files.read(path, ranks.rank, ranks.size))
 
     def collect() -> tuple[states.Names, dict[str, Tensor]]:

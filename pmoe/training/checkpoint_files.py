@@ -134,7 +134,7 @@ def find(folder: Path, step: int | None) -> str:
     """
     if step is None:
         return _last(folder / POINTER)
-    if not isinstance(step, int):
+    if not isinstance(step, int) or isinstance(step, bool):
         raise ValueError(f"step ({step!r}) must be an int, or None for the last")
     pattern = re.compile(rf"step_{step:08d}(-(\d+))?")
     numbered = {

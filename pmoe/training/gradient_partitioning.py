@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pmoe.comm.ranks import Ranks, from_first
 from pmoe.layer import MoELayer
+from pmoe.layer.memory import memory_shape
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost, fit
 from pmoe.planner.degree import DEGREES, fixed_degree
@@ -196,7 +197,7 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     """
     rows = next(layer.experts.parameters())
     operations = operations_of(layer.grid, rows.device, rows.dtype)
-    shape = layer.memory_shape()
+    shape = memory_shape(layer.parts)
     costs = layer_costs(shape, operations, layer.max_tokens, rows.device.type).backward()
     restore = layer.restore if isinstance(layer.restore, Restore) else None
     way = ScheduleOptions(

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
+from pmoe.arguments import is_int
 from pmoe.comm.mesh import ACROSS, INSIDE
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
@@ -92,7 +93,7 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     group.
     """
     for name, size in {"mp": mp, "ep": ep, "esp": esp}.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_int(size) or size < 1:
             raise ValueError(f"{name} ({size!r}) must be an int of at least 1")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("torch.distributed must be initialised (init_process_group) before make_meshes")

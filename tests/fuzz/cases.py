@@ -149,8 +149,11 @@ def calls(draw: Callable[..., Any], world: int, dtype: str) -> Call:
     checkpoint = draw(st.sampled_from(("", "", "", *CHECKPOINTS)))
     # torch's own rules: the reentrant one gives no gradients where its input needs none, and takes no inputs.
     must = checkpoint in ("reentrant", "nested")
-    backwards = tuple(each for each in BACKWARDS if not must or each != "inputs")
-    wants = [must or draw(_often) for _ in range(world)]
+    backward = draw(
+        st.sampled_from(("once", "once", *(each for each in BACKWARDS if not must or each != "inputs")))
+    )
+    # Gradients of inputs alone are asked for by all ranks or by none: else some leave out the experts' own.
+    wants = [must or backward == "inputs" or draw(_often) for _ in range(world)]
     autocast = dtype == "float32" and draw(_seldom)
     return Call(
         tokens=(*tokens, *Call.tokens[world:]),
@@ -158,7 +161,7 @@ def calls(draw: Callable[..., Any], world: int, dtype: str) -> Call:
         wants=(*wants, *Call.wants[world:]),
         shape=draw(st.sampled_from(("rows", "rows", *SHAPES))),
         checkpoint=checkpoint,
-        backward=draw(st.sampled_from(("once", "once", *backwards))),
+        backward=backward,
         inplace=draw(_seldom),
         hook=draw(_seldom),
         chained=dtype == "float64" and draw(_seldom),

@@ -10,6 +10,7 @@ import pytest
 
 import pmoe
 from pmoe.layer import predicted
+from pmoe.layer.memory import memory_shape
 from pmoe.planner.candidates import bound
 from pmoe.planner.cost_model import NO_INTERFERENCE
 from pmoe.planner.costs import LineCost
@@ -140,7 +141,7 @@ def chosen_job(rank: int, world: int, lanes: dict[str, LineCost], options: dict[
     with mock.patch.object(predicted, "profile_of", lambda *_: profile(**lanes)):
         layer = build(top_k=1, slack=SLACK, **options)
         ran = step(layer, rank)
-    return (ran.forward, ran.backward, ran.restore), layer.memory_shape(), layer.parts.num_bins
+    return (ran.forward, ran.backward, ran.restore), memory_shape(layer.parts), layer.parts.num_bins
 
 
 def lanes_of(compute: float, message: float, copy: float, alpha: float = 0.0) -> dict[str, LineCost]:

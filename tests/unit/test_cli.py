@@ -19,6 +19,7 @@ import pmoe
 from pmoe import MoELayer, Restore, cli
 from pmoe.integrations.run_folder import SCALARS, ScalarRow, append
 from pmoe.kernels import extension, status
+from pmoe.layer.memory import memory_shape
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.candidates import bound
 from pmoe.planner.layer_sizes import sizes_from_options
@@ -101,8 +102,8 @@ def test_the_paper_example_prints_eq_1_to_6(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shape_from_sizes_is_that_of_the_layer(expert: str, bias: bool, dtype: torch.dtype) -> None:
     layer = MoELayer(16, 64, 8, 2, expert=expert, bias=bias, dtype=dtype, memory_reuse=True)
-    assert (
-        sizes_from_options(16, 64, 8, top_k=2, expert=expert, bias=bias, dtype=dtype) == layer.memory_shape()
+    assert sizes_from_options(16, 64, 8, top_k=2, expert=expert, bias=bias, dtype=dtype) == memory_shape(
+        layer.parts
     )
 
 

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,20 @@ def test_the_signature_is_the_promised_one() -> None:
         ({"d_model": 6.0}, TypeError, r"d_model \(6.0\) must be an int"),
         ({"d_hidden": -8}, ValueError, r"d_hidden \(-8\) must be at least 1"),
         ({"d_hidden": "8"}, TypeError, r"d_hidden \('8'\) must be an int"),
+        ({"d_hidden": 1 << 40}, ValueError, r"d_hidden \(1099511627776\) must be at least 1, and at most"),
+        (
+            {"pipeline": 1 << 62},
+            ValueError,
+            r"pipeline \(4611686018427387904\) must be False, True or an int",
+        ),
+        ({"top_k": np.float64(2.0)}, TypeError, r"top_k \(.*2.0.*\) must be an int"),
+        ({"num_experts": np.bool_(True)}, TypeError, r"num_experts \(.*True.*\) must be an int"),
+        ({"bias": 1}, TypeError, r"bias \(1\) must be True or False"),
+        ({"bias": torch.ones(2)}, TypeError, r"bias \(tensor.*\) must be True or False"),
+        ({"activation": ["gelu"]}, ValueError, r"activation \(\['gelu'\]\) must be one of gelu, relu, silu"),
+        ({"pipeline": np.ones(2)}, TypeError, r"pipeline \(array.*\) must be False, True or an int"),
+        ({"fused": np.ones(2)}, ValueError, r"fused \(array.*\) must be False, True"),
+        ({"group": "world"}, ValueError, r"group \(str\) must contain this rank"),
         ({"num_experts": 0}, ValueError, r"num_experts \(0\) must be at least 1"),
         ({"num_experts": True}, TypeError, r"num_experts \(True\) must be an int"),
         ({"top_k": 0}, ValueError, r"top_k \(0\) must be at least 1"),
@@ -394,3 +409,19 @@ def test_switches_have_one_place() -> None:
             setattr(layer, name, True)
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, **{name: False})
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    sizes = (np.int64(6), np.int32(8), np.uint8(4), np.int64(2))
+    assert type(MoELayer(*sizes, memory_budget=np.int64(1 << 20)).memory_budget) is int
+    layer = MoELayer(*sizes, pipeline=np.int64(2), shared_expert=np.int64(5))
+    assert all(type(getattr(layer, name)) is int for name in ("d_model", "top_k", "pipeline"))
+    layer(torch.randn(3, 6)).sum().backward()
+    layer.pipeline = np.int16(4)
+    assert layer.pipeline == 4 and type(layer.pipeline) is int
+    plain = MoELayer(6, 8, 4, 2)
+    assert plain.predict_memory(np.int64(16)) == plain.predict_memory(16)
+    with pytest.raises(TypeError, match=r"row_counts \(list\) must be None or what layer.row_counts holds"):
+        plain.predict_memory(16, [1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"num_tokens \(True\) must be an int"):
+        plain.predict_memory(True)

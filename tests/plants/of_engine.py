@@ -63,6 +63,14 @@ ENGINE = (
         tests=f"{STREAMS} -k an_error",
     ),
     Plant(
+        name="sends-on-after-a-failure",
+        breaks="what follows a failed exchange is sent to peers that are still at that one",
+        file=LANES,
+        old="            self._has_failed = True\n            self.fail(task, error)\n",
+        new="            self.fail(task, error)\n",
+        tests="tests/unit/test_lanes.py",
+    ),
+    Plant(
         name="arena-never-given-back",
         breaks="a pass keeps its slots for ever",
         file=PASSES,

@@ -7,7 +7,25 @@ from tests.plants.plant import Plant
 CHECKPOINT = "tests/gloo/test_checkpoint.py"
 STATE = "pmoe/training/checkpoint_state.py"
 
+FILES, FOREIGN = "pmoe/training/checkpoint_files.py", "tests/unit/test_foreign_files.py"
+
 TRAINING = (
+    Plant(
+        name="sums-not-compared",
+        breaks="a flipped bit in a checkpoint is trained on",
+        file=FILES,
+        old="            if _sum(path / Path(name).name) != expected:\n",
+        new="            if _sum(path / Path(name).name) < 0:\n",
+        tests=FOREIGN,
+    ),
+    Plant(
+        name="any-pickle-is-read",
+        breaks="a program in the place of a checkpoint's list is run",
+        file=FILES,
+        old="            found: Metadata = _Records(file).load()\n",
+        new="            found: Metadata = pickle.load(file)\n",
+        tests=FOREIGN,
+    ),
     Plant(
         name="reducer-leaves-the-rest",
         breaks="gradients that no layer carried are never summed",

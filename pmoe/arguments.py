@@ -7,7 +7,7 @@ import numbers
 from typing import Any
 
 MOST = 2**31 - 1
-"""Of a size: more is a mistake, and no tensor could have it."""
+"""Of a number of micro-batches: more is a mistake."""
 
 
 def check_number(**values: object) -> None:
@@ -41,11 +41,11 @@ def check_flag(name: str, flag: object) -> None:
 
 
 def check_count(**counts: int) -> None:
-    """TypeError unless each is an int, ValueError unless it is from 1 to MOST."""
+    """TypeError unless each is an int, ValueError unless at least 1."""
     for name, count in counts.items():
         check_int(**{name: count})
-        if not 1 <= count <= MOST:
-            raise ValueError(f"{name} ({count}) must be at least 1, and at most {MOST}")
+        if count < 1:
+            raise ValueError(f"{name} ({count}) must be at least 1")
 
 
 def check_not_negative(**values: float) -> None:

@@ -51,7 +51,6 @@ def test_the_signature_is_the_promised_one() -> None:
         ({"d_model": 6.0}, TypeError, r"d_model \(6.0\) must be an int"),
         ({"d_hidden": -8}, ValueError, r"d_hidden \(-8\) must be at least 1"),
         ({"d_hidden": "8"}, TypeError, r"d_hidden \('8'\) must be an int"),
-        ({"d_hidden": 1 << 40}, ValueError, r"d_hidden \(1099511627776\) must be at least 1, and at most"),
         (
             {"pipeline": 1 << 62},
             ValueError,

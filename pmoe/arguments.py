@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+from typing import Any, TypeGuard
 
 MOST = 2**31 - 1
 """Of a number of micro-batches: more is a mistake."""
@@ -17,7 +17,7 @@ def check_number(**values: object) -> None:
             raise TypeError(f"{name} ({value!r}) must be a number")
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether it is an integer of any library, numpy's say; a bool is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pmoe.arguments import plain_int
+from pmoe.arguments import is_int
 from pmoe.comm.ranks import Ranks, gathered
 from pmoe.comm.subgroups import options_like
 
@@ -126,10 +126,10 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{LOCAL_WORLD_SIZE} ({text!r}) must be a number of ranks, at least 1")
         nodes = int(text)
-    if isinstance(nodes := plain_int(nodes), int) and not isinstance(nodes, bool):
+    if is_int(nodes):
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 rank a node")
-        return [rank // nodes for rank in global_ranks]
+        return [rank // int(nodes) for rank in global_ranks]
     if not isinstance(nodes, Sequence) or isinstance(nodes, str):
         raise TypeError(f"nodes ({nodes!r}) must be a number of ranks, or an id of its node for each rank")
     if len(nodes) != len(global_ranks):

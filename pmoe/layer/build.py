@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.arguments import check_count, check_flag, check_not_negative, plain_int
+from pmoe.arguments import check_count, check_flag, check_not_negative, is_int
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.engine.arena import pool
 from pmoe.experts import make_stacked
@@ -167,12 +167,11 @@ def make_shared(
         made = ModuleExperts([shared])
         made.is_parallel = False
         return made
-    shared = plain_int(shared)
-    if not isinstance(shared, int) or isinstance(shared, bool):
+    if not is_int(shared):
         raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
     check_count(shared_expert=shared)
     kind = expert if isinstance(expert, str) else "ffn"
-    stacked = make_stacked(kind, spec.d_model, shared, 1, activation, bias, **options)
+    stacked = make_stacked(kind, spec.d_model, int(shared), 1, activation, bias, **options)
     stacked.is_parallel = False
     initialise(stacked, first_expert=spec.num_experts)  # a seed that no routed expert has
     return stacked

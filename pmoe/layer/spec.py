@@ -87,7 +87,7 @@ class LayerSpec:
         check_number(slack=self.slack)
         if not 1 <= self.slack < math.inf:
             raise ValueError(f"slack ({self.slack}) must be a number of at least 1")
-        if not isinstance(self.fused, bool) and str(self.fused) not in ("forward", "auto"):
+        if not isinstance(self.fused, bool | str) or self.fused not in (True, False, "forward", "auto"):
             raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward" or "auto"')
         check_pipeline(self.pipeline)
         check_backward(self.pipeline, self.pipeline_backward)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from pmoe.arguments import plain_int
+from pmoe.arguments import is_int, plain_int
 from pmoe.comm.ranks import Ranks, from_first, gathered
 from pmoe.training import checkpoint_files as files
 from pmoe.training import checkpoint_state as states
@@ -149,9 +149,9 @@ def load_checkpoint(
 
 
 def _check_arguments(step: object, extra: object, keep: object) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not is_int(step) or step < 0:
         raise ValueError(f"step ({step!r}) must be an int of at least 0")
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+    if not is_int(keep) or keep < 1:
         raise ValueError(f"keep ({keep!r}) must be an int of at least 1")
     if extra is not None and not isinstance(extra, Mapping):
         raise ValueError(f"extra ({extra!r}) must be a mapping of names, or None")

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from pmoe.arguments import is_int
 from pmoe.measure.store import load_json
 
 POINTER, PLAIN, LIST = "latest.json", "plain.pt", ".metadata"
@@ -102,7 +103,7 @@ def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
     if rank == 0:
         _write_to_disk(part / PLAIN, lambda file: torch.save(plain, file))
         own += [part / PLAIN, part / LIST]
-    sums = json.dumps({path.name: _sum(path) for path in own}).encode()
+    sums = json.dumps({path.name: _sum(path) for path in own}).encode()  # without a byte that says nothing
     _write_to_disk(part / f"sums_{rank}.json", lambda file: file.write(sums))
 
 
@@ -134,7 +135,7 @@ def find(folder: Path, step: int | None) -> str:
     """
     if step is None:
         return _last(folder / POINTER)
-    if not isinstance(step, int) or isinstance(step, bool):
+    if not is_int(step):
         raise ValueError(f"step ({step!r}) must be an int, or None for the last")
     pattern = re.compile(rf"step_{step:08d}(-(\d+))?")
     numbered = {

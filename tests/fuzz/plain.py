@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pmoe
+from tests import featured
+from tests.reference import ACTIVATIONS
 
 F64 = torch.float64
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 Weights = dict[str, Tensor]
 
 
 def values(name: str, *shape: int, scale: float = 1.0) -> Tensor:
     """Normal float64 values that are the same wherever they are asked for."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) % 1009)
-    return scale * torch.randn(shape, generator=generator, dtype=F64)
+    return scale * featured.values(name, *shape)
 
 
 def whole_experts(layer: pmoe.MoELayer, kind: str, bias: bool) -> Weights:

@@ -19,15 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.comm.base import FlatDispatch
 from pmoe.comm.counts import FaultError
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.arena import pool
-from pmoe.experts import FFNExperts
 from pmoe.experts.base import WHOLE, Shard
 from pmoe.gates import TopKGate
 from pmoe.gates.external import ExternalGate
 from pmoe.schedule.restore import ALL_PAIRS
+from tests.featured import OwnDispatch, OwnExperts
 from tests.fuzz.cases import Call, Case
 from tests.fuzz.plain import PlainLayer, own_part, values, whole_experts
 from tests.own_experts import mlp, normed
@@ -42,14 +41,6 @@ FACTOR = 3.0
 
 
 # ---- what the words of `cases` stand for
-
-
-class OwnDispatch(FlatDispatch):
-    """An exchange of a user's own."""
-
-
-class OwnExperts(FFNExperts):
-    """Experts of a user's own."""
 
 
 class OwnGate(nn.Module):

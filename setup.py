@@ -427,7 +427,10 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         package_data={"pmoe": ["py.typed"], "pmoe.planner": ["page.html"]},
         ext_modules=[] if why_no_kernels() else [Extension("pmoe._cuda", cuda_sources())],
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
-        entry_points={"console_scripts": ["pmoe = pmoe.cli:main"]},
+        entry_points={
+            "console_scripts": ["pmoe = pmoe.cli:main"],
+            "torch_dynamo_backends": ["pmoe = pmoe.graph.backend:backend"],
+        },
         # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
         install_requires=["torch>=2.13,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
         extras_require={

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pmoe.engine.passes import Inputs
 
-Path = Literal["pipeline", "one rank", "fused", "fused forward"]
+Path = Literal["pipeline", "one rank", "fused", "fused forward", "whole graph"]
 """By the pipeline engine; one rank's kernels; the fused kernels, in both passes or in the forward pass."""
 
 BackwardFunction = Callable[[list[Any], Sequence[bool], Tensor], list[Tensor | None]]

@@ -21,8 +21,10 @@ def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
     Narrow tokens are saved as they are: a wide copy of them, which autograd would keep, is twice as large as
     all else that the layer saves of them.
     """
-    if at_least_float32(x_TM) is x_TM:
+    if x_TM.dtype in (torch.float32, torch.float64):
         return F.linear(x_TM, weight_EM.to(x_TM.dtype))
+    if torch.compiler.is_compiling():
+        return F.linear(x_TM.float(), weight_EM.float())
     logits_TE: Tensor = _Logits.apply(x_TM, weight_EM)  # type: ignore[no-untyped-call]
     return logits_TE
 

@@ -1,0 +1,1 @@
+"""Lancet's passes (paper 004) on the graphs of torch.compile: overlap across the whole training step."""

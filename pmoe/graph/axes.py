@@ -1,0 +1,386 @@
+"""Partition axes (Lancet, section 5.2): along which dimension each tensor of a graph is cut, if it is.
+
+For each operator a rule says which axes of its inputs and results belong together, so that results of parts are
+the parts of the result. A tensor keeps one axis. `infer` follows the rules through a graph; a user's operator
+gets its rule by ``RULES[torch.ops.my.op.default] = rule``. An operator without a rule, or whose inputs no
+combination of its rule fits, is cut by nobody: it ends a range.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pmoe.graph.lower import NUMBERS
+
+aten, moe = torch.ops.aten, torch.ops.pmoe_graph
+
+IRREGULAR = "irregular"
+"""The axis of routed rows: parts hold as many as the routing gives them (the paper's A_irr)."""
+
+Axis = int | str | None
+"""A dimension, `IRREGULAR`, or None for a tensor that every part takes whole."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """inputs: the axis of each tensor among the arguments, in order. result: that of the result, one for each
+    where there are several."""
+
+    inputs: tuple[Axis, ...]
+    result: Axis | tuple[Axis, ...]
+
+
+Rule = Callable[[fx.Node], Iterable[Combination]]
+RULES: dict[object, Rule] = {}
+
+
+def rule(*targets: object) -> Callable[[Rule], Rule]:
+    def add(found: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, found))
+        return found
+
+    return add
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensors among its arguments, one as often as it stands there."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
+    return [each for each in found if not _is_number(each)]
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), NUMBERS)
+
+
+def infer(graph: fx.Graph, cut: Mapping[fx.Node, Axis]) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
+    """(the axis of each node, why others have none). cut: the axes of inputs; what it leaves out, as parameters
+    are, is whole. A tensor whose operator cannot be cut may be cut behind it, where a new range begins."""
+    found = _Inference(cut)
+    for node in graph.nodes:
+        found.add(node)
+    return found.axes, found.refused
+
+
+def follow(body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis]) -> dict[fx.Node, Any]:
+    """The axes of some instructions that can all be cut, and of what they take. cut: of what comes from before
+    them; the rest is whole. Raises `Refused` where one cannot be cut."""
+    found = _Inference(cut)
+    for node in body:
+        for each in node.all_input_nodes:
+            found.axes.setdefault(each, cut.get(each))
+        found.axes[node] = found.axis(node)
+    return found.axes
+
+
+class Refused(Exception):
+    """An instruction cannot be cut as its inputs are."""
+
+
+class _Inference:
+    """free: tensors that may be cut where they are first taken in parts: what could not be cut itself, and what
+    is made of no tensor at all."""
+
+    def __init__(self, cut: Mapping[fx.Node, Axis]) -> None:
+        self._cut, self._free = cut, set[fx.Node]()
+        self.axes: dict[fx.Node, Any] = {}
+        self.refused: dict[fx.Node, str] = {}
+
+    def add(self, node: fx.Node) -> None:
+        if node.op != "call_function":
+            self.axes[node] = self._cut.get(node)
+            return
+        try:
+            self.axes[node] = self.axis(node)
+        except Refused as error:
+            self.axes[node], self.refused[node] = self._behind(node), str(error)
+            self._free.add(node)
+
+    def _behind(self, node: fx.Node) -> Any:
+        """Along which axis a result that is whole is cut again, behind an operator that keeps the shape."""
+        first = next((each for each in tensors(node) if isinstance(self.axes[each], int)), None)
+        if first is None:
+            return None
+        results = node.meta["val"]
+        found = [
+            self.axes[first] if isinstance(each, Tensor) and tuple(each.shape) == shape(first) else None
+            for each in (results if isinstance(results, (tuple, list)) else [results])
+        ]
+        return tuple(found) if isinstance(results, (tuple, list)) else found[0]
+
+    def axis(self, node: fx.Node) -> Any:
+        given, axes = tensors(node), self.axes
+        if _is_number(node):
+            return IRREGULAR if any(axes[each] == IRREGULAR for each in node.all_input_nodes) else None
+        if not given:
+            self._free.add(node)
+        if node.target is operator.getitem:
+            if given[0] in self._free:
+                self._free.add(node)
+            whole = axes[given[0]]
+            return whole[node.args[1]] if isinstance(whole, tuple) else whole
+        if all(axes[each] is None for each in given) and node.target is not moe.order.default:
+            if not self._free.isdisjoint(given):
+                self._free.add(node)
+            return None
+        for combination in self._rule(node)(node):
+            if all(map(self._fits, given, combination.inputs)):
+                for each, axis in zip(given, combination.inputs, strict=True):
+                    axes[each] = axis
+                    self._free.discard(each)  # it keeps this one
+                return combination.result
+        raise Refused(f"{node.target} cannot be cut along {[axes[each] for each in given]}")
+
+    def _rule(self, node: fx.Node) -> Rule:
+        found = RULES.get(node.target) or (_pointwise if _is_pointwise(node.target) else None)
+        if found is None:
+            raise Refused(f"{node.target} has no rule")
+        return found
+
+    def _fits(self, node: fx.Node, axis: Axis) -> bool:
+        known = self.axes[node]
+        return known == axis or (known is None and node in self._free and isinstance(axis, int))
+
+
+# ---- shapes
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    value: Tensor = node.meta["val"]
+    return tuple(value.shape)
+
+
+def _dims(node: fx.Node) -> range:
+    return range(len(shape(node)))
+
+
+def _number(node: fx.Node, place: int, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else default
+
+
+def _alike(node: fx.Node, but: Iterable[int], results: int = 1) -> Iterator[Combination]:
+    """All tensors cut along one dimension, which is none of ``but``."""
+    first, *_ = given = tensors(node)
+    rank = len(shape(first))
+    without = {each % rank for each in but}
+    for dim in range(rank):
+        if dim not in without:
+            result = dim if results == 1 else (dim,) * results
+            yield Combination((dim,) * len(given), result)
+
+
+# ---- rules. Pointwise operators are known by their tag
+
+
+def _is_pointwise(target: object) -> bool:
+    tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+@rule(aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default)
+def _pointwise(node: fx.Node) -> Iterator[Combination]:
+    given = tensors(node)
+    if any(isinstance(shape(each)[0] if shape(each) else 1, torch.SymInt) for each in given):
+        yield Combination((IRREGULAR,) * len(given), IRREGULAR)
+    size = shape(node)
+    for dim in _dims(node):
+        inputs = []
+        for each in given:
+            own = dim - (len(size) - len(shape(each)))
+            inputs.append(own if own >= 0 and shape(each)[own] != 1 else None)
+        if any(each is not None for each in inputs):
+            yield Combination(tuple(inputs), dim)
+
+
+@rule(aten.mm.default)
+def _mm(node: fx.Node) -> Iterator[Combination]:
+    yield Combination((0, None), 0)
+    yield Combination((None, 1), 1)
+
+
+@rule(aten.addmm.default)
+def _addmm(node: fx.Node) -> Iterator[Combination]:
+    bias = len(shape(tensors(node)[0]))
+    yield Combination((0 if bias == 2 else None, 0, None), 0)
+    yield Combination((bias - 1, None, 1), 1)
+
+
+@rule(aten.bmm.default)
+def _bmm(node: fx.Node) -> Iterator[Combination]:
+    yield Combination((0, 0), 0)
+    yield Combination((1, None), 1)
+    yield Combination((None, 2), 2)
+
+
+@rule(aten.native_layer_norm.default)
+def _layer_norm(node: fx.Node) -> Iterator[Combination]:
+    given, normalized = tensors(node), len(node.args[1])  # type: ignore[arg-type]
+    for dim in range(len(shape(given[0])) - normalized):
+        yield Combination((dim, *(None for _ in given[1:])), (dim,) * 3)
+
+
+@rule(aten._fused_rms_norm.default)
+def _rms_norm(node: fx.Node) -> Iterator[Combination]:
+    given, normalized = tensors(node), len(node.args[1])  # type: ignore[arg-type]
+    for dim in range(len(shape(given[0])) - normalized):
+        yield Combination((dim, *(None for _ in given[1:])), (dim,) * 2)
+
+
+@rule(aten.embedding.default)
+def _embedding(node: fx.Node) -> Iterator[Combination]:
+    for dim in _dims(tensors(node)[1]):
+        yield Combination((None, dim), dim)
+
+
+@rule(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+)
+def _attention(node: fx.Node) -> Iterator[Combination]:
+    dropout = _number(node, 3, 0.0)
+    if len(tensors(node)) == 3 and isinstance(dropout, float) and dropout == 0.0:
+        results = len(node.meta["val"])
+        for dim in (0, 1):  # sequences, heads
+            yield Combination((dim,) * 3, (dim, dim, *(None for _ in range(results - 2))))
+
+
+@rule(aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.argmax.default)
+def _along(node: fx.Node) -> Iterator[Combination]:
+    dim = _number(node, 1)
+    keeps = node.target is not aten.argmax.default or _number(node, 2, False)
+    for each in _alike(node, [dim]):
+        (axis,) = each.inputs
+        lost = not keeps and int(axis) > dim % len(shape(tensors(node)[0]))  # type: ignore[arg-type]
+        yield each if not lost else Combination(each.inputs, int(axis) - 1)  # type: ignore[arg-type]
+
+
+@rule(aten.topk.default, aten.sort.default, aten.sort.stable)
+def _top(node: fx.Node) -> Iterator[Combination]:
+    place = {aten.topk.default: 2, aten.sort.default: 1}.get(node.target)  # type: ignore[call-overload]
+    dim = node.kwargs.get("dim", -1) if place is None else _number(node, place, -1)
+    yield from _alike(node, [dim], 2)
+
+
+@rule(aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+def _gather(node: fx.Node) -> Iterator[Combination]:
+    yield from _alike(node, [_number(node, 1)])
+
+
+@rule(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.var.correction)
+def _reduce(node: fx.Node) -> Iterator[Combination]:
+    rank = len(shape(tensors(node)[0]))
+    dims = _number(node, 1)
+    gone = set(range(rank)) if not dims else {each % rank for each in dims}
+    keeps = bool(_number(node, 2, node.kwargs.get("keepdim", False)))
+    for each in _alike(node, gone):
+        dim = int(each.inputs[0])  # type: ignore[arg-type]
+        yield Combination(each.inputs, dim if keeps else dim - sum(other < dim for other in gone))
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+def _view(node: fx.Node) -> Iterator[Combination]:
+    """A dimension whose blocks stay blocks: as many elements stand before it on both sides."""
+    source, result = shape(tensors(node)[0]), shape(node)
+    if node.target is aten.expand.default:
+        offset = len(result) - len(source)
+        for dim, size in enumerate(source):
+            if size == result[dim + offset] and size != 1:
+                yield Combination((dim,), dim + offset)
+        return
+    for dim, size in enumerate(source):
+        for other, found in enumerate(result):
+            before = math.prod(source[:dim]), math.prod(result[:other])
+            if before[0] == before[1] and size != 1 and found != 1:
+                yield Combination((dim,), other)
+                break
+
+
+@rule(aten.permute.default, aten.transpose.int, aten.t.default)
+def _permute(node: fx.Node) -> Iterator[Combination]:
+    rank = len(shape(node))
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        order = [each % rank for each in node.args[1]]  # type: ignore[union-attr]
+    else:
+        first, second = (0, rank - 1) if node.target is aten.t.default else node.args[1:3]
+        order[first % rank], order[second % rank] = order[second % rank], order[first % rank]  # type: ignore[operator,index]
+    for dim in range(rank):
+        yield Combination((dim,), order.index(dim))
+
+
+@rule(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int)
+def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
+    rank, more = len(shape(node)), node.target is aten.unsqueeze.default
+    at = node.args[1] % (rank if more else rank + 1)  # type: ignore[operator]
+    for dim in _dims(tensors(node)[0]):
+        if more or dim != at:
+            yield Combination((dim,), dim + (dim >= at) if more else dim - (dim > at))
+
+
+@rule(
+    aten.slice.Tensor,
+    aten.slice_scatter.default,
+    aten.slice_backward.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+)
+def _slice(node: fx.Node) -> Iterator[Combination]:
+    place = 1 if node.target is aten.slice.Tensor else 2
+    results = node.meta["val"]
+    yield from _alike(
+        node, [_number(node, place, 0)], len(results) if isinstance(results, (list, tuple)) else 1
+    )
+
+
+@rule(aten.cat.default, aten.stack.default)
+def _cat(node: fx.Node) -> Iterator[Combination]:
+    dim, given = _number(node, 1, 0), tensors(node)
+    if node.target is aten.cat.default:
+        yield from _alike(node, [dim])
+        return
+    at = dim % len(shape(node))
+    for each in _dims(given[0]):
+        yield Combination((each,) * len(given), each + (each >= at))
+
+
+# ---- rules of a layer's operators: a gate's rows are cut with the batch, and what they become is irregular
+
+
+@rule(moe.order.default)
+def _order(node: fx.Node) -> Iterator[Combination]:
+    given = tensors(node)
+    yield Combination((*(0 for _ in given[:-1]), None), (IRREGULAR,) * 3 + (None,))
+
+
+@rule(moe.exchange_counts.default)
+def _exchange_counts(node: fx.Node) -> Iterator[Combination]:
+    yield Combination((IRREGULAR,), (IRREGULAR,) * 3)
+
+
+@rule(moe.pack.default)
+def _pack(node: fx.Node) -> Iterator[Combination]:
+    yield Combination((0, *(IRREGULAR,) * 4), (IRREGULAR, IRREGULAR))
+
+
+@rule(moe.join.default)
+def _join(node: fx.Node) -> Iterator[Combination]:
+    yield Combination((IRREGULAR,) * 6, 0)
+
+
+@rule(moe.exchange.default, moe.by_expert.default)
+def _rows(node: fx.Node) -> Iterator[Combination]:
+    yield Combination((IRREGULAR,) * len(tensors(node)), IRREGULAR)
+
+
+@rule(moe.experts.default)
+def _experts(node: fx.Node) -> Iterator[Combination]:
+    parameters: Sequence[object] = node.args[3]  # type: ignore[assignment]
+    yield Combination((*(IRREGULAR,) * 3, *(None for _ in parameters)), (IRREGULAR, IRREGULAR))

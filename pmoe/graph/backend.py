@@ -1,0 +1,67 @@
+"""The backend of ``torch.compile(model, backend="pmoe")``: Lancet's passes on a whole graph (paper 004).
+
+PyTorch finds it by its name: pmoe's package says so (the entry point "torch_dynamo_backends" in setup.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition
+
+from pmoe.graph import capture
+from pmoe.graph.options import Options
+from pmoe.graph.run import Runner
+
+
+def backend(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles one graph. options: as in `Options`. Raises ValueError for a mode, which only Inductor has."""
+    if mode is not None:
+        raise ValueError(f"mode ({mode!r}) must not be given: the pmoe backend has none")
+    taken, batch = Options.of(options), batch_inputs(example_inputs)
+
+    def compiler(direction: str) -> Callable[[fx.GraphModule, Sequence[Any]], Runner]:
+        return lambda graph, _inputs: Runner(graph, direction, taken, batch)
+
+    compiled: Callable[..., Any] = aot_module_simplified(
+        module,
+        example_inputs,
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=default_partition,
+    )
+    return compiled
+
+
+def batch_inputs(inputs: Sequence[Any]) -> list[int]:
+    """Which inputs are no parameters or buffers, and as long as the first such."""
+    given = [
+        at
+        for at, each in enumerate(inputs)
+        if isinstance(each, Tensor) and each.dim() and not hasattr(each, "_dynamo_static_input_type")
+    ]
+    return [at for at in given if inputs[at].shape[0] == inputs[given[0]].shape[0]]
+
+
+@functools.cache
+def prepare() -> None:
+    """Sizes that only a run knows, as numbers of rows are, stay in graphs from here on; DistributedDataParallel
+    must not cut graphs between layers that communicate."""
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    torch._dynamo.config.optimize_ddp = False
+    capture.install(backend)
+
+
+prepare()

@@ -1,0 +1,153 @@
+"""A layer inside a graph: its call as the operators of `pmoe.graph.operators`, where the backend compiles it.
+
+Letters: T tokens, K choices, E experts, M = d_model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pmoe.comm.counts import RankCounts
+from pmoe.gates.logits import router_logits
+from pmoe.graph import messages, operators
+from pmoe.layer import MoELayer
+from pmoe.layer.decision import LastCall, Ran
+from pmoe.layer.parts import autocast_dtype
+from pmoe.ordering.capacity import expert_capacity
+from pmoe.warn import warn_once
+
+BACKENDS: set[Any] = set()
+"""Functions that `torch.compile` is given, for which layers are captured."""
+
+
+@dataclass(frozen=True)
+class CapturedCounts:
+    """What a captured call leaves of its row counts: (W, E_local) that travel, and (1, E_local) that stay."""
+
+    send_WE: Tensor
+    recv_WE: Tensor
+    own_1E: Tensor
+    max_tokens: int
+    rank: int
+
+    def rows(self) -> RankCounts:
+        send_WE, recv_WE = self.send_WE.clone(), self.recv_WE.clone()
+        send_WE[self.rank] = recv_WE[self.rank] = self.own_1E[0]
+        recv_1WE = recv_WE.unsqueeze(0)
+        return RankCounts(
+            send=send_WE.unsqueeze(0), recv=recv_1WE, recv_device=recv_1WE,
+            max_tokens=self.max_tokens, needs_grad=torch.is_grad_enabled(),
+        )  # fmt: skip
+
+    def kept_E(self) -> Tensor:
+        return self.rows().send.flatten()
+
+
+def install(backend: Any) -> None:
+    """From now on `MoELayer.forward`, where it is traced for ``backend``, is what `_captured` says."""
+    BACKENDS.add(backend)
+    MoELayer.forward = _forward  # type: ignore[method-assign]
+
+
+_eager = MoELayer.forward
+
+
+def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    if torch.compiler.is_compiling():
+        number = _number(layer)
+        if number >= 0:
+            return _captured(layer, number, x, token_ids)
+    return _eager(layer, x, token_ids)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined, untyped-decorator]
+def _number(layer: MoELayer) -> int:
+    """What stands for the layer in the graph; -1 where the graph breaks around it."""
+    if not _is_traced_for_us():
+        return -1
+    reason = layer.parts.refusal("whole graph")
+    if reason is None and layer.experts.is_parallelized:
+        reason = "pmoe.parallelize has laid its parameters out over ranks"
+    if reason is not None:
+        warn_once(f"the graph breaks at a MoELayer: {reason}", for_each_reason=True)
+        return -1
+    return operators.number_of(layer)
+
+
+def _is_traced_for_us() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    compiler = InstructionTranslator.current_tx().output.compiler_fn
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    return getattr(compiler, "compiler_fn", compiler) in BACKENDS
+
+
+def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None) -> Tensor:
+    """`MoELayer.forward` by exact row counts."""
+    autocast, given = autocast_dtype(x), list(layer.experts.parameters())
+    if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != given[0].dtype):
+        return _eager(layer, x, token_ids)  # which raises
+    x_TM = x.reshape(-1, layer.d_model)
+    tokens, ranks = x_TM.shape[0], layer.ranks.size
+    routing = layer.gate(x_TM, token_ids.reshape(-1)) if layer.gate.needs_token_ids else layer.gate(x_TM)
+    capacity = -1
+    if layer.capacity_factor is not None:
+        capacity = expert_capacity(layer.capacity_factor, tokens, layer.top_k, layer.num_experts)
+    slot, position, counts, _ = operators.order(
+        routing.expert,
+        routing.keep,
+        None if layer.check_finite is False else routing.logits,
+        torch.zeros(layer.num_experts, dtype=torch.int64, device=x.device),
+        capacity,
+        number,
+    )
+    rows = x_TM if autocast is None else x_TM.to(autocast)
+    parameters = given if autocast is None else [each.to(autocast) for each in given]
+    send_WE, recv_WE, own_1E = messages.exchange_counts(counts, tokens, rows.dtype, number)
+    order = (slot, position, send_WE, own_1E)
+    travel, stay = operators.pack(rows, *order, layer.top_k)
+    travel_weight, stay_weight = operators.pack(routing.weight.reshape(-1), *order, 1)
+    home = travel
+    if ranks > 1:
+        arrived = messages.exchange([travel, travel_weight], send_WE, recv_WE, None, False, number)
+        if ranks > 2:
+            arrived = operators.by_expert(arrived, recv_WE, False)
+        done = operators.experts(*arrived, recv_WE, parameters, number)[0]
+        if ranks > 2:
+            (done,) = operators.by_expert([done], recv_WE, True)
+        (home,) = messages.exchange([done], recv_WE, send_WE, travel.shape[0], True, number)
+    stayed = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
+    y_TM = operators.join(home, stayed, *order, layer.top_k, tokens)
+    if layer.shared_expert is not None:
+        y_TM = y_TM + _shared(layer, x_TM, rows)
+    counted = CapturedCounts(send_WE, recv_WE, own_1E, tokens, layer.ranks.rank)
+    ran = Ran(
+        path="whole graph", num_tokens=tokens, num_slots=slot.numel(), dtype=rows.dtype, device=x.device
+    )
+    object.__setattr__(layer, "last", LastCall(l_aux=routing.l_aux, counts=counted, ran=ran))
+    return y_TM.view(x.shape)
+
+
+def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
+    """The shared expert's output for every token, by operators of PyTorch, which every pass knows."""
+    expert, like = layer.shared_expert, rows.dtype
+    w1, w2, *biases = [each[0].to(like) for each in expert.parameters()]
+    b1, b2 = biases or (None, None)
+    with torch.autocast(rows.device.type, enabled=False):
+        hidden = F.linear(rows, w1, b1)
+        if expert.hidden_factor == 2:
+            gate, up = hidden.chunk(2, dim=-1)
+            active = F.silu(gate) * up
+        else:
+            active = getattr(F, expert.activation)(hidden)
+        out = F.linear(active, w2, b2)
+        if layer.shared_gate is None:
+            return out
+        scale = router_logits(x_TM, layer.shared_gate.weight).sigmoid()
+        return out * scale.to(out.dtype)

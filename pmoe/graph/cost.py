@@ -1,0 +1,199 @@
+"""What a graph's operators cost (Lancet, sections 3 and 6): measured once, in the first step that runs them.
+
+Computation is timed on the tensors of that step, and kept by operator, shapes and types in a file, so that the
+next run only reads it. All-to-alls are not timed there, where ranks wait for each other: their seconds come
+from the group's profile, by bytes (`pmoe profile`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pmoe.comm.ranks import Ranks
+from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
+from pmoe.graph.lower import CALLS, calls_of, communicates, is_result, label
+from pmoe.measure.profile import profile_of
+from pmoe.measure.rounds import clock_of
+from pmoe.measure.store import CorruptFileError, cache_path, load_json, save_json
+
+REPEATS = 3
+"""How often an operator is timed; the least counts."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one node: its seconds (of an all-to-all the link's), the bytes of its result, and the node or input
+    whose memory the result is a view of."""
+
+    seconds: float
+    num_bytes: int
+    view_of: str | None = None
+
+
+class Costs:
+    """Measured seconds by operator, shapes and types; those of earlier runs are read from the cache folder."""
+
+    def __init__(self, device: torch.device) -> None:
+        key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
+        self._path = cache_path(key)
+        self.seconds: dict[str, float] = {}
+        try:
+            self.seconds = load_json(self._path, _seconds_from)
+        except (OSError, CorruptFileError):
+            pass  # measured again, and written over
+
+    def save(self) -> None:
+        try:
+            save_json(self._path, {"seconds": self.seconds})
+        except OSError:
+            pass  # a folder that cannot be written: measured again in the next run
+
+
+def _seconds_from(fields: dict[str, Any]) -> dict[str, float]:
+    found = fields.get("seconds")
+    if not isinstance(found, dict):
+        raise CorruptFileError("seconds must be an object")
+    for name, value in found.items():
+        if not isinstance(value, float) or not math.isfinite(value) or value < 0:
+            raise CorruptFileError(f"seconds of {name} ({value!r}) must be a number from 0")
+    return found
+
+
+@functools.cache
+def costs_of(device: torch.device) -> Costs:
+    return Costs(device)
+
+
+def signature(node: fx.Node, args: object, kwargs: object) -> str:
+    """An operator with the shapes and types of its arguments."""
+    shown = fx.node.map_aggregate((args, kwargs), _shown)  # type: ignore[arg-type]
+    return f"{node.target} {shown}"
+
+
+def _shown(value: Any) -> Any:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
+
+
+class Profiled(fx.Interpreter):
+    """Runs a graph once, as it stands, and finds what each node costs."""
+
+    def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
+        """link: seconds of an all-to-all by the bytes that a rank sends to others, or gets, if those are
+        more."""
+        super().__init__(module)
+        self.found: dict[str, Cost] = {}
+        self._costs, self._link = costs, link
+        self._bases: dict[fx.Node, list[str | None]] = {}  # of each tensor of a result, None where it is new
+
+    def run_node(self, n: fx.Node) -> Any:
+        for each in n.all_input_nodes:
+            if each not in self._bases:  # an input of the graph
+                value = self.env[each]
+                self._bases[each] = [None for _ in _tensors(value)]
+                self.found[label(each)] = Cost(0.0, _bytes(value))
+        bases = {
+            _memory(tensor): base or (label(each) if isinstance(self.env[each], Tensor) else None)
+            for each in n.all_input_nodes
+            for tensor, base in zip(_tensors(self.env[each]), self._bases[each], strict=True)
+        }
+        seconds = 0.0
+        if n.op != "call_function":
+            result = super().run_node(n)
+        else:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            run = functools.partial(CALLS.get(n.target, n.target), *args, **kwargs)  # type: ignore[arg-type]
+            if communicates(n):
+                result = run()
+                seconds = self._link(max(_bytes(args[0]), _bytes(result)))
+            else:
+                seconds, result = self._timed(n, run, signature(n, args, kwargs))
+        found = [bases.get(_memory(tensor)) for tensor in _tensors(result)]
+        self._bases[n] = found
+        # Of several results each has its own bytes, where it is taken; those of a message come together.
+        counts = isinstance(result, Tensor) and found[0] is None
+        whole = _bytes(result) if counts or communicates(n) else 0
+        self.found[label(n)] = Cost(seconds, whole, found[0] if isinstance(result, Tensor) else None)
+        return result
+
+    def _timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
+        known = self._costs.seconds
+        times = 1 if name in known or not _may_repeat(node) else REPEATS
+        clock = clock_of(*(each.device for each in _tensors(list(run.args))))
+        seconds = math.inf
+        for _ in range(times):
+            begin = clock()
+            result = run()
+            seconds = min(seconds, clock() - begin)
+        if name not in known and _may_repeat(node):
+            known[name] = seconds
+        return known.get(name, seconds), result
+
+
+def _may_repeat(node: fx.Node) -> bool:
+    """Whether running it again changes nothing, neither its arguments nor the next random number."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _bytes(value: object) -> int:
+    return sum(each.nbytes for each in _tensors(value))
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tells its memory from others' while it lives."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[[float], float]:
+    """Seconds of an all-to-all by bytes, from the group's profile. Collective the first time."""
+    if ranks.size == 1:
+        return lambda num_bytes: 0.0
+    line = profile_of(ranks, device, dtype).message
+    return lambda num_bytes: line.alpha_seconds + line.beta_seconds * num_bytes
+
+
+def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[Instruction]:
+    """The graph's calls, in its order; what no cost is known of costs nothing."""
+    nothing = Cost(0.0, 0)
+
+    def owner(name: str) -> str:
+        return costs.get(name, nothing).view_of or name
+
+    found = []
+    for node in calls_of(module):
+        needs = [_source(each) for each in node.all_input_nodes]
+        cost = costs.get(label(node), nothing)
+        found.append(
+            Instruction(
+                name=label(node),
+                waits=tuple(label(each) for each in needs if each.op == "call_function"),
+                holds=tuple(owner(label(each)) for each in needs),
+                seconds=cost.seconds,
+                lane=COMMUNICATE if communicates(node) else COMPUTE,
+                num_bytes=cost.num_bytes,
+            )
+        )
+    return found
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The all-to-all of which the node is a result, or the node itself."""
+    return node.args[0] if is_result(node) else node  # type: ignore[return-value]
+

@@ -1,0 +1,138 @@
+"""What the passes made of a model: ranges, parts, weight gradients' places, predicted and measured seconds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.graph import run
+from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
+from pmoe.graph.run import Program
+from pmoe.graph.weight_gradients import weight_gradients
+from pmoe.planner.timeline import Bar, draw
+from pmoe.text import table
+
+STEPS = 8
+"""Passes that `explain` runs: three to measure and agree, the others to be timed."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The programs of a model, and the seconds that their passes took, by direction."""
+
+    programs: Mapping[str, Program]
+    measured: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        rows = []
+        for direction, program in self.programs.items():
+            before, after = program.before, program.instructions
+            rows.append(
+                {
+                    "pass": direction,
+                    "predicted ms": total_seconds(after) * 1e3,
+                    "measured ms": self.measured[direction] * 1e3,
+                    "as traced ms": total_seconds(before) * 1e3,
+                    "exposed ms": exposed_seconds(after) * 1e3,
+                    "exposed as traced ms": exposed_seconds(before) * 1e3,
+                }
+            )
+        yield table(rows)
+        for direction, program in self.programs.items():
+            for each in program.ranges:
+                yield f"{direction}: {each.first} to {each.last} in {each.k} parts along the batch"
+            for name, count in _moved(program).items():
+                yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
+
+    def draw(self, path: str | Path | IO[bytes]) -> None:
+        """The predicted timelines, as traced and as run, as a PNG. Needs matplotlib."""
+        panels = {}
+        for direction, program in self.programs.items():
+            panels[f"{direction}, as traced"] = _bars(direction, program.before)
+            panels[f"{direction}, as run"] = _bars(direction, program.instructions)
+        draw(path, panels, "A pass of the whole model: predicted")
+
+
+def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None = None) -> Explanation:
+    """Compiles ``model`` with the pmoe backend, runs some passes over ``example``, and tells what became of it.
+
+    The passes go forward and, where parameters need gradients, backward, from the mean of the squared results;
+    gradients that parameters have stay as they are. Every rank must call it. Raises ValueError where the graph
+    holds no layer that communicates.
+    """
+    compiled = torch.compile(model, backend="pmoe", options=dict(options or {}))
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    try:
+        for step in range(STEPS):
+            result = next(_tensors(compiled(*example)))
+            if parameters and result.requires_grad:
+                torch.autograd.grad(result.float().square().mean(), parameters, allow_unused=True)
+            if step == STEPS // 2:
+                for program in run.PROGRAMS.values():
+                    program.timed = []
+        programs = {key[0]: each for key, each in run.PROGRAMS.items() if each.timed and key[1]}
+        measured = {name: statistics.median(each.timed or [0.0]) for name, each in programs.items()}
+    finally:
+        for program in run.PROGRAMS.values():
+            program.timed = None
+    if not programs:
+        raise ValueError("model must hold a MoELayer among several ranks that can be captured")
+    return Explanation(programs, measured)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _moved(program: Program) -> Counter[str]:
+    """By all-to-all, how many weight gradients stand behind it, before another, that stood elsewhere."""
+    free = weight_gradients(program.before)
+
+    def behind(order: list[Instruction]) -> dict[str, str]:
+        last, found = "", {}
+        for each in order:
+            last = each.name if each.communicates else last
+            found[each.name] = last
+        return found
+
+    traced, runs = behind(program.before), behind(program.instructions)
+    return Counter(runs[name] for name in runs if name in free and runs[name] != traced[name])
+
+
+def _bars(direction: str, instructions: list[Instruction]) -> list[Bar]:
+    free = weight_gradients(instructions)
+    return [
+        Bar(
+            direction=direction,
+            name=each.task.name,
+            kind=_kind(each.task, free),
+            chunk=0,
+            lane=each.task.lane,
+            start=each.start,
+            end=each.end,
+        )
+        for each in timeline(instructions)
+        if each.end > each.start
+    ]
+
+
+def _kind(each: Instruction, free: set[str]) -> str:
+    if each.communicates:
+        return "S"
+    if each.name.startswith("experts"):
+        return "W" if each.name in free else "C"
+    return "LW" if each.name in free else "O"

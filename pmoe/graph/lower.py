@@ -1,0 +1,153 @@
+"""From a graph of operators in a chosen order to what runs: all-to-alls become a start and a wait.
+
+A start stands where its operator stood; the wait, before the first instruction that takes the result. Layers'
+operators become plain calls, without the dispatcher's cost. Values are let go after their last use, inputs
+among them, as autograd would.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from pmoe.graph import messages, operators
+
+OPS = torch.ops.pmoe_graph
+STARTS: dict[object, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    OPS.exchange.default: (messages.start_exchange, messages.wait_exchange),
+    OPS.exchange_counts.default: (messages.start_counts, messages.wait_counts),
+}
+"""By operator that communicates, what starts it and what waits for it."""
+
+CALLS: dict[object, Callable[..., Any]] = {
+    getattr(OPS, name).default: getattr(operators, name)._init_fn
+    for name in ("order", "pack", "join", "by_expert", "experts", "experts_input_gradient")
+}
+CALLS[OPS.experts_weight_gradient.default] = operators.experts_weight_gradient._init_fn  # type: ignore[attr-defined]
+
+
+def communicates(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in STARTS
+
+
+def label(node: fx.Node) -> str:
+    """The node's name, the same in graphs of the same operators for other shapes (`name_all`)."""
+    unnamed = f"{node.name}, unnamed" if node.op == "call_function" else node.name
+    found: str = node.meta.get("label", unnamed)
+    return found
+
+
+def name_all(graph: fx.Graph) -> None:
+    """Labels what computes by its operator and how many such came before: sizes do not count, for only graphs
+    of changing shapes compute them."""
+    seen: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "call_function" and not isinstance(node.meta.get("val"), NUMBERS):
+            name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+            node.meta["label"] = f"{name}_{seen[name]}"
+            seen[name] += 1
+
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_result(node: fx.Node) -> bool:
+    """Whether it takes a result of an all-to-all apart, which happens behind the wait."""
+    return node.target is operator.getitem and communicates(node.args[0])  # type: ignore[arg-type]
+
+
+def calls_of(module: fx.GraphModule) -> list[fx.Node]:
+    """What it calls, in order; the results of an all-to-all are part of it."""
+    return [node for node in module.graph.nodes if node.op == "call_function" and not is_result(node)]
+
+
+def merge_weight_gradients(graph: fx.Graph) -> None:
+    """Two blocks of rows of one layer whose weight gradients are only added become one instruction, which adds
+    in place."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is OPS.experts_weight_gradient.default:
+            found.setdefault(node.args[-1], []).append(node)
+    for nodes in found.values():
+        for first, second in zip(nodes, nodes[1:], strict=False):
+            sums = _sums(first, second)
+            if sums is None:
+                continue
+            joined = [[*a, *b] for a, b in zip(first.args[:5], second.args[:5], strict=True)]
+            with graph.inserting_after(second):
+                both = graph.call_function(second.target, (*joined, *second.args[5:]))  # type: ignore[arg-type]
+            for at, total in sums.items():
+                with graph.inserting_before(total):
+                    part = graph.call_function(operator.getitem, (both, at))
+                part.meta = dict(total.meta)
+                total.replace_all_uses_with(part)
+    graph.eliminate_dead_code()
+
+
+def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
+    """By parameter, where the gradients of two blocks are added; None where somebody else wants one."""
+    sums: dict[int, fx.Node] = {}
+    for block in (first, second):
+        for part in block.users:
+            users = list(part.users)
+            if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor:
+                return None
+            at = part.args[1]
+            if sums.setdefault(at, users[0]) is not users[0]:  # type: ignore[arg-type]
+                return None
+    return sums if len(first.users) == len(second.users) == len(sums) else None
+
+
+def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
+    """A module that takes its arguments in one list, which it empties, and runs ``order``. The order holds the
+    nodes that call something, without those of `is_result`."""
+    graph, new = fx.Graph(), {}
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            new[node] = graph.node_copy(node)
+    started: dict[fx.Node, fx.Node] = {}
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in new:
+            if node in started:
+                wait = STARTS[node.target][1]
+                layer = node.args[-1]
+                new[node] = graph.call_function(wait, (started.pop(node), layer))
+            else:
+                assert is_result(node)
+                new[node] = graph.call_function(operator.getitem, (value(node.args[0]), node.args[1]))  # type: ignore[arg-type]
+        return new[node]
+
+    for node in order:
+        args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+        if communicates(node):
+            started[node] = graph.call_function(STARTS[node.target][0], args, kwargs)
+        elif node.target in CALLS:
+            new[node] = graph.call_function(CALLS[node.target], args, kwargs)
+        else:
+            new[node] = graph.node_copy(node, value)
+    output = next(iter(reversed(module.graph.nodes)))
+    for node in list(started):  # nobody takes what they bring, but it must have come
+        value(node)
+    graph.output(fx.node.map_arg(output.args[0], value))
+    graph.set_codegen(_Boxed())
+    return fx.GraphModule(module, graph)
+
+
+class _Boxed(CodeGen):
+    """One list for all arguments, which is emptied: whoever calls holds none of them any more."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name for name in _names(free_vars) if name != "self"]
+        taken = f"\n    {', '.join(names)}, = boxed\n    boxed.clear()" if names else ""
+        return f"def {self._func_name}(self, boxed){maybe_return_annotation}:{taken}"
+
+
+def _names(free_vars: list[str]) -> Iterator[str]:
+    return (each.split(":")[0].split("=")[0].strip() for each in free_vars)

@@ -1,0 +1,324 @@
+"""A layer's stages as functional ``torch.library`` operators: what the passes over a graph cut and move.
+
+`order` sorts a rank's slots, `pack` copies tokens to rows and `join` sums rows to tokens, `experts` computes
+them; what travels is in `pmoe.graph.messages`. `pack` and `join` are each other's gradient. The experts' is two
+operators, for what the owners of the tokens wait for and for what only the parameters do (Lancet, section 4).
+Row counts are exact: numbers of rows are sizes that are known when the graph runs.
+
+Letters: T tokens, K choices, S = T * K slots, N rows, E_local experts a rank, W ranks, R of them that sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.comm.counts import Fault
+from pmoe.experts.base import Hidden
+from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.layer.parts import Parts
+from pmoe.ordering.capacity import within_capacity
+from pmoe.ordering.sorted import count_rows, sort_rows
+
+NUMBERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+LAYERS: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_NEXT = itertools.count()
+
+
+def number_of(layer: nn.Module) -> int:
+    """What stands for a layer among an operator's arguments."""
+    if layer not in NUMBERS:
+        NUMBERS[layer] = next(_NEXT)
+        LAYERS[NUMBERS[layer]] = layer
+    return NUMBERS[layer]
+
+
+def parts_of(layer: int) -> Parts:
+    parts: Parts = LAYERS[layer].parts  # type: ignore[assignment]
+    return parts
+
+
+# ---- order
+
+
+@torch.library.custom_op(
+    "pmoe_graph::order",
+    mutates_args=(),
+    schema="(Tensor expert_TK, Tensor? keep_TK, Tensor? logits, Tensor used_E, SymInt capacity, int layer)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def order(
+    expert_TK: Tensor,
+    keep_TK: Tensor | None,
+    logits: Tensor | None,
+    used_E: Tensor,
+    capacity: int,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(slot (S,), position (S,), counts, used_E): the slots whose rows travel, by expert, then those that stay,
+    then those that are dropped, by the gate (keep_TK) or beyond capacity (-1: none); its inverse; the kept rows
+    by expert with the fault behind them, (E + 1,); and the rows that each expert was given up to here, for the
+    next part of the batch (Lancet, section 2.3)."""
+    parts = parts_of(layer)
+    used_E = used_E.clone()
+    if capacity >= 0 and keep_TK is None:
+        keep_TK, used_E = within_capacity(expert_TK, capacity, used_E)
+    num_experts = parts.spec.num_experts
+    rows = sort_rows(expert_TK, keep_TK, 1, num_experts, parts.staying, 1)
+    counts_E = count_rows(expert_TK, keep_TK, 1, num_experts)[0]
+    fault = counts_E.new_zeros(1)
+    if logits is not None:
+        fault = (~logits.isfinite().all()).long().view(1) * int(Fault.NOT_FINITE)
+    return rows.slot, rows.position, torch.cat([counts_E, fault]), used_E
+
+
+@order.register_fake
+def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    slots = expert_TK.numel()
+    return (
+        expert_TK.new_empty(slots),
+        expert_TK.new_empty(slots),
+        expert_TK.new_empty(used_E.shape[0] + 1),
+        torch.empty_like(used_E),
+    )
+
+
+# ---- tokens to rows, and rows to tokens
+
+
+@torch.library.custom_op(
+    "pmoe_graph::pack",
+    mutates_args=(),
+    schema="(Tensor values, Tensor slot, Tensor position, Tensor send_WE, Tensor own_1E, SymInt top_k)"
+    " -> (Tensor, Tensor)",
+)
+def pack(
+    values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """The rows that travel and those that stay, (N, ...) each, of one value for every ``top_k`` slots."""
+    travel, stay = int(send_WE.sum()), int(own_1E.sum())
+    source = slot[: travel + stay]
+    source = source if top_k == 1 else source // top_k
+    return values.index_select(0, source[:travel]), values.index_select(0, source[travel:])
+
+
+@pack.register_fake
+def _(
+    values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    travel, stay = context.new_dynamic_size(), context.new_dynamic_size()
+    return values.new_empty(travel, *values.shape[1:]), values.new_empty(stay, *values.shape[1:])
+
+
+def _pack_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    values, *saved, ctx.top_k = inputs
+    ctx.save_for_backward(*saved)
+    ctx.num_values = values.shape[0]
+
+
+def _pack_backward(ctx: Any, travel: Tensor, stay: Tensor) -> Any:
+    grad = join(travel, stay, *ctx.saved_tensors, ctx.top_k, ctx.num_values)
+    return grad, None, None, None, None, None
+
+
+pack.register_autograd(_pack_backward, setup_context=_pack_setup)
+
+
+@torch.library.custom_op(
+    "pmoe_graph::join",
+    mutates_args=(),
+    schema="(Tensor travelled, Tensor stayed, Tensor slot, Tensor position, Tensor send_WE, Tensor own_1E,"
+    " SymInt top_k, SymInt num_values) -> Tensor",
+)
+def join(
+    travelled: Tensor,
+    stayed: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    send_WE: Tensor,
+    own_1E: Tensor,
+    top_k: int,
+    num_values: int,
+) -> Tensor:
+    """(num_values, ...): of each value the sum of its slots' rows; dropped ones give nothing. num_values: for
+    the trace alone."""
+    rows, kept = [travelled, stayed], travelled.shape[0] + stayed.shape[0]
+    if kept < position.shape[0]:  # all that was dropped is one row of zeros
+        rows.append(travelled.new_zeros(1, *travelled.shape[1:]))
+        position = position.clamp(max=kept)
+    chosen = torch.cat(rows).index_select(0, position)
+    return chosen if top_k == 1 else chosen.unflatten(0, (-1, top_k)).sum(1)
+
+
+@join.register_fake
+def _(travelled: Tensor, stayed: Tensor, *others: Any) -> Tensor:
+    return travelled.new_empty(others[-1], *travelled.shape[1:])
+
+
+def _join_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, _, *saved, ctx.top_k, _ = inputs
+    ctx.save_for_backward(*saved)
+
+
+def _join_backward(ctx: Any, grad: Tensor) -> Any:
+    travelled, stayed = pack(grad, *ctx.saved_tensors, ctx.top_k)
+    return travelled, stayed, None, None, None, None, None, None
+
+
+join.register_autograd(_join_backward, setup_context=_join_setup)
+
+
+# ---- rows by expert
+
+
+@torch.library.custom_op(
+    "pmoe_graph::by_expert",
+    mutates_args=(),
+    schema="(Tensor[] rows, Tensor counts_RE, bool back) -> Tensor[]",
+)
+def by_expert(rows: Sequence[Tensor], counts_RE: Tensor, back: bool) -> list[Tensor]:
+    """Rows (N, ...) that lie by (sender, expert), by (expert, sender); ``back``, the other way round."""
+    senders, experts = counts_RE.shape
+    group = torch.arange(experts).repeat(senders).repeat_interleave(counts_RE.flatten())
+    index = group.argsort(stable=True)
+    if back:
+        index = torch.empty_like(index).scatter_(0, index, torch.arange(index.numel()))
+    index = index.to(rows[0].device, non_blocking=True)
+    return [each.index_select(0, index) for each in rows]
+
+
+@by_expert.register_fake
+def _(rows: Sequence[Tensor], counts_RE: Tensor, back: bool) -> list[Tensor]:
+    return [torch.empty_like(each) for each in rows]
+
+
+def _by_expert_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, counts_RE, ctx.back = inputs
+    ctx.save_for_backward(counts_RE)
+
+
+def _by_expert_backward(ctx: Any, grads: list[Tensor]) -> Any:
+    return by_expert(grads, *ctx.saved_tensors, not ctx.back), None, None
+
+
+by_expert.register_autograd(_by_expert_backward, setup_context=_by_expert_setup)
+
+
+# ---- experts
+
+
+def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
+    counts_E = counts_RE.sum(0)
+    ends = counts_E.cumsum(0).int().to(rows.device, non_blocking=True) if rows.is_cuda else None
+    return RowGroups(counts=tuple(counts_E.tolist()), ends=ends)
+
+
+@torch.library.custom_op(
+    "pmoe_graph::experts",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weight_N, Tensor counts_RE, Tensor[] parameters, int layer)"
+    " -> (Tensor, Tensor)",
+)
+def experts(
+    rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Sequence[Tensor], layer: int
+) -> tuple[Tensor, Tensor]:
+    """(T_DO (N, M), T_M) of rows by expert; see `pmoe.experts.base.Experts.compute`."""
+    out, hidden = parts_of(layer).experts.compute(rows, weight_N, _groups(counts_RE, rows), parameters)
+    assert hidden is not None
+    return out, hidden.tensors[0]
+
+
+@experts.register_fake
+def _(
+    rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Sequence[Tensor], layer: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), rows.new_empty(rows.shape[0], parameters[0].shape[1])
+
+
+@torch.library.custom_op(
+    "pmoe_graph::experts_input_gradient",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor rows, Tensor weight_N, Tensor hidden, Tensor counts_RE, Tensor[] parameters,"
+    " int layer) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def experts_input_gradient(
+    grad: Tensor,
+    rows: Tensor,
+    weight_N: Tensor,
+    hidden: Tensor,
+    counts_RE: Tensor,
+    parameters: Sequence[Tensor],
+    layer: int,
+) -> tuple[Tensor, ...]:
+    """The gradients of rows and weight_N, and three tensors for `experts_weight_gradient`."""
+    out, grad_weight_N, (_, *pending) = parts_of(layer).experts.input_gradient(
+        grad.clone(), rows, weight_N, Hidden(tensors=[hidden]), _groups(counts_RE, rows), parameters
+    )
+    return out, grad_weight_N, *pending
+
+
+@experts_input_gradient.register_fake
+def _(grad: Tensor, rows: Tensor, weight_N: Tensor, hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    parameters = others[1]
+    active = rows.new_empty(rows.shape[0], parameters[1].shape[2])
+    return (
+        torch.empty_like(rows),
+        torch.empty_like(weight_N),
+        torch.empty_like(hidden),
+        active,
+        torch.empty_like(grad),
+    )
+
+
+@torch.library.custom_op(
+    "pmoe_graph::experts_weight_gradient",
+    mutates_args=(),
+    schema="(Tensor[] rows, Tensor[] grad_hidden, Tensor[] active, Tensor[] grad_out, Tensor[] counts_RE,"
+    " Tensor[] parameters, int layer) -> Tensor[]",
+)
+def experts_weight_gradient(
+    rows: Sequence[Tensor],
+    grad_hidden: Sequence[Tensor],
+    active: Sequence[Tensor],
+    grad_out: Sequence[Tensor],
+    counts_RE: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    layer: int,
+) -> list[Tensor]:
+    """The parameters' gradients, summed over blocks of rows."""
+    found, sums = parts_of(layer).experts, [GradientSum(each, len(rows)) for each in parameters]
+    for block in zip(rows, grad_hidden, active, grad_out, counts_RE, strict=True):
+        *pending, counts = block
+        found.weight_gradient(tuple(pending), _groups(counts, block[0]), sums)
+    return [each.result() for each in sums]
+
+
+@experts_weight_gradient.register_fake
+def _(*given: Any) -> list[Tensor]:
+    return [torch.empty_like(each) for each in given[-2]]
+
+
+def _experts_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    rows, weight_N, counts_RE, parameters, ctx.layer = inputs
+    ctx.save_for_backward(rows, weight_N, output[1], counts_RE, *parameters)
+
+
+def _experts_backward(ctx: Any, grad: Tensor, _hidden: Tensor) -> Any:
+    rows, weight_N, hidden, counts_RE, *parameters = ctx.saved_tensors
+    grad_rows, grad_weight_N, *pending = experts_input_gradient(
+        grad, rows, weight_N, hidden, counts_RE, parameters, ctx.layer
+    )
+    blocks = [[each] for each in (rows, *pending, counts_RE)]
+    return (
+        grad_rows, grad_weight_N, None,
+        experts_weight_gradient(*blocks, parameters, ctx.layer), None,
+    )  # fmt: skip
+
+
+experts.register_autograd(_experts_backward, setup_context=_experts_setup)

@@ -1,0 +1,236 @@
+"""A graph with ranges of its instructions cut in parts, in the order of Lancet's pipeline (section 5.3).
+
+Parts are of the batch: part p of k holds the p-th k-th of its sequences. Inside a range, instructions that
+compute or communicate without the other kind between them are a stage; stages follow each other, and in each
+the parts do, in their order. The capacity that one part of the batch has used travels to the next (section 2.3),
+so that a gate drops the rows that it drops of the whole batch. What somebody outside a range needs, backward
+among them, is joined at its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pmoe.graph.axes import IRREGULAR
+from pmoe.graph.lower import communicates, is_result, label
+from pmoe.graph.ranges import Range
+
+aten, moe = torch.ops.aten, torch.ops.pmoe_graph
+SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+VIEWS = (
+    *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default),
+    *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What says how many sequences, or tokens, parts are made of: the size of a dimension of one tensor."""
+
+    source: fx.Node
+    dim: int
+
+
+def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
+    """Where part ``part`` of k begins and ends in a dimension of ``size``, a multiple of the sequences.
+
+    Example: 24 rows of 3 sequences in 2 parts -> (0, 8) and (8, 24).
+    """
+    unit = size // max(sequences, 1)
+    return part * sequences // k * unit, (part + 1) * sequences // k * unit
+
+
+def part_of(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -> Tensor:
+    begin, end = bounds(tensor.shape[dim], sequences, part, k)
+    return tensor.narrow(dim, begin, end - begin)
+
+
+def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: bool) -> Tensor:
+    """Rows of parts, each by (sender, expert) or (expert, sender), as the whole batch would have them. A part's
+    rows of one sender and expert follow those of the part before."""
+    if len(counts_RE[0]) == 1 and counts_RE[0].shape[1] == 1:
+        return torch.cat(list(rows))
+    keys = []
+    for part, counts in enumerate(counts_RE):
+        blocks = torch.arange(counts.numel()) * len(rows) + part
+        keys.append(blocks.repeat_interleave((counts.t() if by_expert else counts).flatten()))
+    index = torch.cat(keys).argsort(stable=True).to(rows[0].device, non_blocking=True)
+    return torch.cat(list(rows)).index_select(0, index)
+
+
+def cut(
+    module: fx.GraphModule, ranges: Mapping[Range, Batch], axes: Mapping[fx.Node, Any]
+) -> fx.GraphModule:
+    """The module in parts. A node that is another's part says so in meta["origin"], one that joins its parts in
+    meta["joins"]: by `label`."""
+    return _Cutter(module, axes).run(ranges)
+
+
+class _Cutter:
+    def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
+        self.module, self.axes = module, axes
+        self.graph, self.whole = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.sequences: Any = None
+
+    def run(self, ranges: Mapping[Range, Batch]) -> fx.GraphModule:
+        calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
+        place = {label(node): at for at, node in enumerate(calls)}
+        begins = {place[each.first]: each for each in ranges}
+        for node in self.module.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.whole[node] = self._copy(node, self.whole.__getitem__)
+        at = 0
+        while at < len(calls):
+            if at not in begins:
+                self.whole[calls[at]] = self._copy(calls[at], self.whole.__getitem__)
+                at += 1
+                continue
+            found = begins[at]
+            end = place[found.last] + 1
+            while end < len(calls) and is_result(calls[end]):
+                end += 1
+            batch = ranges[found]
+            self.sequences = batch.source.meta["val"].shape[batch.dim]
+            if not isinstance(self.sequences, int):
+                self.sequences = self._call(aten.sym_size.int, self.whole[batch.source], batch.dim)
+            self._cut(calls[at:end], found.k)
+            at = end
+        output = next(iter(reversed(self.module.graph.nodes)))
+        self.graph.output(fx.node.map_arg(output.args[0], self.whole.__getitem__))
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule(self.module, self.graph)
+
+    def _call(self, target: Callable[..., Any], *args: Any, name: str = "") -> fx.Node:
+        made = self.graph.call_function(target, args)
+        if name:
+            made.meta["label"] = name
+        return made
+
+    def _copy(self, node: fx.Node, value: Callable[[fx.Node], fx.Node], part: str = "") -> fx.Node:
+        copied = self.graph.node_copy(node, value)
+        copied.meta = {**node.meta, "origin": label(node), "label": label(node) + part}
+        return copied
+
+    def _cut(self, body: Sequence[fx.Node], k: int) -> None:
+        parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
+        inside = set[fx.Node]()
+        for node in body:
+            if self._is_whole(node, inside):
+                self.whole[node] = self._copy(node, self.whole.__getitem__)  # once for all parts
+            else:
+                inside.add(node)
+        for _, found in itertools.groupby((node for node in body if node in inside), key=communicates):
+            stage = list(found)
+            for part in range(k):
+                for node in stage:
+                    self._emit(node, part, k, parts)
+        for node in body:
+            if node in inside and not _is_tuple(node) and not inside.issuperset(node.users):
+                self.whole[node] = self._join(node, parts)
+                self.whole[node].meta |= {"joins": label(node), "label": f"{label(node)}, joined"}
+
+    def _is_whole(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether it is made once for all parts: of nothing that is cut."""
+        cut = (each in inside or self.axes[each] is not None for each in node.all_input_nodes)
+        return not any(cut)
+
+    def _emit(self, node: fx.Node, part: int, k: int, parts: Sequence[dict[fx.Node, fx.Node]]) -> None:
+        here = parts[part]
+
+        def value(each: fx.Node) -> fx.Node:
+            if each not in here:
+                axis, whole = self.axes.get(each), self.whole[each]
+                here[each] = whole
+                if isinstance(axis, int) and isinstance(each.meta.get("val"), Tensor):
+                    name = f"{label(each)}, cut for part {part}"
+                    here[each] = self._call(part_of, whole, axis, self.sequences, part, k, name=name)
+            return here[each]
+
+        used = None
+        if node.target is moe.order.default and part:
+            used = self._call(operator.getitem, parts[part - 1][node], 3)
+        copied = self._copy(node, value, f", part {part}")
+        axis = self.axes[node]
+        if node.target in SIZED and isinstance(axis, int):
+            whole = node.meta["val"].shape
+            sizes = [whole[at] if each == -1 else each for at, each in enumerate(copied.args[1])]  # type: ignore[arg-type]
+            sizes[axis] = -1
+            copied.args = (copied.args[0], sizes)
+        if used is not None:
+            copied.args = (*copied.args[:3], used, *copied.args[4:])
+        here[node] = copied
+
+    # ---- what the whole batch would have given
+
+    def _join(self, node: fx.Node, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
+        found, axis = [each[node] for each in parts], self.axes[node]
+        if isinstance(axis, int) and node.target in VIEWS:  # of the whole, which is joined once
+            source = node.all_input_nodes[0]
+            if source not in self.whole:
+                self.whole[source] = self._join(source, parts)
+            return self._copy(node, self.whole.__getitem__)
+        if isinstance(axis, int):
+            return self._call(aten.cat.default, found, axis)
+        if axis is None:
+            return found[0]
+        source, place = _maker(node, self.axes)
+        if source.target is moe.order.default:
+            return self._order(source, place, parts)
+        if source.target is moe.exchange_counts.default or not isinstance(node.meta["val"], Tensor):
+            total = found[0]  # row counts, and numbers of rows
+            for each in found[1:]:
+                total = self._call(operator.add, total, each)
+            return total
+        counts, by_expert = _layout(source, place, self.axes)
+        return self._call(joined_rows, found, [each[counts] for each in parts], by_expert)
+
+    def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
+        if place == 3:
+            return self._call(operator.getitem, parts[-1][node], 3)
+        if node not in self.whole:  # sorted once more, for all
+            for each in node.all_input_nodes:
+                if each not in self.whole:
+                    self.whole[each] = self._join(each, parts)
+            self.whole[node] = self._copy(node, self.whole.__getitem__)
+        return self._call(operator.getitem, self.whole[node], place)
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
+    """The layer's operator that made irregular rows, and which of its results they are."""
+    place = 0
+    while node.target not in MAKERS:
+        if node.target is operator.getitem:
+            place = node.args[1]  # type: ignore[assignment]
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            node = next(each for each in node.all_input_nodes if axes[each] == IRREGULAR)
+    return node, place
+
+
+def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, bool]:
+    """The counts by which its rows lie, and whether experts come first there."""
+    args: Any = node.args
+    if node.target is moe.pack.default:
+        return args[3 + place], False
+    if node.target is moe.exchange.default:
+        return args[2], False
+    if node.target is moe.by_expert.default:
+        return args[1], not args[2]
+    return args[2], _layout(*_maker(args[0], axes), axes)[1]  # the experts' rows lie as those they were given
+
+
+MAKERS = frozenset(
+    getattr(moe, name).default
+    for name in ("order", "exchange_counts", "pack", "exchange", "by_expert", "experts")
+)

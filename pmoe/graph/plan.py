@@ -1,0 +1,127 @@
+"""The agreed ranges of a program, and what they mean for each graph of it.
+
+A program's graphs differ by shapes. Where one has the instructions of rank 0's first one, the ranges hold as they
+stand. Where it has not, or holds fewer sequences than can be told apart (a rank with none, or one), each layer
+alone is cut, by its tokens, in as many parts as there: the messages are the same, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from pmoe.graph.axes import IRREGULAR, Axis, follow, infer
+from pmoe.graph.instructions import Instruction
+from pmoe.graph.lower import OPS, calls_of, communicates, is_result, label
+from pmoe.graph.parts import Batch, cut
+from pmoe.graph.ranges import Cuttable, Range
+
+
+@dataclass(frozen=True)
+class Plan:
+    """names: of the instructions of the graph that the ranges are of. seconds: predicted for all of them."""
+
+    names: tuple[str, ...] = ()
+    ranges: tuple[Range, ...] = ()
+    seconds: float = 0.0
+
+    def parts_of_layers(self) -> list[int]:
+        """k of each layer, in order; 1 where it is not cut."""
+        parts, k, last = [], 1, ""
+        begins = {each.first: each for each in self.ranges}
+        for name in self.names:
+            if name in begins:
+                k, last = begins[name].k, begins[name].last
+            if name.startswith("order_"):
+                parts.append(k)
+            k = 1 if name == last else k
+        return parts
+
+
+class Cutting:
+    """One graph, and how it is cut. batch: its inputs that hold sequences, along their first dimension."""
+
+    def __init__(self, module: fx.GraphModule, batch: Sequence[fx.Node]) -> None:
+        self._module, self._batch = module, batch
+        self._axes, self._refused = infer(module.graph, dict.fromkeys(batch, 0))
+        if batch:
+            _put_last(module.graph, self._refused)
+        self.calls = calls_of(module)
+        self.names = tuple(map(label, self.calls))
+
+    @property
+    def sequences(self) -> int:
+        """How many there are; 0 where nothing can be cut."""
+        return int(self._batch[0].meta["val"].shape[0]) if self._batch else 0
+
+    def cuttable(self, instructions: Sequence[Instruction]) -> Cuttable:
+        """No routed rows cross the end of a range, and no results are taken from their operator there."""
+        place = {node: at for at, node in enumerate(self.calls)}
+        ends = [True] * (len(self.calls) + 1)
+        for node in self.calls:
+            users = [user for each in (node, *filter(is_result, node.users)) for user in each.users]
+            last = max((place[user] for user in users if user in place), default=place[node])
+            if self._axes[node] == IRREGULAR or isinstance(node.meta.get("val"), (tuple, list)):
+                ends[place[node] + 1 : last + 1] = [False] * (last - place[node])
+        return Cuttable(instructions, ends, [node not in self._refused for node in self.calls])
+
+    def cut(self, plan: Plan) -> fx.GraphModule:
+        """The module with the plan's ranges in parts."""
+        if not plan.ranges:
+            return self._module
+        if self.names == plan.names and self.sequences > 1:
+            batch = Batch(self._batch[0], 0)
+            return cut(self._module, dict.fromkeys(plan.ranges, batch), self._axes)
+        axes, ranges = dict[fx.Node, Any](), dict[Range, Batch]()
+        orders = [node for node in self.calls if node.target is OPS.order.default]
+        joins = [node for node in self.calls if node.target is OPS.join.default]
+        for order, join, k in zip(orders, joins, plan.parts_of_layers(), strict=True):
+            if k > 1:
+                begin, end = self.calls.index(order), self.calls.index(join) + 1
+                body = self.calls[begin:end]
+                axes |= follow(_with_results(body), _tokens(body))
+                source: Any = order.args[0]
+                ranges[Range(label(order), label(join), k)] = Batch(source, 0)
+        return cut(self._module, ranges, axes)
+
+
+def _with_results(body: Sequence[fx.Node]) -> list[fx.Node]:
+    found = []
+    for node in body:
+        found += [node, *filter(is_result, node.users)]
+    return found
+
+
+def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
+    """The inputs of a layer's body that have a row a token, or a choice."""
+    inside, found = set(body), dict[fx.Node, Axis]()
+    for node in body:
+        sources: list[Any] = []
+        if node.target is OPS.order.default:
+            sources = [each for each in node.args[:3] if isinstance(each, fx.Node)]
+        if node.target is OPS.pack.default:
+            sources = [node.args[0]]
+        for source in sources:
+            while source in inside:
+                source = source.all_input_nodes[0]
+            found[source] = 0
+    return found
+
+
+def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
+    """Moves what cannot be cut, and what follows from it, behind everything else, where no all-to-all waits for
+    it: so auxiliary losses, which are of the whole batch, end no range."""
+    needed, last = set[fx.Node](), set[fx.Node]()
+    for node in reversed(graph.nodes):
+        if communicates(node) or node in needed:
+            needed.update(node.all_input_nodes)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node not in needed and not communicates(node):
+            if node in refused or not last.isdisjoint(node.all_input_nodes):
+                last.add(node)
+    output = next(iter(reversed(graph.nodes)))
+    for node in [each for each in graph.nodes if each in last]:
+        output.prepend(node)

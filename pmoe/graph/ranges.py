@@ -1,0 +1,153 @@
+"""Which ranges of instructions are cut, and in how many parts: Lancet's dynamic programme (section 5.1).
+
+T(n) = min over i < n and k of T(i) + P(i + 1, n, k): the first n groups of instructions end at T(n) where the
+last range begins behind group i. P is the time of the range as a pipeline of its stages (section 5.3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pmoe.graph.instructions import Instruction, total_seconds, users_of
+
+GROUPS_A_LAYER = 5
+"""Groups of instructions between two layers (the paper's, section 7)."""
+LONGEST = 2 * GROUPS_A_LAYER
+"""Groups of a range at most."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The instructions from ``first`` to ``last``, by name, in k parts."""
+
+    first: str
+    last: str
+    k: int
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """By an instruction's name, for one k: seconds of each of its parts, and of joining them where somebody
+    outside a range needs the whole."""
+
+    part: Mapping[str, float]
+    join: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Cuttable:
+    """A forward pass. ends: for each place before an instruction, and the end, whether a range may end there.
+    can: for each instruction, whether it can be cut."""
+
+    instructions: Sequence[Instruction]
+    ends: Sequence[bool]
+    can: Sequence[bool]
+
+
+def stages(body: Iterable[Instruction]) -> list[list[Instruction]]:
+    """Runs of instructions that compute, and of such that communicate."""
+    return [list(found) for _, found in itertools.groupby(body, key=lambda each: each.lane)]
+
+
+def pipelined(body: Sequence[Instruction], k: int, costs: PartCosts) -> list[Instruction]:
+    """A range as its pipeline of stages: stage by stage, in each part by part."""
+    found = stages(body)
+    stage_of = {each.name: at for at, stage in enumerate(found) for each in stage}
+    tasks = []
+    for at, stage in enumerate(found):
+        waits = sorted({stage_of[name] for each in stage for name in each.waits if name in stage_of} - {at})
+        seconds = sum(costs.part.get(each.name, 0.0) for each in stage)
+        for part in range(k):
+            tasks.append(
+                Instruction(
+                    name=f"{stage[0].name} to {stage[-1].name}, part {part}",
+                    waits=tuple(tasks[before * k + part].name for before in waits),
+                    seconds=seconds,
+                    lane=stage[0].lane,
+                )
+            )
+    return tasks
+
+
+def pipeline_seconds(
+    body: Sequence[Instruction], k: int, costs: PartCosts, users: Mapping[str, Sequence[str]]
+) -> float:
+    """P: the end of the pipeline, and of what joins its results."""
+    if k == 1:
+        return total_seconds(_alone(body, costs))
+    inside = {each.name for each in body}
+    joined = (name for name in inside if not inside.issuperset(users[name]))
+    return total_seconds(pipelined(body, k, costs)) + sum(costs.join.get(name, 0.0) for name in joined)
+
+
+def _alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
+    inside = {each.name for each in body}
+    return [
+        replace(
+            each,
+            seconds=costs.part.get(each.name, 0.0),
+            waits=tuple(name for name in each.waits if name in inside),
+        )
+        for each in body
+    ]
+
+
+def solve(
+    graph: Cuttable, costs: Mapping[int, PartCosts], *, longest: int = LONGEST
+) -> tuple[float, list[Range]]:
+    """(seconds predicted, the ranges that are cut). costs: by k, 1 among them."""
+    instructions = graph.instructions
+    users, ends = users_of(instructions), _groups(graph, costs[1].part)
+    best, chosen = [0.0] + [math.inf] * (len(ends) - 1), [(0, 1)] * len(ends)
+    for n in range(1, len(ends)):
+        for i in range(max(0, n - longest), n):
+            first, last = ends[i], ends[n]
+            body = instructions[first:last]
+            is_cuttable = all(graph.can[first:last]) and any(each.communicates for each in body)
+            for k in costs if is_cuttable else (1,):
+                if k > 1 and not all(each.name in costs[k].part for each in body):
+                    continue
+                seconds = best[i] + pipeline_seconds(body, k, costs[k], users)
+                if seconds < best[n] - 1e-9:
+                    best[n], chosen[n] = seconds, (i, k)
+    found, n = [], len(ends) - 1
+    while n:
+        i, k = chosen[n]
+        if k > 1:
+            found.append(Range(instructions[ends[i]].name, instructions[ends[n] - 1].name, k))
+        n = i
+    return best[-1], found[::-1]
+
+
+def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
+    """Where groups begin, and the end: some of the places that are allowed, groups of about equal time."""
+    instructions = graph.instructions
+    layers = max(sum(each.communicates for each in instructions) // 3, 1)  # counts, rows, rows
+    alone = sum(each.seconds for each in instructions if not each.communicates)
+    target, ends, now = alone / (layers * GROUPS_A_LAYER), [0], 0.0
+    for at, each in enumerate(instructions):
+        if at and graph.ends[at] and now >= target:
+            ends.append(at)
+            now = 0.0
+        now += 0.0 if each.communicates else seconds.get(each.name, 0.0)
+    return [*ends, len(instructions)]
+
+
+def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
+    """Everything that can be cut, in k parts: what costs of parts are measured on."""
+    instructions, found = graph.instructions, list[Range]()
+    begin = end = -1
+    for at in range(len(instructions) + 1):
+        if begin >= 0 and graph.ends[at]:
+            end = at
+        if at == len(instructions) or not graph.can[at]:
+            if begin >= 0 and any(each.communicates for each in instructions[begin:end]):
+                found.append(Range(instructions[begin].name, instructions[end - 1].name, k))
+            begin = -1
+        elif begin < 0 and graph.ends[at]:
+            begin = end = at
+    return found
+

@@ -1,0 +1,220 @@
+"""A compiled graph at run time: measured in its first steps, then run in the order that is predicted to be best.
+
+Graphs of the same layers and direction are one program, whatever their shapes: its first steps are the same
+steps on every rank, so what ranks must agree on is agreed there, and a rank that compiles again for other
+shapes does so alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pmoe.comm.ranks import Ranks, digest, from_first, gathered, same
+from pmoe.graph import weight_gradients
+from pmoe.graph.cost import Cost, Profiled, costs_of, instructions_of, link_of
+from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
+from pmoe.graph.lower import OPS, calls_of, label, lowered, merge_weight_gradients, name_all
+from pmoe.graph.operators import LAYERS
+from pmoe.graph.options import Options
+from pmoe.graph.plan import Cutting, Plan
+from pmoe.graph.ranges import PartCosts, solve, whole_ranges
+from pmoe.measure.rounds import clock_of
+
+CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
+"""What tracing leaves to check that numbers of rows are none below 0."""
+
+Key = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class Program:
+    """What is known of the graphs of some layers and one direction.
+
+    steps: that have begun on this rank, until all is known. plan: the ranges that are cut. costs: of the graph
+    with those, by node; is_agreed: whether they are rank 0's. before: its instructions as they were traced, with those ranges cut; instructions: the same in the
+    order in which they run. timed: seconds of its passes, where a list is put there.
+    """
+
+    key: Key
+    steps: int = 0
+    plan: Plan = Plan()
+    costs: dict[str, Cost] = field(default_factory=dict)
+    is_agreed: bool = False
+    before: list[Instruction] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    timed: list[float] | None = None
+
+
+PROGRAMS: dict[Key, Program] = {}
+
+PARTS = (2, 3, 4, 6, 8)
+"""Numbers of parts that are tried."""
+
+
+class Runner:
+    """What AOTAutograd calls for one graph.
+
+    The first step of a program runs its graph as it was traced, and in parts too, to find what operators cost.
+    Before the second, ranks take rank 0's ranges; where there are any, that step finds what the graph costs with
+    them cut. Before the next, ranks take rank 0's costs, and the order follows.
+    """
+
+    _boxed_call = True
+
+    def __init__(
+        self, module: fx.GraphModule, direction: str, options: Options, batch_inputs: Sequence[int]
+    ) -> None:
+        """batch_inputs: which of the inputs hold a batch of sequences, along their first dimension."""
+        _strip_checks(module.graph)
+        merge_weight_gradients(module.graph)
+        name_all(module.graph)
+        self.module, self.options = module, options
+        exchanges = (node.args[-1] for node in module.graph.nodes if node.target is OPS.exchange.default)
+        key = (direction, tuple(dict.fromkeys(exchanges)))
+        self.program = PROGRAMS.setdefault(key, Program(key))
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        batch = [inputs[at] for at in batch_inputs] if direction != "backward" else []
+        self.cutting = Cutting(module, batch)
+        self._run: Any = None
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Of the first layer that communicates; None where there is none."""
+        layer = next(iter(self.program.key[1]), None)
+        return None if layer is None else LAYERS[layer].ranks  # type: ignore[return-value]
+
+    def __call__(self, boxed: list[Any]) -> Sequence[Any]:
+        if self._run is None:
+            ranks, program = self.ranks, self.program
+            if ranks is not None and not program.is_agreed:
+                program.steps += 1
+                found = self._first_step if program.steps == 1 else self._next_step
+                results = found(ranks, boxed)
+                if results is not None:
+                    return results
+            module = self.cutting.cut(program.plan)
+            self._run = lowered(module, self._ordered(module)).forward
+        if self.program.timed is None:
+            return self._run(boxed)  # type: ignore[no-any-return]
+        clock = clock_of(*(each.device for each in boxed if isinstance(each, Tensor)))
+        begin = clock()
+        done: Sequence[Any] = self._run(boxed)
+        self.program.timed.append(clock() - begin)
+        return done
+
+    def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
+        program = self.program
+        check_alike(ranks, self.module, program.key)
+        stage = "agreeing on what is cut"
+        mine = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
+        names, most = from_first(ranks, mine, stage=stage)
+        by_k = {k: self._costs_of_parts(ranks, names, k, list(boxed)) for k in PARTS if k <= most}
+        program.costs, results = self._profiled(ranks, self.module, boxed)
+        if by_k and ranks.rank == 0:
+            by_k[1] = PartCosts({name: cost.seconds for name, cost in program.costs.items()}, {})
+            graph = self.cutting.cuttable(instructions_of(self.module, program.costs))
+            seconds, ranges = solve(graph, by_k)
+            program.plan = Plan(names, tuple(ranges), seconds)
+        return results
+
+    def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
+        program = self.program
+        if program.steps == 2:
+            program.plan = from_first(ranks, program.plan, stage="agreeing on the ranges of a graph")
+            if program.plan.ranges:
+                module = self.cutting.cut(program.plan)
+                program.costs, results = self._profiled(ranks, module, boxed)
+                return results
+        program.costs = from_first(ranks, program.costs, stage="agreeing on the costs of a graph")
+        program.is_agreed = True
+        return None
+
+    def _costs_of_parts(self, ranks: Ranks, names: tuple[str, ...], k: int, inputs: list[Any]) -> PartCosts:
+        """Of everything that can be cut, in k parts. Random numbers are drawn as if it had not run."""
+        ranges = whole_ranges(self.cutting.cuttable(instructions_of(self.module, {})), k)
+        plan = from_first(ranks, Plan(names, tuple(ranges)), stage="agreeing on parts to be measured")
+        module = self.cutting.cut(plan)
+        with torch.random.fork_rng(devices=[]):
+            costs, _ = self._profiled(ranks, module, inputs)
+        return _by_origin(module, costs)
+
+    def _profiled(
+        self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
+    ) -> tuple[dict[str, Cost], Sequence[Any]]:
+        like = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
+        costs = costs_of(like.device)
+        profiled = Profiled(module, costs, link_of(ranks, like.device, like.dtype))
+        with torch.no_grad():
+            results: Sequence[Any] = profiled.boxed_run(boxed)
+        if ranks.rank == 0:
+            costs.save()
+        return profiled.found, results
+
+    def _ordered(self, module: fx.GraphModule) -> list[fx.Node]:
+        """The nodes in the order that is predicted to be the fastest within the memory limit."""
+        program, costs = self.program, self.program.costs
+        before = program.before = instructions_of(module, costs)
+        inputs = [label(node) for node in module.graph.nodes if node.op == "placeholder"]
+        given = {name: costs[name].num_bytes for name in inputs if name in costs}
+        output = next(iter(reversed(module.graph.nodes)))
+        results = [label(each) for each in output.all_input_nodes]
+        kept = [costs[name].view_of or name for name in results if name in costs]
+        limit = self.options.limit(peak_bytes(before, kept, given))
+        orders = [before]
+        if self.options.weight_gradients and self.ranks is not None:
+            assigned = weight_gradients.assign(before)
+            orders.append(weight_gradients.placed(before, assigned))
+            orders.append(weight_gradients.listed(before, limit=limit, kept=kept, given=given))
+        fitting = [order for order in orders if peak_bytes(order, kept, given) <= limit]
+        program.instructions = min(fitting or orders[:1], key=total_seconds)
+        by_name = {label(node): node for node in calls_of(module)}
+        return [by_name[each.name] for each in program.instructions]
+
+
+def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
+    part: dict[str, list[float]] = {}
+    join: dict[str, float] = {}
+    for node in module.graph.nodes:
+        seconds = costs[label(node)].seconds if label(node) in costs else 0.0
+        if "origin" in node.meta:
+            part.setdefault(node.meta["origin"], []).append(seconds)
+        elif "joins" in node.meta:
+            join[node.meta["joins"]] = seconds
+    return PartCosts({name: sum(found) / len(found) for name, found in part.items()}, join)
+
+
+def _strip_checks(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.target in CHECKS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def check_alike(ranks: Ranks, module: fx.GraphModule, key: Key) -> None:
+    """Raises ValueError on every rank where ranks run other operators, and names the first. Collective."""
+    names = [f"{node.target}" for node in calls_of(module)]
+    stage = f"comparing the {key[0]} graphs"
+    (alike,) = same(ranks, torch.device("cpu"), [digest(names)], stage=stage)
+    if alike:
+        return
+    every = gathered(ranks, names, stage=stage)
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            matcher = difflib.SequenceMatcher(None, every[0], theirs, autojunk=False)
+            _, at, _, other, _ = next(each for each in matcher.get_opcodes() if each[0] != "equal")
+            first, second = (_at(found, place) for found, place in ((every[0], at), (theirs, other)))
+            raise ValueError(
+                f"the {key[0]} graph of rank {rank} must be that of rank 0: operator {at} is {second}, there "
+                f"{first}. Models and options must be the same on all ranks"
+            )
+
+
+def _at(names: Sequence[str], place: int) -> str:
+    return names[place] if place < len(names) else "none"
+

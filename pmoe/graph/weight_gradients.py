@@ -1,0 +1,219 @@
+"""Weight gradients beside all-to-alls: Lancet's schedule pass (section 4), and a list schedule that beats it.
+
+A weight gradient here is every instruction that no all-to-all waits for. Where it stands is free; where it
+stands beside an all-to-all, the compute lane need not wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from pmoe.graph.instructions import Instruction, users_of
+
+Graph = Sequence[Instruction]
+
+
+def weight_gradients(instructions: Graph) -> set[str]:
+    """The names of those that reach no all-to-all."""
+    needed: set[str] = set()
+    for each in reversed(instructions):
+        if each.communicates or each.name in needed:
+            needed.update(each.waits)
+    return {each.name for each in instructions if each.name not in needed and not each.communicates}
+
+
+def labels(instructions: Graph) -> dict[str, set[str]]:
+    """Section 4.1: for each all-to-all the weight gradients that it can hide behind. No directed path leads
+    from one to the other, and what they wait for, but for weight gradients, stands before the all-to-all."""
+    free = weight_gradients(instructions)
+    place = {each.name: at for at, each in enumerate(instructions)}
+    # Of each weight gradient the last instruction that must have been, itself and others of its kind aside.
+    after: dict[str, int] = {}
+    behind: dict[str, set[str]] = {}  # the all-to-alls from which a path leads to it
+    for each in instructions:
+        found = set[str]().union(*(behind.get(name, ()) for name in each.waits))
+        behind[each.name] = found | {each.name} if each.communicates else found
+        if each.name in free:
+            known = [after[name] if name in free else place.get(name, -1) for name in each.waits]
+            after[each.name] = max(known, default=-1)
+    return {
+        each.name: {
+            name for name in free if each.name not in behind[name] and after[name] < place[each.name]
+        }
+        for each in instructions
+        if each.communicates
+    }
+
+
+def assign(instructions: Graph) -> dict[str, str]:
+    """Algorithm 1: by weight gradient its all-to-all. Greedily the one whose seconds fit best, until the
+    all-to-all is hidden."""
+    seconds = {each.name: each.seconds for each in instructions}
+    assigned: dict[str, str] = {}
+    for name, candidates in labels(instructions).items():
+        left = seconds[name]
+        pool = {each for each in candidates if seconds[each] > 0} - assigned.keys()
+        while left > 0 and pool:
+            best = min(sorted(pool), key=lambda each: abs(left - seconds[each]))
+            left -= seconds[best]
+            pool.discard(best)
+            assigned[best] = name
+    return assigned
+
+
+def overlapped_seconds(instructions: Graph, assigned: Mapping[str, str]) -> float:
+    """The objective of section 4.2: of each all-to-all the seconds that it is hidden for, summed."""
+    seconds = {each.name: each.seconds for each in instructions}
+    hidden: dict[str, float] = {}
+    for name, behind in assigned.items():
+        hidden[behind] = hidden.get(behind, 0.0) + seconds[name]
+    return sum(min(seconds[name], found) for name, found in hidden.items())
+
+
+def placed(instructions: Graph, assigned: Mapping[str, str]) -> list[Instruction]:
+    """The sequence with each weight gradient right behind its all-to-all, and before it those of its kind that
+    it waits for; others stay behind what they stood behind."""
+    by_name = {each.name: each for each in instructions}
+    free = weight_gradients(instructions)
+    behind: dict[str, list[str]] = {}
+    for name, communication in assigned.items():
+        behind.setdefault(communication, []).append(name)
+    done: dict[str, Instruction] = {}
+
+    def take(name: str) -> None:
+        if name in done or name not in by_name:
+            return
+        for needed in by_name[name].waits:
+            if needed in free:
+                take(needed)
+        done[name] = by_name[name]
+
+    for each in instructions:
+        if each.name in assigned:
+            continue
+        if each.name in free and any(name in assigned and name not in done for name in each.waits):
+            continue  # it follows what it waits for
+        take(each.name)
+        for name in behind.get(each.name, ()):
+            take(name)
+    for each in instructions:
+        take(each.name)
+    return list(done.values())
+
+
+# ---- a list schedule: always what can run now, weight gradients where nothing else can
+
+
+def listed(
+    instructions: Graph,
+    *,
+    limit: float = float("inf"),
+    kept: Collection[str] = (),
+    given: Mapping[str, int] | None = None,
+) -> list[Instruction]:
+    """A sequence for two lanes. All-to-alls keep their order, the same on every rank; the compute lane takes
+    the first instruction that can run, in the order of the sequence, and, where all wait for an all-to-all,
+    the weight gradient that fits the time best. Where results fill ``limit`` bytes, weight gradients that free
+    memory come first. kept, given: as in `peak_bytes`."""
+    return _List(instructions, limit, kept, given or {}).run()
+
+
+class _List:
+    def __init__(
+        self, instructions: Graph, limit: float, kept: Collection[str], given: Mapping[str, int]
+    ) -> None:
+        self.by_name = {each.name: each for each in instructions}
+        assert len(self.by_name) == len(instructions), "names must be distinct"
+        self.place = {each.name: at for at, each in enumerate(instructions)}
+        self.users = users_of(instructions)
+        self.free = weight_gradients(instructions)
+        self.missing = {each.name: len(set(each.waits)) for each in instructions}
+        self.uses = Counter(name for each in instructions for name in set(each.holds))
+        self.uses.update(kept)
+        self.num_bytes = {**given, **{each.name: each.num_bytes for each in instructions}}
+        self.limit, self.held = limit, sum(given.values())
+        self.messages = [each.name for each in reversed(instructions) if each.communicates]
+        self.now = self.link_free = 0.0
+        self.end: dict[str, float] = {}
+        self.chain: list[tuple[int, str]] = []  # ready, by place
+        self.later: list[tuple[float, int, str]] = []  # waiting for an all-to-all, by its end
+        self.pool: set[str] = set()  # weight gradients that can run
+        self.order: list[Instruction] = []
+
+    def run(self) -> list[Instruction]:
+        for name, missing in self.missing.items():
+            if not missing:
+                self._is_ready(name)
+        while len(self.order) < len(self.by_name):
+            self._arrive()
+            if self.messages and self.missing[self.messages[-1]] == 0 and self._begin(self.messages[-1]) <= self.now:
+                self._take(self.messages.pop())
+            elif self.chain and not (self.held > self.limit and self._freeing()):
+                self._take(heapq.heappop(self.chain)[1])
+            elif self.held > self.limit and self._freeing():
+                self._take(max(sorted(self.pool), key=self._freed))
+            else:
+                self._fill()
+        return self.order
+
+    def _fill(self) -> None:
+        """Everything else waits: a weight gradient that fits, or time passes."""
+        until = self.later[0][0] if self.later else float("inf")
+        if self.messages and self.missing[self.messages[-1]] == 0:
+            until = min(until, self._begin(self.messages[-1]))
+        gap = until - self.now
+        fitting = [name for name in self.pool if self.by_name[name].seconds <= 2 * gap]
+        if fitting:
+            best = min(fitting, key=lambda name: (abs(gap - self.by_name[name].seconds), self.place[name]))
+            self._take(best if gap < float("inf") else min(fitting, key=self.place.__getitem__))
+        else:
+            self.now = until
+
+    def _begin(self, name: str) -> float:
+        return max((self.end.get(each, 0.0) for each in self.by_name[name].waits), default=0.0)
+
+    def _arrive(self) -> None:
+        while self.later and self.later[0][0] <= self.now:
+            _, place, name = heapq.heappop(self.later)
+            self._offer(place, name)
+
+    def _offer(self, place: int, name: str) -> None:
+        if name in self.free:
+            self.pool.add(name)
+        else:
+            heapq.heappush(self.chain, (place, name))
+
+    def _is_ready(self, name: str) -> None:
+        if self.by_name[name].communicates:
+            return
+        begin, place = self._begin(name), self.place[name]
+        if begin <= self.now:
+            self._offer(place, name)
+        else:
+            heapq.heappush(self.later, (begin, place, name))
+
+    def _take(self, name: str) -> None:
+        each = self.by_name[name]
+        self.order.append(each)
+        self.pool.discard(name)
+        if each.communicates:
+            self.link_free = self.end[name] = max(self.now, self.link_free) + each.seconds
+        else:
+            self.now += each.seconds
+            self.end[name] = self.now
+        self.held += each.num_bytes - self._freed(name)
+        self.uses.subtract(set(each.holds))
+        for user in set(self.users[name]):
+            self.missing[user] -= 1
+            if not self.missing[user]:
+                self._is_ready(user)
+
+    def _freed(self, name: str) -> int:
+        """Bytes that nobody needs once this has run."""
+        holds = set(self.by_name[name].holds)
+        return sum(self.num_bytes.get(each, 0) for each in holds if self.uses[each] == 1)
+
+    def _freeing(self) -> bool:
+        return any(self._freed(name) > self.by_name[name].num_bytes for name in self.pool)

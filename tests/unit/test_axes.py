@@ -1,0 +1,155 @@
+"""Rules of partition axes: an operator on parts of its inputs gives the parts of its result."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from pmoe.graph.axes import RULES, Axis, Refused, _pointwise, _is_pointwise, infer, tensors
+
+A, B, X = torch.randn(4, 6), torch.randn(6, 8), torch.randn(4, 6, 2)
+IDS = torch.randint(0, 6, (4, 2))
+
+CASES: dict[str, Callable[[], Any]] = {
+    "mm": lambda: (torch.mm, A, B),
+    "addmm": lambda: (torch.addmm, torch.randn(8), A, B),
+    "addmm, a matrix": lambda: (torch.addmm, torch.randn(4, 8), A, B),
+    "bmm": lambda: (torch.bmm, X, torch.randn(4, 2, 6)),
+    "layer norm": lambda: (lambda x, w: F.layer_norm(x, (2,), w), X, torch.randn(2)),
+    "embedding": lambda: (lambda i, w: F.embedding(i, w), IDS, torch.randn(6, 4)),
+    "attention": lambda: (
+        lambda *each: F.scaled_dot_product_attention(*each, is_causal=True),
+        *(torch.randn(4, 2, 6, 8) for _ in range(3)),
+    ),
+    "softmax": lambda: (lambda x: x.softmax(-1), X),
+    "log softmax": lambda: (lambda x: x.log_softmax(1), X),
+    "cumsum": lambda: (lambda x: x.cumsum(1), X),
+    "argmax": lambda: (lambda x: x.argmax(1), X),
+    "topk": lambda: (lambda x: x.topk(2, 1), X),
+    "sort": lambda: (lambda x: x.sort(1), X),
+    "gather": lambda: (lambda x, i: x.gather(1, i), A, IDS),
+    "scatter": lambda: (lambda x, i: x.scatter(1, i, 2.0), A, IDS),
+    "sum": lambda: (lambda x: x.sum(1), X),
+    "sum, kept": lambda: (lambda x: x.sum((1, 2), keepdim=True), X),
+    "mean": lambda: (lambda x: x.mean(-1), X),
+    "logsumexp": lambda: (lambda x: x.logsumexp(1), X),
+    "view": lambda: (lambda x: x.view(24, 2), X),
+    "view back": lambda: (lambda x: x.view(2, 2, 6), A),
+    "expand": lambda: (lambda x: x.unsqueeze(1).expand(4, 3, 6), A),
+    "permute": lambda: (lambda x: x.permute(2, 0, 1).clone(), X),
+    "transpose": lambda: (lambda x: x.transpose(0, -1), X),
+    "t": lambda: (lambda x: x.t(), A),
+    "select": lambda: (lambda x: x.select(1, 3), X),
+    "unsqueeze": lambda: (lambda x: x.unsqueeze(1), A),
+    "slice": lambda: (lambda x: x[:, 1:5], X),
+    "split": lambda: (lambda x: x.split(3, 1), X),
+    "chunk": lambda: (lambda x: x.chunk(2, -1), A),
+    "cat": lambda: (lambda x, y: torch.cat([x, y], 1), A, torch.randn(4, 3)),
+    "stack": lambda: (lambda x, y: torch.stack([x, y], 1), A, torch.randn(4, 6)),
+    "add": lambda: (torch.add, X, torch.randn(6, 2)),
+    "mul by a column": lambda: (torch.mul, X, torch.randn(4, 1, 1)),
+    "gelu": lambda: (F.gelu, X),
+    "where": lambda: (torch.where, X > 0, X, torch.zeros(2)),
+    "to": lambda: (lambda x: x.double(), X),
+}
+
+
+def halves(value: Any, axis: Axis) -> list[Any]:
+    return [value, value] if axis is None else list(value.chunk(2, axis))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
+    """Every combination of the rule of every operator in the case."""
+    function, *given = CASES[name]()
+    graph = make_fx(function)(*given).graph
+    values: dict[Any, Any] = dict(zip((each for each in graph.nodes if each.op == "placeholder"), given, strict=True))
+    tried = 0
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = values[node]
+        if node.op != "call_function":
+            continue
+
+        def run(half: int | None, axes: dict[Any, Axis], node: Any = node) -> Any:
+            def value(each: Any) -> Any:
+                whole = values[each]
+                return whole if half is None else halves(whole, axes[each])[half]
+
+            args = torch.fx.node.map_arg(node.args, value)
+            if half is not None and node.target in SIZED:
+                at = axes["result"]
+                args = (args[0], [-1 if dim == at else size for dim, size in enumerate(args[1])])
+            return node.target(*args, **torch.fx.node.map_arg(node.kwargs, value))
+
+        node.meta["val"] = values[node] = run(None, {})
+        if node.target is operator.getitem:
+            continue
+        rule = RULES.get(node.target) or (_pointwise if _is_pointwise(node.target) else None)
+        assert rule is not None, node.target
+        for combination in rule(node):
+            axes: dict[Any, Axis] = dict(zip(tensors(node), combination.inputs, strict=True))
+            if any(axis is not None and values[each].shape[axis] % 2 for each, axis in axes.items()):
+                continue
+            results = combination.result
+            first = results[0] if isinstance(results, tuple) else results
+            whole = values[node]
+            wholes = whole if isinstance(whole, (tuple, list)) else [whole]
+            found = [run(half, {**axes, "result": first}) for half in (0, 1)]
+            for at, expected in enumerate(wholes):
+                axis = results[at] if isinstance(results, tuple) else results
+                if axis is None:
+                    continue
+                got = [each[at] if isinstance(each, (tuple, list)) else each for each in found]
+                joined = torch.cat(got, axis)
+                assert joined.shape == expected.shape, (node, combination)
+                torch.testing.assert_close(joined, expected)
+            tried += 1
+    assert tried
+
+
+SIZED = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default)
+
+
+def traced(function: Callable[..., Any], *given: Tensor) -> torch.fx.Graph:
+    return make_fx(function, tracing_mode="fake")(*given).graph
+
+
+def test_a_graph_is_followed_to_its_end() -> None:
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        y = F.layer_norm(x, (2,))
+        return (y.view(24, 2) @ w).view(4, 6, 8).softmax(-1) + 1
+
+    graph = traced(block, X, torch.randn(2, 8))
+    first, weight = (node for node in graph.nodes if node.op == "placeholder")
+    axes, refused = infer(graph, {first: 0})
+    assert not refused
+    assert axes[weight] is None
+    output = next(iter(reversed(graph.nodes))).args[0]
+    assert axes[output] == 0
+
+
+def test_what_mixes_the_batch_ends_a_range_and_another_begins() -> None:
+    def mixing(x: Tensor) -> Tensor:
+        return (x.exp() - x.exp().sum(0)).cumsum(0).exp()
+
+    graph = traced(mixing, A)
+    axes, refused = infer(graph, {next(iter(graph.nodes)): 0})
+    names = [str(node.target) for node in refused]
+    assert names == ["aten.sum.dim_IntList", "aten.cumsum.default"], refused
+    last = [node for node in graph.nodes if str(node.target) == "aten.exp.default"][-1]
+    assert axes[last] == 0
+
+
+def test_random_numbers_are_not_drawn_in_parts() -> None:
+    graph = traced(lambda x: F.dropout(x, 0.5), A)
+    _, refused = infer(graph, {next(iter(graph.nodes)): 0})
+    assert refused
+    assert Refused

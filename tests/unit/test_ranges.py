@@ -1,0 +1,104 @@
+"""Lancet's dynamic programme, against all ways to cut a small pass."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, users_of
+from pmoe.graph.ranges import (
+    Cuttable,
+    PartCosts,
+    Range,
+    pipeline_seconds,
+    pipelined,
+    solve,
+    whole_ranges,
+)
+
+KINDS = "c m c m c c"  # gate, all-to-all, experts, all-to-all, and what follows
+
+
+def chain(seed: int, kinds: str = KINDS, launch: float = 0.05) -> tuple[list[Instruction], dict[int, PartCosts]]:
+    draw, found = random.Random(seed), list[Instruction]()
+    for at, kind in enumerate(kinds.split()):
+        found.append(
+            Instruction(
+                name=f"{kind}{at}",
+                waits=(found[-1].name,) if found else (),
+                seconds=draw.uniform(0.9, 1.1),
+                lane=COMMUNICATE if kind == "m" else COMPUTE,
+            )
+        )
+    costs = {
+        k: PartCosts(
+            {each.name: each.seconds / k + launch * (k > 1) for each in found},
+            {each.name: launch * (k > 1) for each in found},
+        )
+        for k in (1, 2, 4)
+    }
+    return found, costs
+
+
+def everything(graph: Cuttable, costs: dict[int, PartCosts]) -> float:
+    """The least time of all segmentations, each segment in any k that is allowed."""
+    instructions, best = graph.instructions, math.inf
+    users, inner = users_of(instructions), [at for at in range(1, len(instructions)) if graph.ends[at]]
+    for count in range(len(inner) + 1):
+        for cuts in itertools.combinations(inner, count):
+            places, total = [0, *cuts, len(instructions)], 0.0
+            for begin, end in itertools.pairwise(places):
+                body = instructions[begin:end]
+                may = all(graph.can[begin:end]) and any(each.communicates for each in body)
+                ks = costs if may else [1]
+                total += min(pipeline_seconds(body, k, costs[k], users) for k in ks)
+            best = min(best, total)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("launch", [0.0, 0.05, 2.0])
+def test_the_ranges_are_the_best_of_all(seed: int, launch: float) -> None:
+    instructions, costs = chain(seed, launch=launch)
+    can = [True] * len(instructions)
+    can[0] = seed % 2 == 0
+    graph = Cuttable(instructions, [True] * (len(instructions) + 1), can)
+    seconds, ranges = solve(graph, costs, longest=len(instructions))
+    assert seconds == pytest.approx(everything(graph, costs))
+    assert bool(ranges) == (launch < 1)
+
+
+def test_no_range_ends_where_it_may_not() -> None:
+    instructions, costs = chain(1, launch=0.0)
+    ends = [True, True, False, False, True, False, True]
+    seconds, ranges = solve(Cuttable(instructions, ends, [True] * 6), costs, longest=6)
+    names = [each.name for each in instructions]
+    for each in ranges:
+        assert ends[names.index(each.first)] and ends[names.index(each.last) + 1]
+    assert seconds == pytest.approx(everything(Cuttable(instructions, ends, [True] * 6), costs))
+
+
+def test_a_pipeline_is_that_of_figure_9() -> None:
+    """Stage by stage, in each part by part; a part's stage waits for its own last one."""
+    instructions, costs = chain(0)
+    tasks = pipelined(instructions[:3], 2, costs[2])
+    assert [each.name for each in tasks] == [
+        "c0 to c0, part 0", "c0 to c0, part 1", "m1 to m1, part 0", "m1 to m1, part 1", "c2 to c2, part 0",
+        "c2 to c2, part 1",
+    ]  # fmt: skip
+    assert [each.waits for each in tasks] == [
+        (), (), ("c0 to c0, part 0",), ("c0 to c0, part 1",), ("m1 to m1, part 0",), ("m1 to m1, part 1",),
+    ]  # fmt: skip
+
+
+def test_costs_of_parts_are_measured_on_all_that_can_be_cut() -> None:
+    instructions, _ = chain(0, "c c m c m c c c m c")
+    can = [True] * 10
+    can[6] = False  # the second c behind the second m
+    ends = [True] * 11
+    ends[6] = False
+    found = whole_ranges(Cuttable(instructions, ends, can), 3)
+    assert found == [Range("c0", "m4", 3), Range("c7", "c9", 3)]

@@ -61,7 +61,7 @@ class Backward(Pass):
         weight = saved.inputs.weight_TK
         self.weight = weight.reshape(-1)
         # Dropped slots have no row; nothing is ever added to their weight's gradient.
-        self.grad_weight = weight.new_zeros(plan.num_slots)
+        self.grad_weight = weight.new_zeros(weight.numel())
         self.grad_weight_rows = weight.new_empty(self.cut.num_received)
         self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.cut)
         self.chunks_done = 0

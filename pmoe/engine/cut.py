@@ -57,7 +57,6 @@ def make_plan(
 ) -> Plan:
     """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
     as the two passes have them; the same object where their chunks are the same."""
-    top_k = expert_TK.shape[1]
     grid, local = modules.grid, modules.stages.local
     same = degrees.forward == degrees.backward
     # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
@@ -84,8 +83,7 @@ def make_plan(
         forward=forward,
         backward=forward if same else cut(degrees.backward, backward_order),
         joined=joined,
-        top_k=top_k,
-        num_slots=expert_TK.numel(),
+        top_k=expert_TK.shape[1],
         restore=restore,
         slot_token=tokens.of_slot,
     )

@@ -49,17 +49,17 @@ class _Hooked(Pass):
 
     # ---- towards the experts
 
-    def leave(self, source_TM: Tensor, name: str, received: str, i: int) -> None:
+    def gather(self, i: int) -> None:
         """What hooks make of rows has its own columns and type, and so has what arrives."""
         if not self._any(self.leaving_points):
-            super().leave(source_TM, name, received, i)
+            super().gather(i)
             return
         before, behind = self.leaving_points
-        rows_NM = self.new(self.cut.chunks[i].num_sent, source_TM.shape[1])
-        self.gather_rows(source_TM, rows_NM, i)
+        chunk, rows_NM = self.cut.chunks[i], self.new(self.cut.chunks[i].num_sent, self.source_TM.shape[1])
+        self.gather_rows(self.source_TM, rows_NM, i)
         leaving = self.at(before, i, rows_NM, last=behind)
-        self.own[f"{name}.{i}"] = leaving
-        self.own[f"{received}.{i}"] = leaving.new_empty(self.cut.chunks[i].num_arrived, leaving.shape[1])
+        self.own[f"send.{i}"] = leaving
+        self.own[f"{self.brought_by_S}.{i}"] = leaving.new_empty(chunk.num_arrived, leaving.shape[1])
 
     def open(self, i: int) -> None:
         """Rows that S brought, before they are gathered inside the node."""

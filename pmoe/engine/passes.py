@@ -147,7 +147,7 @@ class Pass:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
         self.stages = plan.modules.stages
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
-        self.results = self.result_TM.split_with_sizes(cut.tokens_of_chunks)
+        self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in cut.chunks])
         slots = [length(chunk.slots) // plan.top_k for chunk in cut.chunks]
         self.positions = cut.position.view(-1, plan.top_k).split_with_sizes(slots)
         self.shared_TM: Tensor | None = None
@@ -176,8 +176,10 @@ class Pass:
             if not rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
         if not rotates:
-            self.home = self.new(cut.num_home + plan.has_drops, source_TM.shape[1])
-            if plan.has_drops:
+            comes = sum(chunk.num_sent for chunk in cut.chunks)
+            stays = sum(piece.groups.num_rows for piece in cut.pieces)
+            self.home = self.new(comes + stays + cut.has_drops, source_TM.shape[1])
+            if cut.has_drops:
                 self.home[-1].zero_()  # what a dropped slot adds to its token
 
     def make_buffers(self, i: int) -> None:
@@ -233,11 +235,7 @@ class Pass:
         self.plan.modules.order.order(source_TM, self.cut.sent_tokens[i], out)
 
     def gather(self, i: int) -> None:
-        self.leave(self.source_TM, "send", self.brought_by_S, i)
-
-    def leave(self, source_TM: Tensor, name: str, received: str, i: int) -> None:
-        """Rows of chunk i into the buffer that is sent. received: where they will arrive."""
-        self.gather_rows(source_TM, self.buffer(name, i), i)
+        self.gather_rows(self.source_TM, self.buffer("send", i), i)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
@@ -302,19 +300,19 @@ class Pass:
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
-        plan, chunk = self.plan, self.cut.chunks[i]
+        cut, chunk = self.cut, self.cut.chunks[i]
         row_SK, out_TM, home = self.positions[i], self.results[i], self.home
         if home is None:
-            home, at = self.temporary(self.home_name, i), self.cut.home(i)
-            row_SK = row_SK - at.start
-            if plan.has_drops:
+            home = self.temporary(self.home_name, i)
+            row_SK = row_SK - cut.home(i).start
+            if cut.has_drops:
                 home[-1].zero_()
-        if plan.has_drops:
+        if cut.has_drops:
             row_SK = row_SK.clamp(max=home.shape[0] - 1)
-        of_slot = plan.slot_token
+        of_slot = self.plan.slot_token
         if of_slot is not None:
             of_slot = of_slot[chunk.slots] - chunk.tokens.start
-        plan.modules.order.restore(home, row_SK, out_TM, of_slot)
+        self.plan.modules.order.restore(home, row_SK, out_TM, of_slot)
         if self.shared_TM is not None:
             out_TM.add_(self.shared_TM[chunk.tokens])
 
@@ -330,14 +328,16 @@ class Pass:
         }
 
     def run_schedule(self) -> None:
-        modules = self.plan.modules
+        modules, stages = self.plan.modules, self.stages
+        in_steps = stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
+        in_steps = in_steps or (self.direction == "backward" and stages.gradients)
         try:
             engine.run_schedule(
                 self.schedule,
                 self.actions(),
                 self.source_TM,
                 modules.grid.all,
-                in_steps=self.plan.in_steps or (self.direction == "backward" and self.stages.gradients),
+                in_steps=in_steps,
                 of=modules.experts,
             )
         finally:

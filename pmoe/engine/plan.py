@@ -114,10 +114,6 @@ class PassPlan:
         return [self.row_token[chunk.sent] for chunk in self.chunks]
 
     @functools.cached_property
-    def tokens_of_chunks(self) -> list[int]:
-        return [length(chunk.tokens) for chunk in self.chunks]
-
-    @functools.cached_property
     def rows(self) -> ChunkRows:
         """Rows of the buffers of a pass. Where pieces are not chunks nothing rotates, and what is said of
         rows by chunk of home and of those that stay is not used."""
@@ -134,11 +130,6 @@ class PassPlan:
             home=tuple(length(self.home(i)) + self.has_drops for i in range(n)) if by_chunk else (0,) * n,
             regrouped=tuple(self.once is not None or chunk.regroup is not None for chunk in chunks),
         )
-
-    @property
-    def num_home(self) -> int:
-        """Rows that come home, and those that never left."""
-        return sum(chunk.num_sent for chunk in self.chunks) + sum(p.groups.num_rows for p in self.pieces)
 
     @property
     def num_received(self) -> int:
@@ -175,11 +166,8 @@ class Plan:
     """All that forward and backward of one call need beside tensors. It is decided once: the routing that
     forward used is the one that backward reverses.
 
-    modules: the layer's, and its stages.
     forward, backward: how each pass cuts the batch; they may have different numbers of chunks.
     joined: where the rows of backward's chunks stand in forward's; None where the chunks are the same.
-    top_k, num_slots: K, and T*K.
-    restore: what becomes of T_DI and T_M between the passes.
     slot_token: (S,) the token of each slot, where the gate does not give every token K of them.
     padding: where rows are padded to capacity; the cuts are then of padded rows.
     """
@@ -189,22 +177,10 @@ class Plan:
     backward: PassPlan
     joined: Joined | None
     top_k: int
-    num_slots: int
     restore: Restore
     slot_token: Tensor | None = None
     padding: Padding | None = None
 
     @property
-    def in_steps(self) -> bool:
-        """Whether a task of communication may wait for another: see `pmoe.engine.lanes.CpuLanes`."""
-        modules = self.modules
-        return modules.stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
-
-    @property
     def rearranged(self) -> bool:
         return self.joined is not None
-
-    @property
-    def has_drops(self) -> bool:
-        """Whether some slots may have no row that comes home."""
-        return self.forward.has_drops

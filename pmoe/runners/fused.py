@@ -86,28 +86,6 @@ def one_rank_journey(routes: Routes) -> Journey:
     )
 
 
-def _forward(
-    call: FusedCall,
-    x_TM: Tensor,
-    weight_TK: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    *,
-    keeps_hidden: bool,
-    keeps_rows: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """T_O, and T_M and T_DI where they are kept."""
-    steps, journey = call.steps, call.journey
-    with all_or_give_up(steps):
-        hidden_NG, active_NH = steps.dispatch_hidden(
-            journey, dense(x_TM), weight_TK, w1, b1, activation=call.activation, keep=keeps_hidden
-        )
-        rows_NM = steps.rows(journey).clone() if keeps_rows else None
-        return steps.product_combine(journey, active_NH, w2, b2), hidden_NG, rows_NM
-
-
 @contextlib.contextmanager
 def all_or_give_up(steps: Steps) -> Iterator[None]:
     """Takes all steps of a pass, or gives the heap up: memory may run out between two, on this rank alone."""
@@ -132,20 +110,21 @@ class FusedRunner:
     name: ClassVar[Path] = "fused"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        restore = self.call.restore
-        sends_again = restore.dispatched == "communicate"
-        weights = (inputs.weight_TK, *split_parameters(inputs.parameters))
-        y_TM, hidden_NG, rows_NM = _forward(
-            self.call,
-            inputs.x_TM,
-            *weights,
-            keeps_hidden=keep and restore.hidden == "keep",
-            keeps_rows=keep and not sends_again,
-        )
+        call, steps, journey = self.call, self.call.steps, self.call.journey
+        sends_again = call.restore.dispatched == "communicate"
+        keeps_hidden = keep and call.restore.hidden == "keep"
+        weight_TK, w1, w2, b1, b2 = (inputs.weight_TK, *split_parameters(inputs.parameters))
+        with all_or_give_up(steps):
+            hidden_NG, active_NH = steps.dispatch_hidden(
+                journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=call.activation, keep=keeps_hidden
+            )
+            rows_NM = steps.rows(journey).clone() if keep and not sends_again else None
+            y_TM = steps.product_combine(journey, active_NH, w2, b2)
         if not keep:
             return y_TM, None
-        tensors = [inputs.x_TM if sends_again else None, *weights, hidden_NG, rows_NM]
-        return y_TM, Saved(tensors, functools.partial(_backward, self.call))
+        x_TM = inputs.x_TM if sends_again else None
+        tensors = [x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM]
+        return y_TM, Saved(tensors, functools.partial(_backward, call))
 
 
 def _backward(

@@ -10,7 +10,7 @@ Letters: as in `pmoe.engine.passes`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -178,9 +178,6 @@ class Passed:
     tensors: tuple[Tensor, ...]
     shape: torch.Size
     dtype: torch.dtype
-
-    def emptied(self) -> Passed:
-        return replace(self, tensors=())
 
 
 def through(

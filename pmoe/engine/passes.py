@@ -130,7 +130,7 @@ class Pass:
     """What both directions share: rows leave by `gather` and `dispatch`, and come home by `combine` and
     `output`. ``source`` is T_I or dT_O, ``result`` T_O or dT_I; both (T, M).
 
-    What only some layers need is in subclasses, each in a file of its own: see `specialised`.
+    What only some layers need is in subclasses, each in a file of its own (`pmoe.runners.pipeline`).
 
     received, sent_back: names of what arrives at the experts and of what leaves them again. brought_by_S,
     taken_by_R: what the two all-to-alls fill and send, the same two where experts are not sharded.

@@ -1,7 +1,4 @@
-"""How a plan is made: sorted rows are cut into chunks by the exchanged counts.
-
-Letters: as in `pmoe.engine.plan`.
-"""
+"""How a plan is made: sorted rows are cut into chunks by the exchanged counts."""
 
 from __future__ import annotations
 

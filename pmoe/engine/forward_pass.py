@@ -1,7 +1,4 @@
-"""The forward pass of the experts' part of a layer: what each task of its schedule does.
-
-Letters: as in `pmoe.engine.passes`.
-"""
+"""The forward pass of the experts' part of a layer: what each task of its schedule does."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ class Forward(Pass):
 
     def make_scalars(self) -> None:
         """The routing weights first."""
-        assert self.cut.weights is not None
-        self.scalars.append(self.scalar(self.weight.index_select(0, self.cut.weights.slot)))
+        self.scalars.append(self.scalar(self.weight.index_select(0, self.journey.slot)))
 
     def scalar(self, sent: Tensor) -> Scalars:
         arrived = sent.new_empty(self.cut.num_received)
@@ -77,8 +73,7 @@ class Forward(Pass):
         return self.result_TM if padding is None else padding.gather(self.result_TM)
 
     def send_weights(self, _: int) -> dist.Work | None:
-        journey, exchange = self.cut.weights, self.plan.modules.scalars.exchange
-        assert journey is not None
+        journey, exchange = self.journey, self.plan.modules.scalars.exchange
         return joined(exchange(each.sent, journey.send, each.own, journey.recv) for each in self.scalars)
 
     def compute_local(self, j: int) -> None:
@@ -99,8 +94,7 @@ class Forward(Pass):
 
     def sorted_weights(self) -> Tensor:
         """The routing weights of the received rows, by chunk and in expert order."""
-        assert self.cut.weights is not None
-        arrived, regroup = self.scalars[0].arrived, self.cut.weights.regroup
+        arrived, regroup = self.scalars[0].arrived, self.journey.regroup
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
     def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:
@@ -141,10 +135,8 @@ class Forward(Pass):
                 f"chunks ({len(self.plan.forward.chunks)}), not {len(self.plan.backward.chunks)}"
             )
 
-    def done(self, y_TM: Tensor) -> Forwarded:
-        """With all that a backward pass needs."""
+    def leaves(self) -> Forwarded:
         return Forwarded(
-            y_TM=y_TM,
             kept=self.kept,
             weight_received=self.weight_received,
             passed=self.passed,

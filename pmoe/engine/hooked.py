@@ -3,8 +3,6 @@
 Each hook's graph is kept from forward to backward, where autograd differentiates it: what dispatch carries
 in backward is the gradient of what it carried forward. Where experts are sharded hooks see rows between S and
 AG, and results between RS and R, in tasks of their own (HA, HB); elsewhere in the task of the experts.
-
-Letters: as in `pmoe.engine.passes`.
 """
 
 from __future__ import annotations

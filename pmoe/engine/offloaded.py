@@ -1,8 +1,6 @@
 """T_DI and T_M on the host between the passes (MPipeMoE's S1 to S3): the tasks D and H, out and back in.
 
 Backward fetches likewise what forward kept in other chunks than its own (`pmoe.engine.rearranged`).
-
-Letters: as in `pmoe.engine.passes`.
 """
 
 from __future__ import annotations

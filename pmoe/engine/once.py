@@ -71,8 +71,8 @@ class OnceForward(_Once, Forward):
         self.scalars.append(self.number)
 
     def sorted_weights(self) -> Tensor:
-        assert self.cut.weights is not None and self.cut.once is not None
-        row, regroup = self.cut.once.base + self.number.arrived, self.cut.weights.regroup
+        assert self.cut.once is not None
+        row, regroup = self.cut.once.base + self.number.arrived, self.journey.regroup
         self.regroup = split_by_chunk(row if regroup is None else row.index_select(0, regroup), self.cut)
         return super().sorted_weights()
 

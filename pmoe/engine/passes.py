@@ -12,7 +12,7 @@ Letters: T tokens, K choices, N rows, M = d_model, n chunks. "_L" marks buffers 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from pmoe.engine import lanes as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.lanes import Actions
-from pmoe.engine.plan import PassPlan, Plan, length
+from pmoe.engine.plan import PassPlan, Plan, WeightJourney, length
 from pmoe.experts.base import Allocate, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes
@@ -94,20 +94,19 @@ class Kept:
     recipe: Any = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Forwarded:
-    """What a forward pass leaves, whoever ran it.
+    """What a forward pass leaves for backward, whoever ran it.
 
-    y_TM: (T, M), T_O. kept: for each unit of ``plan.forward``.
+    kept: for each unit of ``plan.forward``.
     weight_received: (N,), the routing weights of the rows that its chunks received, by chunk and in expert
         order; None where none did.
     passed: what hooks saved. regroup: of chunks whose rows travelled once (`PassPlan.once`).
     """
 
-    y_TM: Tensor
-    kept: Mapping[Unit, Kept]
+    kept: dict[Unit, Kept]
     weight_received: Tensor | None
-    passed: Mapping[tuple[str, int], Passed] = field(default_factory=dict)
+    passed: dict[tuple[str, int], Passed] = field(default_factory=dict)
     regroup: Sequence[Tensor | None] = ()
 
 
@@ -181,6 +180,12 @@ class Pass:
             self.home = self.new(comes + stays + cut.has_drops, source_TM.shape[1])
             if cut.has_drops:
                 self.home[-1].zero_()  # what a dropped slot adds to its token
+
+    @property
+    def journey(self) -> WeightJourney:
+        """Of the routing weights, where rows travel."""
+        assert self.cut.weights is not None
+        return self.cut.weights
 
     def make_buffers(self, i: int) -> None:
         """Memory for chunk i to leave from, where nothing rotates."""

@@ -1,7 +1,4 @@
-"""The shared expert's tasks: it computes all tokens of its rank, none of which travels.
-
-Letters: as in `pmoe.engine.passes`.
-"""
+"""The shared expert's tasks: it computes all tokens of its rank, none of which travels."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ class FusedForwardRunner:
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         with all_or_give_up(self.call.steps):
-            done = self._take_steps(inputs)
-        return keep_for_backward(self.plan, inputs, done) if keep else (done.y_TM, None)
+            y_TM, left = self._take_steps(inputs)
+        return y_TM, keep_for_backward(self.plan, inputs, left) if keep else None
 
-    def _take_steps(self, inputs: Inputs) -> Forwarded:
+    def _take_steps(self, inputs: Inputs) -> tuple[Tensor, Forwarded]:
         call, plan = self.call, self.plan
         steps, journey, cut = call.steps, call.journey, plan.forward
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
@@ -63,7 +63,7 @@ class FusedForwardRunner:
             weight_N = steps.row_weight(journey).to(inputs.weight_TK.dtype)
             weight_received = weight_N.index_select(0, index_N[: sum(received)])
         y_TM = steps.product_combine(journey, active_NH, w2, b2)
-        return Forwarded(y_TM=y_TM, kept=kept, weight_received=weight_received)
+        return y_TM, Forwarded(kept=kept, weight_received=weight_received)
 
 
 def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:

@@ -33,7 +33,7 @@ class PipelineRunner:
         parts = _special_parts(plan, moves=keep and plan.restore.offloads)
         forward = _together((*(part for part, _ in parts), Forward))(plan, inputs, keep)
         y_TM = forward.run()
-        return keep_for_backward(plan, inputs, forward.done(y_TM)) if keep else (y_TM, None)
+        return y_TM, keep_for_backward(plan, inputs, forward.leaves()) if keep else None
 
 
 def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
@@ -68,27 +68,27 @@ def _together(parts: tuple[type, ...]) -> type[Any]:
     return parts[0] if len(parts) == 1 else type(parts[-1].__name__, parts[:-1], {})
 
 
-def keep_for_backward(plan: Plan, inputs: Inputs, done: Forwarded) -> tuple[Tensor, Saved]:
-    """T_O, and what the engine's backward pass needs, its tensors in one list.
+def keep_for_backward(plan: Plan, inputs: Inputs, left: Forwarded) -> Saved:
+    """What the engine's backward pass needs, its tensors in one list.
 
     Their order: inputs, routing weights received, units, hooks, regroups. All else stays as it is, emptied of
     tensors, with their number."""
     needs_x = plan.restore.dispatched == "communicate" or plan.modules.stages.shared
-    tensors = [*inputs.all, done.weight_received]
+    tensors = [*inputs.all, left.weight_received]
     tensors[0] = inputs.x_TM if needs_x else None
     units: list[tuple[Any, ...]] = []
-    for unit, kept in done.kept.items():
+    for unit, kept in left.kept.items():
         hidden_tensors = kept.hidden.tensors if kept.hidden is not None else ()
         emptied = None if kept.hidden is None else replace(kept.hidden, tensors=())
         units.append((unit, kept.recipe, emptied, len(hidden_tensors)))
         tensors += [kept.rows_NM, *hidden_tensors]
     passed: list[tuple[Any, ...]] = []
-    for point, each in done.passed.items():
+    for point, each in left.passed.items():
         passed.append((point, replace(each, tensors=()), len(each.tensors)))
         tensors += each.tensors
-    tensors += done.regroup  # which rows are whose was not known when the plan was made
+    tensors += left.regroup  # which rows are whose was not known when the plan was made
     without = inputs.like([None] * len(inputs.all))
-    return done.y_TM, Saved(tensors, functools.partial(_backward, plan, without, units, passed))
+    return Saved(tensors, functools.partial(_backward, plan, without, units, passed))
 
 
 def _backward(

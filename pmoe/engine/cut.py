@@ -122,13 +122,6 @@ def _cut(
     if tokens.of_slot is not None:  # none of which is dropped
         ends = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
     chunks, pieces, first = [], [], 0
-
-    def add_piece(j: int, first: int) -> int:
-        end = first + sum(local_counts[j])
-        groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
-        pieces.append(Piece(rows=slice(first, end), groups=groups))
-        return end
-
     # (source, chunk, expert, bin of the chunk): as rows arrive from one source.
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
@@ -145,20 +138,22 @@ def _cut(
                 recv_rows=recv_rows,
                 received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
                 regroup=regroup,
-                relayed=(_relayed(shared.relayed[0], i), _relayed(shared.relayed[1], i)),
+                relayed=[() if each is None else tuple(each[i].tolist()) for each in shared.relayed],
                 gathered=gathered,
             )
         )
         first += sum(send_rows)
-        if num_pieces == n:
-            first = add_piece(i, first)
-    if num_pieces != n:
-        for j in range(num_pieces):
-            first = add_piece(j, first)
+        # Rows that stay follow their chunk's rows that travel, or all of those.
+        follow = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
+        for j in follow:
+            end = first + sum(local_counts[j])
+            groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
+            pieces.append(Piece(rows=slice(first, end), groups=groups))
+            first = end
     weights = once = None
     if modules.stages.remote:
-        num_kept = int(shared.send.sum())
-        weights = _weight_journey(order.slots, expert_TK, send, recv, fine, num_kept, grid, bypass_local)
+        kept = order.slots.slot[: int(shared.send.sum())]
+        weights = _weight_journey(kept, expert_TK, send, recv, fine, modules)
         if shared.received_once_device is not None:
             from pmoe.engine.once import number_rows
 
@@ -177,27 +172,15 @@ def _cut(
     )
 
 
-def _relayed(counts_nX: Tensor | None, i: int) -> tuple[int, ...]:
-    return () if counts_nX is None else tuple(counts_nX[i].tolist())
-
-
 def _weight_journey(
-    order: SortedRows,
-    expert_TK: Tensor,
-    send: Tensor,
-    recv: Tensor,
-    fine: Tensor,
-    num_kept: int,
-    grid: Grid,
-    bypass_local: bool,
+    slot: Tensor, expert_TK: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: Modules
 ) -> WeightJourney:
-    slot = order.slot[:num_kept]
     destination = expert_TK.reshape(-1)[slot] // send.shape[2]
-    if bypass_local:
-        destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
+    if modules.stages.local:
+        destination = torch.where(destination == modules.grid.all.rank, send.shape[1], destination)
     come_rows = recv.sum((0, 2))
     send_rows, come = send.sum((0, 2)).tolist(), come_rows.tolist()
-    recv_rows, gathered = _by_place(come, grid)
+    recv_rows, gathered = _by_place(come, modules.grid)
     return WeightJourney(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),

@@ -7,6 +7,7 @@ M = d_model.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ class Chunk:
     recv_rows: tuple[int, ...]
     received: RowGroups
     regroup: Tensor | None
-    relayed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    relayed: Sequence[tuple[int, ...]] = ((), ())
     gathered: tuple[int, ...] = ()
 
     @functools.cached_property

@@ -56,9 +56,6 @@ class Forward(Pass):
         arrived = sent.new_empty(self.cut.num_received)
         return Scalars(sent, arrived, arrived, arrived)
 
-    def keeps_received(self) -> bool:
-        return self.keep and self.plan.restore.dispatched == "keep"
-
     def actions(self) -> Actions:
         return {
             **super().actions(),

@@ -172,7 +172,7 @@ class Pass:
         for i, chunk in enumerate(cut.chunks):
             if not rotates:
                 self.make_buffers(i)
-            if not rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
+            if not rotates or (not self.sizes.extent.regrouped[i] and self.sizes.keeps_what_arrives):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
         if not rotates:
             comes = sum(chunk.num_sent for chunk in cut.chunks)
@@ -190,10 +190,6 @@ class Pass:
     def make_buffers(self, i: int) -> None:
         """Memory for chunk i to leave from, where nothing rotates."""
         self.own_buffer("send", i)
-
-    def keeps_received(self) -> bool:
-        """Whether rows stay where they arrived after the pass, if they need no sorting."""
-        return False
 
     def new(self, rows: int, columns: int) -> Tensor:
         return self.pool.new(self.source_TM, rows, columns)

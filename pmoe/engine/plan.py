@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from pmoe.schedule.tasks import Stages
 if TYPE_CHECKING:
     from pmoe.comm.sharing import Sharing
     from pmoe.engine.callbacks import Hooks
-    from pmoe.engine.carried_gradients import Gradients
     from pmoe.engine.once import MergedRows
     from pmoe.engine.padding import Padding
     from pmoe.engine.rearranged import Joined
@@ -145,7 +144,11 @@ class PassPlan:
 @dataclass(frozen=True, kw_only=True)
 class Modules:
     """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
-    ranks, and which stages there are."""
+    ranks, and which stages there are.
+
+    gradients: of other layers, which a backward pass carries (FSMoE, section 5): it calls ``begins`` and
+    ``ends``, and ``inside`` as a task of its schedule, for the Work between the last S and the first R. For
+    ``t_gar`` seconds they travel there."""
 
     experts: Experts
     grid: Grid
@@ -157,7 +160,7 @@ class Modules:
     sharing: Sharing | None
     hooks: Hooks | None
     shared: Experts | None
-    gradients: Gradients | None
+    gradients: Any
     sequential: bool
     rotates: bool
 

@@ -26,7 +26,6 @@ from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
-    from pmoe.engine.carried_gradients import Gradients
     from pmoe.planner.memory import PredictedMemory
 
 
@@ -171,7 +170,7 @@ class MoELayer(nn.Module):
         self.grid = build.make_grid(group, mesh)
         build.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()
-        self.gradients: Gradients | None = None  # set by `pmoe.GradientReducer`
+        self.gradients: Any = None  # set by `pmoe.GradientReducer`
         self.order = make_order(order)
         self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
         self.scalars = FlatDispatch()

@@ -30,7 +30,6 @@ from pmoe.schedule.tasks import Stages, local_pieces
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback, Hooks
-    from pmoe.engine.carried_gradients import Gradients
     from pmoe.layer.padded_counts import PaddedKind
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
@@ -74,7 +73,7 @@ class Parts:
     combine: Combine
     scalars: FlatDispatch
     callbacks: tuple[Callback, ...]
-    gradients: Gradients | None
+    gradients: Any
     traffic: Traffic
     known: Known
 

@@ -41,7 +41,7 @@ class GradientHook:
 
 @dataclass(eq=False)
 class LayerGradients:
-    """Called by a layer's backward pass, see `pmoe.engine.plan.Gradients`. at: the layer's index."""
+    """Called by a layer's backward pass, see `pmoe.engine.plan.Modules`. at: the layer's index."""
 
     step: Callable[[], ReducerStep | None]
     at: int

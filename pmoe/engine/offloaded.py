@@ -1,11 +1,12 @@
 """T_DI and T_M on the host between the passes (MPipeMoE's S1 to S3): the tasks D and H, out and back in.
 
-Backward fetches likewise what forward kept in other chunks than its own (`pmoe.engine.rearranged`).
+Backward fetches in the same way what forward kept in other chunks than its own (`pmoe.engine.rearranged`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -43,7 +44,8 @@ class OffloadingForward(Forward):
             self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
 
     def actions(self) -> Actions:
-        return {**super().actions(), **{kind: self._copy_out(kind) for kind in _COPIES_OUT.values()}}
+        copies = {kind: functools.partial(self._copy_out, kind) for kind in _COPIES_OUT.values()}
+        return {**super().actions(), **copies}
 
     def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
         super().put_away(unit, kept, rows_NM, changed)
@@ -81,15 +83,12 @@ class OffloadingForward(Forward):
         self.leaving_device[_COPIES_OUT[tensor + unit[1]], unit[0]] = pairs
         return targets
 
-    def _copy_out(self, kind: Kind) -> Callable[[int], None]:
-        def act(i: int) -> None:
-            for target, tensor in self.leaving_device.pop((kind, i), ()):
-                if not self.arena.owns(tensor):
-                    # A module's own, or a part of it: made on the compute lane, and freed once this returns.
-                    lanes.hold_for(lanes.current_stream(tensor), tensor)
-                copy(target, tensor)
-
-        return act
+    def _copy_out(self, kind: Kind, i: int) -> None:
+        for target, tensor in self.leaving_device.pop((kind, i), ()):
+            if not self.arena.owns(tensor):
+                # A module's own, or a part of it: made on the compute lane, and freed once this returns.
+                lanes.hold_for(lanes.current_stream(tensor), tensor)
+            copy(target, tensor)
 
 
 class FetchingBackward(Backward):
@@ -125,14 +124,11 @@ class FetchingBackward(Backward):
 
     def fetch_hidden(self, unit: Unit) -> None:
         """Into the slot of T_M, or into memory of its own where modules saved what they liked."""
-        parts = self.parts(unit)
-        if any(kept.hidden is None for kept, _ in parts):
-            return  # it did not fit on the host, and is made again when its turn comes
-        experts, num_rows = self.plan.modules.experts, self.groups(unit).num_rows
+        parts, experts = self.parts(unit), self.plan.modules.experts
         saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
-        if not saved:
-            return
-        hidden = experts.join(saved, num_rows, space=self.space(unit))
+        if not saved or len(saved) < len(parts):
+            return  # it did not fit on the host, and is made again when its turn comes
+        hidden = experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
         if experts.columns(self.source_TM.device.type).hidden == 0 and self.plan.restore.hidden == "offload":
             hidden = replace(hidden, tensors=[self._fetched(tensor) for tensor in hidden.tensors])
         self.hidden[unit] = hidden

@@ -133,10 +133,6 @@ class _Replaying(Replay):
     def __init__(self, call: _Call) -> None:
         self.call = call
 
-    @property
-    def recorded(self) -> Any:
-        return self.call.decided
-
     def once(self, decide: Callable[[], V]) -> V:
         decided: V = self.call.decided
         return decided

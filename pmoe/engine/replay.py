@@ -29,11 +29,6 @@ class Replay:
     is_replay = False
     """Whether all was decided in a first pass."""
 
-    @property
-    def recorded(self) -> Any:
-        """What `once` gives in a second pass."""
-        raise AssertionError("nothing is recorded: this is no second pass")
-
     def once(self, decide: Callable[[], V]) -> V:
         """decide(), hidden from checkpoints, or what it gave in the first pass."""
         with hidden_from_checkpoints():

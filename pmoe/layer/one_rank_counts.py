@@ -55,7 +55,7 @@ def decide(call: Call) -> Decision | None:
     x = started(call)
     x_TM = x.reshape(-1, parts.spec.d_model)
     if replay.is_replay:
-        agreed: Agreed | None = replay.recorded
+        agreed: Agreed | None = replay.once(lambda: None)
         if agreed is None or agreed.counts is not None or agreed.choice is not None:
             return None
     else:

@@ -44,9 +44,7 @@ def kept_path(key: Mapping[str, Any]) -> Path | None:
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
-    """Writes the whole file or none.
-
-    key: says where the numbers hold (device, ranks, options); anything that JSON can hold.
+    """Writes the whole file or none. key: says where the numbers hold (device, ranks, options).
 
     Raises OSError where it cannot be written, TypeError for a key that JSON cannot hold.
     """
@@ -217,22 +215,16 @@ def _trials(
     """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns."""
     device = inputs.x_TM.device
     clock = clock_of(device)
-
-    def trial(degrees: PassDegrees) -> Callable[[], tuple[float, float]]:
-        runner = runner_of(degrees)
-        assert runner is not None
-        return functools.partial(_run_both, runner, inputs, clock)
-
+    trials = [functools.partial(_run_both, runner_of(degrees), inputs, clock) for degrees in candidates]
     agree = functools.partial(largest, ranks, device, stage="agreeing on a number of chunks")
-    medians = median_seconds(
-        [trial(degrees) for degrees in candidates], REPEATS, begin=begin_together(ranks), agree=agree
-    )
+    medians = median_seconds(trials, REPEATS, begin=begin_together(ranks), agree=agree)
     return [(ahead, back) for ahead, back in medians]
 
 
 @torch.no_grad()
-def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
+def _run_both(runner: Runner | None, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
     """Runs both passes, T_O as its own gradient, and drops all results: the seconds of each."""
+    assert runner is not None
     start = now()
     y_TM, saved = runner.forward(inputs, keep=True)
     middle = now()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,9 @@ class Ordered:
     several slots share one (`pmoe.layer.once_orders`): then carrier_TK is the choice whose row a slot's token
     travels in, and sent_nP rows by chunk and rank, on the device."""
 
+    expert_TK: Tensor
+    tokens: Tokens
+    has_drops: bool
     slots: SortedRows
     sent: SortedRows
     carrier_TK: Tensor | None = None
@@ -41,20 +44,11 @@ class Ordered:
 
 
 def make_plan(
-    modules: Modules,
-    *,
-    order: Ordered,
-    backward_order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    shared: RankCounts,
-    degrees: Degrees,
-    restore: Restore,
-    has_drops: bool,
+    modules: Modules, rows: Callable[[int], Ordered], shared: RankCounts, degrees: Degrees, restore: Restore
 ) -> Plan:
-    """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
-    as the two passes have them; the same object where their chunks are the same."""
+    """Cuts the sorted rows into chunks without any further synchronisation. rows: as n chunks have them."""
     grid, local = modules.grid, modules.stages.local
+    order, backward_order = rows(degrees.forward), rows(degrees.backward)
     same = degrees.forward == degrees.backward
     # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
     # of the other in one run an expert.
@@ -62,8 +56,7 @@ def make_plan(
     bins = shared.joined(finest)
 
     def cut(n: int, rows: Ordered) -> PassPlan:
-        pieces = degrees.pieces if same else n * local
-        return _cut(n, rows, expert_TK, tokens, bins, modules, pieces, has_drops)
+        return _cut(n, rows, bins, modules, degrees.pieces if same else n * local)
 
     forward = cut(degrees.forward, order)
     joined = None
@@ -80,23 +73,14 @@ def make_plan(
         forward=forward,
         backward=forward if same else cut(degrees.backward, backward_order),
         joined=joined,
-        top_k=expert_TK.shape[1],
+        top_k=order.expert_TK.shape[1],
         restore=restore,
-        slot_token=tokens.of_slot,
+        slot_token=order.tokens.of_slot,
     )
 
 
-def _cut(
-    n: int,
-    order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    bins: RankCounts,
-    modules: Modules,
-    num_pieces: int,
-    has_drops: bool,
-) -> PassPlan:
-    top_k = expert_TK.shape[1]
+def _cut(n: int, order: Ordered, bins: RankCounts, modules: Modules, num_pieces: int) -> PassPlan:
+    tokens, top_k = order.tokens, order.expert_TK.shape[1]
     grid, bypass_local = modules.grid, modules.stages.local
     rank = grid.all.rank
     shared = bins.joined(n)
@@ -153,11 +137,11 @@ def _cut(
     weights = once = None
     if modules.stages.remote:
         kept = order.slots.slot[: int(shared.send.sum())]
-        weights = _weight_journey(kept, expert_TK, send, recv, fine, modules)
+        weights = _weight_journey(kept, order.expert_TK, send, recv, fine, modules)
         if shared.received_once_device is not None:
             from pmoe.engine.once import number_rows
 
-            once = number_rows(weights, order, expert_TK, tokens, shared, fine, n)
+            once = number_rows(weights, order, shared, fine)
     sent_slot = order.sent.slot[:first]
     token = sent_slot if top_k == 1 else sent_slot // top_k
     return PassPlan(
@@ -167,7 +151,7 @@ def _cut(
         slot=order.slots.slot,
         row_token=token if tokens.of_slot is None else tokens.of_slot[token],
         position=order.sent.position,
-        has_drops=has_drops or once is not None,
+        has_drops=order.has_drops or once is not None,
         once=once,
     )
 

@@ -18,7 +18,6 @@ from pmoe.engine.cut import Ordered
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.passes import Pass, split_by_chunk
 from pmoe.engine.plan import Plan, WeightJourney
-from pmoe.ordering.sorted import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +30,14 @@ class MergedRows:
     base: Tensor
 
 
-def number_rows(
-    weights: WeightJourney,
-    order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    shared: RankCounts,
-    fine: Tensor,
-    n: int,
-) -> MergedRows:
-    """Which row carries each weight's token, counted from the first row of its chunk and rank."""
+def number_rows(weights: WeightJourney, order: Ordered, shared: RankCounts, fine: Tensor) -> MergedRows:
+    """Which row carries each weight's token, counted from the first row of its chunk and rank. fine: rows by
+    source, chunk, expert and bin."""
     come_nW = shared.received_once_device
     assert come_nW is not None and order.carrier_TK is not None and order.sent_nP is not None
-    top_k = expert_TK.shape[1]
-    slot, num_across = weights.slot, order.sent_nP.shape[1]
+    expert_TK, tokens = order.expert_TK, order.tokens
+    top_k, slot = expert_TK.shape[1], weights.slot
+    n, num_across = order.sent_nP.shape
     row = order.sent.position[slot // top_k * top_k + order.carrier_TK.view(-1)[slot]]
     token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
     # Where the rows of (chunk, rank) begin among all that this rank sends.

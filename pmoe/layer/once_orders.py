@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -40,8 +42,8 @@ class OnceOrders(Orders):
 
     def _sort(self, n: int) -> Ordered:
         ranks, tokens, nowhere = self._num_ranks, self.tokens, LocalExperts(0, 0)
-        return Ordered(
-            slots=self.sort_slots(n),
+        return replace(
+            super()._sort(n),
             sent=sort_rows(self._rank_TK, self._carries_TK, n, ranks, nowhere, 0, tokens),
             carrier_TK=self._carrier_TK,
             sent_nP=self.count_once(n),

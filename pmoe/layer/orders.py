@@ -12,7 +12,7 @@ from pmoe.comm.counts import RankCounts
 from pmoe.engine.cut import Degrees, Ordered, make_plan
 from pmoe.engine.plan import Plan
 from pmoe.layer.parts import Parts
-from pmoe.ordering.sorted import SortedRows, Tokens, count_rows, sort_rows
+from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
@@ -52,31 +52,19 @@ class Orders:
         return None
 
     def _sort(self, n: int) -> Ordered:
-        slots = self.sort_slots(n)
-        return Ordered(slots=slots, sent=slots)
-
-    def sort_slots(self, n: int) -> SortedRows:
         """All kept slots by chunk and expert."""
-        parts, tokens = self.parts, self.tokens
+        parts, expert_TK, keep_TK, tokens = self.parts, self.expert_TK, self.keep_TK, self.tokens
         pieces, num_experts = parts.num_pieces(n), parts.spec.num_experts
-        return sort_rows(self.expert_TK, self.keep_TK, n, num_experts, parts.staying, pieces, tokens)
+        slots = sort_rows(expert_TK, keep_TK, n, num_experts, parts.staying, pieces, tokens)
+        has_drops = keep_TK is not None
+        return Ordered(expert_TK=expert_TK, tokens=tokens, has_drops=has_drops, slots=slots, sent=slots)
 
     def plans(self, counts: RankCounts, padding: Padding | None = None) -> PlanFor:
         """What cuts these rows into chunks, for any degrees and pair."""
 
         def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
             degrees = _degrees(self.parts, forward, backward, restore, counts.depth)
-            plan = make_plan(
-                self.parts.modules,
-                order=self.of(degrees.forward),
-                backward_order=self.of(degrees.backward),
-                expert_TK=self.expert_TK,
-                tokens=self.tokens,
-                shared=counts,
-                degrees=degrees,
-                restore=restore,
-                has_drops=self.keep_TK is not None,
-            )
+            plan = make_plan(self.parts.modules, self.of, counts, degrees, restore)
             return plan if padding is None else replace(plan, padding=padding)
 
         return plan_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +20,14 @@ from pmoe.schedule.restore import Restore
 
 
 @dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """Numbers of chunks of the two passes, and into how many pieces the rows that stay are cut."""
-
-    forward: int
-    backward: int
-    pieces: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ordered:
-    """The rows of a pass. slots: all kept slots by expert. sent: the rows that leave, the same but where
-    several slots share one (`pmoe.layer.once_orders`): then carrier_TK is the choice whose row a slot's token
-    travels in, and sent_nP rows by chunk and rank, on the device."""
+    """The rows of a pass in n chunks, those that stay in so many pieces. slots: all kept slots by expert.
+    sent: the rows that leave, the same but where several slots share one (`pmoe.layer.once_orders`): then
+    carrier_TK is the choice whose row a slot's token travels in, and sent_nP rows by chunk and rank, on the
+    device."""
 
+    n: int
+    pieces: int
     expert_TK: Tensor
     tokens: Tokens
     has_drops: bool
@@ -44,34 +38,28 @@ class Ordered:
 
 
 def make_plan(
-    modules: Modules, rows: Callable[[int], Ordered], shared: RankCounts, degrees: Degrees, restore: Restore
+    modules: Modules, order: Ordered, backward_order: Ordered, shared: RankCounts, restore: Restore
 ) -> Plan:
-    """Cuts the sorted rows into chunks without any further synchronisation. rows: as n chunks have them."""
-    grid, local = modules.grid, modules.stages.local
-    order, backward_order = rows(degrees.forward), rows(degrees.backward)
-    same = degrees.forward == degrees.backward
+    """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
+    as the two passes have them; the same object where their chunks are the same."""
     # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
     # of the other in one run an expert.
-    finest = math.lcm(degrees.forward, degrees.backward)
-    bins = shared.joined(finest)
-
-    def cut(n: int, rows: Ordered) -> PassPlan:
-        return _cut(n, rows, bins, modules, degrees.pieces if same else n * local)
-
-    forward = cut(degrees.forward, order)
+    bins = shared.joined(math.lcm(order.n, backward_order.n))
+    forward = backward = _cut(order, bins, modules)
     joined = None
-    if not same:
+    if order.n != backward_order.n:
         from pmoe.engine.rearranged import join_chunks
 
-        rank = grid.all.rank
+        rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
-        if local:
+        if modules.stages.local:
             received, received_device = (without_own(each, rank) for each in (received, received_device))
-        joined = join_chunks(received, received_device, bins.recv[:, rank], degrees)
+        joined = join_chunks(received, received_device, bins.recv[:, rank], order.n, backward_order.n)
+        backward = _cut(backward_order, bins, modules)
     return Plan(
         modules=modules,
         forward=forward,
-        backward=forward if same else cut(degrees.backward, backward_order),
+        backward=backward,
         joined=joined,
         top_k=order.expert_TK.shape[1],
         restore=restore,
@@ -79,8 +67,8 @@ def make_plan(
     )
 
 
-def _cut(n: int, order: Ordered, bins: RankCounts, modules: Modules, num_pieces: int) -> PassPlan:
-    tokens, top_k = order.tokens, order.expert_TK.shape[1]
+def _cut(order: Ordered, bins: RankCounts, modules: Modules) -> PassPlan:
+    n, num_pieces, tokens, top_k = order.n, order.pieces, order.tokens, order.expert_TK.shape[1]
     grid, bypass_local = modules.grid, modules.stages.local
     rank = grid.all.rank
     shared = bins.joined(n)

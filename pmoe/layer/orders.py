@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.cut import Degrees, Ordered, make_plan
+from pmoe.engine.cut import Ordered, make_plan
 from pmoe.engine.plan import Plan
 from pmoe.layer.parts import Parts
 from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
@@ -56,21 +56,30 @@ class Orders:
         parts, expert_TK, keep_TK, tokens = self.parts, self.expert_TK, self.keep_TK, self.tokens
         pieces, num_experts = parts.num_pieces(n), parts.spec.num_experts
         slots = sort_rows(expert_TK, keep_TK, n, num_experts, parts.staying, pieces, tokens)
-        has_drops = keep_TK is not None
-        return Ordered(expert_TK=expert_TK, tokens=tokens, has_drops=has_drops, slots=slots, sent=slots)
+        return Ordered(
+            n=n,
+            pieces=pieces,
+            expert_TK=expert_TK,
+            tokens=tokens,
+            has_drops=keep_TK is not None,
+            slots=slots,
+            sent=slots,
+        )
 
     def plans(self, counts: RankCounts, padding: Padding | None = None) -> PlanFor:
         """What cuts these rows into chunks, for any degrees and pair."""
 
         def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
-            degrees = _degrees(self.parts, forward, backward, restore, counts.depth)
-            plan = make_plan(self.parts.modules, self.of, counts, degrees, restore)
+            forward, backward = _deep_enough(self.parts, forward, backward, restore, counts.depth)
+            plan = make_plan(self.parts.modules, self.of(forward), self.of(backward), counts, restore)
             return plan if padding is None else replace(plan, padding=padding)
 
         return plan_for
 
 
-def _degrees(parts: Parts, forward: int, backward: int, restore: Restore, depth: dict[int, int]) -> Degrees:
+def _deep_enough(
+    parts: Parts, forward: int, backward: int, restore: Restore, depth: dict[int, int]
+) -> tuple[int, int]:
     """Numbers of chunks, as deep as every rank's slots need them."""
     if depth:
         forward, backward = forward << depth[forward], backward << depth[backward]
@@ -78,4 +87,4 @@ def _degrees(parts: Parts, forward: int, backward: int, restore: Restore, depth:
         backward = forward  # a saved graph cannot be split
     if parts.hooks is not None or parts.spec.send_once:
         backward = forward
-    return Degrees(forward=forward, backward=backward, pieces=parts.num_pieces(forward))
+    return forward, backward

@@ -22,7 +22,7 @@ from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Operands, Routed, make_inputs
 from pmoe.runners import fused, fused_steps
-from pmoe.runners.fused import FusedCall, FusedRunner
+from pmoe.runners.fused import FusedRunner
 from pmoe.runners.fused_forward import FusedForwardRunner
 from pmoe.runners.one_rank import activation_of
 from pmoe.schedule.restore import KEEP, Restore
@@ -101,20 +101,20 @@ def decide(call: Call) -> Decision:
     assert agreed.counts is not None
     counts_FE = orders.count(parts.num_bins)
     journey = fused.make_journey(expert_TK, sort(), counts_FE, agreed.counts, parts.ranks.rank)
-    return _fused_decision(call, routed, inputs, orders, agreed, fused_call(parts, agreed.steps, journey))
+    return _fused_decision(call, routed, inputs, orders, agreed, fused_runner(parts, agreed.steps, journey))
 
 
 def _fused_decision(
-    call: Call, routed: Routed, inputs: Inputs, orders: Orders, agreed: Agreed, fused_call: FusedCall
+    call: Call, routed: Routed, inputs: Inputs, orders: Orders, agreed: Agreed, by_kernels: FusedRunner
 ) -> Decision:
     counts, choice = agreed.counts, agreed.choice
     assert counts is not None
-    runner: Runner = FusedRunner(fused_call)
+    runner: Runner = by_kernels
     plan = None
     if choice is not None:
         with hidden_from_checkpoints():
             plan = orders.plans(counts)(choice.backward, choice.backward, choice.restore)
-        runner = FusedForwardRunner(fused_call, plan, counts.recv_device)
+        runner = FusedForwardRunner(by_kernels, plan, counts.recv_device)
     return Decision(
         call=call,
         routed=routed,
@@ -123,13 +123,14 @@ def _fused_decision(
         counts=ExactCounts(counts.on_host()),
         needs_grad=counts.needs_grad,
         plan=plan,
-        restore=fused_call.restore,
+        restore=by_kernels.restore,
     )
 
 
-def fused_call(parts: Parts, steps: Steps, journey: Journey) -> FusedCall:
+def fused_runner(parts: Parts, steps: Steps, journey: Journey) -> FusedRunner:
     restore = fused_pair(parts) or KEEP  # of a call without a backward pass
-    return FusedCall(steps=steps, journey=journey, activation=activation_of(stacked(parts)), restore=restore)
+    activation = activation_of(stacked(parts))
+    return FusedRunner(steps=steps, journey=journey, activation=activation, restore=restore)
 
 
 def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:

@@ -19,11 +19,10 @@ from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route import Routes
 from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.fused import fused_call, fused_pair, make_request, may_fuse, stacked
+from pmoe.layer.fused import fused_pair, fused_runner, make_request, may_fuse, stacked
 from pmoe.layer.parts import Call, Parts, autocast_dtype
 from pmoe.layer.route import Gated, Operands, Routed, make_inputs, started
 from pmoe.runners import fused, fused_steps, one_rank
-from pmoe.runners.fused import FusedRunner
 from pmoe.runners.one_rank import OneRankRunner
 
 
@@ -70,7 +69,7 @@ def decide(call: Call) -> Decision | None:
     autocast = autocast_dtype(x)
     runner: Runner = OneRankRunner(routes, one_rank.activation_of(stacked(parts)))
     if agreed.steps is not None:
-        runner = FusedRunner(fused_call(parts, agreed.steps, fused.one_rank_journey(routes)))
+        runner = fused_runner(parts, agreed.steps, fused.one_rank_journey(routes))
     routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast)
     needs_grad = parts.asks_for_gradients(x)
     return Decision(

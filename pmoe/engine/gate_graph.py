@@ -2,8 +2,6 @@
 
 The gate runs once, in the first pass, and its graph stays. Of the layer's input, which a gate saves, only a
 `Ticket` stays; the rows are those that the second pass makes again.
-
-Letters: T tokens, M = d_model.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 there they are replicated, and their partial results are summed before they return.
 
 With each routing weight travels which of the rows that its rank gets in its chunk is its row.
-
-Letters: N rows, K choices, W ranks, n chunks.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ them.
 
 T_DO is not saved; the routing is never decided twice. T_DI and T_M go from forward to backward as the plan's
 restore pair says; whatever else a pass needs lies in ring slots, or in memory of its own where the plan does
-not rotate.
-
-Letters: T tokens, K choices, N rows, M = d_model, n chunks. "_L" marks buffers of rows that stay.
+not rotate. "_L" marks buffers of rows that stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The plan of one call: for each chunk, which rows go where, from the routing and the exchanged counts.
-
-Letters: T tokens, K choices, N rows, E experts, W ranks, P of them across nodes, L inside one, n chunks,
-M = d_model.
-"""
+"""The plan of one call: for each chunk, which rows go where, from the routing and the exchanged counts."""
 
 from __future__ import annotations
 

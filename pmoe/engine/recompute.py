@@ -3,8 +3,6 @@
 Nothing is decided twice. The first pass records what each call of a layer decided: the routing, the agreed
 row counts, n, the restore pair, the runner. The second pass takes that over, in the same order. The gate is
 not run again, so its graph is the first pass's and stays whole (pmoe/engine/gate_graph.py).
-
-Letters: T tokens, K choices, M = d_model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Routing that is decided again under a checkpoint: whether it is what it was, known by hashes.
-
-Letters: T tokens.
-"""
+"""Routing that is decided again under a checkpoint: whether it is what it was, known by hashes."""
 
 from __future__ import annotations
 

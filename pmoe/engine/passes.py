@@ -332,12 +332,7 @@ class Pass:
         in_steps = in_steps or (self.direction == "backward" and stages.gradients)
         try:
             engine.run_schedule(
-                self.schedule,
-                self.actions(),
-                self.source_TM,
-                modules.grid.all,
-                in_steps=in_steps,
-                of=modules.experts,
+                self.schedule, self.actions(), self.source_TM, modules.grid.all, in_steps, modules.experts
             )
         finally:
             self.arena.close()

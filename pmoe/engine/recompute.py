@@ -71,10 +71,9 @@ FINDERS.append(_find)
 class _Call:
     """What a call decided.
 
-    decided, routing: what `Replay.once` and `Replay.route` gave. tokens: their number and type.
-    tickets: how often its gate saved the layer's input.
+    decided, routing: what `Replay.once` and `Replay.route` gave, None where they raised an error.
+    tokens: their number and type. tickets: how often its gate saved the layer's input.
     random: states of the random number generators before and after the gate, where it drew.
-    has_failed: whether ranks agreed on an error, which each of them raised.
     """
 
     layer: nn.Module
@@ -83,7 +82,6 @@ class _Call:
     tokens: tuple[int, torch.dtype] | None = None
     tickets: int = 0
     random: tuple[list[Tensor], list[Tensor]] | None = None
-    has_failed: bool = False
 
 
 @dataclass
@@ -102,11 +100,7 @@ class _Recording(Replay):
         self.call = call
 
     def once(self, decide: Callable[[], V]) -> V:
-        try:
-            found = self.call.decided = super().once(decide)
-        except Exception:
-            self.call.has_failed = True
-            raise
+        found = self.call.decided = super().once(decide)
         return found
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
@@ -223,7 +217,7 @@ class _RunningAgain:
                 "function checkpointed with pmoe.checkpoint_contexts must call the same layers in the same "
                 "order when it is run again"
             )
-        if calls[at].has_failed or calls[at].tokens is None:
+        if calls[at].decided is None or calls[at].tokens is None:
             raise RuntimeError(
                 f"call {at + 1} of a MoELayer in recomputation repeats one that raised an error: a function "
                 "checkpointed with pmoe.checkpoint_contexts must not go on after that"

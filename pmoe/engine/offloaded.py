@@ -25,12 +25,7 @@ from pmoe.schedule.slots import aligned
 from pmoe.schedule.tasks import Kind
 from pmoe.warn import warn_once
 
-_COPIES_OUT = {
-    "T_DI": Kind.COPY_ROWS_OUT,
-    "T_M": Kind.COPY_HIDDEN_OUT,
-    "T_DI_L": Kind.LOCAL_COPY_ROWS_OUT,
-    "T_M_L": Kind.LOCAL_COPY_HIDDEN_OUT,
-}
+_COPIES_OUT = {"T_DI": Kind.COPY_ROWS_OUT, "T_M": Kind.COPY_HIDDEN_OUT}
 
 
 class OffloadingForward(Forward):
@@ -44,8 +39,8 @@ class OffloadingForward(Forward):
             self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
 
     def actions(self) -> Actions:
-        copies = {kind: functools.partial(self._copy_out, kind) for kind in _COPIES_OUT.values()}
-        return {**super().actions(), **copies}
+        kinds = [kind.at(place) for kind in _COPIES_OUT.values() for place in ("", "_L")]
+        return {**super().actions(), **{kind: functools.partial(self._copy_out, kind) for kind in kinds}}
 
     def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
         super().put_away(unit, kept, rows_NM, changed)
@@ -80,7 +75,7 @@ class OffloadingForward(Forward):
             )
         targets = [host.take(each.shape, each.dtype) for each in tensors]
         pairs = list(zip(targets, tensors, strict=True))
-        self.leaving_device[_COPIES_OUT[tensor + unit[1]], unit[0]] = pairs
+        self.leaving_device[_COPIES_OUT[tensor].at(unit[1]), unit[0]] = pairs
         return targets
 
     def _copy_out(self, kind: Kind, i: int) -> None:

@@ -97,7 +97,7 @@ class _Recording(Replay):
         packing = Packing(x_TM)
         with saved_tensors_hooks(packing.pack, unpack):
             found = decide()
-        tickets = packing.take_tickets()
+        tickets, packing.tickets = packing.tickets, []
         for ticket in tickets:
             ticket.holder = hold(x_TM)
         after = _random_states(x_TM.device)

@@ -49,8 +49,7 @@ class Journal:
     def last(self, of: object, direction: str) -> list[Span] | None:
         """The spans of the last pass of ``of`` in a direction; None where there was none."""
         found = (each for each in reversed(self.passes) if each.of is of and each.direction == direction)
-        last = next(found, None)
-        return None if last is None else last.spans
+        return next((each.spans for each in found), None)
 
     def watch(
         self, schedule: Schedule, act: Callable[[Task], dist.Work | None], device: torch.device, of: object
@@ -108,11 +107,6 @@ class Journal:
 
         return on_cuda if device.type == "cuda" else on_cpu
 
-    def fill(self) -> None:
-        for fill in self._unfilled:
-            fill()
-        self._unfilled.clear()
-
 
 @contextlib.contextmanager
 def recording() -> Iterator[Journal]:
@@ -128,4 +122,6 @@ def recording() -> Iterator[Journal]:
         watchers.remove(journal)  # blocks may end in any order
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        journal.fill()
+        for fill in journal._unfilled:
+            fill()
+        journal._unfilled.clear()

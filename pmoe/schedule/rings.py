@@ -99,11 +99,9 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
             writes = [rows[1], hidden, active, f"T_DO_sorted.{i}", f"T_DO.{i}"]
         tasks.append(make_task(Kind.LOCAL if at else Kind.COMPUTE, i, reads, writes))
         if dispatched == "offload":
-            kind = Kind.LOCAL_COPY_ROWS_OUT if at else Kind.COPY_ROWS_OUT
-            tasks.append(make_task(kind, i, rows, [f"host_T_DI{at}.{i}"]))
+            tasks.append(make_task(Kind.COPY_ROWS_OUT.at(at), i, rows, [f"host_T_DI{at}.{i}"]))
         if hidden_fate == "offload":
-            kind = Kind.LOCAL_COPY_HIDDEN_OUT if at else Kind.COPY_HIDDEN_OUT
-            tasks.append(make_task(kind, i, [hidden], [f"host_T_M{at}.{i}"]))
+            tasks.append(make_task(Kind.COPY_HIDDEN_OUT.at(at), i, [hidden], [f"host_T_M{at}.{i}"]))
 
     if remote:
         dispatch(0)
@@ -178,11 +176,9 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     def fetch(i: int, at: str) -> None:
         """H of what forward offloaded of a unit."""
         if dispatched == "offload":
-            kind = Kind.LOCAL_COPY_ROWS_IN if at else Kind.COPY_ROWS_IN
-            tasks.append(make_task(kind, i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"]))
+            tasks.append(make_task(Kind.COPY_ROWS_IN.at(at), i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"]))
         if hidden_fate == "offload":
-            kind = Kind.LOCAL_COPY_HIDDEN_IN if at else Kind.COPY_HIDDEN_IN
-            tasks.append(make_task(kind, i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"]))
+            tasks.append(make_task(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"]))
 
     def compute(i: int, at: str) -> None:
         """T_M made again, L or C with its R, and the weight gradients."""
@@ -193,8 +189,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
             given = [buffer for buffer in rows if buffer not in arranged]
-            kind = Kind.LOCAL_RECOMPUTE if at else Kind.RECOMPUTE
-            tasks.append(make_task(kind, i, given, [*arranged, hidden]))
+            tasks.append(make_task(Kind.RECOMPUTE.at(at), i, given, [*arranged, hidden]))
             arranged = []
         elif hidden_fate == "keep" and rearranged:
             arranged = [*arranged, hidden]
@@ -207,12 +202,12 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
         if hidden_fate != "keep":  # the activated hidden takes its place
             arranged = [*arranged, hidden]
-        kind, weight_kind = (Kind.LOCAL, Kind.LOCAL_WGRAD) if at else (Kind.COMPUTE, Kind.WGRAD)
+        kind = Kind.LOCAL if at else Kind.COMPUTE
         tasks.append(make_task(kind, i, reads, [*arranged, *work, *grads, *result]))
         if not at:
             tasks.extend(combine_tasks(i, stages, "dT_DI", "dhome"))
         given = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
-        tasks.append(make_task(weight_kind, i, [*given, "dw"], ["dw"]))
+        tasks.append(make_task(Kind.WGRAD.at(at), i, [*given, "dw"], ["dw"]))
 
     if remote:
         dispatch(0)

@@ -80,6 +80,10 @@ class Kind(str, enum.Enum):
     # An enum's own is a function of Python, and every task is looked up by its kind.
     __hash__ = str.__hash__
 
+    def at(self, place: str) -> Kind:
+        """What does the same to rows that stay, where ``place`` is "_L"."""
+        return Kind("L" + self.value) if place else self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

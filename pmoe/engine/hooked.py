@@ -39,6 +39,13 @@ class _Hooked(Pass):
         used."""
         raise NotImplementedError
 
+    def changed(self, point: str, i: int, rows: Tensor, like: Tensor | None) -> Tensor:
+        """rows behind the hooks of a point, contiguous; nothing is kept for backward."""
+        if not self.hooks.has(point):
+            return rows
+        with torch.no_grad():
+            return self.hooks.run(point, rows, i, like).contiguous()
+
     def _any(self, points: Sequence[str]) -> bool:
         return any(self.hooks.has(point) for point in points)
 
@@ -113,10 +120,10 @@ class HookedForward(_Hooked, Forward):
         if not self.hooks.has(point):
             return rows
         like = None if last is not None and self.hooks.has(last) else self.source_TM
-        parameters = self.inputs.hook_parameters if self.keep else None
-        rows, passed = through(self.hooks, point, rows, i, like, parameters)
-        if passed is not None:
-            self.passed[point, i] = passed
+        if not self.keep:
+            return self.changed(point, i, rows, like)
+        parameters = self.inputs.hook_parameters
+        rows, self.passed[point, i] = through(self.hooks, point, rows, i, like, parameters)
         return rows
 
 
@@ -130,14 +137,12 @@ class HookedBackward(_Hooked, Backward):
     def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
         if not self.hooks.has(point):
             return rows
-        grad, *of_parameters = back_through(
-            self.saved.passed[point, i], rows, self.saved.inputs.hook_parameters
-        )
+        parameters = self.saved.inputs.hook_parameters
+        grad, of_parameters = back_through(self.saved.passed[point, i], rows, parameters)
         for j, found in enumerate(of_parameters):
             if found is not None:
                 total = self.grad_hooks[j]
                 self.grad_hooks[j] = found if total is None else total + found
-        assert grad is not None
         return grad
 
     # ---- T_DI that is sent again passes its two hooks again
@@ -149,23 +154,17 @@ class HookedBackward(_Hooked, Backward):
         x_TM, chunk = self.saved.inputs.x_TM, self.cut.chunks[i]
         rows = x_TM.new_empty(chunk.num_sent, x_TM.shape[1])
         self.gather_rows(x_TM, rows, i)
-        if self.hooks.has("before_dispatch"):
-            like = None if self.hooks.has("after_dispatch") else x_TM
-            rows, _ = through(self.hooks, "before_dispatch", rows, i, like)
+        rows = self.changed("before_dispatch", i, rows, None if self.hooks.has("after_dispatch") else x_TM)
         self.own[f"send_again.{i}"] = rows
         self.own[f"{self.brought_by_SI}.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
 
     def open_again(self, i: int) -> None:
-        self.own[f"arrived_again.{i}"] = self._opened_again(i, self.buffer("arrived_again", i))
+        rows, like = self.buffer("arrived_again", i), self.saved.inputs.x_TM
+        self.own[f"arrived_again.{i}"] = self.changed("after_dispatch", i, rows, like)
 
     def arrived_again(self, i: int) -> Tensor:
-        rows = super().arrived_again(i)
-        return rows if self.stages.sharded else self._opened_again(i, rows)
-
-    def _opened_again(self, i: int, rows: Tensor) -> Tensor:
-        if self.hooks.has("after_dispatch"):
-            rows, _ = through(self.hooks, "after_dispatch", rows, i, self.saved.inputs.x_TM)
-        return rows
+        rows, like = super().arrived_again(i), self.saved.inputs.x_TM
+        return rows if self.stages.sharded else self.changed("after_dispatch", i, rows, like)
 
 
 @dataclass(frozen=True)
@@ -179,39 +178,31 @@ class Passed:
 
 
 def through(
-    hooks: Hooks,
-    point: str,
-    rows: Tensor,
-    chunk: int,
-    like: Tensor | None,
-    parameters: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Passed | None]:
+    hooks: Hooks, point: str, rows: Tensor, chunk: int, like: Tensor | None, parameters: Sequence[Tensor]
+) -> tuple[Tensor, Passed]:
     """The rows behind the hooks of ``point``, contiguous, and what `back_through` needs of them.
 
-    parameters: the hooks', whose memory is not kept for backward; None where no backward comes.
+    parameters: the hooks', whose memory is not kept for backward.
     """
-    if parameters is None:
-        with torch.no_grad():
-            return hooks.run(point, rows, chunk, like).contiguous(), None
     shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in parameters))
+    whole = slice(0, rows.shape[0])
     graph, out = record(
-        lambda given: hooks.run(point, given, chunk, like),
-        rows,
-        slice(0, rows.shape[0]),
-        shelf,
-        own_rows=True,
+        lambda given: hooks.run(point, given, chunk, like), rows, whole, shelf, own_rows=True
     )
     return out.contiguous(), Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
 
 
-def back_through(passed: Passed, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+def back_through(
+    passed: Passed, grad: Tensor, wanted: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The gradients of the rows that came in, in their columns and type, and of each of ``wanted``."""
     graph = passed.graph
-    if graph.output is None:
-        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *[None] * len(wanted)]
-    graph.shelf.tensors = list(passed.tensors)
-    grads = gradients(graph, wanted, grad)
-    graph.shelf.close()
-    if grads[0] is None:
-        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *grads[1:]]
-    return [grads[0].contiguous(), *grads[1:]]
+    grads: Sequence[Tensor | None] = [None] * (1 + len(wanted))
+    if graph.output is not None:
+        graph.shelf.tensors = list(passed.tensors)
+        grads = gradients(graph, wanted, grad)
+        graph.shelf.close()
+    of_rows = grads[0]
+    if of_rows is None:
+        of_rows = torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device)
+    return of_rows.contiguous(), grads[1:]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -141,21 +142,11 @@ class Forward(Pass):
         )
 
 
-class _SeveralWorks:
-    """Several messages of one task."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 def joined(works: Iterable[dist.Work | None]) -> dist.Work | None:
+    """The messages of one task as one."""
     begun = [work for work in works if work is not None]
     if len(begun) <= 1:
         return begun[0] if begun else None
-    all_begun: Any = _SeveralWorks(begun)
-    waited: dist.Work | None = all_begun
+    waits_for_all: Any = SimpleNamespace(wait=lambda: [work.wait() for work in begun])
+    waited: dist.Work | None = waits_for_all
     return waited

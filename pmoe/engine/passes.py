@@ -1,6 +1,5 @@
 """What both passes of the experts' part of a layer have in common: the buffers and messages that a
-schedule's tasks read and write. `forward_pass` and `backward_pass` say what each task does, `autograd` joins
-them.
+schedule's tasks read and write.
 
 T_DO is not saved; the routing is never decided twice. T_DI and T_M go from forward to backward as the plan's
 restore pair says; whatever else a pass needs lies in ring slots, or in memory of its own where the plan does
@@ -9,7 +8,6 @@ not rotate. "_L" marks buffers of rows that stay.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -58,15 +56,15 @@ class Inputs:
 
     def like(self, tensors: Sequence[Any]) -> Inputs:
         """The same with other tensors, in the order of ``all``."""
-        x_TM, weight_TK, shared_weight_T, *others = tensors
-        rest = iter(others)
+        x_TM, weight_TK, shared_weight_T, *rest = tensors
+        own, shared = len(self.parameters), len(self.parameters) + len(self.shared_parameters)
         return Inputs(
             x_TM=x_TM,
             weight_TK=weight_TK,
             shared_weight_T=shared_weight_T,
-            parameters=list(itertools.islice(rest, len(self.parameters))),
-            shared_parameters=list(itertools.islice(rest, len(self.shared_parameters))),
-            hook_parameters=list(rest),
+            parameters=rest[:own],
+            shared_parameters=rest[own:shared],
+            hook_parameters=rest[shared:],
             autocast=self.autocast,
         )
 

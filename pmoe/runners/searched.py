@@ -40,7 +40,8 @@ def kept_path(key: Mapping[str, Any]) -> Path | None:
     if not os.environ.get("PMOE_CACHE"):
         return None
     whose = [key["device"], f"{key['num_ranks']} ranks", key["backend"], f"torch {key['versions']['torch']}"]
-    return cache_path(["degrees", *whose, f"{digest([_text(key)]):x}", f"v{FORMAT}"])
+    text = json.dumps(dict(key), sort_keys=True)
+    return cache_path(["degrees", *whose, f"{digest([text]):x}", f"v{FORMAT}"])
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
@@ -58,7 +59,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
     Raises ValueError, naming the path, for a file that holds no tables, of another format or another key;
     OSError where it cannot be read.
     """
-    here = json.loads(_text(key))
+    here = json.loads(json.dumps(dict(key)))
 
     def parse(fields: Mapping[str, Any]) -> Tables:
         if fields.get("format") != FORMAT:
@@ -74,10 +75,6 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
         return found
 
     return load_json(path, parse)
-
-
-def _text(key: Mapping[str, Any]) -> str:
-    return json.dumps(dict(key), sort_keys=True)
 
 
 def _check_key(found: Any, here: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,9 +14,6 @@ from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Forwarded, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Plan
 from pmoe.schedule.tasks import Kind
-
-if TYPE_CHECKING:
-    from pmoe.engine.hooked import Passed
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,7 @@ class Forward(Pass):
         super().__init__(plan, plan.forward, inputs.x_TM, keep)
         self.inputs, self.parameters = inputs, inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
-        self.kept: dict[Unit, Kept] = {}
-        self.passed: dict[tuple[str, int], Passed] = {}
-        self.weight_received: Tensor | None = None
+        self.left = Forwarded()
         self.scalars: list[Scalars] = []
         if self.cut.weights is not None:
             self.make_scalars()
@@ -81,9 +76,9 @@ class Forward(Pass):
         self._compute((j, "_L"), rows_NM, weight_N, self.home_rows(j, piece.rows))
 
     def compute(self, i: int) -> None:
-        if self.weight_received is None:
-            self.weight_received = self.sorted_weights()
-            self.weight_of_chunk = split_by_chunk(self.weight_received, self.cut)
+        if self.left.weight_received is None:
+            self.left.weight_received = self.sorted_weights()
+            self.weight_of_chunk = split_by_chunk(self.left.weight_received, self.cut)
         arrived = self.arrived(i)
         out_NM = self.result_of(i)
         rows_NM = self.in_expert_order("T_DI", i, arrived)
@@ -113,7 +108,7 @@ class Forward(Pass):
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
                 self._check_recipe(recipe, changed)
-            kept = self.kept[unit] = Kept(hidden=hidden, recipe=recipe)
+            kept = self.left.kept[unit] = Kept(hidden=hidden, recipe=recipe)
             self.put_away(unit, kept, rows_NM, changed)
 
     def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
@@ -132,14 +127,6 @@ class Forward(Pass):
                 "an expert draws random numbers: it can be recomputed only where backward has forward's "
                 f"chunks ({len(self.plan.forward.chunks)}), not {len(self.plan.backward.chunks)}"
             )
-
-    def leaves(self) -> Forwarded:
-        return Forwarded(
-            kept=self.kept,
-            weight_received=self.weight_received,
-            passed=self.passed,
-            regroup=self.regroup if self.cut.once is not None else (),
-        )
 
 
 def joined(works: Iterable[dist.Work | None]) -> dist.Work | None:

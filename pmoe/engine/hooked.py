@@ -123,7 +123,7 @@ class HookedForward(_Hooked, Forward):
         if not self.keep:
             return self.changed(point, i, rows, like)
         parameters = self.inputs.hook_parameters
-        rows, self.passed[point, i] = through(self.hooks, point, rows, i, like, parameters)
+        rows, self.left.passed[point, i] = through(self.hooks, point, rows, i, like, parameters)
         return rows
 
 

@@ -64,7 +64,8 @@ class OnceForward(_Once, Forward):
     def sorted_weights(self) -> Tensor:
         assert self.cut.once is not None
         row, regroup = self.cut.once.base + self.number.arrived, self.journey.regroup
-        self.regroup = split_by_chunk(row if regroup is None else row.index_select(0, regroup), self.cut)
+        row = row if regroup is None else row.index_select(0, regroup)
+        self.regroup = self.left.regroup = split_by_chunk(row, self.cut)
         return super().sorted_weights()
 
 

@@ -100,8 +100,8 @@ class Forwarded:
     passed: what hooks saved. regroup: of chunks whose rows travelled once (`PassPlan.once`).
     """
 
-    kept: dict[Unit, Kept]
-    weight_received: Tensor | None
+    kept: dict[Unit, Kept] = field(default_factory=dict)
+    weight_received: Tensor | None = None
     passed: dict[tuple[str, int], Passed] = field(default_factory=dict)
     regroup: Sequence[Tensor | None] = ()
 

@@ -58,7 +58,7 @@ class ForwardWithSharedExpert(_WithSharedExpert, Forward):
                 keep=self.keep,
             )
         if self.keep:
-            self.kept[SHARED] = Kept(hidden=hidden)
+            self.left.kept[SHARED] = Kept(hidden=hidden)
 
 
 class BackwardWithSharedExpert(_WithSharedExpert, Backward):

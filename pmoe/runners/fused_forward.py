@@ -48,17 +48,16 @@ class FusedForwardRunner:
         units: dict[Unit, int] = {(i, ""): rows for i, rows in enumerate(received)}
         units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}
         rows_NM = steps.rows(journey) if plan.restore.dispatched == "keep" else None
-        kept: dict[Unit, Kept] = {}
+        left = Forwarded()
         for unit, at in zip(units, index_N.split(list(units.values())), strict=True):
-            kept[unit] = Kept(rows_NM=None if rows_NM is None else rows_NM.index_select(0, at))
+            kept = left.kept[unit] = Kept()
+            kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, at)
             if hidden_NG is not None:
-                kept[unit].hidden = Hidden(tensors=[hidden_NG.index_select(0, at)])
-        weight_received = None
+                kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, at)])
         if cut.weights is not None:
             weight_N = steps.row_weight(journey).to(weight_TK.dtype)
-            weight_received = weight_N.index_select(0, index_N[: sum(received)])
-        y_TM = steps.product_combine(journey, active_NH, w2, b2)
-        return y_TM, Forwarded(kept=kept, weight_received=weight_received)
+            left.weight_received = weight_N.index_select(0, index_N[: sum(received)])
+        return steps.product_combine(journey, active_NH, w2, b2), left
 
 
 def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:

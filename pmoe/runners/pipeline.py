@@ -33,7 +33,7 @@ class PipelineRunner:
         parts = _special_parts(plan, moves=keep and plan.restore.offloads)
         forward = _together((*(part for part, _ in parts), Forward))(plan, inputs, keep)
         y_TM = forward.run()
-        return y_TM, keep_for_backward(plan, inputs, forward.leaves()) if keep else None
+        return y_TM, keep_for_backward(plan, inputs, forward.left) if keep else None
 
 
 def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
@@ -102,12 +102,8 @@ def _backward(
 ) -> list[Tensor | None]:
     """inputs, units, passed: what `keep_for_backward` emptied."""
     found = iter(tensors)
-    saved = SavedForBackward(
-        inputs=inputs.like(list(itertools.islice(found, len(inputs.all)))),
-        weight_received=next(found),
-        kept={},
-        wanted=wanted,
-    )
+    given = inputs.like(list(itertools.islice(found, len(inputs.all))))
+    saved = SavedForBackward(inputs=given, weight_received=next(found), wanted=wanted)
     for unit, recipe, hidden, count in units:
         rows_NM, hidden_tensors = next(found), list(itertools.islice(found, count))
         restored = None if hidden is None else replace(hidden, tensors=hidden_tensors)

@@ -173,9 +173,7 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
 
 def _are_several(come_nW: Tensor) -> Any:
     """Of each chunk, whether rows come from more ranks than one: else they are in expert order as they are.
-
-    come_nW: rows by source rank, on the host; or (W,), of one chunk.
-    """
+    come_nW: rows by source rank, on the host; or (W,), of one chunk."""
     return (come_nW.count_nonzero(-1) > 1).tolist()
 
 

@@ -64,16 +64,12 @@ def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
 
 
 class _Hold(torch.autograd.Function):
-    """Saves a tensor, and nothing more."""
+    """Saves a tensor, and nothing more: nothing is computed from it, so nothing goes backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x_TM: Tensor) -> Tensor:
         ctx.save_for_backward(x_TM)
         return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        raise AssertionError("nothing is computed from it")
 
 
 def hold(x_TM: Tensor) -> Any:

@@ -161,7 +161,6 @@ class Pass:
         # is blind.
         self.pool = pool(source_TM.device).device
         self.arena = Arena(self.pool, self.schedule, self.sizes, source_TM)
-        self.in_slots = self.arena.buffers
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
@@ -202,19 +201,19 @@ class Pass:
         key = f"{name}.{i}"
         found = self.own.get(key)
         if found is None:
-            found = self.in_slots.get(key)
+            found = self.arena.buffers.get(key)
         return self.own_buffer(name, i) if found is None else found
 
     def temporary(self, name: str, i: int) -> Tensor:
         """The slot, or memory that lasts as long as its user holds it."""
-        found = self.in_slots.get(f"{name}.{i}")
+        found = self.arena.buffers.get(f"{name}.{i}")
         return self.new(*self.sizes.shape(f"{name}.{i}")) if found is None else found
 
     def space(self, unit: Unit) -> Allocate:
         i, at = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:
-            found = self.in_slots.get(f"{name}{at}.{i}")
+            found = self.arena.buffers.get(f"{name}{at}.{i}")
             if found is None:
                 return self.new(rows, columns)
             assert found.shape == (rows, columns), (name, unit, found.shape, rows, columns)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from pmoe.engine.lanes import watchers
+from pmoe.engine.lanes import Action, watchers
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 
@@ -51,9 +51,7 @@ class Journal:
         found = (each for each in reversed(self.passes) if each.of is of and each.direction == direction)
         return next((each.spans for each in found), None)
 
-    def watch(
-        self, schedule: Schedule, act: Callable[[Task], dist.Work | None], device: torch.device, of: object
-    ) -> Callable[[Task], dist.Work | None]:
+    def watch(self, schedule: Schedule, act: Action, device: torch.device, of: object) -> Action:
         """``act`` with its start and end noted: by events on CUDA, by the clock on the CPU."""
         noted = RecordedPass(of, schedule.direction)
         self.passes.append(noted)
@@ -80,11 +78,8 @@ class Journal:
             end.record()
             if not hasattr(self, "_origin"):
                 self._origin = start
-            self._unfilled.append(
-                lambda: note(
-                    task, self._origin.elapsed_time(start) / 1e3, self._origin.elapsed_time(end) / 1e3
-                )
-            )
+            since = self._origin.elapsed_time
+            self._unfilled.append(lambda: note(task, since(start) / 1e3, since(end) / 1e3))
             return None
 
         def on_cpu(task: Task) -> dist.Work | None:

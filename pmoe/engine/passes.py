@@ -197,12 +197,9 @@ class Pass:
         return self.own[key]
 
     def buffer(self, name: str, i: int) -> Tensor:
-        """The slot that the schedule gives it, or memory of its own."""
-        key = f"{name}.{i}"
-        found = self.own.get(key)
-        if found is None:
-            found = self.arena.buffers.get(key)
-        return self.own_buffer(name, i) if found is None else found
+        """Memory of its own, if it has some already, or the slot that the schedule gives it."""
+        key, slots = f"{name}.{i}", self.arena.buffers
+        return slots[key] if key in slots and key not in self.own else self.own_buffer(name, i)
 
     def temporary(self, name: str, i: int) -> Tensor:
         """The slot, or memory that lasts as long as its user holds it."""

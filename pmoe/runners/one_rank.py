@@ -80,7 +80,6 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
     if key not in _checked:
         if torch.cuda.is_current_stream_capturing():
             return "one rank's kernels were not checked before the capture"
-
         _checked[key] = why = one_rank_mismatch(*key)
         if why is not None:
             warn_once(f"one rank's kernels are not used: {why}", for_each_reason=True)
@@ -95,11 +94,8 @@ def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:
 
 def aligned_rows(rows_TM: Tensor) -> Tensor:
     """The same rows, as the kernels can read them."""
-    if not rows_TM.numel():
-        return rows_TM
-    if strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0:
-        return rows_TM
-    return rows_TM.clone(memory_format=torch.contiguous_format)
+    fits = not rows_TM.numel() or (strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0)
+    return rows_TM if fits else rows_TM.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,8 @@ class BufferSizes:
     @property
     def _restores_by_link(self) -> bool:
         """Whether T_DI is what a collective brings: in forward, and where backward sends it again."""
-        if self.direction == "forward":
-            return True
-        return self.restore is not None and self.restore.dispatched == "communicate"
+        sends_again = self.restore is not None and self.restore.dispatched == "communicate"
+        return self.direction == "forward" or sends_again
 
     @property
     def _expendable(self) -> bool:

@@ -33,12 +33,12 @@ class Lanes(abc.ABC):
         """Runs or starts ``task`` once what it waits for has ended (on its lane's clock)."""
 
     @abc.abstractmethod
-    def abandon(self) -> None:
-        """After an error: makes it safe to free the buffers that messages in flight still use."""
-
-    @abc.abstractmethod
     def finish(self) -> None:
         """After the last task: the compute lane sees everything that the pass wrote."""
+
+    def abandon(self) -> None:
+        """After an error: makes it safe to free the buffers that messages in flight still use."""
+        self.finish()
 
     def fail(self, task: Task, error: Exception) -> NoReturn:
         """Raises it again: a RuntimeError with the stage and this rank."""

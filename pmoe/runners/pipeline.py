@@ -6,8 +6,7 @@ A pass is made of the plain one (`Forward`, `Backward`) and of what only some la
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -69,49 +68,41 @@ def _together(parts: tuple[type, ...]) -> type[Any]:
 
 
 def keep_for_backward(plan: Plan, inputs: Inputs, left: Forwarded) -> Saved:
-    """What the engine's backward pass needs, its tensors in one list.
-
-    Their order: inputs, routing weights received, units, hooks, regroups. All else stays as it is, emptied of
-    tensors, with their number."""
+    """What the engine's backward pass needs, its tensors in one list: inputs, then those of ``left``."""
     needs_x = plan.restore.dispatched == "communicate" or plan.modules.stages.shared
-    tensors = [*inputs.all, left.weight_received]
-    tensors[0] = inputs.x_TM if needs_x else None
-    units: list[tuple[Any, ...]] = []
-    for unit, kept in left.kept.items():
-        hidden_tensors = kept.hidden.tensors if kept.hidden is not None else ()
-        emptied = None if kept.hidden is None else replace(kept.hidden, tensors=())
-        units.append((unit, kept.recipe, emptied, len(hidden_tensors)))
-        tensors += [kept.rows_NM, *hidden_tensors]
-    passed: list[tuple[Any, ...]] = []
-    for point, each in left.passed.items():
-        passed.append((point, replace(each, tensors=()), len(each.tensors)))
-        tensors += each.tensors
-    tensors += left.regroup  # which rows are whose was not known when the plan was made
-    without = inputs.like([None] * len(inputs.all))
-    return Saved(tensors, functools.partial(_backward, plan, without, units, passed))
+    tensors = inputs.all
+    without = inputs.like([None] * len(tensors))
+    if not needs_x:
+        tensors[0] = None
+    emptied = _swapped(left, tensors.append)
+    return Saved(tensors, functools.partial(_backward, plan, without, emptied))
 
 
 def _backward(
-    plan: Plan,
-    inputs: Inputs,
-    units: list[tuple[Any, ...]],
-    passed: list[tuple[Any, ...]],
-    tensors: list[Any],
-    wanted: Sequence[bool],
-    grad_TM: Tensor,
+    plan: Plan, inputs: Inputs, left: Forwarded, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
-    """inputs, units, passed: what `keep_for_backward` emptied."""
+    """inputs, left: what `keep_for_backward` emptied."""
     found = iter(tensors)
-    given = inputs.like(list(itertools.islice(found, len(inputs.all))))
-    saved = SavedForBackward(inputs=given, weight_received=next(found), wanted=wanted)
-    for unit, recipe, hidden, count in units:
-        rows_NM, hidden_tensors = next(found), list(itertools.islice(found, count))
-        restored = None if hidden is None else replace(hidden, tensors=hidden_tensors)
-        saved.kept[unit] = Kept(rows_NM, restored, recipe)
-    for point, each, count in passed:
-        saved.passed[point] = replace(each, tensors=tuple(itertools.islice(found, count)))
-    saved.regroup = list(found)
+    given = inputs.like([next(found) for _ in inputs.all])
+    filled = _swapped(left, lambda _: next(found))
+    saved = SavedForBackward(inputs=given, wanted=wanted, **vars(filled))
     parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
     backward = _together((*(part for _, part in parts), Backward))(plan, grad_TM, saved)
     gradients: list[Tensor | None] = backward.run()
     return gradients
+
+
+def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
+    """The same with what ``swap`` gives for each tensor, and for each that there might be, always in one
+    order."""
+    found = Forwarded(weight_received=swap(left.weight_received))
+    for unit, kept in left.kept.items():
+        rows_NM, hidden = swap(kept.rows_NM), kept.hidden
+        if hidden is not None:
+            hidden = replace(hidden, tensors=[swap(tensor) for tensor in hidden.tensors])
+        found.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
+    for point, each in left.passed.items():
+        found.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
+    # Which rows are whose was not known when the plan was made.
+    found.regroup = [swap(each) for each in left.regroup]
+    return found

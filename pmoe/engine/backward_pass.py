@@ -39,10 +39,10 @@ class Backward(Pass):
             grad_TM = plan.padding.spread(grad_TM)
         super().__init__(plan, plan.backward, grad_TM, keep=True)
         self.saved, self.kept, self.parameters = saved, saved.kept, saved.inputs.parameters
-        self.wanted = saved.inputs.like(saved.wanted)
-        additions = self.schedule.num_weight_gradients
-        self.sums = gradient_sums(self.parameters, self.wanted.parameters, additions)
-        self.shared_sums: list[GradientSum | None] = []
+        self.regroup = saved.regroup or self.regroup  # which may be known since forward's rows arrived
+        wanted, additions = saved.inputs.like(saved.wanted), self.schedule.num_weight_gradients
+        self.sums = gradient_sums(self.parameters, wanted.parameters, additions)
+        self.shared_sums = gradient_sums(saved.inputs.shared_parameters, wanted.shared_parameters, 1)
         self.grad_shared_weight: Tensor | None = None
         self.grad_hooks: list[Tensor | None] = [None] * len(saved.inputs.hook_parameters)
         self.rows: dict[Unit, Tensor] = {}

@@ -119,17 +119,14 @@ class Backward(Pass):
         if unit not in self.rows:
             i, at = unit
             if self.plan.restore.dispatched != "communicate":
-                self.rows[unit] = self.kept_rows(unit)
+                rows_NM = self.kept[unit].rows_NM
+                assert rows_NM is not None
+                self.rows[unit] = rows_NM
             elif at:
                 self.rows[unit] = self.gather_local(self.saved.inputs.x_TM, self.temporary("T_DI_L", i), i)
             else:
                 self.rows[unit] = self.in_expert_order("T_DI", i, self.arrived_again(i))
         return self.rows[unit]
-
-    def kept_rows(self, unit: Unit) -> Tensor:
-        rows_NM = self.kept[unit].rows_NM
-        assert rows_NM is not None
-        return rows_NM
 
     def recompute(self, unit: Unit) -> None:
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
@@ -139,15 +136,12 @@ class Backward(Pass):
 
     def hidden_of(self, unit: Unit) -> Hidden:
         if unit not in self.hidden:
-            kept = self.kept_hidden(unit)
-            if kept is not None:
+            if self.plan.restore.hidden == "keep" and not self.plan.rearranged:
+                kept = self.kept[unit].hidden
+                assert kept is not None
                 return kept
             self.recompute(unit)
         return self.hidden.pop(unit)
-
-    def kept_hidden(self, unit: Unit) -> Hidden | None:
-        """None where it must be made again."""
-        return self.kept[unit].hidden if self.plan.restore.hidden == "keep" else None
 
     # ---- gradients
 

@@ -135,14 +135,12 @@ class FetchingBackward(Backward):
         lanes.hold_for(self.compute_stream, here)
         return here
 
-    def kept_rows(self, unit: Unit) -> Tensor:
-        if self.plan.rearranged:
+    def rows_of(self, unit: Unit) -> Tensor:
+        if unit not in self.rows and self.plan.rearranged and self.plan.restore.dispatched == "keep":
             self.fetch_rows(unit)
-            return self.rows[unit]
-        return super().kept_rows(unit)
+        return super().rows_of(unit)
 
-    def kept_hidden(self, unit: Unit) -> Hidden | None:
-        if self.plan.restore.hidden == "keep" and self.plan.rearranged:
+    def hidden_of(self, unit: Unit) -> Hidden:
+        if unit not in self.hidden and self.plan.rearranged and self.plan.restore.hidden == "keep":
             self.fetch_hidden(unit)
-            return self.hidden.pop(unit, None)
-        return super().kept_hidden(unit)
+        return super().hidden_of(unit)

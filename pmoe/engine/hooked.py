@@ -186,9 +186,7 @@ def through(
     """
     shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in parameters))
     whole = slice(0, rows.shape[0])
-    graph, out = record(
-        lambda given: hooks.run(point, given, chunk, like), rows, whole, shelf, own_rows=True
-    )
+    graph, out = record(lambda given: hooks.run(point, given, chunk, like), rows, whole, shelf, own_rows=True)
     return out.contiguous(), Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
 
 

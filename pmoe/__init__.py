@@ -8,7 +8,7 @@ from pmoe.engine.arena import pool
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
 from pmoe.layer import MoELayer
-from pmoe.ordering.base import Order
+from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:

@@ -40,6 +40,12 @@ def check_flag(name: str, flag: object) -> None:
         raise TypeError(f"{name} ({flag!r}) must be True or False")
 
 
+def check_flag_or_none(name: str, flag: object) -> None:
+    """TypeError unless it is None, True or False."""
+    if flag is not None and not isinstance(flag, bool):
+        raise TypeError(f"{name} ({flag!r}) must be None, True or False")
+
+
 def check_count(**counts: int) -> None:
     """TypeError unless each is an int, ValueError unless at least 1."""
     for name, count in counts.items():

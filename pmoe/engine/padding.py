@@ -93,7 +93,7 @@ class Padding:
 
 def make_padding(expert_TK: Tensor, splits: Splits) -> tuple[Padding, Tensor]:
     """The first ``capacity`` rows of each expert, in token order, get a place, and kept_E counts them; as
-    `pmoe.ordering.capacity` keeps them. No host synchronisation."""
+    `pmoe.gates.capacity` keeps them. No host synchronisation."""
     num_slots, num_rows, rows = expert_TK.numel(), splits.num_rows, max(splits.rows_a_bin, 1)
     expert = expert_TK.reshape(-1)
     counts_E = count_rows(expert_TK, None, 1, splits.num_experts)[0]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pmoe.arguments import check_one_of, check_positive
-from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, router_weight
+from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight
+from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
-from pmoe.gates.whole_batch import attached_zero, rows_for_each_expert
 
 
 class ExpertChoiceGate(Gate):
@@ -33,15 +33,13 @@ class ExpertChoiceGate(Gate):
             the constant 1, and the gate learns nothing.
 
     The routing has a row for each pair of token and expert: ``token`` (S,) ascending, within a token by
-    expert; ``expert`` (S, 1), ``weight`` (S, 1). Its shapes depend on T only. Computed in float32, or in
-    float64 where the tokens are.
+    expert; ``expert`` (S, 1), ``weight`` (S, 1). Its shapes depend on T only.
 
     partition "none": tokens compete for an expert within the batch, so what else is in the batch, later
     tokens of the same sequence included, decides; a part would be routed differently. The gate itself says
     what capacity keeps; the layer drops nothing more.
 
-    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a capacity_factor that is not positive,
-    an unknown normalize_over.
+    Raises ValueError for a capacity_factor that is not positive, an unknown normalize_over.
     """
 
     partition = "none"
@@ -64,7 +62,8 @@ class ExpertChoiceGate(Gate):
         check_positive(capacity_factor=capacity_factor)
         check_one_of("normalize_over", normalize_over, ("experts", "tokens"))
         self.top_k, self.capacity_factor, self.normalize_over = top_k, capacity_factor, normalize_over
-        self.weight = router_weight(num_experts, d_model, device, dtype)
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         draw_router_weight(self.weight)
@@ -75,7 +74,7 @@ class ExpertChoiceGate(Gate):
     def rows_an_expert(self, num_tokens: int) -> int:
         """C."""
         factor = 1.0 if self.capacity_factor is None else self.capacity_factor
-        capacity = rows_for_each_expert(factor, num_tokens, self.top_k, self.weight.shape[0])
+        capacity = expert_capacity(factor, num_tokens, self.top_k, self.weight.shape[0])
         return min(num_tokens, capacity)
 
     def forward(self, x_TM: Tensor) -> Routing:
@@ -94,7 +93,7 @@ class ExpertChoiceGate(Gate):
         return Routing(
             expert=(place_S % num_experts).unsqueeze(1),
             weight=weight_S1,
-            l_aux=attached_zero(logits_TE),
+            l_aux=logits_TE[:0].sum(),  # 0 on the graph, also where they are not finite
             logits=logits_TE,
             token=place_S // num_experts,
         )

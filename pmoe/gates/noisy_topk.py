@@ -25,12 +25,9 @@ class NoisyTopKGate(TopKRouter):
     The auxiliary loss is `load_balance_loss` on the softmax of H, noise included, + z_loss_weight *
     `router_z_loss` of H: the same numbers chose the experts, so loss and load speak of one routing, and the
     noise's size gets its gradient from the balance too (as the importance loss of 1701.06538 does).
-    Computed in float32, or in float64 where the tokens are.
 
     The noise is of torch's default generator of the tokens' device: a seed repeats it, and so does activation
-    checkpointing. partition "tokens": without noise each token is routed alone. Capacity is the layer's.
-
-    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
+    checkpointing.
     """
 
     @property

@@ -16,10 +16,7 @@ class TopKGate(TopKRouter):
 
     weight: parameter (E, M). ``normalize`` scales the k weights to sum 1; None means top_k > 1, because a
     single normalised weight is the constant 1 and the gate would never learn from the task. The auxiliary
-    loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. Computed in float32, or in float64 where
-    the tokens are.
-
-    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
+    loss is `load_balance_loss` + z_loss_weight * `router_z_loss`.
     """
 
     def forward(self, x_TM: Tensor) -> Routing:

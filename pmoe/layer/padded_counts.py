@@ -24,7 +24,7 @@ from pmoe.layer.decision import Agreed, Decision
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Operands, Routed, make_inputs, route_batch
-from pmoe.ordering.capacity import expert_capacity
+from pmoe.gates.capacity import expert_capacity
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
 

@@ -22,7 +22,7 @@ from pmoe.engine.plan import Modules
 from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
 from pmoe.experts.base import Experts, local_part
 from pmoe.layer.spec import LayerSpec
-from pmoe.ordering.base import Order
+from pmoe.ordering import Order
 from pmoe.ordering.sorted import LocalExperts, SortedOrder
 from pmoe.runners.features import Feature, refused
 from pmoe.schedule.restore import Restore

@@ -141,7 +141,7 @@ def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
         return routing.keep
     if spec.capacity_factor is None or spec.pad_to_capacity:
         return None
-    from pmoe.ordering.capacity import expert_capacity, within_capacity
+    from pmoe.gates.capacity import expert_capacity, within_capacity
 
     top_k = routing.expert.shape[1]
     capacity = expert_capacity(spec.capacity_factor, x_TM.shape[0], top_k, spec.num_experts)

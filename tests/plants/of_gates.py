@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.plants.plant import Plant
 
-CAPACITY = "pmoe/ordering/capacity.py"
+CAPACITY = "pmoe/gates/capacity.py"
 SORTED = "pmoe/ordering/sorted.py"
 FORMULAS = "tests/unit/test_gates_formulas.py"
 

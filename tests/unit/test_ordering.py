@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pmoe.layer.once_orders import carriers
-from pmoe.ordering.capacity import expert_capacity, within_capacity
+from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
 from pmoe.schedule.tasks import piece_of
 

@@ -21,7 +21,7 @@ import pmoe.layer.parts as layers
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.padding import Splits, make_padding
 from pmoe.engine.recording import recording
-from pmoe.ordering.capacity import within_capacity
+from pmoe.gates.capacity import within_capacity
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit

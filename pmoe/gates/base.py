@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_count, check_flag_or_none, check_int, check_not_negative
+from pmoe.arguments import check_count, check_flag, check_int, check_not_negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class TopKRouter(Gate):
         super().__init__()
         self.check_options(top_k, normalize)
         check_sizes(d_model, num_experts, top_k)
-        check_flag_or_none("normalize", normalize)
+        check_flag("normalize", normalize, or_none=True)
         check_not_negative(z_loss_weight=z_loss_weight)
         self.top_k, self.z_loss_weight = top_k, z_loss_weight
         self.normalize = self.normalizes and top_k > 1 if normalize is None else normalize

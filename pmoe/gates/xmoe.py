@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_count, check_flag_or_none, check_not_negative, check_one_of, check_positive
+from pmoe.arguments import check_count, check_flag, check_not_negative, check_one_of, check_positive
 from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, scaled
 from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits, router_loss
@@ -64,7 +64,7 @@ class XMoEGate(Gate):
         check_sizes(d_model, num_experts, top_k)
         check_one_of("score", score, tuple(TEMPERATURES))
         check_positive(temperature=temperature)
-        check_flag_or_none("normalize", normalize)
+        check_flag("normalize", normalize, or_none=True)
         check_not_negative(z_loss_weight=z_loss_weight)
         if d_proj is None:
             d_proj = max(num_experts // 2, 2)

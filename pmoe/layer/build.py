@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.arguments import check_count, check_flag, check_not_negative, is_int
+from pmoe.arguments import check_flag, check_not_negative
 from pmoe.comm.ranks import Grid, Ranks
-from pmoe.engine.arena import pool
 from pmoe.experts import make_stacked
 from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Experts, Shard
@@ -83,6 +82,8 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
     if parts.shared_gate is not None and parts.shared_expert is None:
         raise ValueError("shared_gate (True) must be False without a shared_expert")
     if isinstance(pair, Restore) and pair.offloads:
+        from pmoe.layer.memory import check_host_memory
+
         check_host_memory(pair, parts.like, device)
     if spec.memory_budget is not None:
         from pmoe.layer.memory import check_budget
@@ -148,35 +149,6 @@ def make_experts(
     return given_experts(spec, place, expert, options)
 
 
-def make_shared(
-    spec: LayerSpec,
-    gate: nn.Module,
-    shared: int | nn.Module | None,
-    expert: object,
-    activation: str,
-    bias: bool,
-    options: dict[str, Any],
-) -> Experts | None:
-    if shared is None:
-        return None
-    if getattr(gate, "mixes_tokens", False):
-        raise ValueError(f"shared_expert ({shared}) must be None with SoftMoE, which mixes tokens")
-    if isinstance(shared, nn.Module):
-        from pmoe.experts.modules import ModuleExperts
-
-        made = ModuleExperts([shared])
-        made.is_parallel = False
-        return made
-    if not is_int(shared):
-        raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
-    check_count(shared_expert=shared)
-    kind = expert if isinstance(expert, str) else "ffn"
-    stacked = make_stacked(kind, spec.d_model, int(shared), 1, activation, bias, **options)
-    stacked.is_parallel = False
-    initialise(stacked, first_expert=spec.num_experts)  # a seed that no routed expert has
-    return stacked
-
-
 def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Grid:
     if mesh is None:
         return Grid.of_group(group)
@@ -195,16 +167,4 @@ def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
     if d_hidden % grid.inside.size:
         raise ValueError(
             f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" ({grid.inside.size})'
-        )
-
-
-def check_host_memory(restore: Restore, like: Tensor | None, device: torch.device | str | None) -> None:
-    where = torch.empty(0, device=device).device if like is None else like.device
-    if where.type == "meta":
-        return  # it is not known yet where the layer will run
-    host = pool(where).host
-    if not host.free_bytes:
-        raise ValueError(
-            f"memory_reuse ({restore}) must not offload with no host memory left: {host.free_bytes} of "
-            f"{host.limit_bytes} bytes are left"
         )

@@ -1,17 +1,22 @@
-"""Experts that a user gives: `pmoe.experts.Experts`, modules, or a callable that builds one module."""
+"""Experts that a user gives: `pmoe.experts.Experts`, modules, or a callable that builds one module. And the
+shared expert, which not every layer has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from torch import nn
 
+from pmoe.arguments import check_count, is_int
+from pmoe.experts import make_stacked
 from pmoe.experts.base import Experts
-from pmoe.experts.initial import draw_seed, generators_at
+from pmoe.experts.initial import draw_seed, generators_at, initialise
 from pmoe.experts.modules import ModuleExperts, build_modules
 from pmoe.layer.build import Place
 from pmoe.layer.spec import LayerSpec
+
+V = TypeVar("V")
 
 
 def given_experts(
@@ -43,18 +48,44 @@ def given_experts(
             f"torch.nn.ModuleList of this rank's {local} experts"
         )
     build = build_modules(expert, spec.d_model, spec.d_hidden)
-    modules = seeded(build, first_expert=place.first_expert, count=local)
+    modules = seeded([build] * local, first_expert=place.first_expert)
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
     return ModuleExperts(module.to(**options) for module in modules)
 
 
-def seeded(build: Callable[[], nn.Module], *, first_expert: int, count: int) -> list[nn.Module]:
-    """Builds ``count`` modules, each under its global expert's seed."""
+def seeded(steps: Iterable[Callable[[], V]], *, first_expert: int) -> list[V]:
+    """What each step returns under its global expert's seed."""
     seed = draw_seed()
-    modules = []
-    for i in range(count):
+    found = []
+    for i, step in enumerate(steps):
         with generators_at(seed + first_expert + i):
-            modules.append(build())
-    return modules
+            found.append(step())
+    return found
+
+
+def make_shared(
+    spec: LayerSpec,
+    gate: nn.Module,
+    shared: int | nn.Module,
+    expert: object,
+    activation: str,
+    bias: bool,
+    options: dict[str, Any],
+) -> Experts:
+    """The shared expert, of which every rank has the same. Raises ValueError or TypeError for no such one."""
+    if getattr(gate, "mixes_tokens", False):
+        raise ValueError(f"shared_expert ({shared}) must be None with SoftMoE, which mixes tokens")
+    made: Experts
+    if isinstance(shared, nn.Module):
+        made = ModuleExperts([shared])
+    elif is_int(shared):
+        check_count(shared_expert=shared)
+        kind = expert if isinstance(expert, str) else "ffn"
+        made = make_stacked(kind, spec.d_model, int(shared), 1, activation, bias, **options)
+        initialise(made, first_expert=spec.num_experts)  # a seed that no routed expert has
+    else:
+        raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
+    made.is_parallel = False
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,11 @@ from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
 from pmoe.comm.base import FlatDispatch
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.ranks import Ranks
-from pmoe.experts.base import Shard
+from pmoe.experts.base import Experts, Shard
 from pmoe.layer import build
 from pmoe.layer.decision import LastCall, Ran, decide, run, shaped_output
 from pmoe.layer.parts import Call, Known, Parts
-from pmoe.layer.spec import LayerSpec, Option, Switches, check_no_switch
+from pmoe.layer.spec import LayerSpec, Switches, check_no_switch, option
 from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore
 
@@ -91,21 +91,21 @@ class MoELayer(nn.Module):
     Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """
 
-    d_model = Option[int]()
-    d_hidden = Option[int]()
-    num_experts = Option[int]()
-    top_k = Option[int]()
-    capacity_factor = Option["float | None"]()
-    pad_to_capacity = Option[bool]()
-    pipeline = Option["bool | int | str"]()
-    memory_reuse = Option["bool | str | Restore"]()
-    pipeline_backward = Option["int | None"]()
-    slack = Option[float]()
-    memory_budget = Option["int | str | None"]()
-    fused = Option["bool | str"]()
-    send_once = Option[bool]()
-    check_finite = Option["bool | None"]()
-    switches = Option[Switches]()
+    d_model: int = option("d_model")
+    d_hidden: int = option("d_hidden")
+    num_experts: int = option("num_experts")
+    top_k: int = option("top_k")
+    capacity_factor: float | None = option("capacity_factor")
+    pad_to_capacity: bool = option("pad_to_capacity")
+    pipeline: bool | int | str = option("pipeline")
+    memory_reuse: bool | str | Restore = option("memory_reuse")
+    pipeline_backward: int | None = option("pipeline_backward")
+    slack: float = option("slack")
+    memory_budget: int | str | None = option("memory_budget")
+    fused: bool | str = option("fused")
+    send_once: bool = option("send_once")
+    check_finite: bool | None = option("check_finite")
+    switches: Switches = option("switches")
 
     spec: LayerSpec
     last: LastCall
@@ -147,23 +147,9 @@ class MoELayer(nn.Module):
         z_loss_weight: float = 0.0,
         check_finite: bool | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in LayerSpec.__dataclass_fields__}
         super().__init__()
-        self.spec = LayerSpec(
-            d_model=d_model,
-            d_hidden=d_hidden,
-            num_experts=num_experts,
-            top_k=top_k,
-            capacity_factor=capacity_factor,
-            pad_to_capacity=pad_to_capacity,
-            pipeline=pipeline,
-            memory_reuse=memory_reuse,
-            pipeline_backward=pipeline_backward,
-            slack=slack,
-            memory_budget=memory_budget,
-            fused=fused,
-            send_once=send_once,
-            check_finite=check_finite,
-        )
+        self.spec = LayerSpec(**given)
         build.check_arguments(
             mesh=mesh, group=group, callbacks=callbacks, dtype=dtype, activation=activation,
             shared_gate=shared_gate, z_loss_weight=z_loss_weight,
@@ -184,9 +170,13 @@ class MoELayer(nn.Module):
         place = build.Place(self.first_expert, self.num_local_experts, self.shard)
         self.experts = build.make_experts(self.spec, place, expert, activation, bias, options)
         self.experts.mark_parameters()
-        self.shared_expert = build.make_shared(
-            self.spec, self.gate, shared_expert, expert, activation, bias, options
-        )
+        self.shared_expert: Experts | None = None
+        if shared_expert is not None:
+            from pmoe.layer.given_experts import make_shared
+
+            self.shared_expert = make_shared(
+                self.spec, self.gate, shared_expert, expert, activation, bias, options
+            )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
         if self.ranks.size > 1:
@@ -198,13 +188,13 @@ class MoELayer(nn.Module):
     def parts(self) -> Parts:
         """The layer's modules with what follows from them and its options, kept until one changes."""
         if self._parts is None:
-            self._parts = Parts(**{name: getattr(self, name) for name in PARTS})
+            self._parts = Parts(**{name: getattr(self, name) for name in Parts.__dataclass_fields__})
         return self._parts
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_no_switch(name, value)
         super().__setattr__(name, value)
-        if name in PARTS:
+        if name in Parts.__dataclass_fields__:
             self.__dict__["_parts"] = None
 
     @property
@@ -362,12 +352,7 @@ class MoELayer(nn.Module):
         from pmoe.layer import memory
 
         return memory.predict_memory(
-            self.parts,
-            num_tokens,
-            row_counts,
-            pipeline=pipeline,
-            pipeline_backward=pipeline_backward,
-            memory_reuse=memory_reuse,
+            self.parts, num_tokens, row_counts, pipeline, pipeline_backward, memory_reuse
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -383,7 +368,3 @@ class MoELayer(nn.Module):
             f"d_model={self.d_model}, d_hidden={self.d_hidden}, num_experts={self.num_experts}, "
             f"top_k={self.top_k}, pipeline={self.pipeline}, {reuse}{self.ranks}"
         )
-
-
-PARTS = frozenset(field.name for field in fields(Parts))
-"""Attributes of the layer that `Parts` takes."""

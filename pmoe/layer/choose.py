@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pmoe.comm.counts import RankCounts, Slots
 from pmoe.engine.arena import pool
 from pmoe.engine.passes import Inputs
-from pmoe.layer.orders import Orders, PlanFor
+from pmoe.layer.orders import PlanFor
 from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed
 from pmoe.planner.degree import SOLVE, Choice
@@ -16,7 +16,7 @@ from pmoe.schedule.slots import ALIGNMENT
 from pmoe.warn import warn_once
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Batch:
     """A routed batch whose counts are known. plan_for: makes the plan of any choice, for trials."""
 
@@ -25,11 +25,6 @@ class Batch:
     counts: RankCounts
     inputs: Inputs
     plan_for: PlanFor
-
-    @staticmethod
-    def of(parts: Parts, routed: Routed, counts: RankCounts, inputs: Inputs, orders: Orders) -> Batch:
-        plan_for = orders.plans(counts)
-        return Batch(parts=parts, routed=routed, counts=counts, inputs=inputs, plan_for=plan_for)
 
 
 def choose(batch: Batch, restore: Restore | None = None) -> Choice:

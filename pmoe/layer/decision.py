@@ -5,8 +5,8 @@ Deciding may communicate and read the host; running (`run`) does neither.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,17 +24,29 @@ if TYPE_CHECKING:
     from pmoe.kernels.comet import Steps
 
 
-class CallCounts(Protocol):
-    """Row counts that a call leaves for those who ask afterwards. max_tokens: the largest of any rank."""
+@dataclass(frozen=True)
+class CallCounts:
+    """Row counts that a call leaves for those who ask afterwards.
 
-    @property
-    def max_tokens(self) -> int: ...
+    shared: as the rows travelled, on the device where one rank's kernels sorted them (a replayed CUDA graph
+    changes them there). max_tokens: the largest number of any rank. kept_device_E: (E,) on the device, the rows
+    that are no padding; None where all are that.
+    """
+
+    shared: RankCounts
+    max_tokens: int
+    kept_device_E: Tensor | None = None
 
     def rows(self) -> RankCounts:
-        """As the call's rows travelled, on the host."""
+        """On the host. Reading them may synchronize."""
+        send, recv = (each.to("cpu").long() for each in (self.shared.send, self.shared.recv))
+        return replace(self.shared, send=send, recv=recv, recv_device=recv)
 
     def kept_E(self) -> Tensor:
         """(E,) int64 on the CPU: kept rows of this rank for each expert."""
+        if self.kept_device_E is None:
+            return self.rows().send.sum(0).flatten()
+        return self.kept_device_E.to("cpu", copy=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +69,6 @@ class Decision:
 
     runner: computes T_O of ``inputs``. plan: the chunks, None where nothing is cut.
     restore: the pair of a call whose buffers rotate or whose kernels are fused.
-    needs_grad: whether backward may follow, on any rank.
     """
 
     call: Call
@@ -65,9 +76,13 @@ class Decision:
     inputs: Inputs
     runner: Runner
     counts: CallCounts
-    needs_grad: bool
     plan: Plan | None = None
     restore: Restore | None = None
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether backward may follow, on any rank."""
+        return self.counts.shared.needs_grad
 
 
 def decide(call: Call) -> Decision:

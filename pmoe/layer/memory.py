@@ -65,9 +65,10 @@ def check_predictable(parts: Parts) -> None:
     feature takes."""
     why = parts.refusal("memory")
     if why is None and parts.spec.fused:
-        from pmoe.layer.fused import is_fusible
+        from pmoe.layer.fused import fused_pair, layer_refusal
 
-        why = f"kernels are fused (fused={parts.spec.fused!r})" if is_fusible(parts) else None
+        if layer_refusal(parts) is None and fused_pair(parts) is not None:
+            why = f"kernels are fused (fused={parts.spec.fused!r})"
     if why is not None:
         raise ValueError(f"predict_memory must not be called where {why}: its memory is not predicted")
 
@@ -174,7 +175,7 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
         bypass_local=parts.stages.local,
         inside=parts.grid.inside.size,
-        has_drops=parts.has_external_routing
+        has_drops=Feature.EXTERNAL_ROUTING in parts.features
         or (spec.capacity_factor is not None and not spec.pad_to_capacity),
         gate_scores=getattr(parts.gate, "saved_scores", 1) + bool(getattr(parts.gate, "z_loss_weight", 0)),
         cast_from=wide if wide != size else 0,

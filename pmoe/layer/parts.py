@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,14 +93,12 @@ class Parts:
         found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
         return None if found is None else local_part(found)
 
-    def asks_for_gradients(self, x: Tensor) -> bool:
-        """Whether a call on x may be differentiated, of layers without shared expert and callbacks."""
-        return any_requires_grad(x, *self.gate.parameters(), *self.experts.parameters())
-
-    @property
-    def has_external_routing(self) -> bool:
-        """Whether the routing comes from outside."""
-        return bool(getattr(self.gate, "has_external_routing", False))
+    def asks_for_gradients(self, *tensors: Tensor) -> bool:
+        """Whether a call may be differentiated: in these tensors, or in a parameter that runners take."""
+        shared: Iterable[Tensor] = () if self.shared_expert is None else self.shared_expert.parameters()
+        hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
+        operands = itertools.chain(tensors, self.experts.parameters(), shared, hooks)
+        return torch.is_grad_enabled() and any(each.requires_grad for each in operands)
 
     @property
     def num_local_experts(self) -> int:
@@ -208,7 +207,7 @@ class Parts:
 
     def _asked(self) -> dict[Feature, bool]:
         spec, gate, switches = self.spec, self.gate, self.spec.switches
-        is_given = self.has_external_routing
+        is_given = bool(getattr(gate, "has_external_routing", False))
         picks = bool(getattr(gate, "picks_tokens", False))
         in_steps = self.dispatch.in_steps or self.combine.in_steps
         is_flat = type(self.dispatch) is FlatDispatch and type(self.combine) is FlatCombine
@@ -243,10 +242,6 @@ class Parts:
             Feature.MODULE_EXPERTS: self.experts.are_modules,
             Feature.OTHER_EXPERTS: type(self.experts).__module__ not in PLAIN_EXPERTS,
         }
-
-
-def any_requires_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -425,7 +425,7 @@ def test_counts_on_the_device_are_read_anew_each_time(monkeypatch: pytest.Monkey
     for each in (unpadded, layer):
         each(tokens())
         before = each.tokens_per_expert
-        counts = each.last.counts.kept_device_E if each is layer else each.last.counts.device_E
+        counts = each.last.counts.kept_device_E if each is layer else each.last.counts.shared.send
         counts += 1
         assert torch.equal(each.tokens_per_expert, before + 1)
 

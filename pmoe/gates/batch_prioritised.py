@@ -58,12 +58,13 @@ class BatchPrioritisedGate(TopKGate):
         self.capacity_factor = capacity_factor
 
     def forward(self, x_TM: Tensor) -> Routing:
-        routing, probability_TE = self._decide(x_TM)
+        routing = super().forward(x_TM)
         if self.capacity_factor is None:
             return routing
+        assert routing.logits is not None
         num_experts = self.weight.shape[0]
         capacity = expert_capacity(self.capacity_factor, x_TM.shape[0], self.top_k, num_experts)
-        priority_T = probability_TE.detach().amax(-1)
+        priority_T = routing.logits.detach().softmax(-1).amax(-1)
         return replace(routing, keep=keep_by_priority(routing.expert, priority_T, capacity, num_experts))
 
     def extra_repr(self) -> str:

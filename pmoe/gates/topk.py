@@ -20,15 +20,10 @@ class TopKGate(TopKRouter):
     """
 
     def forward(self, x_TM: Tensor) -> Routing:
-        return self._decide(x_TM)[0]
-
-    def _decide(self, x_TM: Tensor) -> tuple[Routing, Tensor]:
-        """The routing and the probabilities (T, E) that it came from."""
         with torch.autocast(x_TM.device.type, enabled=False):
             logits_TE = router_logits(x_TM, self.weight)
             probability_TE = logits_TE.softmax(-1)
             expert_TK = top_indices(logits_TE, self.top_k)
             weight_TK = scaled(probability_TE.gather(-1, expert_TK), self.normalize)
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
-        routing = Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
-        return routing, probability_TE
+        return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)

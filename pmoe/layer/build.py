@@ -6,7 +6,6 @@ What is special (modules as experts, gates but the default) is imported where it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from pmoe.arguments import check_flag, check_not_negative
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.experts import make_stacked
 from pmoe.experts.activations import find_activation
-from pmoe.experts.base import Experts, Shard
+from pmoe.experts.base import Experts
 from pmoe.experts.initial import initialise
 from pmoe.gates import make_gate
 from pmoe.layer.parts import Parts
@@ -27,15 +26,7 @@ from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which experts are this rank's, and which part of their hidden columns."""
-
-    first_expert: int
-    num_experts: int
-    shard: Shard
+    from pmoe.layer.module import MoELayer
 
 
 def check_arguments(
@@ -130,23 +121,20 @@ def make_layer_gate(
 
 
 def make_experts(
-    spec: LayerSpec,
-    place: Place,
+    layer: MoELayer,
     expert: str | nn.Module | Callable[..., nn.Module],
     activation: str,
     bias: bool,
     options: dict[str, Any],
 ) -> Experts:
-    local = place.num_experts
     if isinstance(expert, str):
-        stacked = make_stacked(
-            expert, spec.d_model, spec.d_hidden, local, activation, bias, shard=place.shard, **options
-        )
-        initialise(stacked, first_expert=place.first_expert)
+        sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
+        stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
+        initialise(stacked, first_expert=layer.first_expert)
         return stacked
     from pmoe.layer.given_experts import given_experts
 
-    return given_experts(spec, place, expert, options)
+    return given_experts(layer, expert, options)
 
 
 def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Grid:

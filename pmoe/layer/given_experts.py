@@ -4,7 +4,7 @@ shared expert, which not every layer has."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -13,17 +13,18 @@ from pmoe.experts import make_stacked
 from pmoe.experts.base import Experts
 from pmoe.experts.initial import draw_seed, generators_at, initialise
 from pmoe.experts.modules import ModuleExperts, build_modules
-from pmoe.layer.build import Place
-from pmoe.layer.spec import LayerSpec
+
+if TYPE_CHECKING:
+    from pmoe.layer.module import MoELayer
 
 V = TypeVar("V")
 
 
 def given_experts(
-    spec: LayerSpec, place: Place, expert: nn.Module | Callable[..., nn.Module], options: dict[str, Any]
+    layer: MoELayer, expert: nn.Module | Callable[..., nn.Module], options: dict[str, Any]
 ) -> Experts:
     """As layers hold them. Raises ValueError or TypeError for what is not this rank's experts."""
-    local = place.num_experts
+    local, shard = layer.num_local_experts, layer.shard
     if isinstance(expert, Experts | nn.ModuleList):
         given = expert if isinstance(expert, Experts) else ModuleExperts(expert)
         if given.num_local_experts != local:
@@ -31,13 +32,13 @@ def given_experts(
                 f"expert (a {type(expert).__name__} of {given.num_local_experts}) must hold this rank's "
                 f"{local} experts"
             )
-        if given.shard != place.shard:
+        if given.shard != shard:
             raise ValueError(
                 f"expert (a {type(expert).__name__}, {given.shard}) must hold this rank's part of the "
-                f"hidden columns ({place.shard}), where experts are sharded over the ranks of a node"
+                f"hidden columns ({shard}), where experts are sharded over the ranks of a node"
             )
         return given
-    if place.shard.count > 1 and callable(expert):
+    if shard.count > 1 and callable(expert):
         raise ValueError(
             f"expert ({expert!r}) must be ffn or swiglu, or a pmoe.experts.Experts of this rank's "
             "columns, where experts are sharded over the ranks of a node: a module's hidden is its own"
@@ -47,8 +48,8 @@ def given_experts(
             f"expert ({expert!r}) must be a name, a callable that builds one expert, or a "
             f"torch.nn.ModuleList of this rank's {local} experts"
         )
-    build = build_modules(expert, spec.d_model, spec.d_hidden)
-    modules = seeded([build] * local, first_expert=place.first_expert)
+    build = build_modules(expert, layer.d_model, layer.d_hidden)
+    modules = seeded([build] * local, first_expert=layer.first_expert)
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
@@ -66,8 +67,7 @@ def seeded(steps: Iterable[Callable[[], V]], *, first_expert: int) -> list[V]:
 
 
 def make_shared(
-    spec: LayerSpec,
-    gate: nn.Module,
+    layer: MoELayer,
     shared: int | nn.Module,
     expert: object,
     activation: str,
@@ -75,7 +75,7 @@ def make_shared(
     options: dict[str, Any],
 ) -> Experts:
     """The shared expert, of which every rank has the same. Raises ValueError or TypeError for no such one."""
-    if getattr(gate, "mixes_tokens", False):
+    if getattr(layer.gate, "mixes_tokens", False):
         raise ValueError(f"shared_expert ({shared}) must be None with SoftMoE, which mixes tokens")
     made: Experts
     if isinstance(shared, nn.Module):
@@ -83,8 +83,8 @@ def make_shared(
     elif is_int(shared):
         check_count(shared_expert=shared)
         kind = expert if isinstance(expert, str) else "ffn"
-        made = make_stacked(kind, spec.d_model, int(shared), 1, activation, bias, **options)
-        initialise(made, first_expert=spec.num_experts)  # a seed that no routed expert has
+        made = make_stacked(kind, layer.d_model, int(shared), 1, activation, bias, **options)
+        initialise(made, first_expert=layer.num_experts)  # a seed that no routed expert has
     else:
         raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
     made.is_parallel = False

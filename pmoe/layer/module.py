@@ -167,16 +167,13 @@ class MoELayer(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.trusts_gate = isinstance(gate, str)  # a gate that the layer made returns what it should
         self.gate = build.make_layer_gate(self.spec, gate, normalize_gate, z_loss_weight, options)
-        place = build.Place(self.first_expert, self.num_local_experts, self.shard)
-        self.experts = build.make_experts(self.spec, place, expert, activation, bias, options)
+        self.experts = build.make_experts(self, expert, activation, bias, options)
         self.experts.mark_parameters()
         self.shared_expert: Experts | None = None
         if shared_expert is not None:
             from pmoe.layer.given_experts import make_shared
 
-            self.shared_expert = make_shared(
-                self.spec, self.gate, shared_expert, expert, activation, bias, options
-            )
+            self.shared_expert = make_shared(self, shared_expert, expert, activation, bias, options)
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
         if self.ranks.size > 1:

@@ -24,8 +24,7 @@ class BatchPrioritisedGate(TopKGate):
     drops. capacity_factor None keeps everything (``keep`` is None). Weights are usually left unnormalised:
     normalize=False.
 
-    partition "none": tokens compete for capacity within the batch, so a part would keep other rows. The gate
-    itself says what capacity keeps; the layer drops nothing more.
+    partition "none": tokens compete for capacity within the batch. The layer drops nothing more.
 
     Raises ValueError for a capacity_factor that is not positive.
     """

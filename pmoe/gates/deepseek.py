@@ -30,27 +30,22 @@ class DeepSeekGate(TopKRouter):
     `update_bias`, counted before any capacity drops.
 
     Args:
-        num_groups, top_groups: the experts are ``num_groups`` equal runs of neighbours; a token goes to
-            experts of its ``top_groups`` best runs only, by the sum of the two best biased scores in each
-            (node-limited routing).
+        num_groups, top_groups: the experts are ``num_groups`` equal runs of neighbours; a token goes only to
+            its ``top_groups`` best runs, by the sum of the two best biased scores in each.
         routed_scaling: what the weights sum to; 2.5 is usual with this gate.
         update_speed: gamma, by how much one `update_bias` moves a bias.
-        sequence_length: rows of x that are one sequence, the last may be shorter; None takes the rank's
-            whole batch as one.
-        normalize: False leaves the weights as the sigmoids. None means top_k > 1, because a single normalised
-            weight is a constant and the gate would never learn from the task.
+        sequence_length: rows of x that are one sequence, the last may be shorter; None takes the whole batch.
+        normalize: False leaves the weights as the sigmoids; None means top_k > 1, as in `TopKGate`.
         z_loss_weight: adds that much of `router_z_loss` to the auxiliary loss.
 
     The auxiliary loss is the complementary sequence-wise one (Eq. 17-20) without its factor alpha, averaged
-    over sequences: E * sum_e f_e P_e, f_e the share of choices that e would have got without bias and groups,
-    P_e its mean share of a token's sigmoids. It is 1 where even, like the losses of other gates; a usual
-    alpha is 0.0001.
+    over sequences (`sequence_balance_loss`), of the choices that bias and groups would not change. It is 1
+    where even, like the losses of other gates; a usual alpha is 0.0001.
 
     Call `update_bias` once an optimizer step. Recomputation under activation checkpointing counts each choice
-    twice (once under `pmoe.checkpoint_contexts`), which is harmless as long as it is so for all forwards
-    between two updates: only the sign of the difference from the mean counts.
-    `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False, or it overwrites the ranks'
-    loads with rank 0's.
+    twice (once under `pmoe.checkpoint_contexts`): harmless where it is so for all forwards between two
+    updates. `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False, or it overwrites
+    the ranks' loads with rank 0's.
 
     Raises ValueError for top_k above the experts of top_groups groups, num_groups that do not divide
     num_experts, top_groups above num_groups, a routed_scaling that is not positive, a negative update_speed.

@@ -28,16 +28,14 @@ class ExpertChoiceGate(Gate):
         capacity_factor: scales C; None means 1.
         normalize_over: "experts": scores S = softmax over a token's experts, of which each expert takes the
             largest, and the weights are S (2202.09368, Eq. 2-3). "tokens": Softmax(KeepTopK((x Wg)^T, C))
-            as FSMoE writes it (section 2.1): each expert takes the tokens with the largest products, and the
-            weights are a softmax over the tokens that it took; they sum to 1 an expert. Where C is 1, that is
-            the constant 1, and the gate learns nothing.
+            as FSMoE writes it (section 2.1): each expert takes the largest products, and the weights are a
+            softmax over the tokens that it took. Where C is 1, that is the constant 1: the gate learns nothing.
 
     The routing has a row for each pair of token and expert: ``token`` (S,) ascending, within a token by
     expert; ``expert`` (S, 1), ``weight`` (S, 1). Its shapes depend on T only.
 
-    partition "none": tokens compete for an expert within the batch, so what else is in the batch, later
-    tokens of the same sequence included, decides; a part would be routed differently. The gate itself says
-    what capacity keeps; the layer drops nothing more.
+    partition "none": tokens compete within the batch, later tokens of the same sequence included. The layer
+    drops nothing more.
 
     Raises ValueError for a capacity_factor that is not positive, an unknown normalize_over.
     """

@@ -25,16 +25,15 @@ class SoftGate(Gate):
 
     Args:
         top_k: checked and otherwise without effect: every token goes everywhere.
-        slots_per_expert: P; None means 1. It cannot depend on T, which changes from batch to batch while phi
-            does not. T / E, as many slots as tokens, is usual.
+        slots_per_expert: P; None means 1. T / E, as many slots as tokens, is usual.
 
     The routing has S rows; row s is of expert s // P, made by ``mix``, with weight 1 (the combination has
     the weights). Nothing is dropped and nothing can be out of balance: l_aux is 0, capacity means nothing
     here. A token that is zero weighs all slots alike.
 
-    partition "none": a slot mixes all tokens of the rank's batch, of all its sequences, later ones included;
-    the mixture of a part is another one. The paper's models mix within one image: where that matters, call
-    the layer an image at a time; causal language models cannot use this gate.
+    partition "none": a slot mixes all tokens of the rank's batch, of all its sequences, later ones included:
+    causal language models cannot use this gate. The paper's models mix within one image: where that matters,
+    call the layer an image at a time.
 
     Raises ValueError for slots_per_expert below 1.
     """

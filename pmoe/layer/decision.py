@@ -162,25 +162,16 @@ class LastCall:
 
     @staticmethod
     def of(decision: Decision) -> LastCall:
-        return LastCall(
-            l_aux=decision.routed.routing.l_aux, counts=decision.counts, ran=_how_it_ran(decision)
+        routed, plan, needs_grad = decision.routed, decision.plan, decision.needs_grad
+        routing, rows_TM, name = routed.routing, decision.inputs.x_TM, decision.runner.name
+        ran = Ran(
+            path=name,
+            num_tokens=routed.num_tokens,
+            num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
+            dtype=rows_TM.dtype,
+            device=rows_TM.device,
+            forward=len(plan.forward.chunks) if plan is not None and name == "pipeline" else None,
+            backward=len(plan.backward.chunks) if plan is not None and needs_grad else None,
+            restore=decision.restore if needs_grad else None,
         )
-
-
-def _how_it_ran(decision: Decision) -> Ran:
-    routed, plan, needs_grad = decision.routed, decision.plan, decision.needs_grad
-    routing, rows_TM = routed.routing, decision.inputs.x_TM
-    forward = backward = None
-    if plan is not None:
-        backward = len(plan.backward.chunks)
-        forward = len(plan.forward.chunks) if decision.runner.name == "pipeline" else None
-    return Ran(
-        path=decision.runner.name,
-        num_tokens=routed.num_tokens,
-        num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
-        dtype=rows_TM.dtype,
-        device=rows_TM.device,
-        forward=forward,
-        backward=backward if needs_grad else None,
-        restore=decision.restore if needs_grad else None,
-    )
+        return LastCall(l_aux=routing.l_aux, counts=decision.counts, ran=ran)

@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from pmoe.layer.padded_counts import PaddedKind
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
-"""Modules of the gates that the kernels compute; subclasses elsewhere may compute otherwise."""
-
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
-"""Modules of the experts that the kernels compute; subclasses elsewhere may compute otherwise."""
+"""Modules of what the kernels compute; subclasses elsewhere may compute otherwise."""
 
 
 @dataclass

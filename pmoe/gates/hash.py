@@ -9,9 +9,9 @@ from pmoe.arguments import check_int
 from pmoe.gates.base import Routing
 from pmoe.gates.draws import DrawnGate
 
-WORD = (1 << 64) - 1
-# The steps of SplitMix64 (Steele, Lea and Flood 2014): its increment, and two factors that mix.
-INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+WORD = 1 << 64
+# The steps of SplitMix64 (Steele, Lea and Flood 2014), as int64: its increment, and two factors that mix.
+INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15 - WORD, 0xBF58476D1CE4E5B9 - WORD, 0x94D049BB133111EB - WORD
 
 
 class HashGate(DrawnGate):
@@ -52,27 +52,22 @@ class HashGate(DrawnGate):
 
 def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
     """(T, draws) of 63 pseudo-random bits each: SplitMix64 begun at a mixture of seed and id."""
-    key = _mixed(torch.tensor(_signed((seed + INCREMENT) & WORD), device="cpu"))
-    state_T = _mixed(id_T ^ key)
-    step = torch.arange(1, draws + 1, device=id_T.device) * _signed(INCREMENT)
-    return _mixed(state_T.unsqueeze(1) + step) & (WORD >> 1)
+    first = (seed + INCREMENT + WORD // 2) % WORD - WORD // 2  # wrapped around to int64
+    state_T = _mixed(id_T ^ _mixed(torch.tensor(first, device="cpu")))
+    step = torch.arange(1, draws + 1, device=id_T.device) * INCREMENT
+    return _mixed(state_T.unsqueeze(1) + step) & (WORD // 2 - 1)
 
 
 def _mixed(word: Tensor) -> Tensor:
     """SplitMix64's mixing of 64 bits. int64 products and sums wrap around."""
-    word = (word ^ _shifted(word, 30)) * _signed(FIRST)
-    word = (word ^ _shifted(word, 27)) * _signed(SECOND)
+    word = (word ^ _shifted(word, 30)) * FIRST
+    word = (word ^ _shifted(word, 27)) * SECOND
     return word ^ _shifted(word, 31)
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
     """Shifted right, zeros coming in, where int64 would bring in its sign."""
-    return (word >> bits) & (WORD >> bits)
-
-
-def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
-    return word - (1 << 64) if word >> 63 else word
+    return (word >> bits) & ((WORD - 1) >> bits)
 
 
 def _check_ids(token_ids_T: Tensor, x_TM: Tensor) -> None:

@@ -76,6 +76,5 @@ def _described(module: object, of_users: bool) -> str:
     parameters = vars(module).get("_parameters", {}).items()
     own = vars(module) | {name: each.dtype for name, each in parameters if each is not None}
     plain = [name for name in sorted(own) if isinstance(own[name], PLAIN) and name[0] != "_"]
-    return (
-        f"{kind.__name__}({', '.join(f'{name}={own[name]!r}' for name in plain if name not in NO_SETTINGS)})"
-    )
+    settings = ", ".join(f"{name}={own[name]!r}" for name in plain if name not in NO_SETTINGS)
+    return f"{kind.__name__}({settings})"

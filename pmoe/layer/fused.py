@@ -115,9 +115,12 @@ def fused_call(parts: Parts, steps: Steps, journey: Journey) -> FusedCall:
 
 def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
-    why = _counts_refusal(parts, counts)
-    if why is None:
-        assert counts.max_rows is not None
+    if counts.max_rows is None:
+        name, top_k = type(parts.gate).__name__, parts.spec.top_k
+        why = f"the gate ({name}) does not give every token top_k ({top_k}) rows"
+    elif counts.needs_grad and fused_pair(parts) is None:
+        why = f"memory_reuse ({parts.spec.restore}) offloads"
+    else:
         device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
         request = make_request(parts, device, dtype, counts.max_tokens, counts.max_rows, counts.needs_grad)
         if parts.spec.fused == "auto" and not fused_steps.is_faster(request):
@@ -127,16 +130,6 @@ def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
             return found
         why = found
     _warn_unfused(parts, why)
-    return None
-
-
-def _counts_refusal(parts: Parts, counts: RankCounts) -> str | None:
-    """Why a call is not fused, as far as sizes on a device have no part in it. The same on every rank."""
-    if counts.max_rows is None:
-        name, top_k = type(parts.gate).__name__, parts.spec.top_k
-        return f"the gate ({name}) does not give every token top_k ({top_k}) rows"
-    if counts.needs_grad and fused_pair(parts) is None:
-        return f"memory_reuse ({parts.spec.restore}) offloads"
     return None
 
 

@@ -83,14 +83,12 @@ def key_of(parts: Parts) -> dict[str, Any]:
     """All that changes the time of a layer's trials, beside what `Learnt.table` takes: layers of one key
     learn together."""
     like = torch.empty(0) if parts.like is None else parts.like
+    options = options_in_words(parts, of_users=True)
+    del options["pipeline"]
     topologies = [getattr(each, "topology", None) for each in (parts.dispatch, parts.combine)]
     return {
         **asdict(identity(parts.ranks, like.device, like.dtype)),
-        **{
-            name: value
-            for name, value in options_in_words(parts, of_users=True).items()
-            if name != "pipeline"
-        },
+        **options,
         "mesh": [parts.grid.across.size, parts.grid.inside.size],
         "nodes": [None if each is None else each.members for each in topologies],
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pmoe.arguments import check_count, check_flag, check_number, check_positive, plain_int
-from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
+from pmoe.planner.degree import DEGREES, check_backward, check_pipeline
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
 
 if TYPE_CHECKING:
@@ -112,8 +112,10 @@ class LayerSpec:
 
     @functools.cached_property
     def fixed_degree(self) -> int | None:
-        """n of the forward pass where ``pipeline`` alone says it."""
-        return fixed_degree(self.pipeline)
+        """n of the forward pass where ``pipeline`` alone says it; None where it depends on the batch."""
+        if self.pipeline is True or isinstance(self.pipeline, str):
+            return None
+        return int(self.pipeline) or 1
 
     @functools.cached_property
     def rotates(self) -> bool:

@@ -47,13 +47,6 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
         )
 
 
-def fixed_degree(pipeline: bool | int | str) -> int | None:
-    """n where the argument alone decides it, None where it depends on the batch."""
-    if pipeline is True or isinstance(pipeline, str):
-        return None
-    return 1 if pipeline is False else int(pipeline)
-
-
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     """The n for pipeline=True, from numbers that all ranks share: max_rows is the largest T * K of a rank.
 

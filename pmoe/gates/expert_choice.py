@@ -29,7 +29,7 @@ class ExpertChoiceGate(Gate):
         normalize_over: "experts": scores S = softmax over a token's experts, of which each expert takes the
             largest, and the weights are S (2202.09368, Eq. 2-3). "tokens": Softmax(KeepTopK((x Wg)^T, C))
             as FSMoE writes it (section 2.1): each expert takes the largest products, and the weights are a
-            softmax over the tokens that it took. Where C is 1, that is the constant 1: the gate learns nothing.
+            softmax over the tokens that it took, which is the constant 1 where C is 1.
 
     The routing has a row for each pair of token and expert: ``token`` (S,) ascending, within a token by
     expert; ``expert`` (S, 1), ``weight`` (S, 1). Its shapes depend on T only.

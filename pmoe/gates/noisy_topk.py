@@ -19,11 +19,11 @@ class NoisyTopKGate(TopKRouter):
 
     weight, noise_weight: parameters (E, M). The latter begins at 0, noise of deviation softplus(0) = 0.69
     for every token and expert, as is usual.
-    ``normalize`` True is the papers' formula; None means top_k > 1, as in `TopKGate`. Where not normalised, the
-    weight is the probability of the softmax of H over all experts.
+    ``normalize`` True is the papers' formula; None means top_k > 1, as in `TopKGate`. Where not normalised,
+    the weight is the probability of the softmax of H over all experts.
     The auxiliary loss is `load_balance_loss` on the softmax of H, noise included, + z_loss_weight *
-    `router_z_loss` of H: the noise's size gets its gradient from the balance too, as by the importance loss of
-    1701.06538.
+    `router_z_loss` of H: the noise's size gets its gradient from the balance too, as by the importance loss
+    of 1701.06538.
 
     The noise is of torch's default generator of the tokens' device: a seed repeats it, and so does activation
     checkpointing.

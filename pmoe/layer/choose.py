@@ -88,10 +88,8 @@ def _measure_products(batch: Batch) -> None:
 
 
 def slots_to_ask(parts: Parts, routed: Routed) -> Slots | None:
-    """What ranks ask with the counts: how deep each n must be cut, and whether the host has room for T_DI.
-
-    None where buffers do not rotate.
-    """
+    """What ranks ask with the counts, where buffers rotate: how deep each n must be cut, and whether the host
+    has room for T_DI."""
     spec, x_TM = parts.spec, routed.x_TM
     if not spec.rotates:
         return None

@@ -29,8 +29,8 @@ class CallCounts:
     """Row counts that a call leaves for those who ask afterwards.
 
     shared: as the rows travelled, on the device where one rank's kernels sorted them (a replayed CUDA graph
-    changes them there). max_tokens: the largest number of any rank. kept_device_E: (E,) on the device, the rows
-    that are no padding; None where all are that.
+    changes them there). max_tokens: the largest number of any rank. kept_device_E: (E,) on the device, the
+    rows that are no padding; None where all are that.
     """
 
     shared: RankCounts
@@ -113,11 +113,8 @@ def run(decision: Decision) -> Tensor:
 
 
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
-    """The layer's output in its input's shape, behind the callbacks' last hooks.
-
-    y_TM itself where it has that shape: FSDP2 warns of a module that returns a view, for an operation in
-    place would drop its backward hook.
-    """
+    """The layer's output in its input's shape, behind the callbacks' last hooks. y_TM itself where it has
+    that: FSDP2 warns of a module that returns a view, for an operation in place would drop its hook."""
     x = decision.routed.x
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
     for callback in decision.call.parts.callbacks:
@@ -151,10 +148,7 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class LastCall:
-    """l_aux: scalar, on the call's graph. counts: the call's row counts. ran: how it was computed.
-
-    All are None before the first call.
-    """
+    """l_aux: scalar, on the call's graph. ran: how it was computed. All are None before the first call."""
 
     l_aux: Tensor | None = None
     counts: CallCounts | None = None

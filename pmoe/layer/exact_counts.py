@@ -34,7 +34,8 @@ def decide(call: Call) -> Decision:
 
     def agree() -> Agreed:
         counts = finish()
-        return Agreed(counts=counts, choice=choose(Batch(parts, routed, counts, inputs, orders.plans(counts))))
+        batch = Batch(parts, routed, counts, inputs, orders.plans(counts))
+        return Agreed(counts=counts, choice=choose(batch))
 
     agreed = call.replay.once(agree)
     assert agreed.counts is not None

@@ -32,10 +32,8 @@ def pair_of_batch(batch: Batch) -> Restore:
 
 
 def choice_within_budget(batch: Batch) -> Choice:
-    """The fastest n and pair whose bytes hold the budget for any routing.
-
-    Raises ValueError, on every rank, that says what the least budget would be.
-    """
+    """The fastest n and pair whose bytes hold the budget for any routing. Raises ValueError, on every rank,
+    that says what the least budget would be."""
     parts, spec, counts, rows_TM = batch.parts, batch.parts.spec, batch.counts, batch.inputs.x_TM
     profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
     pool(rows_TM.device).device.keep_at_most(spec.budget or 0)

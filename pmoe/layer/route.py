@@ -71,11 +71,8 @@ class Routed:
 
 
 def route_batch(call: Call) -> Routed:
-    """Checks the input and lets the gate decide.
-
-    One rank alone raises at once; among several a rank that failed takes part with no tokens in the exchange
-    that tells the others.
-    """
+    """Checks the input and lets the gate decide. One rank alone raises at once; among several a rank that
+    failed takes part with no tokens in the exchange that tells the others."""
     parts = call.parts
     try:
         x = started(call)

@@ -115,7 +115,10 @@ PUBLIC = {
     for module in DOCUMENTED
     for name in getattr(module, "__all__", None) or defined_in(module)
     if callable(getattr(module, name))
-} | {f"{each.__module__}.{each.__name__}": each for each in (SwiGLUExperts, ModuleExperts, EinsumOrder, SortedOrder)}
+} | {
+    f"{each.__module__}.{each.__name__}": each
+    for each in (SwiGLUExperts, ModuleExperts, EinsumOrder, SortedOrder)
+}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -105,18 +105,9 @@ def make_layer_gate(
         if made.mixes_tokens and capacity_factor is not None:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
         return made
-    if not isinstance(gate, nn.Module):
-        raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
-    if normalize_gate is not None or z_loss_weight:
-        raise ValueError(
-            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
-            "where gate is a module: it normalises and adds losses itself"
-        )
-    if capacity_factor is not None and getattr(gate, "decides_capacity", False):
-        raise ValueError(
-            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
-            "decides itself what is kept"
-        )
+    from pmoe.layer.given import check_gate
+
+    check_gate(gate, capacity_factor, normalize_gate, z_loss_weight)
     return gate
 
 
@@ -132,7 +123,7 @@ def make_experts(
         stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
         initialise(stacked, first_expert=layer.first_expert)
         return stacked
-    from pmoe.layer.given_experts import given_experts
+    from pmoe.layer.given import given_experts
 
     return given_experts(layer, expert, options)
 

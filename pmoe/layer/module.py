@@ -171,7 +171,7 @@ class MoELayer(nn.Module):
         self.experts.mark_parameters()
         self.shared_expert: Experts | None = None
         if shared_expert is not None:
-            from pmoe.layer.given_experts import make_shared
+            from pmoe.layer.given import make_shared
 
             self.shared_expert = make_shared(self, shared_expert, expert, activation, bias, options)
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None

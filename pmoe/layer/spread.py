@@ -12,7 +12,7 @@ from pmoe.experts.initial import initialise
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.layer.build import check_fit
-from pmoe.layer.given_experts import seeded
+from pmoe.layer.given import seeded
 from pmoe.layer.parts import Parts
 from pmoe.layer.wrapped import sampled
 

@@ -1,5 +1,5 @@
-"""Experts that a user gives: `pmoe.experts.Experts`, modules, or a callable that builds one module. And the
-shared expert, which not every layer has."""
+"""What a user gives in place of a name: a gate, experts, modules as experts. And the shared expert, which not
+every layer has."""
 
 from __future__ import annotations
 
@@ -18,6 +18,24 @@ if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer
 
 V = TypeVar("V")
+
+
+def check_gate(
+    gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
+) -> None:
+    """Raises TypeError for no module, ValueError for options that a gate of one's own has itself."""
+    if not isinstance(gate, nn.Module):
+        raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
+    if normalize_gate is not None or z_loss_weight:
+        raise ValueError(
+            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
+            "where gate is a module: it normalises and adds losses itself"
+        )
+    if capacity_factor is not None and getattr(gate, "decides_capacity", False):
+        raise ValueError(
+            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
+            "decides itself what is kept"
+        )
 
 
 def given_experts(

@@ -5,6 +5,7 @@ that need it most, not to the first ones.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,14 +46,9 @@ class BatchPrioritisedGate(TopKGate):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(capacity_factor=capacity_factor)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(
-            d_model,
-            num_experts,
-            top_k,
-            normalize=normalize,
-            z_loss_weight=z_loss_weight,
-            device=device,
-            dtype=dtype,
+            d_model, num_experts, top_k, normalize=normalize, z_loss_weight=z_loss_weight, **options
         )
         self.capacity_factor = capacity_factor
 

@@ -229,8 +229,7 @@ class MoELayer(nn.Module):
         Ranks may hold different numbers of tokens, none included. Raises ValueError on every rank, before
         any row travels, where any rank's input has another last dimension, dtype or device than the layer,
         or its gate failed; RuntimeError naming stage and rank where a peer is missing. While a CUDA graph is
-        captured, RuntimeError before anything is launched where the graph could not hold the call: where its
-        row counts are read on the host, or something would still have to be measured.
+        captured, RuntimeError before anything is launched where the graph could not hold the call.
 
         Under activation checkpointing `pmoe.checkpoint_contexts` keeps the routing. Without it, a second pass
         that routes any rank's tokens otherwise than the first raises ValueError on every rank.
@@ -278,7 +277,7 @@ class MoELayer(nn.Module):
         return self.spec.restore
 
     def check_spread(self, mesh: DeviceMesh) -> None:
-        """Raises ValueError or TypeError, naming what is wrong, where `spread` would. Changes nothing."""
+        """Raises ValueError or TypeError where the layer cannot be spread so. Changes nothing."""
         from pmoe.layer import spread
 
         spread.check_spread(self.parts, mesh)
@@ -288,8 +287,7 @@ class MoELayer(nn.Module):
         as mesh. This rank keeps its own experts as new Parameters, so optimizers come after. On the meta
         device the layer may be of any ranks: there are no values to lose.
 
-        Every rank must call it. Raises ValueError or TypeError, before anything is changed, where the layer
-        cannot be spread so.
+        Every rank must call it. Raises, before anything is changed, what `check_spread` raises.
         """
         self.check_spread(mesh)
         self.grid = build.make_grid(None, mesh)

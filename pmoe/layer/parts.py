@@ -24,7 +24,7 @@ from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
 from pmoe.experts.base import Experts, local_part
 from pmoe.layer.spec import LayerSpec
 from pmoe.ordering import Order
-from pmoe.ordering.sorted import LocalExperts, SortedOrder
+from pmoe.ordering.sorted import SortedOrder
 from pmoe.runners.features import Feature, refused
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages, local_pieces
@@ -103,10 +103,10 @@ class Parts:
         return self.spec.num_experts // self.grid.across.size
 
     @functools.cached_property
-    def staying(self) -> LocalExperts:
+    def staying(self) -> range:
         """The experts whose rows of this rank do not travel."""
         first = self.grid.across.rank * self.num_local_experts
-        return LocalExperts(first, first + self.num_local_experts * self.stages.local)
+        return range(first, first + self.num_local_experts * self.stages.local)
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:

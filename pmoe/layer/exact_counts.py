@@ -5,8 +5,6 @@ Letters: F bins, E experts of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints
@@ -28,12 +26,12 @@ def decide(call: Call) -> Decision:
 
         return fused.decide(call)
     routed, orders = sorted_rows(call)
-    finish = start(call, routed, orders)
+    exchange = start(call, routed, orders)
     inputs = make_inputs(parts, routed)
     sort_early(parts, orders)
 
     def agree() -> Agreed:
-        counts = finish()
+        counts = finished(exchange, routed)
         batch = Batch(parts, routed, counts, inputs, orders.plans(counts))
         return Agreed(counts=counts, choice=choose(batch))
 
@@ -58,18 +56,18 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
 
 def start(
     call: Call, routed: Routed, orders: Orders, *, asks_max_rows: bool = False
-) -> Callable[[], RankCounts]:
-    """Begins the exchange of counts, and returns what ends it. A second pass exchanges nothing.
+) -> CountsExchange | None:
+    """Begins the exchange of counts; None in a second pass, which takes over those of the first.
 
     Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
     asks_max_rows: as in `CountsExchange`.
     """
     if call.replay.is_replay:
-        return _never
+        return None
     parts, routing = call.parts, routed.routing
     takes_k = routing.expert.shape[1] == parts.spec.top_k  # dropped rows among them
     with hidden_from_checkpoints():
-        exchange = CountsExchange(
+        return CountsExchange(
             parts.grid,
             orders.count(parts.num_bins),
             num_tokens=orders.tokens.count,
@@ -85,17 +83,14 @@ def start(
             one_row_a_choice=takes_k and routing.mix is None and routing.token is None,
         )
 
-    def finish() -> RankCounts:
-        try:
-            return exchange.finish()
-        except FaultError as error:
-            raise (routed.failure or error) from None
 
-    return finish
-
-
-def _never() -> RankCounts:
-    raise AssertionError("a second pass takes over the counts of the first one")
+def finished(exchange: CountsExchange | None, routed: Routed) -> RankCounts:
+    """Raises, where any rank reports a fault, what stands behind this rank's own, or FaultError."""
+    assert exchange is not None
+    try:
+        return exchange.finish()
+    except FaultError as error:
+        raise (routed.failure or error) from None
 
 
 def sort_early(parts: Parts, orders: Orders) -> None:

@@ -17,7 +17,7 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.choose import Batch, choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.exact_counts import in_chunks, sort_early, sorted_rows, start
+from pmoe.layer.exact_counts import finished, in_chunks, sort_early, sorted_rows, start
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
@@ -70,7 +70,7 @@ def decide(call: Call) -> Decision:
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    finish = start(call, routed, orders, asks_max_rows=fuses)
+    exchange = start(call, routed, orders, asks_max_rows=fuses)
     inputs = make_inputs(parts, routed)
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
@@ -80,7 +80,7 @@ def decide(call: Call) -> Decision:
         sort_early(parts, orders)
 
     def agree() -> Agreed:
-        counts = finish()
+        counts = finished(exchange, routed)
         steps = _steps(parts, inputs, counts) if fuses else None
         if steps is not None and not (parts.spec.fused == "forward" and counts.needs_grad):
             return Agreed(counts=counts, steps=steps)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import CountsExchange, Fault, FaultError
+from pmoe.comm.counts import CountsExchange
 from pmoe.engine.padding import Splits, make_padding
 from pmoe.gates.capacity import expert_capacity
 from pmoe.layer.choose import Batch, choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.exact_counts import in_chunks
+from pmoe.layer.exact_counts import finished, in_chunks
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Routed, make_inputs, route_batch
@@ -74,10 +74,7 @@ def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
     if kind in known and not (always or is_again):
         return
     if parts.ranks.size > 1 or is_again:
-        try:
-            compare_ranks(parts, kind, routed.x_TM.device, routed.gated.fault)
-        except FaultError as error:
-            raise (routed.failure or error) from None
+        compare_ranks(parts, kind, routed)
     known.add(kind)
 
 
@@ -98,21 +95,21 @@ def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
     )
 
 
-def compare_ranks(parts: Parts, kind: PaddedKind, device: torch.device, fault: Tensor | Fault) -> None:
-    """Raises ValueError, on every rank, where ranks do not make the same call, and FaultError where any
-    reports a fault. Collective, with one host synchronisation."""
-    facts_FE = torch.empty(2, parts.spec.num_experts, dtype=torch.int64, device=device)
+def compare_ranks(parts: Parts, kind: PaddedKind, routed: Routed) -> None:
+    """Raises ValueError, on every rank, where ranks do not make the same call, or any reports a fault.
+    Collective, with one host synchronisation."""
+    facts_FE = torch.empty(2, parts.spec.num_experts, dtype=torch.int64, device=routed.x_TM.device)
     facts_FE[0], facts_FE[1] = kind.num_tokens, kind.needs_grad
     exchange = CountsExchange(
         parts.grid,
         facts_FE,
         num_tokens=kind.num_tokens,
-        fault=fault,
+        fault=routed.gated.fault,
         needs_grad=kind.needs_grad,
         dtype=kind.dtype,
         traffic=parts.traffic,
     )
-    tokens, needs_grad = exchange.finish().recv[:, :, 0].tolist()
+    tokens, needs_grad = finished(exchange, routed).recv[:, :, 0].tolist()
     if len(set(tokens)) > 1:
         told = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(tokens))
         raise ValueError(

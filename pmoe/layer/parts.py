@@ -43,8 +43,7 @@ PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
 class Known:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
-    is_compared: whether ranks have compared their options.
-    padded_kinds: the kinds of padded calls that ranks have compared.
+    is_compared, padded_kinds: whether ranks have compared their options, and which kinds of padded calls.
     choosers: what chooses n and the pair, by what it depends on.
     """
 
@@ -83,10 +82,8 @@ class Parts:
 
     @property
     def like(self) -> Tensor | None:
-        """A parameter that says of what type and device rows are; None where there is none.
-
-        The gate's come second: a router is often left in float32.
-        """
+        """A parameter that says of what type and device rows are; None where there is none. The gate's come
+        second: a router is often left in float32."""
         parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
         found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
         return None if found is None else local_part(found)
@@ -120,14 +117,13 @@ class Parts:
     @functools.cached_property
     def stages(self) -> Stages:
         """The stages that every call has: the same on every rank, whatever rows it has."""
-        spec, sharded = self.spec, self.grid.is_sharded
-        seen = self.hooks is not None
+        spec, sharded, seen = self.spec, self.grid.is_sharded, self.hooks is not None
         local = spec.switches.bypass_local and not (sharded or seen or spec.send_once)
         return Stages(
             local=local,
             remote=self.ranks.size > 1 or not local,
             sharded=sharded,
-            hooked=sharded and self.hooks is not None,
+            hooked=sharded and seen,
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=spec.switches.one_lane,
@@ -136,10 +132,9 @@ class Parts:
     @functools.cached_property
     def num_bins(self) -> int:
         """F, the bins in which row counts travel."""
-        spec = self.spec
-        if not spec.rotates:
-            return math.lcm(*spec.degrees)
-        return num_bins(spec.degrees, self.ranks.size, spec.num_experts)
+        if not self.spec.rotates:
+            return math.lcm(*self.spec.degrees)
+        return num_bins(self.spec.degrees, self.ranks.size, self.spec.num_experts)
 
     def num_pieces(self, n: int) -> int:
         """Into how many pieces the rows that stay are cut, for n chunks."""
@@ -182,10 +177,8 @@ class Parts:
     @functools.cached_property
     def may_run_on_one_rank(self) -> bool:
         """Whether one rank's kernels may take a call, as far as the layer says."""
-        if self.ranks.size > 1:
-            return False
-        takers = ("one rank",) if not self.spec.fused else ("one rank", "one rank's counts")
-        return any(self.refusal(taker) is None for taker in takers)
+        takers = ("one rank", "one rank's counts") if self.spec.fused else ("one rank",)
+        return self.ranks.size == 1 and any(self.refusal(taker) is None for taker in takers)
 
     def refusal(self, taker: str) -> str | None:
         """Why a runner, a source of counts or a prediction does not take this layer; None where it does."""
@@ -254,10 +247,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a call is given. replay: decides, or takes what a checkpoint's first pass decided.
-
-    x: (..., d_model), not yet checked: what is wrong on one rank alone is told to all with the row counts.
-    """
+    """What a call is given. replay: decides, or takes what a checkpoint's first pass decided. x: (..., M),
+    not yet checked: what is wrong on one rank alone is told to all with the row counts."""
 
     layer: nn.Module
     parts: Parts

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(
-    *,
     mesh: DeviceMesh | None,
-    group: dist.ProcessGroup | Ranks | None,
     callbacks: Sequence[Callback],
     dtype: torch.dtype | None,
     activation: str,
@@ -56,8 +54,6 @@ def check_arguments(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
-    if mesh is not None and group is not None:
-        raise ValueError("group and mesh must not be given both: a mesh brings its groups")
 
 
 def check_together(parts: Parts, device: torch.device | str | None) -> None:
@@ -131,6 +127,8 @@ def make_experts(
 def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Grid:
     if mesh is None:
         return Grid.of_group(group)
+    if group is not None:
+        raise ValueError("group and mesh must not be given both: a mesh brings its groups")
     from pmoe.comm.mesh import grid_of_mesh
 
     return grid_of_mesh(mesh)

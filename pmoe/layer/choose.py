@@ -73,18 +73,15 @@ def _pair(batch: Batch) -> Restore:
 
 def _measure_products(batch: Batch) -> None:
     """Has the ways to compute the experts' products measured where that has not been done."""
-    parts, routed, counts = batch.parts, batch.routed, batch.counts
-    max_tokens, dtype, device = counts.max_tokens, routed.dtype, routed.x.device
+    parts, counts, dtype, device = batch.parts, batch.counts, batch.routed.dtype, batch.routed.x.device
     if device.type != "cuda":  # else there is one way only
         return
     from pmoe.measure.products import measure_products
 
-    even_rows = max_tokens * parts.spec.top_k * parts.grid.inside.size
-    measure_products(parts.experts, parts.ranks, dtype, device, even_rows, needs_grad=counts.needs_grad)
-    if parts.shared_expert is not None:
-        measure_products(
-            parts.shared_expert, parts.ranks, dtype, device, max_tokens, needs_grad=counts.needs_grad
-        )
+    even_rows = counts.max_tokens * parts.spec.top_k * parts.grid.inside.size
+    for experts, rows in ((parts.experts, even_rows), (parts.shared_expert, counts.max_tokens)):
+        if experts is not None:
+            measure_products(experts, parts.ranks, dtype, device, rows, needs_grad=counts.needs_grad)
 
 
 def slots_to_ask(parts: Parts, routed: Routed) -> Slots | None:

@@ -1,7 +1,4 @@
-"""Row counts of a call by one exchange; the rank's rows are sorted while it is under way.
-
-Letters: F bins, E experts of the group.
-"""
+"""Row counts of a call by one exchange; the rank's rows are sorted while it is under way."""
 
 from __future__ import annotations
 

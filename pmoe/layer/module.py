@@ -150,10 +150,7 @@ class MoELayer(nn.Module):
         given = {name: value for name, value in locals().items() if name in LayerSpec.__dataclass_fields__}
         super().__init__()
         self.spec = LayerSpec(**given)
-        build.check_arguments(
-            mesh=mesh, group=group, callbacks=callbacks, dtype=dtype, activation=activation,
-            shared_gate=shared_gate, z_loss_weight=z_loss_weight,
-        )  # fmt: skip
+        build.check_arguments(mesh, callbacks, dtype, activation, shared_gate, z_loss_weight)
         self.grid = build.make_grid(group, mesh)
         build.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()

@@ -1,8 +1,6 @@
 """A call of one rank whose routing kernel sorts the rows: no counts reach the host.
 
 The kernels are those of `pmoe.runners.one_rank`, or COMET's fused ones.
-
-Letters: T tokens, E experts of the group, M = d_model.
 """
 
 from __future__ import annotations
@@ -83,10 +81,7 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
 
 def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
     """Why a call is not computed by one rank's kernels; None where it is."""
-    why = parts.refusal("one rank")
-    if why is not None:
-        return why
-    return one_rank.kernel_refusal(
+    return parts.refusal("one rank") or one_rank.kernel_refusal(
         _gate(parts),
         stacked(parts),
         x_TM,

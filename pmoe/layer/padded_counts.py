@@ -3,8 +3,6 @@
 No counts are exchanged and the host waits for nothing. Ranks compare the number of tokens, and tell each
 other of faults, at every call on the CPU, and on CUDA at the first call of a kind or where a checkpoint
 routes again.
-
-Letters: N padded rows, T tokens of this rank, K choices, E experts of the group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A layer's modules and its place among the ranks, with what follows from them and from its options.
-
-Letters: E experts of the group, W ranks.
-"""
+"""A layer's modules and its place among the ranks, with what follows from them and from its options."""
 
 from __future__ import annotations
 

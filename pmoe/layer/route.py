@@ -1,8 +1,6 @@
 """The first stage of a call: a checked input, and what the gate makes of it.
 
 What is wrong on one rank becomes a `Fault`, which travels with the row counts: all ranks raise together.
-
-Letters: T tokens of this rank, K choices, E experts, M = d_model.
 """
 
 from __future__ import annotations

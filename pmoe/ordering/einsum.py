@@ -1,7 +1,4 @@
-"""GShard's ordering: products with matrices of zeros and ones. The readable reference; it costs T times more.
-
-Letters: T tokens, N rows, S slots of K choices, M = d_model.
-"""
+"""GShard's ordering: products with matrices of zeros and ones. The readable reference; it costs T times more."""
 
 from __future__ import annotations
 

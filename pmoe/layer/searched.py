@@ -13,11 +13,21 @@ from pmoe.layer.alike import options_in_words
 from pmoe.layer.choose import Batch
 from pmoe.layer.parts import Parts
 from pmoe.measure.bench import identity
-from pmoe.planner.degree import MIN_ROWS, adaptive_degree
+from pmoe.planner.degree import DEGREES
 from pmoe.planner.granularity import PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
 from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, save_degrees, search
 from pmoe.schedule.restore import Restore
+
+MIN_ROWS = 1024
+"""Below this many rows a chunk, smaller products cost more than finer overlap hides
+(bench/bench_overlap.py: n = 2 to 4 is best at 4096 rows a rank)."""
+
+
+def adaptive_degree(max_rows: int, num_ranks: int) -> int:
+    """n by a rule, from numbers that all ranks share: the largest that leaves MIN_ROWS of the max_rows a chunk; 1
+    where nothing travels. max_rows: the largest T * K of a rank."""
+    return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
 
 def degrees(batch: Batch, restore: Restore) -> PassDegrees:

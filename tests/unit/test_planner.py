@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from bench.chrome_trace import chrome_trace
+from pmoe.layer.searched import adaptive_degree
 from pmoe.layer.spec import LayerSpec
 from pmoe.planner import timeline
-from pmoe.planner.degree import adaptive_degree, check_pipeline
+from pmoe.planner.degree import check_pipeline
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, draw
 from pmoe.schedule.straight import backward_schedule, forward_schedule

@@ -147,9 +147,9 @@ class MoELayer(nn.Module):
         z_loss_weight: float = 0.0,
         check_finite: bool | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in LayerSpec.__dataclass_fields__}
+        given, names = dict(locals()), LayerSpec.__dataclass_fields__
         super().__init__()
-        self.spec = LayerSpec(**given)
+        self.spec = LayerSpec(**{name: given[name] for name in names if name in given})
         build.check_arguments(mesh, callbacks, dtype, activation, shared_gate, z_loss_weight)
         self.grid = build.make_grid(group, mesh)
         build.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')

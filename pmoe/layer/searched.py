@@ -25,8 +25,8 @@ MIN_ROWS = 1024
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
-    """n by a rule, from numbers that all ranks share: the largest that leaves MIN_ROWS a chunk; 1 where nothing
-    travels. max_rows: the largest T * K of a rank."""
+    """n by a rule, from numbers that all ranks share: the largest that leaves MIN_ROWS a chunk; 1 where
+    nothing travels. max_rows: the largest T * K of a rank."""
     return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
 

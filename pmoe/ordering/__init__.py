@@ -9,7 +9,7 @@ import abc
 
 from torch import Tensor
 
-__all__ = ["Order", "make_order"]
+__all__ = ["Order", "SortedOrder", "make_order"]
 
 
 class Order(abc.ABC):
@@ -30,13 +30,14 @@ class Order(abc.ABC):
         out is (T, M), and out[t] the sum of the rows of all s with token_S[s] = t, none maybe."""
 
 
+from pmoe.ordering.sorted import SortedOrder  # noqa: E402 - it takes Order from here
+
+
 def make_order(order: str | Order) -> Order:
     """The module of MoELayer's argument ``order``. Raises ValueError or TypeError for others."""
     if isinstance(order, Order):
         return order
     if order == "sorted":
-        from pmoe.ordering.sorted import SortedOrder
-
         return SortedOrder()
     if order == "einsum":
         from pmoe.ordering.einsum import EinsumOrder

@@ -19,7 +19,6 @@ from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.gates import GATES
 from pmoe.ordering.einsum import EinsumOrder
-from pmoe.ordering.sorted import SortedOrder
 from pmoe.training import parallel
 
 BASES: list[type] = [
@@ -115,10 +114,7 @@ PUBLIC = {
     for module in DOCUMENTED
     for name in getattr(module, "__all__", None) or defined_in(module)
     if callable(getattr(module, name))
-} | {
-    f"{each.__module__}.{each.__name__}": each
-    for each in (SwiGLUExperts, ModuleExperts, EinsumOrder, SortedOrder)
-}
+} | {f"{each.__module__}.{each.__name__}": each for each in (SwiGLUExperts, ModuleExperts, EinsumOrder)}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -16,14 +16,11 @@ def table(rows: Iterable[Sequence[str]], left: Container[int] = (0,)) -> str:
     rows: the header first; short ones are filled up with empty cells. left: numbers of the columns that are
     aligned to the left. Example: [["name", "ms"], ["a", "12.5"]] -> "name    ms" and "a     12.5".
     """
-    columns = zip_longest(*rows, fillvalue="")
-    aligned = [_aligned(column, i in left) for i, column in enumerate(columns)]
+    aligned = []
+    for i, column in enumerate(zip_longest(*rows, fillvalue="")):
+        width = max(map(len, column))
+        aligned.append([cell.ljust(width) if i in left else cell.rjust(width) for cell in column])
     return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
-
-
-def _aligned(column: Sequence[str], left: bool) -> list[str]:
-    width = max(map(len, column))
-    return [cell.ljust(width) if left else cell.rjust(width) for cell in column]
 
 
 def parse_bytes(name: str, value: int | str) -> int:

@@ -75,16 +75,13 @@ def make_gate(
     if name not in _CLASSES:
         raise ValueError(f"gate ({name!r}) must be a module or one of {', '.join(sorted(_CLASSES))}")
     kind: type[Gate] = __getattr__(_CLASSES[name])
-    chosen = dict(options)
-    if kind.decides_capacity:
-        chosen["capacity_factor"] = capacity_factor
     known = inspect.signature(kind).parameters
-    for option, value in given.items():
-        if value is None:
-            continue
+    asked = {option: value for option, value in given.items() if value is not None}
+    for option, value in asked.items():
         if option not in known:
             raise ValueError(
                 f"{option} ({value!r}) must be left out with gate={name!r}: it has no such option"
             )
-        chosen[option] = value
-    return kind(*sizes, **chosen)
+    if kind.decides_capacity:
+        asked["capacity_factor"] = capacity_factor
+    return kind(*sizes, **options, **asked)

@@ -28,7 +28,7 @@ def decide(call: Call) -> Decision:
     sort_early(parts, orders)
 
     def agree() -> Agreed:
-        counts = finished(exchange, routed)
+        counts = shared_counts(exchange, routed)
         batch = Batch(parts, routed, counts, inputs, orders.plans(counts))
         return Agreed(counts=counts, choice=choose(batch))
 
@@ -81,8 +81,8 @@ def start(
         )
 
 
-def finished(exchange: CountsExchange | None, routed: Routed) -> RankCounts:
-    """Raises, where any rank reports a fault, what stands behind this rank's own, or FaultError."""
+def shared_counts(exchange: CountsExchange | None, routed: Routed) -> RankCounts:
+    """Ends the exchange. Raises, where any rank reports a fault, what is behind this rank's own, or FaultError."""
     assert exchange is not None
     try:
         return exchange.finish()

@@ -17,7 +17,7 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.choose import Batch, choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.exact_counts import finished, in_chunks, sort_early, sorted_rows, start
+from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
@@ -80,7 +80,7 @@ def decide(call: Call) -> Decision:
         sort_early(parts, orders)
 
     def agree() -> Agreed:
-        counts = finished(exchange, routed)
+        counts = shared_counts(exchange, routed)
         steps = _steps(parts, inputs, counts) if fuses else None
         if steps is not None and not (parts.spec.fused == "forward" and counts.needs_grad):
             return Agreed(counts=counts, steps=steps)

@@ -18,7 +18,7 @@ from pmoe.engine.padding import Splits, make_padding
 from pmoe.gates.capacity import expert_capacity
 from pmoe.layer.choose import Batch, choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.exact_counts import finished, in_chunks
+from pmoe.layer.exact_counts import in_chunks, shared_counts
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Routed, make_inputs, route_batch
@@ -107,7 +107,7 @@ def compare_ranks(parts: Parts, kind: PaddedKind, routed: Routed) -> None:
         dtype=kind.dtype,
         traffic=parts.traffic,
     )
-    tokens, needs_grad = finished(exchange, routed).recv[:, :, 0].tolist()
+    tokens, needs_grad = shared_counts(exchange, routed).recv[:, :, 0].tolist()
     if len(set(tokens)) > 1:
         told = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(tokens))
         raise ValueError(

@@ -86,7 +86,8 @@ class ExpertChoiceGate(Gate):
             else:
                 chosen_TE = best_tokens(logits_TE, rows)
                 score_TE = logits_TE.masked_fill(~chosen_TE, -math.inf).softmax(0)
-            place_S = _places(chosen_TE, rows * num_experts)
+            # As t * E + e, ascending. Their number is known: nonzero would wait for the GPU to count them.
+            place_S = torch.nonzero_static(chosen_TE.reshape(-1), size=rows * num_experts).squeeze(1)
             weight_S1 = score_TE.reshape(-1).index_select(0, place_S).unsqueeze(1)
         return Routing(
             expert=(place_S % num_experts).unsqueeze(1),
@@ -118,13 +119,3 @@ def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
     tied_ET = score_ET == last_E1
     room_E1 = rows - above_ET.sum(-1, keepdim=True)
     return (above_ET | (tied_ET & (tied_ET.cumsum(-1) <= room_E1))).t()
-
-
-def _places(chosen_TE: Tensor, num_rows: int) -> Tensor:
-    """(S,) ascending: where chosen is true, as t * E + e. S is known, so this needs no nonzero, which waits
-    for the GPU."""
-    chosen = chosen_TE.reshape(-1)
-    row = (chosen.cumsum(0) - 1).masked_fill(~chosen, num_rows)
-    places = torch.zeros(num_rows + 1, dtype=torch.int64, device=chosen.device)
-    places.scatter_(0, row, torch.arange(chosen.numel(), device=chosen.device))  # the last takes all others
-    return places[:num_rows]

@@ -82,7 +82,7 @@ def start(
 
 
 def shared_counts(exchange: CountsExchange | None, routed: Routed) -> RankCounts:
-    """Ends the exchange. Raises FaultError where any rank reports a fault, or what is behind this rank's own."""
+    """Ends the exchange. Raises FaultError where a rank reports a fault, or what is behind its own."""
     assert exchange is not None
     try:
         return exchange.finish()

@@ -148,7 +148,10 @@ class LayerSpec:
 def option(name: str) -> Any:
     """An option as an attribute of the layer: read from its spec; setting it replaces the spec."""
 
+    def read(layer: MoELayer) -> Any:
+        return getattr(layer.spec, name)
+
     def change(layer: MoELayer, value: Any) -> None:
         layer.spec = replace(layer.spec, **{name: value})
 
-    return property(lambda layer: getattr(layer.spec, name), change)
+    return property(read, change, doc=f"The argument ``{name}``. It may be set: all ranks must set the same.")

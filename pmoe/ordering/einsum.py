@@ -1,4 +1,5 @@
-"""GShard's ordering: products with matrices of zeros and ones. The readable reference; it costs T times more."""
+"""GShard's ordering: products with matrices of zeros and ones. The readable reference; it costs T times
+more."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pmoe.comm.base import Combine, Dispatch, FlatAllToAll
 from pmoe.comm.ranks import Grid
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
-from pmoe.ordering.base import Order
+from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import ChunkRows
 from pmoe.schedule.tasks import Stages

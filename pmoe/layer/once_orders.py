@@ -10,7 +10,7 @@ from torch import Tensor
 from pmoe.engine.cut import Ordered
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Parts
-from pmoe.ordering.sorted import LocalExperts, Tokens, count_rows, sort_rows
+from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
 
 
 def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ class OnceOrders(Orders):
         return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
 
     def _sort(self, n: int) -> Ordered:
-        ranks, tokens, nowhere = self._num_ranks, self.tokens, LocalExperts(0, 0)
+        ranks, tokens, nowhere = self._num_ranks, self.tokens, range(0, 0)
         return replace(
             super()._sort(n),
             sent=sort_rows(self._rank_TK, self._carries_TK, n, ranks, nowhere, 0, tokens),

@@ -32,13 +32,13 @@ from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.kernels.route import Routes
-from pmoe.ordering.sorted import LocalExperts, SortedRows, sort_rows
+from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.schedule.restore import Restore
 
 
 def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedRows:
     """The rows that a rank sends, by expert of all ranks and token; int32, and -1 where a slot is dropped."""
-    rows = sort_rows(expert_TK, keep_TK, 1, num_experts, LocalExperts(0, 0), 0)
+    rows = sort_rows(expert_TK, keep_TK, 1, num_experts, range(0, 0), 0)
     position = rows.position.int()
     if keep_TK is not None:
         position = position.masked_fill(~keep_TK.reshape(-1), -1)

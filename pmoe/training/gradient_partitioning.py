@@ -22,7 +22,7 @@ from pmoe.layer import MoELayer
 from pmoe.layer.memory import memory_shape
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost, fit
-from pmoe.planner.degree import DEGREES, fixed_degree
+from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
 from pmoe.runners.solved import layer_costs, operations_of
@@ -203,7 +203,7 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     way = ScheduleOptions(
         direction="backward", one_lane=layer.switches.one_lane, restore=restore, stays=shape.stays
     )
-    fixed = layer.pipeline_backward or fixed_degree(layer.pipeline)
+    fixed = layer.pipeline_backward or layer.spec.fixed_degree
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from bench.chrome_trace import chrome_trace
+from pmoe.layer.searched import adaptive_degree
+from pmoe.layer.spec import LayerSpec
 from pmoe.planner import timeline
-from pmoe.planner.degree import adaptive_degree, check_pipeline, fixed_degree
+from pmoe.planner.degree import check_pipeline
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, draw
 from pmoe.schedule.straight import backward_schedule, forward_schedule
@@ -90,7 +92,8 @@ def test_the_adaptive_degree_leaves_enough_rows_in_a_chunk() -> None:
 
 
 def test_the_pipeline_argument_means_what_it_says() -> None:
-    assert [fixed_degree(p) for p in (False, True, 1, 5)] == [1, None, 1, 5]
+    specs = [LayerSpec(d_model=1, d_hidden=1, num_experts=1, pipeline=p) for p in (False, True, 1, 5)]
+    assert [spec.fixed_degree for spec in specs] == [1, None, 1, 5]
     with pytest.raises(ValueError, match=r"pipeline \(0\) must be"):
         check_pipeline(0)
     with pytest.raises(ValueError, match=r"pipeline \(-2\) must be"):

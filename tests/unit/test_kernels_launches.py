@@ -149,7 +149,8 @@ def test_the_gradient_of_rows(recorder: Recorder, given: Operands) -> None:
     )
     fields = {
         **{"form": 1, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 5, "a_gathered": True},
-        **{"b": "weight", "d": "of rows", "d_stride": 64, "rows": 10, "n": 64, "k": 128},
+        **{"b": "weight", "d": "of rows", "d_stride": 64, "rows": 10, "n": 64, "k": 128, "bias": 0},
+        "weight": 0,
     }
     assert recorder.calls == [("grouped_gemm", COMMON | fields)]
 

@@ -14,6 +14,7 @@ Letters: T tokens of this rank, K choices, S rows that leave, N rows that arrive
 rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
+from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import (
     Divide,
     DivisionPoint,
@@ -22,19 +23,18 @@ from pmoe.kernels.comet.launcher import (
     Launcher,
     loading_refusal,
     ranks_refusal,
-    refusal,
     spare_blocks,
 )
 from pmoe.kernels.comet.launches import (
-    KernelSteps,
     dispatch,
     dispatch_hidden,
     dispatch_hidden_gradient,
     gradient_combine,
     product_combine,
 )
-from pmoe.kernels.comet.steps import Journey, Steps
+from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.extension import path
+from pmoe.kernels.gemm import refusal
 
 __all__ = [
     "Divide",
@@ -42,7 +42,6 @@ __all__ = [
     "FusedKernel",
     "HeapView",
     "Journey",
-    "KernelSteps",
     "Launcher",
     "Steps",
     "dispatch",

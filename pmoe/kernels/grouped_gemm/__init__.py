@@ -10,9 +10,8 @@ G = H or 2H rows of w1.
 """
 
 from pmoe.kernels.extension import path
-from pmoe.kernels.gemm import ACTIVATIONS, misfit
+from pmoe.kernels.gemm import misfit, refusal
 from pmoe.kernels.grouped_gemm.checks import RowSlots
-from pmoe.kernels.grouped_gemm.launch import refusal
 from pmoe.kernels.grouped_gemm.operators import grouped_hidden, grouped_product, sum_by_expert
 from pmoe.kernels.grouped_gemm.products import (
     hidden,
@@ -23,7 +22,6 @@ from pmoe.kernels.grouped_gemm.products import (
 )
 
 __all__ = [
-    "ACTIVATIONS",
     "RowSlots",
     "grouped_hidden",
     "grouped_product",

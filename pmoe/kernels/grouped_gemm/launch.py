@@ -33,11 +33,6 @@ def beside_communication() -> Iterator[None]:
         _spare.reset(token)
 
 
-def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
-    """Why the kernels would not compute a product of these columns on this device, or None."""
-    return path(device)[1] or misfit(dtype, **columns)
-
-
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
     """The path that computes these operands; None on the CPU, and where there are no kernels (warns once).
 

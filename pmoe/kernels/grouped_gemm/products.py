@@ -22,6 +22,7 @@ def product(
     slots: checks.RowSlots | None = None,
     gathered: bool = False,
     out: Tensor | None = None,
+    form: int = FORWARD,
 ) -> Tensor:
     """(rows weight[e]^T + bias[e]) * scale for the rows of each expert e, (N, O), rounded once.
 
@@ -29,27 +30,45 @@ def product(
     ends_E: (E,) int32, the running sum of rows by expert. Rows behind ends[E - 1] are left alone.
     scale: (N,) float32, by slot where slots are given.
     out: (N, O), whose rows may lie apart.
+    form: INPUT multiplies by weight[e] itself, as `input_gradient`.
 
     Raises ValueError for operands that do not fit. `grouped_product` has a gradient.
     """
-    num_rows = checks.check_operands(rows, weight_EOI, ends_E, slots, gathered, 2)
-    checks.check_bias(bias_EO, weight_EOI)
-    checks.check_scale(scale, rows, num_rows, slots, gathered)
+    columns = 2 if form == FORWARD else 1
+    num_rows = checks.check_operands(
+        rows, weight_EOI, ends_E, slots, gathered, columns, bias=bias_EO, scale=scale
+    )
     _, num_out, num_in = weight_EOI.shape
-    out = rows.new_empty(num_rows, num_out) if out is None else out
-    checks.check_rows("out", out, (num_rows, num_out), weight_EOI)
+    shape = (num_rows, weight_EOI.shape[3 - columns])
+    out = rows.new_empty(shape) if out is None else out
+    checks.check_rows("out", out, shape, weight_EOI)
     kernels = path_for(rows.device, rows.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
-        return reference.product(rows, weight_EOI, ends_E, bias_EO, scale, slots, gathered, out)
-    check_memory(rows={"rows": rows, "out": out}, dense={"weight": weight_EOI, "bias": bias_EO})
+        weight = weight_EOI if form == FORWARD else weight_EOI.transpose(1, 2)
+        return reference.product(rows, weight, ends_E, bias_EO, scale, slots, gathered, out)
+    name = "rows" if form == FORWARD else "grad"
+    check_memory(rows={name: rows, "out": out}, dense={"weight": weight_EOI, "bias": bias_EO})
     _check_scale_memory(scale)
     if num_rows:
         launch(
-            kernels, FORWARD, rows, ends_E, slots, **at(a=rows, d=out),
+            kernels, form, rows, ends_E, slots, **at(a=rows, d=out),
             a_rows=rows.shape[0], a_gathered=gathered, b=weight_EOI.data_ptr(), rows=num_rows,
-            n=num_out, k=num_in, bias=address(bias_EO), weight=address(scale),
+            n=shape[1], k=weight_EOI.shape[columns], bias=address(bias_EO), weight=address(scale),
         )  # fmt: skip
     return out
+
+
+def input_gradient(
+    grad: Tensor,
+    weight_EOI: Tensor,
+    ends_E: Tensor,
+    *,
+    slots: checks.RowSlots | None = None,
+    gathered: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """grad weight[e] for the rows of each expert e, (N, I); grad: (N, O), or gathered."""
+    return product(grad, weight_EOI, ends_E, slots=slots, gathered=gathered, out=out, form=INPUT)
 
 
 def hidden(
@@ -70,8 +89,7 @@ def hidden(
     keep: False computes T_M without storing it, and returns None for it. The rest is as in `product`.
     """
     code = activation_code(activation)
-    num_rows = checks.check_operands(rows, weight_EGI, ends_E, slots, gathered, 2)
-    checks.check_bias(bias_EG, weight_EGI)
+    num_rows = checks.check_operands(rows, weight_EGI, ends_E, slots, gathered, 2, bias=bias_EG)
     _, num_hidden, num_in = weight_EGI.shape
     width = checks.hidden_width(num_hidden, activation)
     active = rows.new_empty(num_rows, width) if active is None else active
@@ -99,34 +117,6 @@ def hidden(
     return (out if keep else None), active
 
 
-def input_gradient(
-    grad: Tensor,
-    weight_EOI: Tensor,
-    ends_E: Tensor,
-    *,
-    slots: checks.RowSlots | None = None,
-    gathered: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """grad weight[e] for the rows of each expert e, (N, I); grad: (N, O), or gathered."""
-    num_rows = checks.check_operands(grad, weight_EOI, ends_E, slots, gathered, 1)
-    _, num_out, num_in = weight_EOI.shape
-    out = grad.new_empty(num_rows, num_in) if out is None else out
-    checks.check_rows("out", out, (num_rows, num_in), weight_EOI)
-    kernels = path_for(grad.device, grad.dtype, in_features=num_in, out_features=num_out)
-    if kernels is None:
-        weight_EIO = weight_EOI.transpose(1, 2)
-        return reference.product(grad, weight_EIO, ends_E, None, None, slots, gathered, out)
-    check_memory(rows={"grad": grad, "out": out}, dense={"weight": weight_EOI})
-    if num_rows:
-        launch(
-            kernels, INPUT, grad, ends_E, slots, **at(a=grad, d=out),
-            a_rows=grad.shape[0], a_gathered=gathered, b=weight_EOI.data_ptr(), rows=num_rows,
-            n=num_in, k=num_out,
-        )  # fmt: skip
-    return out
-
-
 def hidden_gradient(
     grad: Tensor,
     weight_EMH: Tensor,
@@ -152,11 +142,10 @@ def hidden_gradient(
     out: may be hidden itself, and active the first columns of hidden.
     """
     code = activation_code(activation)
-    num_rows = checks.check_operands(grad, weight_EMH, ends_E, slots, gathered, 1)
+    num_rows = checks.check_operands(grad, weight_EMH, ends_E, slots, gathered, 1, scale=scale)
     _, num_model, width = weight_EMH.shape
     columns = 2 * width if activation == "swiglu" else width
     checks.check_rows("hidden", hidden_NG, (num_rows, columns), weight_EMH)
-    checks.check_scale(scale, grad, num_rows, slots, gathered)
     out = grad.new_empty(num_rows, columns) if out is None else out
     active = grad.new_empty(num_rows, width) if active is None else active
     checks.check_rows("out", out, (num_rows, columns), weight_EMH)

@@ -234,12 +234,8 @@ def test_routes(recorder: Recorder) -> None:
     for name, each in routes._asdict().items():
         recorder.named(name, each)
     route.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)
-    partial = recorder.tensor("partial", 6, 10, dtype=FLOAT)
     saved = (logits, routes.expert_TK, routes.weight_TK, routes.counts_nE)
-    route.launch_route_backward(
-        *saved, out, normalize=False, grad_l_aux=routes.l_aux, partial_PN=partial,
-        position_TK=routes.position_TK,
-    )  # fmt: skip
+    route.launch_route_backward(*saved, out, normalize=False, grad_l_aux=routes.l_aux)
     route.launch_route_backward(*saved, out, normalize=False, grad_weight_TK=routes.weight_TK)
     places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "l_aux"]
     call, (problem, *given) = recorder.calls[0]
@@ -247,6 +243,6 @@ def test_routes(recorder: Recorder) -> None:
     assert given[:8] == ["logits", *places] and given[9] == 36  # given[8]: the workspace's address
     backward = [[0, 7, 5, 4, 2, 3, False, 0.0], "logits", "expert_TK", "weight_TK", "counts_nE"]
     assert recorder.calls[1:] == [
-        ("route_backward", [*backward, 0, "partial", "position_TK", 6, "l_aux", "of logits"]),
+        ("route_backward", [*backward, 0, 0, 0, 0, "l_aux", "of logits"]),
         ("route_backward", [*backward, "weight_TK", 0, 0, 0, 0, "of logits"]),
     ]

@@ -5,7 +5,7 @@ PyTorch expressions of `reference` elsewhere, for float64, and for what `refusal
 synchronisation in either. Forward is two kernels and backward is one; each gives the same bits every
 time on one device.
 
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
+Letters: T tokens, K choices, E experts, N = T*K slots, n chunks.
 """
 
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal

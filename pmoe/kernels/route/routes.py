@@ -40,20 +40,6 @@ class Routes(NamedTuple):
     l_aux: Tensor
 
 
-class RouteGradients(NamedTuple):
-    """Gradients of the results of a routing, from which that of the logits is made. None stands for zeros.
-
-    grad_weight_TK: (T, K), of the weights. grad_l_aux: scalar.
-    partial_PN, position_TK: in place of grad_weight_TK, the weights' gradient in P parts by row: that of slot
-        (t, k) is sum_p partial[p, position[t, k]], added from p = 0 upwards.
-    """
-
-    grad_weight_TK: Tensor | None = None
-    grad_l_aux: Tensor | None = None
-    partial_PN: Tensor | None = None
-    position_TK: Tensor | None = None
-
-
 def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
     """Routes for a launch to write, not initialised."""
     num_tokens, num_experts = logits_TE.shape
@@ -106,7 +92,8 @@ def check_route_backward(
     expert_TK: Tensor,
     weight_TK: Tensor,
     counts_nE: Tensor,
-    gradients: RouteGradients,
+    grad_weight_TK: Tensor | None,
+    grad_l_aux: Tensor | None,
 ) -> None:
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))
@@ -114,21 +101,14 @@ def check_route_backward(
     check_route(logits_TE, top_k, num_chunks, 0.0)
     check_logits_memory(logits_TE, top_k)
     (num_tokens, num_experts), dtype = logits_TE.shape, logits_TE.dtype
-    grad_weight_TK, grad_l_aux, partial_PN, position_TK = gradients
-    if (partial_PN is None) != (position_TK is None) or not (partial_PN is None or grad_weight_TK is None):
-        raise ValueError("partial and position must be given together, and without grad_weight")
     slots = (num_tokens, top_k)
-    asked: dict[str, tuple[Tensor | None, tuple[int | str, ...], torch.dtype]] = {
+    asked: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
         "expert": (expert_TK, slots, torch.int32),
         "weight": (weight_TK, slots, dtype),
         "counts": (counts_nE, (num_chunks, num_experts), torch.int32),
         "grad_weight": (grad_weight_TK, slots, dtype),
         "grad_l_aux": (grad_l_aux, (), dtype),
-        "partial": (partial_PN, ("P", num_tokens * top_k), dtype),
-        "position": (position_TK, slots, torch.int32),
     }
     for name, (tensor, shape, wanted) in asked.items():
         if tensor is not None:
             check_tensor(name, tensor, shape=shape, dtypes=[wanted], device=logits_TE.device, contiguous=True)
-    if partial_PN is not None and not partial_PN.shape[0]:
-        raise ValueError(f"partial of shape {tuple(partial_PN.shape)} must have at least one row (P)")

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import (
-    VECTOR_BYTES,
-    address,
-    check_floating,
-    check_memory,
-    check_tensor,
-)
+from pmoe.kernels.operands import VECTOR_BYTES, address, check_floating, check_memory, check_tensor
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels move, by the numbers of RowType (cuda/permute/launch.h)."""

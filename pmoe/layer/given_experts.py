@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from pmoe.experts import seeded
 from pmoe.experts.base import Experts
-from pmoe.experts.initial import draw_seed, generators_at
 from pmoe.experts.modules import ModuleExperts, build_modules
 from pmoe.layer.build import Place
 from pmoe.layer.spec import LayerSpec
@@ -43,18 +43,8 @@ def given_experts(
             f"torch.nn.ModuleList of this rank's {local} experts"
         )
     build = build_modules(expert, spec.d_model, spec.d_hidden)
-    modules = seeded(build, first_expert=place.first_expert, count=local)
+    modules = seeded(lambda _: build(), first_expert=place.first_expert, count=local)
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
     return ModuleExperts(module.to(**options) for module in modules)
-
-
-def seeded(build: Callable[[], nn.Module], *, first_expert: int, count: int) -> list[nn.Module]:
-    """Builds ``count`` modules, each under its global expert's seed."""
-    seed = draw_seed()
-    modules = []
-    for i in range(count):
-        with generators_at(seed + first_expert + i):
-            modules.append(build())
-    return modules

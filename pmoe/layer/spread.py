@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm.mesh import grid_of_mesh
-from pmoe.experts.initial import draw_seed, generators_at, initialise
+from pmoe.experts import initialise, seeded
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.layer.build import check_fit
@@ -59,12 +59,9 @@ def reset_parameters(parts: Parts) -> None:
     parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else 0.0
 
 
-def initialise_modules(modules: Iterable[nn.Module], *, first_expert: int) -> None:
+def initialise_modules(modules: Sequence[nn.Module], *, first_expert: int) -> None:
     """Has each module, and all in it, reset its parameters under its global expert's seed."""
-    seed = draw_seed()
-    for i, module in enumerate(modules):
-        with generators_at(seed + first_expert + i):
-            reset_modules(module)
+    seeded(lambda i: reset_modules(modules[i]), first_expert=first_expert, count=len(modules))
 
 
 def reset_modules(module: nn.Module) -> None:

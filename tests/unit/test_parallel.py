@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import pmoe
-from pmoe.experts import FFNExperts, make_stacked
+from pmoe.experts import FFNExperts, initialise, make_stacked
 from pmoe.experts.base import Experts, Shard
-from pmoe.experts.initial import initialise
 from pmoe.training.parallel import is_expert, make_meshes
 
 

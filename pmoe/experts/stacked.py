@@ -11,17 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_flag
-from pmoe.experts.base import (
-    WHOLE,
-    Allocate,
-    Experts,
-    Hidden,
-    Runs,
-    Shard,
-    fresh,
-    local_part,
-    row_dot,
-)
+from pmoe.experts.base import WHOLE, Allocate, Experts, Hidden, Runs, Shard, fresh, local_part, row_dot
 from pmoe.experts.products import (
     GradientSum,
     RowGroups,

@@ -152,9 +152,7 @@ def path(device: torch.device) -> tuple[str | None, str | None]:
     found = on_device(cuda_index(device))
     if not found.kernels:
         return None, f"device {found.index}: {found.reason}"
-    probe = found.kernels[0]
-    refusal = hopper_refusal(probe.binary_version, probe.ptx_version, found.capability)
-    return "sm_90a" if refusal is None else "sm_80", None
+    return "sm_90a" if found.kernels[0].runs == "sm_90a" else "sm_80", None
 
 
 def ask_device(index: int, only: str = "") -> Device:

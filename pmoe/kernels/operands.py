@@ -119,6 +119,15 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def at(**rows: Tensor | None) -> dict[str, int]:
+    """Address and row stride of each, by its name and its name with "_stride": 0 and 0 for None."""
+    found = {}
+    for name, each in rows.items():
+        found[name] = address(each)
+        found[f"{name}_stride"] = 0 if each is None else row_stride(each)
+    return found
+
+
 def row_stride(rows: Tensor) -> int:
     """Elements from a row to the next. That of a lone row says nothing: its columns then."""
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]

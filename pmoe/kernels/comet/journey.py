@@ -37,10 +37,6 @@ class Journey:
     first_row: int = 0
 
     @property
-    def num_ranks(self) -> int:
-        return self.send_WE.shape[0]
-
-    @property
     def top_k(self) -> int:
         return self.expert_TK.shape[1]
 

@@ -16,7 +16,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import HeapView, Launcher
 from pmoe.kernels.gemm import ACTIVATIONS, HIDDEN, HIDDEN_GRADIENT
-from pmoe.kernels.operands import address, check_memory, check_tensor
+from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
 
 def journey_fields(heap: HeapView, journey: Journey) -> dict[str, int]:
@@ -85,9 +85,8 @@ def combine_fields(heap: HeapView, journey: Journey, a: Tensor, result_TM: Tenso
     check_memory(dense={"rows": a, "result": result_TM})
     return {
         **journey_fields(heap, journey),
-        "a": a.data_ptr(),
+        **at(a=a),
         "a_rows": a.shape[0],
-        "a_stride": a.shape[1],
         "rows": a.shape[0],
         "d": heap.base + shape.places["inbox"],
         "d_stride": shape.d_model,
@@ -157,10 +156,7 @@ def dispatch_hidden(
                 "n": num_hidden,
                 "rows": journey.num_received,
                 "bias": address(bias),
-                "d": hidden[-1].data_ptr() if keep else 0,
-                "d_stride": num_hidden,
-                "active": active[-1].data_ptr(),
-                "active_stride": width,
+                **at(d=hidden[-1] if keep else None, active=active[-1]),
             }
         )
     launcher.launch("dispatch", "forward", fields, epilogue=HIDDEN, activation=ACTIVATIONS[activation])
@@ -231,12 +227,7 @@ def dispatch_hidden_gradient(
                 "b": weight_EMH.data_ptr(),
                 "n": width,
                 "rows": count,
-                "d": of_hidden[-1].data_ptr(),
-                "d_stride": hidden_NG.shape[1],
-                "hidden": hidden_NG.data_ptr(),
-                "hidden_stride": hidden_NG.shape[1],
-                "active": active[-1].data_ptr(),
-                "active_stride": width,
+                **at(d=of_hidden[-1], hidden=hidden_NG, active=active[-1]),
                 "made_dots": dots[-1].data_ptr(),
                 "weighs_active": 1,
             }

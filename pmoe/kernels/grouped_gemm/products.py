@@ -8,8 +8,8 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels.gemm import FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT, WEIGHT, activation_code
 from pmoe.kernels.grouped_gemm import checks, reference
-from pmoe.kernels.grouped_gemm.launch import at, launch, path_for
-from pmoe.kernels.operands import address, check_memory, check_tensor
+from pmoe.kernels.grouped_gemm.launch import launch, path_for
+from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
 
 def product(

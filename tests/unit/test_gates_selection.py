@@ -12,7 +12,8 @@ from pmoe.gates.cosines import inverse_length
 from pmoe.gates.draws import distinct
 from pmoe.gates.expert_choice import best_tokens
 from pmoe.gates.whole_batch import rows_for_each_expert
-from pmoe.kernels.route import ROUNDS, top_indices
+from pmoe.kernels.route import top_indices
+from pmoe.kernels.route.reference import ROUNDS
 from pmoe.ordering.capacity import expert_capacity
 
 

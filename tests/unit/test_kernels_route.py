@@ -19,7 +19,9 @@ from torch import Tensor
 import pmoe
 from pmoe.gates.logits import router_loss
 from pmoe.kernels.extension import load
-from pmoe.kernels.route import ROUNDS, Routes, operators, reference, refusal, route, route_backward
+from pmoe.kernels.route import Routes, operators, reference, refusal, route
+from pmoe.kernels.route.operators import route_backward
+from pmoe.kernels.route.reference import ROUNDS
 from pmoe.kernels.route.routes import check_logits_memory
 from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
 from pmoe.warn import GIVEN

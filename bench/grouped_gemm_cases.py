@@ -219,7 +219,7 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
 
     def hidden(rows_NI: Tensor, gathered: bool) -> Tensor:
         return grouped_gemm.hidden(
-            rows_NI, w1, ends, activation="swiglu", slots=slots if gathered else None, gathered=gathered
+            rows_NI, w1, ends, activation="swiglu", slots=slots if gathered else None
         )[1]
 
     flop = 4 * num_rows * num_model * width

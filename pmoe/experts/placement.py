@@ -91,11 +91,10 @@ class Local(torch.autograd.Function):
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a gradient, as its parameter lies over the ranks."""
-    if not hasattr(like, "to_local"):
-        return gradient
     from torch.distributed.tensor import DTensor
 
-    assert isinstance(like, DTensor)
+    if not isinstance(like, DTensor):
+        return gradient
     return DTensor.from_local(
         gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

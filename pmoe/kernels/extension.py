@@ -57,11 +57,9 @@ def module() -> Any:
 def _load() -> tuple[ModuleType | None, str | None]:
     try:
         return importlib.import_module(NAME), None
-    except ModuleNotFoundError as error:
-        if error.name != NAME:
-            return None, f"{NAME} cannot be imported: {error}"
     except ImportError as error:
-        return None, f"{NAME} cannot be imported: {error}"
+        if not isinstance(error, ModuleNotFoundError) or error.name != NAME:
+            return None, f"{NAME} cannot be imported: {error}"
     others = sorted(path.name for path in Path(__file__).parents[1].glob("_cuda.*.so"))
     if others:
         here = f"Python {sys.version_info.major}.{sys.version_info.minor}"

@@ -36,8 +36,8 @@ def check_tensor(
         raise ValueError(f"{name} of dtype {tensor.dtype} must be {' or '.join(map(str, dtypes))}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} on {tensor.device} must be on {device}, where the other operands are")
-    if contiguous:
-        _raise(_gap(name, tensor))
+    if contiguous and (why := _gap(name, tensor)) is not None:
+        raise ValueError(why)
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
@@ -46,11 +46,10 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} of dtype {tensor.dtype} must be of a floating-point type")
 
 
-def check_memory(
-    *, rows: Mapping[str, Tensor | None] | None = None, dense: Mapping[str, Tensor | None] | None = None
-) -> None:
+def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
     """Raises ValueError for operands that the kernels would not read right; see `memory_misfit`."""
-    _raise(memory_misfit(rows=rows, dense=dense))
+    if (why := memory_misfit(**operands)) is not None:
+        raise ValueError(why)
 
 
 def memory_misfit(
@@ -94,11 +93,6 @@ def _gap(name: str, tensor: Tensor) -> str | None:
     if tensor.is_contiguous():
         return None
     return f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} must be contiguous"
-
-
-def _raise(why: str | None) -> None:
-    if why is not None:
-        raise ValueError(why)
 
 
 def _fits(sizes: Sequence[int], wanted: Sequence[int | str]) -> bool:

@@ -117,7 +117,7 @@ def _forward(
     ends_E = routes.ends_nE.view(-1)
     slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
     hidden_NG, active_NH = grouped_gemm.hidden(
-        x_TM, w1, ends_E, activation=activation, bias_EG=b1, slots=slots, gathered=True, keep=keep
+        x_TM, w1, ends_E, activation=activation, bias_EG=b1, slots=slots, keep=keep
     )
     out_NM = grouped_gemm.product(active_NH, w2, ends_E, bias_EO=b2, scale=weight_TK.view(-1), slots=slots)
     del active_NH

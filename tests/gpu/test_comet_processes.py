@@ -23,8 +23,9 @@ from torch import Tensor
 
 from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import FusedKernel, HeapView, Launcher
+from pmoe.kernels.comet import FusedKernel, Launcher
 from pmoe.kernels.comet import steps as kernel_steps
+from pmoe.kernels.comet.launcher import HeapView
 from pmoe.kernels.registry import PMOE, PRODUCTS
 from pmoe.schedule.tasks import PassDirection
 from tests.faults import FaultyLauncher, InjectedFaults

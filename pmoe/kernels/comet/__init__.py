@@ -15,18 +15,8 @@ rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
 from pmoe.kernels.comet.journey import Journey
-from pmoe.kernels.comet.launcher import (
-    Divide,
-    DivisionPoint,
-    FusedKernel,
-    HeapView,
-    Launcher,
-    loading_refusal,
-    ranks_refusal,
-    spare_blocks,
-)
+from pmoe.kernels.comet.launcher import FusedKernel, Launcher, loading_refusal, ranks_refusal, spare_blocks
 from pmoe.kernels.comet.launches import (
-    dispatch,
     dispatch_hidden,
     dispatch_hidden_gradient,
     gradient_combine,
@@ -37,14 +27,10 @@ from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import refusal
 
 __all__ = [
-    "Divide",
-    "DivisionPoint",
     "FusedKernel",
-    "HeapView",
     "Journey",
     "Launcher",
     "Steps",
-    "dispatch",
     "dispatch_hidden",
     "dispatch_hidden_gradient",
     "gradient_combine",

@@ -176,9 +176,8 @@ def product_combine(
     """
     fields = []
     result_TM = active[0].new_empty(journeys[0].expert_TK.shape[0], launcher.heaps[0].shape.d_model)
-    for heap, journey, active_NH, weight_EMH, bias in zip(
-        launcher.heaps, journeys, active, w2, b2, strict=True
-    ):
+    every = zip(launcher.heaps, journeys, active, w2, b2, strict=True)
+    for heap, journey, active_NH, weight_EMH, bias in every:
         _, _, width = check_expert_weight("w2", weight_EMH, bias, heap, columns=1)
         check_tensor("active", active_NH, shape=("rows", width))
         fields.append(
@@ -212,9 +211,8 @@ def dispatch_hidden_gradient(
         <activated hidden, grad w2[e]>, plus <grad, b2[e]> where there is a bias
     """
     fields, of_hidden, active, dots = [], [], [], []
-    for heap, journey, weight_EMH, hidden_NG, bias in zip(
-        launcher.heaps, journeys, w2, hidden, b2, strict=True
-    ):
+    every = zip(launcher.heaps, journeys, w2, hidden, b2, strict=True)
+    for heap, journey, weight_EMH, hidden_NG, bias in every:
         _, _, width = check_expert_weight("w2", weight_EMH, None, heap, columns=1)
         check_memory(dense={"hidden": hidden_NG})
         count, parts = hidden_NG.shape[0], extension.module().row_dot_parts(launcher.hopper, width)
@@ -264,9 +262,8 @@ def gradient_combine(
     num_tokens, top_k = journeys[0].expert_TK.shape
     result_TM = of_hidden[0].new_empty(num_tokens, launcher.heaps[0].shape.d_model)
     of_weight_TK = of_hidden[0].new_empty(num_tokens, top_k, dtype=torch.float32)
-    for heap, journey, grad_NG, weight_EGM, dots_PN in zip(
-        launcher.heaps, journeys, of_hidden, w1, dots, strict=True
-    ):
+    every = zip(launcher.heaps, journeys, of_hidden, w1, dots, strict=True)
+    for heap, journey, grad_NG, weight_EGM, dots_PN in every:
         _, width, _ = check_expert_weight("w1", weight_EGM, None, heap, columns=2)
         check_tensor("gradient of the hidden", grad_NG, shape=("rows", width))
         fields.append(

@@ -48,10 +48,7 @@ def hidden_op(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     slots = RowSlots.of(slot_N, top_k)
-    found, active = hidden(
-        rows, weight_EGI, ends_E, activation=activation, bias_EG=bias_EG, slots=slots,
-        gathered=slots is not None,
-    )  # fmt: skip
+    found, active = hidden(rows, weight_EGI, ends_E, activation=activation, bias_EG=bias_EG, slots=slots)
     assert found is not None
     return found, active
 
@@ -171,7 +168,13 @@ def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         plain_NI = input_gradient_op(grad_NO, weight, ends)
         if needs[4]:
             rows_N = rows if gather_slot is None else rows.index_select(0, slot.long() // ctx.top_k)
-            grad_scale = _scale_gradient(plain_NI, rows_N, grad_NO, bias, ends, scale, slot)
+            # <plain, row> + <grad, bias of the row's expert> for each row, where its scale stands.
+            dot_N = (plain_NI.to(scale.dtype) * rows_N.to(scale.dtype)).sum(1)
+            if bias is not None:
+                row_N = torch.arange(dot_N.shape[0], device=ends.device)
+                expert_N = torch.searchsorted(ends, row_N, right=True)
+                dot_N = dot_N + (grad_NO.to(scale.dtype) * bias[expert_N].to(scale.dtype)).sum(1)
+            grad_scale = dot_N if slot is None else torch.zeros_like(scale).scatter(0, slot.long(), dot_N)
         if needs[0]:
             scaled = plain_NI if scale_N1 is None else (plain_NI * scale_N1).to(rows.dtype)
             grad_rows = _to_tokens(scaled, gather_slot, ctx.top_k, rows.shape[0])
@@ -182,24 +185,6 @@ def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         if needs[3]:
             grad_bias = sum_by_expert(scaled, ends)
     return grad_rows, grad_weight, None, grad_bias, grad_scale, None, None, None
-
-
-def _scale_gradient(
-    plain_NI: Tensor,
-    rows_N: Tensor,
-    grad_NO: Tensor,
-    bias: Tensor | None,
-    ends: Tensor,
-    scale: Tensor,
-    slot: Tensor | None,
-) -> Tensor:
-    """<plain, row> + <grad, bias of the row's expert> for each row, where its scale stands."""
-    dot_N = (plain_NI.to(scale.dtype) * rows_N.to(scale.dtype)).sum(1)
-    if bias is not None:
-        row_N = torch.arange(dot_N.shape[0], device=ends.device)
-        expert_N = torch.searchsorted(ends, row_N, right=True)
-        dot_N = dot_N + (grad_NO.to(scale.dtype) * bias[expert_N].to(scale.dtype)).sum(1)
-    return dot_N if slot is None else torch.zeros_like(scale).scatter(0, slot.long(), dot_N)
 
 
 product_op.register_autograd(_product_backward, setup_context=_save_product)

@@ -79,16 +79,17 @@ def hidden(
     activation: str,
     bias_EG: Tensor | None = None,
     slots: checks.RowSlots | None = None,
-    gathered: bool = False,
     out: Tensor | None = None,
     active: Tensor | None = None,
     keep: bool = True,
 ) -> tuple[Tensor | None, Tensor]:
     """T_M = rows weight[e]^T + bias[e], (N, G), and the activated hidden, (N, H), of the rounded T_M.
 
-    keep: False computes T_M without storing it, and returns None for it. The rest is as in `product`.
+    slots: rows are gathered by them. keep: False computes T_M without storing it, and returns None for it.
+    The rest is as in `product`.
     """
     code = activation_code(activation)
+    gathered = slots is not None
     num_rows = checks.check_operands(rows, weight_EGI, ends_E, slots, gathered, 2, bias=bias_EG)
     _, num_hidden, num_in = weight_EGI.shape
     width = checks.hidden_width(num_hidden, activation)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pmoe.experts.base import WHOLE, Experts, Shard
+from pmoe.experts.base import Experts, Shard
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.stacked import StackedExperts
 
@@ -28,17 +28,16 @@ def make_stacked(
     num_local_experts: int,
     activation: str,
     bias: bool,
-    shard: Shard = WHOLE,
     **options: Any,
 ) -> StackedExperts:
     """Experts by the name of their kind, uninitialised. Raises ValueError for another name."""
     sizes = (d_model, d_hidden, num_local_experts)
     if kind == "ffn":
-        return FFNExperts(*sizes, activation=activation, bias=bias, shard=shard, **options)
+        return FFNExperts(*sizes, activation=activation, bias=bias, **options)
     if kind == "swiglu":
         from pmoe.experts.swiglu import SwiGLUExperts
 
-        return SwiGLUExperts(*sizes, bias=bias, shard=shard, **options)
+        return SwiGLUExperts(*sizes, bias=bias, **options)
     raise ValueError(f"expert ({kind!r}) must be ffn, swiglu, or a callable that builds a module")
 
 

@@ -291,10 +291,10 @@ def test_what_does_not_fit_the_kernels_is_said_with_its_numbers() -> None:
 def test_the_path_follows_from_the_kernels_as_they_were_loaded(
     binary: int, ptx: int, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe = extension.LoadedKernel.of(
-        capability,
+    probe = extension.LoadedKernel(
         name=extension.PROBE,
-        hopper=False,
+        runs=extension.binary_of(binary, ptx),
+        refusal=None,
         binary_version=binary,
         ptx_version=ptx,
         threads=1,

@@ -14,7 +14,8 @@ from pmoe.kernels.comet.launcher import Divide, HeapView, Launcher
 
 
 class Steps:
-    """What a fused layer consists of. Each is collective: all ranks call the same steps in the same order.
+    """What a fused layer consists of; `launches` says what each computes. Each is collective: all ranks call the
+    same steps in the same order.
 
     find_heap: the heap that serves this call now. Between forward and backward a larger one may have taken
     its place, for larger batches; the rounds of the two need no memory in common.
@@ -50,14 +51,12 @@ class Steps:
     def dispatch_hidden(
         self, journey: Journey, x_TM: Tensor, weight_TK: Tensor, w1: Tensor, b1: Tensor | None, **options: Any
     ) -> tuple[Tensor | None, Tensor]:
-        """See `launches.dispatch_hidden`, which has the options; of this rank."""
         hidden, active = launches.dispatch_hidden(
             self._launcher, [journey], x_TM, _weights(weight_TK), [w1], [b1], **options
         )
         return (None if hidden is None else hidden[0]), active[0]
 
     def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-        """See `launches.product_combine`; of this rank."""
         return launches.product_combine(self._launcher, [journey], [active_NH], [w2], [b2])
 
     def dispatch_hidden_gradient(
@@ -71,7 +70,6 @@ class Steps:
         *,
         activation: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `launches.dispatch_hidden_gradient`; of this rank."""
         of_hidden, active, dots = launches.dispatch_hidden_gradient(
             self._launcher, [journey], grad_TM, _weights(weight_TK), [w2], [b2], [hidden_NG],
             activation=activation,
@@ -81,7 +79,6 @@ class Steps:
     def gradient_combine(
         self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `launches.gradient_combine`; of this rank."""
         return launches.gradient_combine(self._launcher, [journey], [grad_hidden_NG], [w1], [dots_PN])
 
 

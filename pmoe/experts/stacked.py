@@ -95,11 +95,9 @@ class StackedExperts(Experts):
     def keep(self, experts: slice, shard: Shard) -> None:
         from pmoe.experts.placement import keep_part
 
-        dims = self.hidden_dims()
-        if dims is None:
+        if self.hidden_dims() is None:
             super().keep(experts, shard)  # raises
-            return
-        keep_part(self, dims, experts, shard)
+        keep_part(self, experts, shard)
 
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:

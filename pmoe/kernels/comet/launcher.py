@@ -174,18 +174,14 @@ class Launcher:
             activation=activation,
             blocks=self.blocks,
             ranks=[
-                {**self.rank_fields(heap), **self._divided(kernel, division, own), **own}
+                {**self.rank_fields(heap), **self._divided(division, own), **own}
                 for heap, own in zip(self.heaps, ranks, strict=True)
             ],
         )
 
-    def _divided(
-        self, kernel: FusedKernel, division: DivisionPoint, own: dict[str, int]
-    ) -> dict[str, int]:
+    def _divided(self, division: DivisionPoint, own: dict[str, int]) -> dict[str, int]:
         """A rank that computes nothing communicates with all its blocks."""
         n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
-        if kernel == "dispatch":
-            return {"n_c": n_c}
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
         return {"n_c": n_c, "chunk_columns": columns}
 

@@ -48,7 +48,13 @@ def check_operands(
     if bias is not None:
         check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
     if scale is not None:
-        _check_scale(scale, rows, num_rows, slots, gathered)
+        # By slot where there are slots: one for every slot of the tokens, or for N at least.
+        check_tensor("scale", scale, shape=("N",), device=rows.device)
+        check_floating("scale", scale)
+        count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
+        fits = scale.numel() >= count if slots is not None and not gathered else scale.numel() == count
+        if not fits:
+            raise ValueError(f"scale of shape {tuple(scale.shape)} must have the shape ({count},)")
     return num_rows
 
 
@@ -75,16 +81,6 @@ def _check_slots(slots: RowSlots | None, num_rows: int, device: torch.device) ->
     )
     if slots.top_k < 1:
         raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
-
-
-def _check_scale(scale: Tensor, rows: Tensor, num_rows: int, slots: RowSlots | None, gathered: bool) -> None:
-    """A number a row; by slot where there are slots: one for every slot of the tokens, or for N at least."""
-    check_tensor("scale", scale, shape=("N",), device=rows.device)
-    check_floating("scale", scale)
-    count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
-    fits = scale.numel() >= count if slots is not None and not gathered else scale.numel() == count
-    if not fits:
-        raise ValueError(f"scale of shape {tuple(scale.shape)} must have the shape ({count},)")
 
 
 def hidden_width(num_hidden: int, activation: str) -> int:

@@ -45,7 +45,9 @@ def product(
     kernels = path_for(rows.device, rows.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
         weight = weight_EOI if form == FORWARD else weight_EOI.transpose(1, 2)
-        return reference.product(rows, weight, ends_E, bias_EO, scale, slots, gathered, out)
+        scale_N = None if scale is None else reference.by_row(scale, slots)
+        rows_N = reference.gather(rows, slots, gathered)
+        return reference.product(rows_N, weight, ends_E, bias_EO, scale_N, out)
     name = "rows" if form == FORWARD else "grad"
     check_memory(rows={name: rows, "out": out}, dense={"weight": weight_EOI, "bias": bias_EO})
     _check_scale_memory(scale)
@@ -102,7 +104,8 @@ def hidden(
         checks.check_rows("out", out, (num_rows, num_hidden), weight_EGI)
     if kernels is None:
         assert out is not None
-        reference.product(rows, weight_EGI, ends_E, bias_EG, None, slots, gathered, out)
+        rows_N = reference.gather(rows, slots, gathered)
+        reference.product(rows_N, weight_EGI, ends_E, bias_EG, None, out)
         active.copy_(reference.activate(activation, out))
         return (out if keep else None), active
     check_memory(
@@ -156,8 +159,8 @@ def hidden_gradient(
     kernels = path_for(grad.device, grad.dtype, d_model=num_model, hidden=width)
     if kernels is None:
         dot_N = reference.hidden_gradient(
-            grad, weight_EMH, hidden_NG, scale, ends_E, activation=activation, slots=slots,
-            gathered=gathered, weighs_active=weighs_active, out=out, active=active,
+            reference.gather(grad, slots, gathered), weight_EMH, hidden_NG, reference.by_row(scale, slots),
+            ends_E, activation=activation, weighs_active=weighs_active, out=out, active=active,
         )  # fmt: skip
         return out, active, dot_N
     check_memory(
@@ -204,10 +207,9 @@ def weight_gradient(
         raise ValueError(f"out of dtype {out.dtype} must be float32 to accumulate")
     kernels = path_for(rows.device, rows.dtype, out_features=shape[1], in_features=shape[2])
     if kernels is None:
-        return reference.weight_gradient(
-            grad, rows, ends_E, slots=slots, gathers_grad=gathers_grad, gathers_rows=gathers_rows, out=out,
-            accumulate=accumulate,
-        )  # fmt: skip
+        grad_N = reference.gather(grad, slots, gathers_grad)
+        rows_N = reference.gather(rows, slots, gathers_rows)
+        return reference.weight_gradient(grad_N, rows_N, ends_E, out, accumulate)
     check_memory(rows={"grad": grad, "rows": rows}, dense={"out": out})
     launch(
         kernels, WEIGHT, rows, ends_E, slots, **at(a=grad, b=rows),

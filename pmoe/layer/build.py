@@ -18,8 +18,8 @@ from pmoe.arguments import check_count, check_flag, check_not_negative, is_int
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.engine.arena import pool
 from pmoe.experts import initialise, make_stacked
-from pmoe.experts.activations import find_activation
 from pmoe.experts.base import Experts, Shard
+from pmoe.experts.ffn import find_activation
 from pmoe.gates import make_gate
 from pmoe.layer.parts import Parts
 from pmoe.layer.spec import LayerSpec

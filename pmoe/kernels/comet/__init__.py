@@ -14,9 +14,9 @@ Letters: T tokens of this rank, K choices, S rows that leave, N rows that arrive
 rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
-from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import FusedKernel, Launcher, loading_refusal, ranks_refusal, spare_blocks
 from pmoe.kernels.comet.launches import (
+    Journey,
     dispatch_hidden,
     dispatch_hidden_gradient,
     gradient_combine,

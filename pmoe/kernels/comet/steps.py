@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.comet import launches
-from pmoe.kernels.comet.journey import Journey
 from pmoe.kernels.comet.launcher import Divide, HeapView, Launcher
+from pmoe.kernels.comet.launches import Journey
 
 
 class Steps:

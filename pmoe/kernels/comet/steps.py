@@ -14,8 +14,8 @@ from pmoe.kernels.comet.launches import Journey
 
 
 class Steps:
-    """What a fused layer consists of; `launches` says what each computes. Each is collective: all ranks call the
-    same steps in the same order.
+    """What a fused layer consists of; `launches` says what each computes. Each is collective: all ranks call
+    the same steps in the same order.
 
     find_heap: the heap that serves this call now. Between forward and backward a larger one may have taken
     its place, for larger batches; the rounds of the two need no memory in common.

@@ -46,16 +46,10 @@ def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
     return reason is None
 
 
-@torch.library.custom_op(
-    "pmoe::route",
-    mutates_args=(),
-    device_types=("cpu", "cuda"),
-    schema="(Tensor logits_TE, int top_k, bool normalize, int num_chunks, float z_loss_weight)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe::route", mutates_args=(), device_types=("cpu", "cuda"))
 def _route(
     logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
     check_logits_memory(logits_TE, top_k)
     options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}

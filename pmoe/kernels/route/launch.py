@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import address, cuda_index
-from pmoe.kernels.route.routes import MAX_SLOTS, Routes
+from pmoe.kernels.operands import MAX_ROWS, address, cuda_index
+from pmoe.kernels.route.routes import Routes
 
 
 def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
@@ -23,8 +23,8 @@ def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
         return f"logits are on {logits_TE.device}, not on a CUDA device"
     if logits_TE.dtype != torch.float32:
         return f"logits are {logits_TE.dtype}, not torch.float32"
-    if num_tokens * top_k > MAX_SLOTS:
-        return f"{num_tokens} tokens of {top_k} choices are more than {MAX_SLOTS} slots"
+    if num_tokens * top_k > MAX_ROWS:
+        return f"{num_tokens} tokens of {top_k} choices are more than {MAX_ROWS} slots"
     return _refusal_of_sizes(cuda_index(logits_TE.device), num_experts, top_k, num_chunks)
 
 

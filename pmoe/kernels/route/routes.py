@@ -8,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import check_tensor
-
-MAX_SLOTS = 2**31 - 1
-"""Places are int32."""
+from pmoe.kernels.operands import MAX_ROWS, check_tensor
 
 
 class Routes(NamedTuple):
@@ -69,10 +66,10 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
         raise ValueError(f"num_experts ({num_experts}), the second size of logits, must be at least 1")
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must be 1 to num_experts ({num_experts})")
-    if num_chunks < 1 or num_chunks * num_experts > MAX_SLOTS:
+    if num_chunks < 1 or num_chunks * num_experts > MAX_ROWS:
         raise ValueError(
             f"num_chunks ({num_chunks}) must be at least 1, and times num_experts ({num_experts}) at most "
-            f"{MAX_SLOTS}"
+            f"{MAX_ROWS}"
         )
     if not 0 <= z_loss_weight < math.inf:
         raise ValueError(f"z_loss_weight ({z_loss_weight}) must be a number of at least 0")
@@ -80,9 +77,9 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
 
 def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
     check_tensor("logits", logits_TE, contiguous=True)
-    if logits_TE.shape[0] * top_k > MAX_SLOTS:
+    if logits_TE.shape[0] * top_k > MAX_ROWS:
         raise ValueError(
-            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_SLOTS}: places are "
+            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_ROWS}: places are "
             "int32"
         )
 

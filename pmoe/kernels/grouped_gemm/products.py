@@ -98,16 +98,14 @@ def hidden(
     active = rows.new_empty(num_rows, width) if active is None else active
     checks.check_rows("active", active, (num_rows, width), weight_EGI)
     kernels = path_for(rows.device, rows.dtype, in_features=num_in, hidden=width)
-    if out is None and (keep or kernels is None):
+    if kernels is None:
+        out = product(rows, weight_EGI, ends_E, bias_EO=bias_EG, slots=slots, gathered=gathered, out=out)
+        active.copy_(reference.activate(activation, out))
+        return (out if keep else None), active
+    if out is None and keep:
         out = rows.new_empty(num_rows, num_hidden)
     if out is not None:
         checks.check_rows("out", out, (num_rows, num_hidden), weight_EGI)
-    if kernels is None:
-        assert out is not None
-        rows_N = reference.gather(rows, slots, gathered)
-        reference.product(rows_N, weight_EGI, ends_E, bias_EG, None, out)
-        active.copy_(reference.activate(activation, out))
-        return (out if keep else None), active
     check_memory(
         rows={"rows": rows, "out": out, "active": active}, dense={"weight": weight_EGI, "bias": bias_EG}
     )

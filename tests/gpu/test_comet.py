@@ -288,7 +288,9 @@ def test_rows_that_a_heap_cannot_hold_are_a_value_error(random: torch.Generator)
         )  # fmt: skip
         journeys = world.journeys()
         with pytest.raises(ValueError, match=told):
-            comet.launches.dispatch(owner.launcher, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE))
+            comet.launches.dispatch(
+                owner.launcher, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE)
+            )
         owner.close()
 
 

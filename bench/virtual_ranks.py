@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pmoe.comm.heap import HeapShape, virtual_heaps
 from pmoe.kernels import comet
-from pmoe.kernels.comet import Divide, HeapView, Journey, Launcher
+from pmoe.kernels.comet import Journey, Launcher
+from pmoe.kernels.comet.launcher import Divide, HeapView
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pmoe.comm.heap import WAITS
-from pmoe.kernels.comet import Divide, HeapView, Launcher
+from pmoe.kernels.comet.launcher import Divide, HeapView, Launcher
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.arguments import check_flag, check_not_negative
 from pmoe.comm.ranks import Grid, Ranks
-from pmoe.experts import make_stacked
-from pmoe.experts.activations import find_activation
+from pmoe.experts import initialise, make_stacked
 from pmoe.experts.base import Experts
-from pmoe.experts.initial import initialise
+from pmoe.experts.ffn import find_activation
 from pmoe.gates import make_gate
 from pmoe.layer.parts import Parts
 from pmoe.layer.spec import LayerSpec

@@ -3,21 +3,18 @@ every layer has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from pmoe.arguments import check_count, is_int
-from pmoe.experts import make_stacked
+from pmoe.experts import initialise, make_stacked, seeded
 from pmoe.experts.base import Experts
-from pmoe.experts.initial import draw_seed, generators_at, initialise
 from pmoe.experts.modules import ModuleExperts, build_modules
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer
-
-V = TypeVar("V")
 
 
 def check_gate(
@@ -67,21 +64,11 @@ def given_experts(
             f"torch.nn.ModuleList of this rank's {local} experts"
         )
     build = build_modules(expert, layer.d_model, layer.d_hidden)
-    modules = seeded([build] * local, first_expert=layer.first_expert)
+    modules = seeded(lambda _: build(), first_expert=layer.first_expert, count=local)
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
     return ModuleExperts(module.to(**options) for module in modules)
-
-
-def seeded(steps: Iterable[Callable[[], V]], *, first_expert: int) -> list[V]:
-    """What each step returns under its global expert's seed."""
-    seed = draw_seed()
-    found = []
-    for i, step in enumerate(steps):
-        with generators_at(seed + first_expert + i):
-            found.append(step())
-    return found
 
 
 def make_shared(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm.mesh import grid_of_mesh
-from pmoe.experts.initial import initialise
+from pmoe.experts import initialise, seeded
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.layer.build import check_fit
-from pmoe.layer.given import seeded
 from pmoe.layer.parts import Parts
 from pmoe.layer.wrapped import sampled
 
@@ -54,8 +51,8 @@ def reset_parameters(parts: Parts) -> None:
         if isinstance(experts, StackedExperts):
             initialise(experts, first_expert=first)
         elif experts is not None and experts.are_modules:
-            resets = [functools.partial(reset_modules, each) for each in experts.as_modules()]
-            seeded(resets, first_expert=first)
+            modules = experts.as_modules()
+            seeded(lambda i, own=modules: reset_modules(own[i]), first_expert=first, count=len(modules))
     if parts.shared_gate is not None:
         parts.shared_gate.reset_parameters()
     parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else 0.0

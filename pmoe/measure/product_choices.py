@@ -79,7 +79,7 @@ class ProductMeasurer:
             self._measure(unknown, agree)
 
     def _code(self, request: ProductRequest) -> int:
-        names, found = self.registry.competing(request), self.registry.measured(request)
+        names, found = self.registry.competing(request), self.registry.measured.get(request)
         if names is None:
             return UNWILLING
         return 1 + names.index(found.choice) if found and set(found.seconds) == set(names) else UNKNOWN

@@ -86,7 +86,7 @@ def _kernel_steps(request: Request) -> Steps | str:
     make = nvshmem_heap if _spans_nodes(request) else process_heap
     find_heap = functools.partial(heap_for, ranks, request.device, shape, make=make)
     try:
-        return kernels.KernelSteps(find_heap, lambda kernel, direction: _division(request, kernel, direction))
+        return Steps(find_heap, lambda kernel, direction: _division(request, kernel, direction))
     except HeapError:
         raise
     except RuntimeError as error:

@@ -114,7 +114,7 @@ class OneRankRunner:
         ends_E, position_TK = routes.ends_nE.view(-1), routes.position_TK
         slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
         hidden_NG, active_NH = grouped_gemm.hidden(
-            x_TM, w1, ends_E, activation=self.activation, bias_EG=b1, slots=slots, gathered=True, keep=keep
+            x_TM, w1, ends_E, activation=self.activation, bias_EG=b1, slots=slots, keep=keep
         )
         scale = weight_TK.view(-1)
         out_NM = grouped_gemm.product(active_NH, w2, ends_E, bias_EO=b2, scale=scale, slots=slots)

@@ -299,7 +299,7 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
         call("in the next bucket", max_rows=1025)
         call("without a backward", needs_grad=False)
         [request, *_] = product_requests(experts, torch.bfloat16, CUDA, 1000)
-        assert registry.measured(request).choice == GROUPED_MM
+        assert registry.measured[request].choice == GROUPED_MM
     dist.barrier()
     return found
 

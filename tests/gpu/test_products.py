@@ -251,7 +251,7 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_known_then() -> N
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers have moved"
     for request in requests:
-        measured = found.measured(request)
+        measured = found.measured.get(request)
         assert measured is not None and found.choose(request) == measured.choice
         seconds = measured.seconds
         assert all(1e-7 < each < 1 for each in seconds.values()), seconds

@@ -97,7 +97,7 @@ ENGINE = (
     Plant(
         name="gelu-of-every-shape",
         breaks="each number of rows leaves a compiled kernel in memory",
-        file="pmoe/experts/activations.py",
+        file="pmoe/experts/ffn.py",
         old="    if tensors[0].is_cuda or rows < 16 or not rows & (rows - 1):\n",
         new="    if rows:\n",
         tests="tests/unit/test_pool.py -k numbers",

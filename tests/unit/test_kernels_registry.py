@@ -264,20 +264,13 @@ def test_a_choice_may_be_forced_for_a_while() -> None:
         pass
 
 
-def test_where_nobody_would_compute_the_error_explains() -> None:
-    refusals = {name: [f"{name} is away"] for name in ("pmoe", "grouped_mm", "loop")}
-    found = make_registry(FakeBench(FASTER), refusals)
-    with pytest.raises(NotImplementedError, match="loop is away"), pytest.warns(UserWarning):
-        found.choose(FORWARD)
-
-
 # ---- it explains itself
 
 
 def test_explain_gives_the_request_each_candidates_seconds_and_the_choice() -> None:
     found = make_registry(FakeBench(FASTER))
     found.measure([FORWARD], Alone())
-    when = found.measured(FORWARD).when
+    when = found.measured[FORWARD].when
     assert found.explain(FORWARD) == (
         "forward bfloat16 experts=8 rows=1024 in=64 out=128 on NVIDIA H200\n"
         "  pmoe        1 ms\n"

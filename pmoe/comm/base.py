@@ -127,11 +127,11 @@ class FlatCombine(FlatAllToAll, Combine):
 
 def all_to_all(
     rows: Tensor, send_rows: Sequence[int], out: Tensor, recv_rows: Sequence[int], group: dist.ProcessGroup
-) -> dist.Work | None:
+) -> dist.Work:
     """Starts one irregular all-to-all; float8 rows travel as bytes, for not every backend knows them."""
     if rows.is_floating_point() and rows.element_size() == 1:
         rows, out = rows.view(torch.uint8), out.view(torch.uint8)
-    work: dist.Work | None = dist.all_to_all_single(
+    work: dist.Work = dist.all_to_all_single(
         out, rows, list(recv_rows), list(send_rows), group=group, async_op=True
     )
     return work

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pmoe.comm.heap import WAITS
+from pmoe.comm.heap.shape import WAITS
 from pmoe.kernels.comet import Divide, HeapView, Launcher
 
 

@@ -1,4 +1,4 @@
-"""Whether a peer's kernel reaches this rank's while both run."""
+"""Whether a peer's kernel reaches this rank's while both run. Its flag is the first word of the inbox."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _raised: weakref.WeakKeyDictionary[Heap, int] = weakref.WeakKeyDictionary()
 def raise_flag(heap: Heap, peer: int, value: int, stream: torch.cuda.Stream) -> None:
     """One launch, of a kernel that writes ``value`` into the flag of a peer, or of this rank."""
     heap.check_usable()
-    flag = heap.peer_addresses[peer] + heap.shape.bytes
+    flag = heap.peer_addresses[peer] + heap.shape.places["inbox"]
     device_memory.loaded_extension().heap_raise_flag(heap.device.index, stream.cuda_stream, flag, value)
 
 
@@ -34,7 +34,7 @@ def await_flag(heap: Heap, value: int, seconds: float, stream: torch.cuda.Stream
     device_memory.loaded_extension().heap_await_flag(
         heap.device.index,
         stream.cuda_stream,
-        heap.base + heap.shape.bytes,
+        heap.base + heap.shape.places["inbox"],
         value,
         round(seconds * 1e9),
         waited.data_ptr(),

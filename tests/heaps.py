@@ -25,9 +25,7 @@ class FileMemory:
     """Each piece is a file that is mapped. refuses: a method that raises. log: what was called."""
 
     refuses: str | None = None
-    where: RankPlace = RankPlace(
-        kernels="binary 90 of PTX 90 on compute capability 9.0", host="a", device="0"
-    )
+    where: RankPlace = RankPlace(kernels="binary 90 of PTX 90 on compute capability 9.0", host="a")
     collective: bool = False
     log: list[str] = field(default_factory=list)
     mapped: dict[int, tuple[mmap.mmap, str]] = field(default_factory=dict)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.comm.heap import WAIT_SECONDS, HeapError
+from pmoe.comm.heap import HeapError
+from pmoe.comm.heap.shape import WAIT_SECONDS
 from pmoe.kernels import comet
 from pmoe.kernels.comet import launcher
 from tests.faults import InjectedFaults

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.heap import (
-    FLAG_BYTES,
-    WAIT_SECONDS,
     Heap,
     HeapError,
     HeapShape,
@@ -27,6 +25,7 @@ from pmoe.comm.heap import (
     virtual_heaps,
 )
 from pmoe.comm.heap.device_memory import DeviceMemory, tensor_at
+from pmoe.comm.heap.shape import WAIT_SECONDS
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from tests.gpu.support import DEVICE, NEEDS_GPU
@@ -59,7 +58,7 @@ def made(shape: HeapShape = SHAPE) -> Iterator[list[Heap]]:
 
 
 def all_bytes(heap: Heap) -> torch.Tensor:
-    return tensor_at(heap.base, (heap.shape.bytes + FLAG_BYTES,), torch.uint8, heap.device)
+    return tensor_at(heap.base, (heap.shape.bytes,), torch.uint8, heap.device)
 
 
 @pytest.mark.sanitize
@@ -67,7 +66,7 @@ def all_bytes(heap: Heap) -> torch.Tensor:
 def test_virtual_heaps_are_apart_and_zero_and_their_views_are_the_memory(dtype: torch.dtype) -> None:
     shape = replace(SHAPE, dtype=dtype)
     with made(shape) as (first, second):
-        size = shape.bytes + FLAG_BYTES
+        size = shape.bytes
         assert abs(first.base - second.base) >= size
         for heap in (first, second):
             assert not all_bytes(heap).any()
@@ -144,7 +143,7 @@ def test_a_flag_that_a_peer_raises_is_seen_and_one_that_nobody_raises_ends_the_w
         waiting.synchronize()
         assert again.item() >= 0
         assert (never.item(), other.item()) == (-1, -1)
-        assert not first.rows(SHAPE.rows).any() and not second.rows(SHAPE.rows).any()
+        assert not first.rows(SHAPE.rows)[1:].any() and not second.rows(SHAPE.rows).any()
 
 
 def test_the_probe_of_one_rank_alone_comes_through() -> None:

@@ -17,10 +17,6 @@ import pytest
 import torch
 
 from pmoe.comm.heap import (
-    FLAG_BYTES,
-    WAIT_SECONDS,
-    WAITS,
-    Awaited,
     Heap,
     HeapError,
     HeapShape,
@@ -30,12 +26,11 @@ from pmoe.comm.heap import (
     nvshmem_heap,
     process_heap,
     virtual_heaps,
-    wait_seconds,
 )
 from pmoe.comm.heap.device_memory import tensor_at
 from pmoe.comm.heap.providers import _without_group
 from pmoe.comm.heap.rank_heap import MAX_EPOCHS, open_heaps
-from pmoe.comm.heap.shape import _places
+from pmoe.comm.heap.shape import WAIT_SECONDS, WAITS, Awaited, _places, wait_seconds
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from tests.heaps import CPU, FileMemory, use_layout
@@ -154,7 +149,7 @@ def test_heaps_are_apart_and_zero_and_rows_are_the_memory_itself(dtype: torch.dt
     for heap in heaps:
         assert heap.peers.tolist() == list(heap.peer_addresses) == [each.base for each in heaps]
         assert (heap.epoch, heap.report.tolist()) == (0, [0] * 8)
-        assert not tensor_at(heap.base, (shape.bytes + FLAG_BYTES,), torch.uint8, CPU).any()
+        assert not tensor_at(heap.base, (shape.bytes,), torch.uint8, CPU).any()
         assert heap.rows(50).shape == (50, 16) and heap.rows(50).dtype == dtype
         assert heap.row_weight(50).shape == (50,) and heap.row_weight(50).dtype == torch.float32
     first, second = heaps
@@ -191,7 +186,7 @@ def test_where_memory_ends_all_virtual_heaps_go_and_rank_and_bytes_are_told() ->
 
     memory = Small()
     told = (
-        rf"of 2 virtual ranks: rank 1: could not allocate {SHAPE.bytes + FLAG_BYTES} bytes on cpu: no memory"
+        rf"of 2 virtual ranks: rank 1: could not allocate {SHAPE.bytes} bytes on cpu: no memory"
     )
     with pytest.raises(RuntimeError, match=told):
         virtual_heaps(SHAPE, CPU, memory=memory)

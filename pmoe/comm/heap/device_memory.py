@@ -16,21 +16,16 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.operands import cuda_index
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank is.
-
-    kernels: the code that the driver has loaded there, see `Architecture`. host: tells nodes apart.
-    device: tells devices apart, of all processes of a node.
-    """
+    """Where a rank is. kernels: the code that the driver has loaded there, see `Architecture`. host: tells
+    nodes apart."""
 
     kernels: str
     host: str
-    device: str
 
 
 class DeviceMemory:
@@ -75,9 +70,7 @@ class DeviceMemory:
 
     def place(self, device: torch.device) -> RankPlace:
         _check_cuda(device)
-        kernels = loaded_architecture(device)
-        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device.index)
-        return RankPlace(kernels=str(kernels), host=host_name(), device=str(uuid))
+        return RankPlace(kernels=str(extension.loaded_architecture(device)), host=host_name())
 
 
 def _check_cuda(device: torch.device) -> None:

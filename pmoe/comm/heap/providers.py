@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from pmoe.comm.heap.collectives import warn_where_there_is_no_room
 from pmoe.comm.heap.device_memory import DeviceMemory, with_index
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.rank_heap import Heap, open_heaps
-from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape, wait_seconds
+from pmoe.comm.heap.shape import HeapShape, wait_seconds
 from pmoe.comm.ranks import Ranks, gathered
 from pmoe.kernels.comet import spare_blocks
 
@@ -31,7 +32,7 @@ def virtual_heaps(
 
     RuntimeError naming rank and bytes where memory does not suffice; nothing is kept then.
     """
-    memory, device = DeviceMemory() if memory is None else memory, with_index(device)
+    memory, device = memory or DeviceMemory(), with_index(device)
     bound = wait_seconds(Ranks.single())
     bases: list[int] = []
     try:
@@ -45,7 +46,7 @@ def virtual_heaps(
                 base=base,
                 peers=bases,
                 bound_seconds=bound,
-                release=_freeing(memory, device, base),
+                release=partial(_free, memory, device, base),
             )
             for rank, base in enumerate(bases)
         ]
@@ -69,15 +70,10 @@ def process_heap(
     kernels, bytes or nodes differ; RuntimeError naming rank and bytes where memory does not suffice, or a
     peer's cannot be opened. Nothing is kept then.
     """
-    memory = DeviceMemory() if memory is None else memory
-    steps = CollectiveSteps(ranks, with_index(device))
-    bound_seconds = agree_on_shape(steps, shape, memory, one_node=True)
-    return _build(steps, shape, memory, bound_seconds)
+    return _HeapBuilder(ranks, shape, device, memory or DeviceMemory(), one_node=True).build()
 
 
-def nvshmem_heap(
-    ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: NvshmemMemory | None = None
-) -> Heap:
+def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device | str | int) -> Heap:
     """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them.
 
     That is on one node, or over NVLink between nodes. Collective, and for one group of ranks a process. Never
@@ -86,36 +82,53 @@ def nvshmem_heap(
     Raises on every rank as `process_heap` does; also RuntimeError where NVSHMEM is not built in, where
     it serves another group already, or where a rank is beyond another's loads and stores.
     """
-    memory = NvshmemMemory(ranks) if memory is None else memory
-    steps = CollectiveSteps(ranks, with_index(device))
-    bound_seconds = agree_on_shape(steps, shape, memory, one_node=False)
-    ids, troubles = steps.attempt(memory.give_id)
+    memory = NvshmemMemory(ranks)
+    builder = _HeapBuilder(ranks, shape, device, memory, one_node=False)
+    ids, troubles = builder.steps.attempt(memory.give_id)
     if not troubles:
-        _, troubles = steps.attempt(lambda: memory.start(steps.device, ids[0]))
+        _, troubles = builder.steps.attempt(lambda: memory.start(builder.device, ids[0]))
     if troubles:
         raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
-    return _build(steps, shape, memory, bound_seconds)
+    return builder.build()
 
 
 def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
-    num_bytes = shape.bytes + FLAG_BYTES
     try:
-        return memory.allocate(device, num_bytes)
+        return memory.allocate(device, shape.bytes)
     except RuntimeError as error:
-        raise RuntimeError(f"could not allocate {num_bytes} bytes on {device}: {error}") from error
+        raise RuntimeError(f"could not allocate {shape.bytes} bytes on {device}: {error}") from error
 
 
 class _HeapBuilder:
     """A heap of several processes while it is made, and what must be given back if that fails."""
 
     def __init__(
-        self, steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, bound_seconds: float
+        self,
+        ranks: Ranks,
+        shape: HeapShape,
+        device: torch.device | str | int,
+        memory: DeviceMemory,
+        *,
+        one_node: bool,
     ) -> None:
-        self.steps, self.shape, self.memory, self.bound_seconds = steps, shape, memory, bound_seconds
-        self.ranks, self.device = steps.ranks, steps.device
+        """Collective, and raises on every rank where the ranks do not fit together."""
+        self.ranks, self.shape, self.device, self.memory = ranks, shape, with_index(device), memory
+        self.steps = CollectiveSteps(ranks, self.device)
+        self.bound_seconds = agree_on_shape(self.steps, shape, memory, one_node=one_node)
         self.base: int | None = None
         self.opened: dict[int, int] = {}
         self.heap: Heap | None = None
+
+    def build(self) -> Heap:
+        handles, troubles = self.steps.attempt(self.allocate)
+        if not troubles:
+            _, troubles = self.steps.attempt(lambda: self.open_peers(handles))
+        if troubles:
+            self.release()
+            raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
+        assert self.heap is not None
+        open_heaps.add(self.heap)
+        return self.heap
 
     def allocate(self) -> bytes:
         self.base = _allocate(self.memory, self.device, self.shape)
@@ -153,25 +166,9 @@ class _HeapBuilder:
             _quietly(self.memory.free, self.device, self.base)
 
 
-def _build(steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, bound_seconds: float) -> Heap:
-    builder = _HeapBuilder(steps, shape, memory, bound_seconds)
-    handles, troubles = steps.attempt(builder.allocate)
-    if not troubles:
-        _, troubles = steps.attempt(lambda: builder.open_peers(handles))
-    if troubles:
-        builder.release()
-        raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
-    assert builder.heap is not None
-    open_heaps.add(builder.heap)
-    return builder.heap
-
-
-def _freeing(memory: DeviceMemory, device: torch.device, base: int) -> Callable[[], None]:
-    def free() -> None:
-        _quietly(device_memory.synchronize, device)
-        _quietly(memory.free, device, base)
-
-    return free
+def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
+    _quietly(device_memory.synchronize, device)
+    _quietly(memory.free, device, base)
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:
@@ -223,12 +220,11 @@ def agree_on_shape(
         facts |= {"bytes": shape.bytes, "kernels": place.kernels}
     except Exception as error:
         trouble = (isinstance(error, ValueError), str(error))
-    everyone = steps.gather((facts, host, trouble))
-    _raise_troubles([each for _, _, each in everyone])
-    _check_same([each for each, _, _ in everyone])
+    facts_of, hosts, troubles = zip(*steps.gather((facts, host, trouble)), strict=True)
+    _raise_troubles(troubles)
+    _check_same(facts_of)
     if shape.num_ranks != ranks.size:
         raise ValueError(f"num_ranks ({shape.num_ranks}) must be the size of the group ({ranks.size})")
-    hosts = [each for _, each, _ in everyone]
     if one_node and len(set(hosts)) > 1:
         nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
         raise ValueError(

@@ -13,12 +13,10 @@ from functools import cache
 
 import torch
 
+from pmoe.arguments import is_int
 from pmoe.comm.heap import device_memory
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.subgroups import timeout_of
-
-FLAG_BYTES = 1024
-"""Behind the layout: a flag, by which tests see whether kernels of several processes run together."""
 
 MAX_ROWS = 2**31 - 1
 ROW_ALIGNMENT_BYTES = 16
@@ -43,17 +41,12 @@ class HeapShape:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        for name, minimum in (
-            ("num_ranks", 1),
-            ("experts", 1),
-            ("rows", 0),
-            ("home_rows", 0),
-            ("d_model", 1),
-        ):
+        minima = {"num_ranks": 1, "experts": 1, "rows": 0, "home_rows": 0, "d_model": 1}
+        for name, minimum in minima.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_ROWS:
+            if not is_int(value) or not minimum <= value <= MAX_ROWS:
                 raise ValueError(f"{name} ({value!r}) must be a whole number from {minimum} to {MAX_ROWS}")
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+        if not self.dtype.is_floating_point:
             raise ValueError(f"dtype ({self.dtype!r}) must be a floating-point type of torch")
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
             raise ValueError(

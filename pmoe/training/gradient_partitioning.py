@@ -95,8 +95,7 @@ class GradientBuffers:
         return found
 
     def _parameters_between(self, begin: int, end: int) -> tuple[int, ...]:
-        starts = [0, *self._ends]
-        places = zip(self._order, starts, self._ends, strict=False)
+        places = zip(self._order, [0, *self._ends], self._ends, strict=False)
         return tuple(at for at, first, last in places if first < end and last > begin)
 
 
@@ -118,19 +117,6 @@ class LayerBackward(NamedTuple):
     dense_seconds: float
 
 
-@dataclass
-class Observed:
-    """What the first step showed.
-
-    order: indices of parameters as their gradients came; those without any come last. layers: every backward
-    pass of an MoE layer. last_seconds: of the dense part after the last one.
-    """
-
-    order: list[int] = field(default_factory=list)
-    layers: list[LayerBackward] = field(default_factory=list)
-    last_seconds: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
     """What is sent when in a backward pass. MoE layers' passes have the numbers 0, 1, ... in their order.
@@ -139,49 +125,48 @@ class Timetable:
     end: after backward.
     """
 
-    inside: dict[int, list[GradientRange]]
-    beside: dict[int, list[GradientRange]]
+    inside: dict[int, GradientRange] = field(default_factory=dict)
+    beside: dict[int, GradientRange] = field(default_factory=dict)
     end: list[GradientRange]
-
-    @staticmethod
-    def at_the_end(buffers: GradientBuffers) -> Timetable:
-        """Everything after backward."""
-        return Timetable(inside={}, beside={}, end=buffers.ranges(0, buffers.num_bytes))
 
 
 def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
     """The partition's bytes as ranges of memory, in whole elements. All gradients are of one type."""
-    (memory,) = buffers.memories
-    item = memory.element_size()
-    inside: dict[int, list[GradientRange]] = {}
-    beside: dict[int, list[GradientRange]] = {}
+    item = buffers.memories[0].element_size()
+    inside: dict[int, GradientRange] = {}
+    beside: dict[int, GradientRange] = {}
     begin = 0
     for at, share in enumerate(found.shares):
         wanted = begin + share.dense_bytes + share.moe_bytes
         end = min(wanted // item * item, buffers.num_bytes)
         if end > begin:
-            (inside if at % 2 else beside)[at // 2] = buffers.ranges(begin, end)
+            (part,) = buffers.ranges(begin, end)
+            (inside if at % 2 else beside)[at // 2] = part
         begin = end
     return Timetable(inside=inside, beside=beside, end=buffers.ranges(begin, buffers.num_bytes))
 
 
 def find_partition(
-    seen: Observed, layers: Sequence[MoELayer], buffers: GradientBuffers, ranks: Ranks
+    seen: Sequence[LayerBackward],
+    last_seconds: float,
+    layers: Sequence[MoELayer],
+    buffers: GradientBuffers,
+    ranks: Ranks,
 ) -> Partition:
     """Dense parts and MoE layers in turn, as generalized layers of their own (Section 5.2).
 
-    What a dense part makes may travel in the MoE layer that follows. Collective: costs are measured, and all
-    ranks take the first rank's partition.
+    What a dense part makes may travel in the MoE layer that follows. last_seconds: of the last dense part.
+    Collective: costs are measured, and all ranks take the first rank's partition.
     """
     line = measure_all_reduce(ranks, buffers.memories[0])
-    made = [buffers.bytes_of_first(each.num_made) for each in seen.layers]
+    made = [buffers.bytes_of_first(each.num_made) for each in seen]
     sizes = [end - begin for begin, end in zip([0, *made], [*made, buffers.num_bytes], strict=True)]
     parts = []
-    for each, size in zip(seen.layers, sizes, strict=False):
+    for each, size in zip(seen, sizes, strict=False):
         degrees = backward_degrees(layers[each.layer])
         parts.append(_dense_part(each.dense_seconds, size))
         parts.append(GeneralizedLayer(degrees=degrees, dense_seconds=0.0, gradient_bytes=0))
-    parts.append(_dense_part(seen.last_seconds, sizes[-1]))
+    parts.append(_dense_part(last_seconds, sizes[-1]))
     return from_first(ranks, partition(parts, line), stage="sharing a partition of gradients")
 
 
@@ -209,8 +194,6 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
 
 def measure_all_reduce(ranks: Ranks, like: Tensor) -> LineCost:
     """Seconds of an all-reduce by bytes, of the slowest rank. like: any tensor of that type. Collective."""
-    if ranks.size == 1:
-        return LineCost(0.0, 0.0)
     seconds = []
     with open_bench(ranks, like.device) as bench:
         for num_bytes in MESSAGE_BYTES:

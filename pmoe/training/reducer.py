@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
@@ -24,14 +24,8 @@ from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.gradient_partition import Partition
-from pmoe.training import reducer_steps as steps
-from pmoe.training.gradient_partitioning import (
-    GradientBuffers,
-    Observed,
-    Timetable,
-    find_partition,
-    timetable_of,
-)
+from pmoe.training.gradient_partitioning import GradientBuffers, Timetable, find_partition, timetable_of
+from pmoe.training.reducer_steps import FirstStep, LayerGradients, PartitionedStep, gradient_hook
 
 
 class GradientReducer:
@@ -81,13 +75,13 @@ class GradientReducer:
         self._wanted = partition
         self._syncs = True
         self._sending: tuple[GradientBuffers, Timetable] | None = None  # None before the first step has ended
-        self._step: steps.ReducerStep = self._new_step()
-        current = _CurrentStep(weakref.ref(self))
+        self._step = self._new_step()
+        current = partial(_step_of, weakref.ref(self))
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(steps.GradientHook(current, at))
+            parameter.register_post_accumulate_grad_hook(gradient_hook(current, at))
             for at, parameter in enumerate(self.parameters)
         ]
-        self._carried = [steps.LayerGradients(current, at) for at in range(len(self.layers))]
+        self._carried = [LayerGradients(current, at) for at in range(len(self.layers))]
         for layer, carried in zip(self.layers, self._carried, strict=True):
             layer.gradients = carried
 
@@ -113,55 +107,50 @@ class GradientReducer:
         The first time it also finds the partition: ValueError where a given one is of another model.
         """
         step = self._step
-        buffers = self._finish_first(step) if isinstance(step, steps.FirstStep) else step.finish()
+        buffers = self._finish_first(step) if isinstance(step, FirstStep) else step.finish()
         if self.average:
             for memory in buffers.memories:
                 memory.div_(self.ranks.size)
         self._step = self._new_step()
 
-    def _finish_first(self, step: steps.FirstStep) -> GradientBuffers:
-        seen = step.observed(len(self.parameters))
+    def _finish_first(self, seen: FirstStep) -> GradientBuffers:
+        seen.end(len(self.parameters))
         buffers = GradientBuffers(self.parameters, seen.order)
-        timetable = Timetable.at_the_end(buffers)
-        steps.PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
+        timetable = Timetable(end=buffers.ranges(0, buffers.num_bytes))
+        PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
         if self._may_overlap(seen, buffers):
             timetable = self._timetable(seen, buffers)
         self._sending = (buffers, timetable)
         return buffers
 
-    def _new_step(self) -> steps.ReducerStep:
+    def _new_step(self) -> FirstStep | PartitionedStep:
         if self._sending is None:
-            return steps.FirstStep(self.parameters[0].device)
-        return steps.PartitionedStep(*self._sending, self.ranks, self.names)
+            return FirstStep(self.parameters[0].device)
+        return PartitionedStep(*self._sending, self.ranks, self.names)
 
-    def _may_overlap(self, seen: Observed, buffers: GradientBuffers) -> bool:
+    def _may_overlap(self, seen: FirstStep, buffers: GradientBuffers) -> bool:
         """Whether every rank saw the same, so that gradients may be sent before the end. Collective."""
         if self._wanted is False or not seen.layers or len(buffers.memories) > 1 or self.ranks.size == 1:
             return False
         mine = (seen.order, [(each.layer, each.num_made) for each in seen.layers])
         return all(each == mine for each in gathered(self.ranks, mine, stage="comparing gradients"))
 
-    def _timetable(self, seen: Observed, buffers: GradientBuffers) -> Timetable:
+    def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
         """Of the given partition, or of the one that is found. Collective."""
         if isinstance(self._wanted, Partition):
             _check_partition(self._wanted, len(seen.layers))
             self.partition = self._wanted
         else:
-            self.partition = find_partition(seen, self.layers, buffers, self.ranks)
+            self.partition = find_partition(seen.layers, seen.last_seconds, self.layers, buffers, self.ranks)
         for share, (at, *_) in zip(self.partition.shares[1::2], seen.layers, strict=True):
             self._carried[at].t_gar = share.t_gar
         return timetable_of(self.partition, buffers)
 
 
-@dataclass(frozen=True)
-class _CurrentStep:
-    """The reducer's step under way; None where gradients are not reduced now, or the reducer is gone."""
-
-    reducer: weakref.ref[GradientReducer]
-
-    def __call__(self) -> steps.ReducerStep | None:
-        reducer = self.reducer()
-        return None if reducer is None or not reducer._syncs else reducer._step
+def _step_of(reducer: weakref.ref[GradientReducer]) -> FirstStep | PartitionedStep | None:
+    """The step under way; None where gradients are not reduced now, or the reducer is gone."""
+    found = reducer()
+    return None if found is None or not found._syncs else found._step
 
 
 def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:

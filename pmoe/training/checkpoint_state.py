@@ -11,13 +11,13 @@ among all experts, not among this rank's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
+    _get_fqns,
     _init_optim_state,
     get_model_state_dict,
     set_model_state_dict,
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pmoe.experts.base import local_part
@@ -36,18 +35,6 @@ Plain = dict[str, Any]
 
 RUN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Options of optimizers that say how a step is computed, not which: they stay those of the new run."""
-
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""What activation checkpointing and torch.compile add to names."""
-
-
-@dataclass(frozen=True)
-class State:
-    """One rank's part. tensors: by their names in the checkpoint, the memory of the model and the optimizers
-    itself. plain: the rest, to be pickled."""
-
-    tensors: dict[str, Tensor]
-    plain: Plain
 
 
 class Names:
@@ -95,11 +82,12 @@ class Names:
 # ---- the model
 
 
-def model_state(model: nn.Module, names: Names) -> State:
-    """Parameters and buffers; extra states of modules are plain."""
+def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plain]:
+    """Parameters and buffers, the model's own memory, by their names in the checkpoint; and, as plain data,
+    extra states of modules."""
     state = {f"model.{names.stored(name)}": value for name, value in get_model_state_dict(model).items()}
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-    return State(tensors, {name: value for name, value in state.items() if name not in tensors})
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
 def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) -> None:
@@ -113,8 +101,8 @@ def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) ->
 # ---- optimizers
 
 
-def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> State:
-    """Of the parameters that have any state. Raises ValueError where a parameter is not the model's."""
+def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], Plain]:
+    """As `model_state`, of parameters that have any state. Raises ValueError where one is not the model's."""
     tensors, values, options = dict[str, Tensor](), dict[str, Plain](), dict[str, Plain]()
     for optimizer, group, parameter in _parameters_of(optimizers):
         name = names.of(parameter)
@@ -124,7 +112,7 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> State:
                 tensors[f"optimizer.{name}.{key}"] = value.detach()
             else:
                 values.setdefault(name, {})[key] = value
-    return State(tensors, {"options": options, "values": values})
+    return tensors, {"options": options, "values": values}
 
 
 def set_optimizer_state(
@@ -257,12 +245,8 @@ def _check_names_differ(name: str, layer: MoELayer) -> None:
 
 def _unwrapped(model: nn.Module, name: str) -> str:
     """Without what DistributedDataParallel, torch.compile and checkpoint_wrapper add, in any order."""
-    module, kept = model, []
-    for part in name.split("."):
-        if part not in WRAPPERS and not (part == "module" and isinstance(module, DistributedDataParallel)):
-            kept.append(part)
-        module = getattr(module, part, module) if part else module
-    return ".".join(kept)
+    (found,) = _get_fqns(model, name)
+    return found
 
 
 def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.shape import WAIT_SECONDS, Awaited, HeapError, HeapShape
+from pmoe.comm.heap.shape import WAIT_SECONDS, HeapError, HeapShape, awaited
 
 MAX_EPOCHS = 2**31 - 1
 """Later than that a flag that was never raised would count as raised (cuda/comet/protocol.h)."""
@@ -62,10 +62,6 @@ class Heap:
         self._process_stays = True
         self._release: Callable[[], None] | None = release
 
-    def __repr__(self) -> str:
-        state = "" if self._unusable is None else f", {self._unusable}"
-        return f"Heap(rank {self.rank} of {self.shape.num_ranks}, {self.shape}, round {self.epoch}{state})"
-
     @property
     def bound_nanoseconds(self) -> int:
         return round(self.bound_seconds * 1e9)
@@ -117,14 +113,13 @@ class Heap:
         self.check_usable()
         if self._words[0] == 0:
             return
-        awaited = Awaited.of_report(list(self._words))
         self._unusable = f"this heap of rank {self.rank} is broken since round {self.epoch}"
+        what = awaited(list(self._words))
         raise HeapError(
-            f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {awaited}. That rank has "
-            f"ended, failed before, or was slower ({WAIT_SECONDS} sets the bound). What this round computed "
-            "is worthless, and the heap is broken, also on ranks that wait for this one. This process stays "
-            f"usable; {MAKE_ANEW}",
-            awaited,
+            f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {what}. That rank has ended, "
+            f"failed before, or was slower ({WAIT_SECONDS} sets the bound). What this round computed is "
+            "worthless, and the heap is broken, also on ranks that wait for this one. This process stays "
+            f"usable; {MAKE_ANEW}"
         )
 
     def check(self) -> None:

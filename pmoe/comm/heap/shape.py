@@ -100,58 +100,25 @@ WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 
 DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
 
-WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
-"""`Wait` of cuda/comet/watch.h, in words."""
 
+def awaited(report: Sequence[int]) -> str:
+    """What a rank waited for in vain: `Report` and `Wait` of cuda/comet/watch.h, in words.
 
-@dataclass(frozen=True)
-class Awaited:
-    """A wait in vain: `Report` and `Wait` of cuda/comet/watch.h.
-
-    wait: one of WAITS. rank: who waited. peer: for whom. epoch: the heap's round.
-    expert, part: one of this rank's experts, and the piece of the peer's rows for it; or part is the chunk of
-        columns.
+    Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"
     """
-
-    wait: str
-    rank: int
-    peer: int
-    expert: int
-    part: int
-    epoch: int
-
-    @staticmethod
-    def of_report(words: Sequence[int]) -> Awaited | None:
-        """None where nothing is reported."""
-        code, peer, expert, part, epoch, rank = words[:6]
-        if code == 0:
-            return None
-        name = WAITS[code] if 0 < code < len(WAITS) else f"wait {code}"
-        return Awaited(name, rank, peer, expert, part, epoch % 2**32)
-
-    def __str__(self) -> str:
-        """Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"."""
-        known = {
-            "grant": f"rank {self.peer}: the grant of room for rank {self.rank}'s rows for its experts",
-            "arrival": f"rank {self.peer}: the arrival of piece {self.part} of its rows for expert "
-            f"{self.expert} of rank {self.rank}",
-            "tiles": f"rank {self.peer} itself: the tiles of column chunk {self.part}",
-            "returned": f"rank {self.peer}: the return of column chunk {self.part} of the rows of rank "
-            f"{self.rank}'s tokens",
-        }
-        what = known.get(self.wait, f"rank {self.peer}: {self.wait}, expert {self.expert}, part {self.part}")
-        return f"{what}, in round {self.epoch}"
+    wait, peer, expert, part, epoch, rank = report[:6]
+    sentences = (
+        "nothing",
+        f"rank {peer}: the grant of room for rank {rank}'s rows for its experts",
+        f"rank {peer}: the arrival of piece {part} of its rows for expert {expert} of rank {rank}",
+        f"rank {peer} itself: the tiles of column chunk {part}",
+        f"rank {peer}: the return of column chunk {part} of the rows of rank {rank}'s tokens",
+    )
+    return f"{sentences[wait]}, in round {epoch % 2**32}"
 
 
 class HeapError(RuntimeError):
-    """A wait that lasted too long, or use of a heap that is broken or closed.
-
-    awaited: the wait, where it is known.
-    """
-
-    def __init__(self, message: str, awaited: Awaited | None = None) -> None:
-        super().__init__(message)
-        self.awaited = awaited
+    """A wait that lasted too long, or use of a heap that is broken or closed."""
 
 
 def wait_seconds(ranks: Ranks) -> float:

@@ -2,8 +2,6 @@
 
 The norm is not `torch.nn.utils.get_total_norm`, which adds up in the gradients' own type: bfloat16 has
 three digits, and float16 overflows. The scaling is torch's.
-
-Letters: P ranks that hold the model together.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: a model or parameters. Plain tensors are the same on all ranks; DTensors may be of any
-            meshes (FSDP2's, `parallelize`'s). Experts of layers that were not parallelized need the model:
-            only it says how many copies of them there are.
+            meshes. Experts of layers that were not parallelized need the model: only it says how many copies
+            of them there are.
         max_norm: at least 0.
         norm_type: the order, positive or inf.
         group: the ranks that hold the model together. None is the default group, or this process alone
@@ -64,8 +62,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
     ranks, named = Ranks(group), _named(parameters)
-    copies = _copies_of_experts(parameters, named, ranks.size)
-    gradients = _grouped(named, copies, ranks.size)
+    gradients = _grouped(named, _copies_of_experts(parameters, named, ranks.size), ranks.size)
     norm = _norm(gradients, norm_type, _scalar_device(named, ranks), ranks, foreach)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

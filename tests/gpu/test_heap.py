@@ -174,9 +174,9 @@ def test_what_a_kernel_reports_is_raised_behind_the_device(monkeypatch: pytest.M
 def test_heaps_of_the_same_device_may_be_named_in_several_ways() -> None:
     shape = replace(SHAPE, num_ranks=1)
     torch.cuda.set_device(DEVICE)
-    heap = heap_for(Ranks.single(), "cuda", shape)
+    heap = heap_for(Ranks.single(), torch.device("cuda"), shape)
     assert heap.device == DEVICE
-    assert heap_for(Ranks.single(), DEVICE, shape) is heap_for(Ranks.single(), "cuda:0", shape) is heap
+    assert heap_for(Ranks.single(), DEVICE, shape) is heap
     larger = heap_for(Ranks.single(), DEVICE, replace(shape, rows=5000))
     assert larger.rows(5000).shape == (5000, 64)
     close_heaps(Ranks.single())
@@ -323,7 +323,7 @@ from pmoe.comm.heap import HeapShape, nvshmem_heap
 from pmoe.comm.ranks import Ranks
 shape = HeapShape(1, 4, 1000, 500, 64, torch.bfloat16)
 try:
-    heap = nvshmem_heap(Ranks.single(), shape, "cuda:0")
+    heap = nvshmem_heap(Ranks.single(), shape, torch.device("cuda:0"))
 except RuntimeError as error:
     print("refused:", error)
 else:
@@ -332,7 +332,7 @@ else:
     heap.check()
     assert (heap.rows(1000) == 3).all()
     heap.close()
-    nvshmem_heap(Ranks.single(), shape, "cuda:0").close()
+    nvshmem_heap(Ranks.single(), shape, torch.device("cuda:0")).close()
     print("done")
 """
 

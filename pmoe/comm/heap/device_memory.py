@@ -92,9 +92,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def with_index(device: torch.device | str | int) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
     """With its index: "cuda" -> the current device."""
-    device = torch.device(device)
     return torch.device("cuda", cuda_index(device)) if device.type == "cuda" else device
 
 

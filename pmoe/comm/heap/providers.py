@@ -24,7 +24,7 @@ from pmoe.kernels.comet import spare_blocks
 
 
 def virtual_heaps(
-    shape: HeapShape, device: torch.device | str | int, *, memory: DeviceMemory | None = None
+    shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> list[Heap]:
     """The heaps of all W ranks, in this process and on one device.
 
@@ -60,7 +60,7 @@ def virtual_heaps(
 
 
 def process_heap(
-    ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: DeviceMemory | None = None
+    ranks: Ranks, shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> Heap:
     """This rank's heap, with those of its group opened by CUDA IPC.
 
@@ -70,10 +70,12 @@ def process_heap(
     kernels, bytes or nodes differ; RuntimeError naming rank and bytes where memory does not suffice, or a
     peer's cannot be opened. Nothing is kept then.
     """
-    return _HeapBuilder(ranks, shape, device, memory or DeviceMemory(), one_node=True).build()
+    builder = _HeapBuilder(ranks, shape, device, memory or DeviceMemory())
+    builder.agree(one_node=True)
+    return builder.build()
 
 
-def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device | str | int) -> Heap:
+def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them.
 
     That is on one node, or over NVLink between nodes. Collective, and for one group of ranks a process. Never
@@ -83,46 +85,80 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device | str | in
     it serves another group already, or where a rank is beyond another's loads and stores.
     """
     memory = NvshmemMemory(ranks)
-    builder = _HeapBuilder(ranks, shape, device, memory, one_node=False)
-    ids, troubles = builder.steps.attempt(memory.give_id)
+    builder = _HeapBuilder(ranks, shape, device, memory)
+    builder.agree(one_node=False)
+    ids, troubles = builder.attempt(memory.give_id)
     if not troubles:
-        _, troubles = builder.steps.attempt(lambda: memory.start(builder.device, ids[0]))
+        _, troubles = builder.attempt(lambda: memory.start(builder.device, ids[0]))
     if troubles:
         raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
     return builder.build()
 
 
-def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
-    try:
-        return memory.allocate(device, shape.bytes)
-    except RuntimeError as error:
-        raise RuntimeError(f"could not allocate {shape.bytes} bytes on {device}: {error}") from error
+class CollectiveSteps:
+    """Steps that every rank takes, whether or not the one before failed on some."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+
+    def gather(self, value: object) -> list[Any]:
+        """The value of every rank, by rank. A collective, also a barrier."""
+        on_cuda = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
+            return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
+
+    def attempt(self, work: Callable[[], object]) -> tuple[list[Any], list[str]]:
+        """The result of work() of every rank, and a sentence for each rank where it raised."""
+        mine: tuple[object, str | None]
+        try:
+            mine = (work(), None)
+        except Exception as error:
+            mine = (None, str(error))
+        everyone = self.gather(mine)
+        troubles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why is not None]
+        return [value for value, _ in everyone], troubles
 
 
-class _HeapBuilder:
+class _HeapBuilder(CollectiveSteps):
     """A heap of several processes while it is made, and what must be given back if that fails."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        shape: HeapShape,
-        device: torch.device | str | int,
-        memory: DeviceMemory,
-        *,
-        one_node: bool,
-    ) -> None:
-        """Collective, and raises on every rank where the ranks do not fit together."""
-        self.ranks, self.shape, self.device, self.memory = ranks, shape, with_index(device), memory
-        self.steps = CollectiveSteps(ranks, self.device)
-        self.bound_seconds = agree_on_shape(self.steps, shape, memory, one_node=one_node)
+    bound_seconds: float
+
+    def __init__(self, ranks: Ranks, shape: HeapShape, device: torch.device, memory: DeviceMemory) -> None:
+        super().__init__(ranks, with_index(device))
+        self.shape, self.memory = shape, memory
         self.base: int | None = None
         self.opened: dict[int, int] = {}
         self.heap: Heap | None = None
 
+    def agree(self, *, one_node: bool) -> None:
+        """Raises on every rank where the ranks do not fit together."""
+        size, shape = self.ranks.size, self.shape
+        facts: dict[str, object] = asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
+        host, spare, trouble = "", 0, None
+        try:
+            place, self.bound_seconds = self.memory.place(self.device), wait_seconds(self.ranks)
+            spare = spare_blocks(size)  # raises for a bad number, while the other ranks still listen
+            host = place.host
+            facts |= {"bytes": shape.bytes, "kernels": place.kernels}
+        except Exception as error:
+            trouble = (isinstance(error, ValueError), str(error))
+        facts_of, hosts, troubles = zip(*self.gather((facts, host, trouble)), strict=True)
+        _raise_troubles(troubles)
+        _check_same(facts_of)
+        if shape.num_ranks != size:
+            raise ValueError(f"num_ranks ({shape.num_ranks}) must be the size of the group ({size})")
+        if one_node and len(set(hosts)) > 1:
+            nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
+            raise ValueError(
+                f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not {nodes}"
+            )
+        warn_where_there_is_no_room(spare if size > 1 else 0)
+
     def build(self) -> Heap:
-        handles, troubles = self.steps.attempt(self.allocate)
+        handles, troubles = self.attempt(self.allocate)
         if not troubles:
-            _, troubles = self.steps.attempt(lambda: self.open_peers(handles))
+            _, troubles = self.attempt(lambda: self.open_peers(handles))
         if troubles:
             self.release()
             raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
@@ -161,77 +197,9 @@ class _HeapBuilder:
         _quietly(device_memory.synchronize, self.device)
         for peer in self.opened.values():
             _quietly(self.memory.close, self.device, peer)
-        having = self.steps.gather(self.base is not None)
+        having = self.gather(self.base is not None)
         if self.base is not None and (all(having) or not self.memory.collective):
             _quietly(self.memory.free, self.device, self.base)
-
-
-def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
-    _quietly(device_memory.synchronize, device)
-    _quietly(memory.free, device, base)
-
-
-def _quietly(work: Callable[..., object], *args: object) -> None:
-    """For memory on its way out: a failure warns, and hinders nothing else."""
-    try:
-        work(*args)
-    except Exception as error:
-        warnings.warn(f"pmoe: closing a heap: {error}", stacklevel=2)
-
-
-# ---- the exchange between ranks while a heap is made: all take each step, whatever fails on one
-
-
-class CollectiveSteps:
-    """Steps that every rank takes, whether or not the one before failed on some."""
-
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
-
-    def gather(self, value: object) -> list[Any]:
-        """The value of every rank, by rank. A collective, also a barrier."""
-        on_cuda = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
-            return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
-
-    def attempt(self, work: Callable[[], object]) -> tuple[list[Any], list[str]]:
-        """The result of work() of every rank, and a sentence for each rank where it raised."""
-        mine: tuple[object, str | None]
-        try:
-            mine = (work(), None)
-        except Exception as error:
-            mine = (None, str(error))
-        everyone = self.gather(mine)
-        troubles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why is not None]
-        return [value for value, _ in everyone], troubles
-
-
-def agree_on_shape(
-    steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, *, one_node: bool
-) -> float:
-    """For how long this rank waits. Raises on every rank where the ranks do not fit together."""
-    ranks = steps.ranks
-    facts: dict[str, object] = asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
-    host, bound, spare, trouble = "", 0.0, 0, None
-    try:
-        place, bound = memory.place(steps.device), wait_seconds(ranks)
-        spare = spare_blocks(ranks.size)  # raises for a bad number, while the other ranks still listen
-        host = place.host
-        facts |= {"bytes": shape.bytes, "kernels": place.kernels}
-    except Exception as error:
-        trouble = (isinstance(error, ValueError), str(error))
-    facts_of, hosts, troubles = zip(*steps.gather((facts, host, trouble)), strict=True)
-    _raise_troubles(troubles)
-    _check_same(facts_of)
-    if shape.num_ranks != ranks.size:
-        raise ValueError(f"num_ranks ({shape.num_ranks}) must be the size of the group ({ranks.size})")
-    if one_node and len(set(hosts)) > 1:
-        nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
-        raise ValueError(
-            f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not {nodes}"
-        )
-    warn_where_there_is_no_room(spare if ranks.size > 1 else 0)
-    return bound
 
 
 def _raise_troubles(troubles: Sequence[tuple[bool, str] | None]) -> None:
@@ -256,6 +224,26 @@ def _check_same(facts: Sequence[dict[str, object]]) -> None:
         )
 
 
+def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
+    try:
+        return memory.allocate(device, shape.bytes)
+    except RuntimeError as error:
+        raise RuntimeError(f"could not allocate {shape.bytes} bytes on {device}: {error}") from error
+
+
+def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
+    _quietly(device_memory.synchronize, device)
+    _quietly(memory.free, device, base)
+
+
+def _quietly(work: Callable[..., object], *args: object) -> None:
+    """For memory on its way out: a failure warns, and hinders nothing else."""
+    try:
+        work(*args)
+    except Exception as error:
+        warnings.warn(f"pmoe: closing a heap: {error}", stacklevel=2)
+
+
 # ---- heaps that layers share: one for each group, device, width, type and number of experts
 
 
@@ -272,9 +260,7 @@ def heaps_of(ranks: Ranks) -> HeapsByKey:
     return _without_group if ranks.group is None else _heaps.setdefault(ranks.group, {})
 
 
-def heap_for(
-    ranks: Ranks, device: torch.device | str | int, shape: HeapShape, *, make: MakeHeap = process_heap
-) -> Heap:
+def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
     """The heap that all layers of this group, device, d_model, dtype and number of experts share.
 
     It has at least ``shape``'s rows. A collective where there is none yet, or one with fewer rows; no

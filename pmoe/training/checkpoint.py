@@ -160,9 +160,7 @@ def _check_arguments(step: object, extra: object, keep: object) -> None:
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -264,7 +262,6 @@ def _raise(stage: str, errors: Sequence[str | None]) -> None:
     """One message for all ranks: the error that all have in common, or each rank's."""
     if not any(errors):
         return
-    if len(set(errors)) == 1:
-        raise CheckpointError(f"checkpoint: {stage}: {errors[0]}")
-    text = "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None)
-    raise CheckpointError(f"checkpoint: {stage}: {text}")
+    told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    common = len(set(errors)) == 1
+    raise CheckpointError(f"checkpoint: {stage}: {errors[0] if common else '; '.join(told)}")

@@ -18,7 +18,6 @@ each gradient is the ranks' sum divided by their number.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
 from pmoe.comm.ranks import Grid, Ranks, at_stage
@@ -38,6 +36,9 @@ from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
 
 M = TypeVar("M", bound=nn.Module)
+
+WRAPPERS = {"DistributedDataParallel", "FSDPModule"}
+"""By name: torch's FSDP is loaded only where a script uses it."""
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """Where DistributedDataParallel looks for the names of parameters and buffers that it must not touch."""
@@ -120,9 +121,7 @@ def parameter_groups(
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     given = list[Any](parameters)
-    groups = [each if isinstance(each, Mapping) else {"params": [each]} for each in given]
-    if not any(isinstance(each, Mapping) for each in given):
-        groups = [{"params": given}]
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
     found = []
     for group in groups:
         inside = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -179,24 +178,22 @@ def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
     for name, ranks in ((ACROSS, grid.across), (INSIDE, grid.inside)):
         if places.get(name, 0) != ranks.rank:  # groups sort their ranks, DTensors do not
             raise ValueError(f'mesh (ranks {inner.mesh.tolist()}) must be in ascending order along "{name}"')
-    if layer.experts.is_parallelized:
-        if not _is_over(layer, grid):
+    if not _is_over(layer, grid):
+        if layer.experts.is_parallelized:
             raise ValueError("a layer that is parallelized already must not be parallelized over other ranks")
-    elif not _is_over(layer, grid):
         layer.check_spread(inner)
 
 
 def _check_wrappers(model: nn.Module) -> None:
     """A wrapper that holds a layer's parameters already would keep the old ones."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported, nothing is sharded by it
-    kinds: list[type] = [DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule,))]
     for name, module in model.named_modules():
-        if any(isinstance(module, kind) for kind in kinds):
-            inside = (each for each in module.modules() if isinstance(each, MoELayer))
-            if not all(layer.experts.is_parallelized for layer in inside):
-                raise ValueError(
-                    f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
-                )
+        if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
+            continue
+        inside = (each for each in module.modules() if isinstance(each, MoELayer))
+        if not all(layer.experts.is_parallelized for layer in inside):
+            raise ValueError(
+                f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
+            )
 
 
 def _is_over(layer: MoELayer, grid: Grid) -> bool:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -151,13 +152,12 @@ def reduce_gradients(
     """
     divide_by = _checked_divisor(meshes.num_ranks if divide_by is None else divide_by)
     _check_layers(model, meshes)
-    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     replicated_ids = _checked_replicated(model, replicated)
     groups = {"all": dist.group.WORLD, DP: meshes.group(DP), EDP: meshes.group(EDP)}
     scaled: dict[tuple[int, object, object], list[Tensor]] = {}
     summed: dict[tuple[str, object, object], list[Tensor]] = {}
-    for name, parameter in named.items():
-        if experts_only and not is_expert(parameter):
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or (experts_only and not is_expert(parameter)):
             continue
         over, copies, gradient = _summand(name, parameter, meshes, id(parameter) in replicated_ids)
         scaled.setdefault((copies, gradient.device, gradient.dtype), []).append(gradient)
@@ -219,7 +219,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _all_reduce(buckets: Iterable[tuple[dist.ProcessGroup | None, list[Tensor]]]) -> None:
     """Sums each bucket over its group, in place; one is packed while the one before travels."""
-    before: tuple[dist.Work | None, Tensor, list[Tensor]] | None = None
+    before: tuple[dist.Work, Tensor, list[Tensor]] | None = None
     for group, bucket in buckets:
         (first, *others) = bucket
         is_flat = not others and first.is_contiguous()
@@ -232,14 +232,10 @@ def _all_reduce(buckets: Iterable[tuple[dist.ProcessGroup | None, list[Tensor]]]
         _unpack(*before)
 
 
-def _unpack(work: dist.Work | None, flat: Tensor, bucket: list[Tensor]) -> None:
-    if work is not None:
-        work.wait()
+def _unpack(work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
+    work.wait()
     if bucket:
-        parts = flat.split([each.numel() for each in bucket])
-        torch._foreach_copy_(
-            bucket, [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
-        )
+        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 
 def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:

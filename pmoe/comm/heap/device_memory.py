@@ -10,6 +10,7 @@ import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,21 +50,18 @@ class DeviceMemory:
             return self._allocate(device, num_bytes)
 
     def _allocate(self, device: torch.device, num_bytes: int) -> int:
-        base: int = loaded_extension().heap_allocate(device.index, num_bytes)
-        return base
+        return int(loaded_extension().heap_allocate(device.index, num_bytes))
 
     def free(self, device: torch.device, base: int) -> None:
         loaded_extension().heap_free(device.index, base)
 
     def handle(self, device: torch.device, base: int) -> bytes:
         """By which another process of the node opens this memory."""
-        found: bytes = loaded_extension().heap_handle(device.index, base)
-        return found
+        return bytes(loaded_extension().heap_handle(device.index, base))
 
     def open(self, device: torch.device, handle: bytes) -> int:
         """The address at which this process sees another one's memory."""
-        peer: int = loaded_extension().heap_open(device.index, handle)
-        return peer
+        return int(loaded_extension().heap_open(device.index, handle))
 
     def close(self, device: torch.device, peer: int) -> None:
         loaded_extension().heap_close(device.index, peer)
@@ -106,17 +104,6 @@ def host_name() -> str:
     return f"boot {boot}"
 
 
-class _CudaArray:
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (num_bytes,),
-            "strides": None,
-            "typestr": "|u1",
-            "version": 2,
-        }
-
-
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A contiguous tensor on that memory, without a copy. The memory must outlive it: nobody keeps it.
 
@@ -126,7 +113,8 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cuda":
-        flat = torch.as_tensor(_CudaArray(address, num_bytes), device=device)
+        interface = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 2}
+        flat = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
     else:
         flat = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
     if flat.data_ptr() != address:

@@ -39,8 +39,7 @@ class NvshmemMemory(DeviceMemory):
     def give_id(self) -> bytes:
         """By which NVSHMEM's ranks find each other: that of the first is taken."""
         device_memory.loaded_extension().nvshmem_open(extension.nvshmem_library())
-        found: bytes = device_memory.loaded_extension().nvshmem_unique_id() if self.ranks.rank == 0 else b""
-        return found
+        return bytes(device_memory.loaded_extension().nvshmem_unique_id()) if self.ranks.rank == 0 else b""
 
     def start(self, device: torch.device, given_id: bytes) -> None:
         """Collective."""

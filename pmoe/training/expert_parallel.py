@@ -1,7 +1,5 @@
 """Expert parallelism beside DistributedDataParallel or FSDP2, which keep the dense part.
 
-One call spreads the experts; optimizers, gradient clipping and checkpoints understand their parameters.
-
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
     model = DistributedDataParallel(pmoe.parallelize(model, mesh))
     # or, with FSDP2, after parallelize, for each block and for the model:
@@ -54,23 +52,22 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
             within each backward pass, before they are added to what earlier passes left. False leaves that to
             `pmoe.training.parallel.reduce_gradients`.
 
-    A layer that each rank built by itself, with all experts, is spread: the rank keeps its share
-    (`MoELayer.spread`). One that was built over the mesh's "ep" (and "esp") stays as it is: by mesh=, by
-    group=, or over the default group where those are its ranks. Copies take the values of the first.
+    A layer that each rank built by itself, with all experts, is spread (`MoELayer.spread`). One that was
+    built over the mesh's "ep" (and "esp") stays as it is: by mesh=, by group=, or over the default group
+    where those are its ranks. Copies take the values of the first.
 
     Parameters of stacked experts become DTensors on ``mesh``: Shard(0) over "ep", hidden columns split over
-    "esp", whole b2 and copies Replicate. Experts that are modules keep plain parameters, which have no
-    dimension of experts to shard, and cannot be split over "esp". `DistributedDataParallel`'s list of names
-    to ignore gets all of them, and experts' buffers. The dense part is not touched.
+    "esp", whole b2 and copies Replicate. Experts that are modules keep plain parameters, and cannot be split
+    over "esp". `DistributedDataParallel`'s list of names to ignore gets all of them, and experts' buffers.
+    The dense part is not touched.
 
     Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made: an optimizer
     that has experts from before raises ValueError at its next step. Models on the meta device stay there, and
     there layers of other ranks are spread again too. Calling it again with the same mesh changes only the
     list of names: do so where modules inside were wrapped since (checkpoint_wrapper, torch.compile).
 
-    Raises ValueError or TypeError, naming the layer, before any weight is touched, where a layer is of other
-    ranks, cannot be spread or is in a data-parallel wrapper already, where there is no layer, or where the
-    mesh is none of these.
+    Raises ValueError or TypeError, naming the layer, before any weight is touched, where there is no layer,
+    one is of other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh is none of these.
     """
     inner = _experts_mesh(mesh)
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
@@ -81,8 +78,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         try:
             _check_layer(layer, inner, grid)
         except (ValueError, TypeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{name or 'model'}: {error}") from None
+            raise type(error)(f"{name or 'model'}: {error}") from None
     _check_wrappers(model)
     (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
     copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
@@ -114,9 +110,8 @@ def parameter_groups(
     DTensors of different meshes.
 
     Args:
-        parameters: a model, its parameters, or groups as optimizers take them (decayed and other ones, say),
-            each of which is split with all its options. The order of groups and of parameters is kept, plain
-            ones first.
+        parameters: a model, its parameters, or groups as optimizers take them, each of which is split with
+            all its options. The order of groups and of parameters is kept, plain ones first.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

@@ -1,11 +1,9 @@
-"""Data-parallel gradients all-reduced inside backward: FSMoE's adaptive gradient partitioning.
+"""Data-parallel gradients all-reduced inside backward: FSMoE's adaptive gradient partitioning (Section 5).
 
 Beside the dense parts of a model an all-reduce disturbs nobody. Inside an MoE layer's backward pass it has a
 place of its own on the lane between nodes, behind the last dispatch, where the lane would wait for the
-experts (Section 5). How many bytes travel where is `pmoe.planner.gradient_partition`'s choice.
-
-The first step is plain and shows the order of gradients, and how long the dense parts take; at its end all
-ranks agree on the partition (`pmoe.training.gradient_partitioning`).
+experts. How many bytes travel where is `pmoe.planner.gradient_partition`'s choice: the first step is plain,
+and at its end all ranks agree on the partition (`pmoe.training.gradient_partitioning`).
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ class GradientReducer:
         model: its `MoELayer` modules carry the gradients.
         group: None is the default group.
         average: divide by its size.
-        partition: how many bytes travel where; None finds it after the first step, from costs that are
-            measured then (`pmoe.runners.solved.operations_of`). False never overlaps.
+        partition: how many bytes travel where, in the dense parts and the MoE layers in turn; None finds it
+            after the first step, from costs that are measured then. False never overlaps.
 
-    After the first `finish`, ``partition`` says what was found; predicted seconds with it. Its layers are the
-    dense parts and the MoE layers in turn. Where ranks make gradients in different orders, or gradients are
-    of several types, it stays None and all is sent at the end.
+    After the first `finish`, ``partition`` says what was found, with predicted seconds. Where ranks make
+    gradients in different orders, or gradients are of several types, it stays None and all is sent at the
+    end.
 
     Raises ValueError where no parameter is dense, or one is a DTensor; TypeError for another partition.
     """
@@ -66,7 +64,7 @@ class GradientReducer:
         partition: Partition | Literal[False] | None = None,
     ) -> None:
         # A group of its own: the lane between nodes sends here while another may use the given one.
-        self.ranks, self.average = Ranks(_own_group(Ranks(group))), average
+        self.ranks, self.average = _with_own_group(Ranks(group)), average
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self.names, self.parameters = _dense_parameters(model)
         if partition is not None and partition is not False and not isinstance(partition, Partition):
@@ -116,7 +114,7 @@ class GradientReducer:
     def _finish_first(self, seen: FirstStep) -> GradientBuffers:
         seen.end(len(self.parameters))
         buffers = GradientBuffers(self.parameters, seen.order)
-        timetable = Timetable(end=buffers.ranges(0, buffers.num_bytes))
+        timetable = Timetable(end=buffers.ranges(0, buffers.ends[-1]))
         PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
         if self._may_overlap(seen, buffers):
             timetable = self._timetable(seen, buffers)
@@ -182,10 +180,6 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
         )
 
 
-def _own_group(ranks: Ranks) -> dist.ProcessGroup | None:
-    """Another group of the same ranks, backend and timeout. Collective among them."""
-    if ranks.group is None:
-        return None
-    made = dist.new_group(ranks.members, **options_like(ranks.group))
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+def _with_own_group(ranks: Ranks) -> Ranks:
+    """The same ranks in another group of this backend and timeout. Collective among them."""
+    return ranks if ranks.group is None else Ranks(dist.new_group(ranks.members, **options_like(ranks.group)))

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -122,8 +122,7 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
 # ---- process groups inside a node and across nodes
 
 
-@dataclass(frozen=True)
-class NodeGroups:
+class NodeGroups(NamedTuple):
     """A rank's process groups: inside its node, and across nodes with the ranks at its place.
 
     None where no node, or no place, has several ranks. Every rank has as many as every other.
@@ -133,9 +132,8 @@ class NodeGroups:
     across: dist.ProcessGroup | None
 
 
-_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, NodeGroups]] = (
-    weakref.WeakKeyDictionary()
-)
+_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, NodeGroups]]
+_node_groups = weakref.WeakKeyDictionary()
 """By a layer's group: all layers of it share them, and both directions do."""
 
 
@@ -143,10 +141,10 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
     """The groups of this rank, made at the first call, which is a collective of ``group``.
 
     They stay until torch.distributed is shut down. Where ``group`` has all processes, each makes all groups,
-    in one order, as torch documents it. Where it has some, the others cannot be asked to take part: its
-    members make only their own (use_local_synchronization). Torch then names a group after its ranks and the
-    number of groups that the process is in. Ranks with different numbers would hang (pytorch issue 173608),
-    and a name that comes again would find the first one's keys in the store: no group is ever destroyed.
+    in one order, as torch documents it. Where it has some, its members make only their own
+    (use_local_synchronization). Torch then names a group after its ranks and the number of groups that the
+    process is in: ranks with different numbers would hang (pytorch issue 173608), and a name that comes again
+    would find the first one's keys in the store: no group is ever destroyed.
 
     Raises ValueError, on every rank of the group, where those numbers differ.
     """

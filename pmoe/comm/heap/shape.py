@@ -13,12 +13,10 @@ from functools import cache
 
 import torch
 
-from pmoe.arguments import is_int
 from pmoe.comm.heap import device_memory
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.subgroups import timeout_of
 
-MAX_ROWS = 2**31 - 1
 ROW_ALIGNMENT_BYTES = 16
 
 
@@ -30,7 +28,7 @@ class HeapShape:
     rows: that may arrive at a rank. home_rows: that a rank may send, whose results come home.
     d_model, dtype: of a row.
 
-    Raises ValueError, naming the number, where that cannot be.
+    Raises ValueError where a row is not a multiple of 16 bytes; `Launcher` refuses too many ranks or experts.
     """
 
     num_ranks: int
@@ -41,13 +39,6 @@ class HeapShape:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        minima = {"num_ranks": 1, "experts": 1, "rows": 0, "home_rows": 0, "d_model": 1}
-        for name, minimum in minima.items():
-            value = getattr(self, name)
-            if not is_int(value) or not minimum <= value <= MAX_ROWS:
-                raise ValueError(f"{name} ({value!r}) must be a whole number from {minimum} to {MAX_ROWS}")
-        if not self.dtype.is_floating_point:
-            raise ValueError(f"dtype ({self.dtype!r}) must be a floating-point type of torch")
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
             raise ValueError(
                 f"d_model ({self.d_model}): a row's bytes ({self.d_model} x {self.dtype.itemsize} = "
@@ -62,7 +53,7 @@ class HeapShape:
     def places(self) -> Mapping[str, int]:
         """By a region's name in layout.h, how many bytes it begins behind the heap's base; "bytes": all.
 
-        ValueError for more ranks or experts than the kernels know; RuntimeError without the extension.
+        RuntimeError without the extension.
         """
         return _places(self.num_ranks, self.experts, self.rows, self.home_rows, self.row_bytes)
 
@@ -78,18 +69,8 @@ class HeapShape:
 
 
 @cache
-def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int) -> Mapping[str, int]:
-    module = device_memory.loaded_extension()
-    limits = module.comet_limits
-    if ranks > limits["ranks"]:
-        raise ValueError(f"num_ranks ({ranks}) must be {limits['ranks']} at most")
-    if ranks * experts > limits["experts"]:
-        raise ValueError(
-            f"experts ({experts}): those of all {ranks} ranks ({ranks * experts}) must be "
-            f"{limits['experts']} at most"
-        )
-    found: dict[str, int] = module.comet_layout(ranks, experts, rows, home_rows, row_bytes)
-    return found
+def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int) -> dict[str, int]:
+    return dict(device_memory.loaded_extension().comet_layout(ranks, experts, rows, home_rows, row_bytes))
 
 
 # ---- waits of kernels for their peers

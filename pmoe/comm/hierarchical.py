@@ -20,7 +20,6 @@ class HierarchicalExchange(Exchange):
     The result is that of `pmoe.comm.base`, bit by bit. Where all ranks are on one node, or each on its own,
     one flat collective remains. It has process groups of its own, so another thread may use the layer's group
     meanwhile. Rows wait between steps in memory that torch allocates, up to two copies of what a rank relays.
-
     Counts in `relay_counts` must be those of the rows that will travel.
     """
 

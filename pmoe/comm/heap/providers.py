@@ -26,9 +26,8 @@ from pmoe.kernels.comet import spare_blocks
 def virtual_heaps(
     shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> list[Heap]:
-    """The heaps of all W ranks, in this process and on one device.
-
-    Each is closed by itself, and the last use of any of them comes before.
+    """The heaps of all W ranks, in this process and on one device. Each is closed by itself, and the last use
+    of any of them comes before.
 
     RuntimeError naming rank and bytes where memory does not suffice; nothing is kept then.
     """
@@ -62,9 +61,8 @@ def virtual_heaps(
 def process_heap(
     ranks: Ranks, shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> Heap:
-    """This rank's heap, with those of its group opened by CUDA IPC.
-
-    Collective, with the same collectives on every rank whatever fails on one.
+    """This rank's heap, with those of its group opened by CUDA IPC. Collective, with the same collectives on
+    every rank whatever fails on one.
 
     Raises the same on every rank: ValueError with the numbers, rank by rank, where shapes, types, loaded
     kernels, bytes or nodes differ; RuntimeError naming rank and bytes where memory does not suffice, or a
@@ -76,10 +74,8 @@ def process_heap(
 
 
 def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
-    """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them.
-
-    That is on one node, or over NVLink between nodes. Collective, and for one group of ranks a process. Never
-    run by its authors.
+    """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them: on one node, or
+    over NVLink between nodes. Collective, and for one group of ranks a process. Never run by its authors.
 
     Raises on every rank as `process_heap` does; also RuntimeError where NVSHMEM is not built in, where
     it serves another group already, or where a rank is beyond another's loads and stores.
@@ -261,14 +257,13 @@ def heaps_of(ranks: Ranks) -> HeapsByKey:
 
 
 def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
-    """The heap that all layers of this group, device, d_model, dtype and number of experts share.
+    """The heap that all layers of this group, device, d_model, dtype and number of experts share, with at
+    least ``shape``'s rows. A collective where there is none yet, or one with fewer rows; no communication
+    otherwise.
 
-    It has at least ``shape``'s rows. A collective where there is none yet, or one with fewer rows; no
-    communication otherwise.
-
-    Rows must follow from numbers that all ranks share: so do the collectives. A heap that is too small is
-    closed before a larger one is made, on every rank; tensors on it must not be used any more.
-    Raises as ``make`` does, and HeapError where the heap that is there is broken.
+    Rows must follow from numbers that all ranks share. A heap that is too small is closed before a larger one
+    is made, on every rank; tensors on it must not be used any more. Raises as ``make`` does, and HeapError
+    where the heap that is there is broken.
     """
     kept, device = heaps_of(ranks), with_index(device)
     key = (device, shape.num_ranks, shape.experts, shape.d_model, shape.dtype)

@@ -255,10 +255,8 @@ def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) ->
             f"replicated ({len(found - set(known))} of {len(found)} unknown) must be parameters of the model"
         )
     for name, parameter in (known[each] for each in found):
-        kind = (
-            "an expert's" if is_expert(parameter) else "a DTensor" if isinstance(parameter, DTensor) else ""
-        )
-        if kind:
+        if is_expert(parameter) or isinstance(parameter, DTensor):
+            kind = "an expert's" if is_expert(parameter) else "a DTensor"
             raise ValueError(f"replicated ({name}, {kind}) must be plain dense parameters")
     return found
 

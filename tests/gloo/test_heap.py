@@ -40,7 +40,7 @@ from tests.heaps import CPU, FileMemory, use_layout
 from tests.pool import GROUP_TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS, Pool, ranks
 
 SHAPE = HeapShape(2, 3, 50, 20, 16, torch.bfloat16)
-HOPPER = FileMemory().where
+HOPPER, _ = FileMemory().where
 
 
 def counted(patch: pytest.MonkeyPatch) -> list[object]:
@@ -183,8 +183,8 @@ def test_unlike_shapes_are_told_rank_by_rank_on_every_rank(given: dict[str, Any]
 
 
 def test_unlike_kernels_are_told_rank_by_rank() -> None:
-    by_driver = replace(HOPPER, kernels="binary 90 of PTX 80 on compute capability 9.0")
-    kind, text = refused({}, {"memory": FileMemory(where=by_driver)}, {})
+    by_driver = "binary 90 of PTX 80 on compute capability 9.0"
+    kind, text = refused({}, {"memory": FileMemory(where=(by_driver, "a"))}, {})
     assert kind == "ValueError"
     assert text.endswith(
         "not rank 0: kernels binary 90 of PTX 90 on compute capability 9.0; rank 1: kernels binary 90 of PTX "
@@ -193,7 +193,7 @@ def test_unlike_kernels_are_told_rank_by_rank() -> None:
 
 
 def test_ranks_of_several_nodes_and_a_group_of_another_size_are_refused() -> None:
-    elsewhere = FileMemory(where=replace(HOPPER, host="b"))
+    elsewhere = FileMemory(where=(HOPPER, "b"))
     assert refused({}, {"memory": elsewhere}) == (
         "ValueError",
         "all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not rank 0: a; rank "
@@ -459,7 +459,7 @@ def over_nvshmem(rank: int, world: int, given: dict[str, Any]) -> tuple[str, lis
         patch.setattr(device_memory, "loaded_extension", lambda: fake)
         patch.setattr(nvshmem, "_members", given.get("members"))
         patch.setattr(
-            device_memory.DeviceMemory, "place", lambda self, device: replace(HOPPER, host=str(rank))
+            device_memory.DeviceMemory, "place", lambda self, device: (HOPPER, str(rank))
         )
         patch.setattr(extension, "nvshmem_library", lambda: "the library")
         told = ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import math
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +17,6 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.operands import cuda_index
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """Where a rank is. kernels: the code that the driver has loaded there, see `Architecture`. host: tells
-    nodes apart."""
-
-    kernels: str
-    host: str
 
 
 class DeviceMemory:
@@ -66,9 +56,10 @@ class DeviceMemory:
     def close(self, device: torch.device, peer: int) -> None:
         loaded_extension().heap_close(device.index, peer)
 
-    def place(self, device: torch.device) -> RankPlace:
+    def place(self, device: torch.device) -> tuple[str, str]:
+        """The code that the driver has loaded there (see `Architecture`), and what tells nodes apart."""
         _check_cuda(device)
-        return RankPlace(kernels=str(extension.loaded_architecture(device)), host=host_name())
+        return str(extension.loaded_architecture(device)), host_name()
 
 
 def _check_cuda(device: torch.device) -> None:

@@ -133,10 +133,9 @@ class _HeapBuilder(CollectiveSteps):
         facts: dict[str, object] = asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
         host, spare, trouble = "", 0, None
         try:
-            place, self.bound_seconds = self.memory.place(self.device), wait_seconds(self.ranks)
+            (kernels, host), self.bound_seconds = self.memory.place(self.device), wait_seconds(self.ranks)
             spare = spare_blocks(size)  # raises for a bad number, while the other ranks still listen
-            host = place.host
-            facts |= {"bytes": shape.bytes, "kernels": place.kernels}
+            facts |= {"bytes": shape.bytes, "kernels": kernels}
         except Exception as error:
             trouble = (isinstance(error, ValueError), str(error))
         facts_of, hosts, troubles = zip(*self.gather((facts, host, trouble)), strict=True)

@@ -1,11 +1,9 @@
 """Checkpoints that any number of ranks can load, and that a kill at any moment leaves whole.
 
 All ranks need one file system, and each run that saves needs a folder of its own: what is unfinished in it is
-taken for left behind, and removed. `pmoe.training.checkpoint_files` lists the files.
-
-Experts that `pmoe.parallelize` laid out are saved as the DTensors that they are, each rank its part; the file
-holds the experts of one process. Of its pickles only plain data and DCP's records are read: nothing in a
-checkpoint is run.
+taken for left behind, and removed. Experts that `pmoe.parallelize` laid out are saved as the DTensors that
+they are, each rank its part; the files (`pmoe.training.checkpoint_files`) hold the experts of one process. Of
+their pickles only plain data and DCP's records are read: nothing in a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -72,8 +70,7 @@ def save_checkpoint(
         step: its number, at least 0.
         extra: plain data of the run (a scheduler's state, the place in the data), rank 0's.
         keep: how many of the newest checkpoints stay, at least 1.
-        group: the ranks that hold the model together; None is all ranks, or this process alone without a
-            process group.
+        group: the ranks that hold the model together; None is all ranks, or this process alone.
 
     Every rank must call it; returns when the checkpoint is on the disk and is the one to load. However it
     ends before (a kill, a full disk), the checkpoint before is untouched and still the one to load.

@@ -47,8 +47,7 @@ def clip_grad_norm_(
             of them there are.
         max_norm: at least 0.
         norm_type: the order, positive or inf.
-        group: the ranks that hold the model together. None is the default group, or this process alone
-            without one.
+        group: the ranks that hold the model together. None is the default group, or this process alone.
 
     Returns the norm before clipping, a scalar of float32 or wider: the same on every rank and, to rounding,
     that of one process. One all-reduce of one number, or of two for norm_type inf.
@@ -201,8 +200,7 @@ class GradScaler(torch.amp.GradScaler):
     A gradient that overflows on one rank, say of its own experts, skips the step on all ranks, and all go on
     with the same scale. One optimizer may have plain tensors and DTensors of any meshes.
 
-    group: the ranks that hold the model together. None is the default group, or this process alone without
-        one.
+    group: the ranks that hold the model together. None is the default group, or this process alone.
 
     Every rank must call ``unscale_`` (or `step`, which does it) for the same optimizers, once gradients are
     reduced: one all-reduce of one number each. A rank may have no gradients.

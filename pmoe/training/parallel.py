@@ -84,14 +84,11 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
         device_type: of the meshes; None goes by the backend.
 
     DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the experts are data-parallel.
-    Ranks of "mp" and of "esp" are neighbours, of one node.
+    Ranks of "mp" and of "esp" are neighbours, of one node. Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp"
+    and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and (1, 3), "edp" each rank by itself.
 
-    Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp" and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and
-    (1, 3), "edp" each rank by itself.
-
-    Every rank must call it with the same arguments; a second call with them returns the same meshes, so that
-    no groups pile up. Raises ValueError where the sizes do not tile the ranks, RuntimeError without a process
-    group.
+    Every rank must call it with the same arguments; a second call with them returns the same meshes. Raises
+    ValueError where the sizes do not tile the ranks, RuntimeError without a process group.
     """
     for name, size in {"mp": mp, "ep": ep, "esp": esp}.items():
         if not is_int(size) or size < 1:
@@ -139,10 +136,10 @@ def reduce_gradients(
             sums over tokens.
         experts_only: another reduces the dense part, for example DistributedDataParallel; `is_expert` names
             the parameters that it must leave out.
-        replicated: plain dense parameters of modules that get the same tokens and the same output gradients
-            on each rank of "mp", so that those hold the same whole gradient. Not those behind a split of the
-            tokens (the gate, say), nor before one by plain indexing, whose gradient is of this rank's part.
-            DTensors know by themselves and must not be named.
+        replicated: plain dense parameters of modules that get the same tokens and output gradients on each
+            rank of "mp", so that those hold the same whole gradient. Not those behind a split of the tokens
+            (the gate, say), nor before one by plain indexing, whose gradient is of this rank's part. DTensors
+            know by themselves and must not be named.
 
     Gradients change in place, in few all-reduces, the same ones on every rank. A gradient that is None counts
     as zero and becomes zero, even where it is None everywhere: set requires_grad=False on untrained ones.

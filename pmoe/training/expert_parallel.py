@@ -202,14 +202,12 @@ def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
     for ranks in (inside, copies):
         if ranks.size == 1:
             continue
-        assert ranks.group is not None
-        source = dist.get_global_rank(ranks.group, 0)
         dims = experts.hidden_dims() or {}
         for name, tensor in (*experts.named_parameters(), *experts.named_buffers()):
             if tensor.is_meta or (ranks is inside and dims.get(name) is not None):
                 continue
             whole = local_part(tensor).contiguous()
-            dist.broadcast(whole, source, group=ranks.group)
+            dist.broadcast(whole, group=ranks.group, group_src=0)
             local_part(tensor).copy_(whole)
 
 

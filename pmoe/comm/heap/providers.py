@@ -43,7 +43,7 @@ def virtual_heaps(
                 rank=rank,
                 device=device,
                 base=base,
-                peers=bases,
+                peer_addresses=tuple(bases),
                 bound_seconds=bound,
                 release=partial(_free, memory, device, base),
             )
@@ -182,7 +182,7 @@ class _HeapBuilder(CollectiveSteps):
             rank=self.ranks.rank,
             device=self.device,
             base=self.base,
-            peers=addresses,
+            peer_addresses=tuple(addresses),
             bound_seconds=self.bound_seconds,
             release=self.release,
         )

@@ -274,6 +274,7 @@ class CountsExchange:
             told = [f"rank {rank}: {names[kind]}" for rank, kind in enumerate(kinds)]
             rule = f"rows must be of one type on all ranks (autocast on all or none): {'; '.join(told)}"
             raise FaultError(Fault.DTYPE, rule)
+        send, sent_once = self._split(own)
         recv, received_once_host = self._split(arrived)
         return RankCounts(
             send=send,

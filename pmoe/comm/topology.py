@@ -123,10 +123,8 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
 
 
 class NodeGroups(NamedTuple):
-    """A rank's process groups: inside its node, and across nodes with the ranks at its place.
-
-    None where no node, or no place, has several ranks. Every rank has as many as every other.
-    """
+    """A rank's process groups: inside its node, and across nodes with the ranks at its place. None, on every
+    rank, where no node, or no place, has several ranks."""
 
     inside: dist.ProcessGroup | None
     across: dist.ProcessGroup | None

@@ -84,8 +84,9 @@ def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
     generators: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
-    _write_to_disk(_random_file(part, rank), lambda file: torch.save(generators, file))
-    own = [*part.glob(f"__{rank}_*"), _random_file(part, rank)]
+    path = part / f"random_{rank}.pt"
+    _write_to_disk(path, lambda file: torch.save(generators, file))
+    own = [*part.glob(f"__{rank}_*"), path]
     if rank == 0:
         _write_to_disk(part / PLAIN, lambda file: torch.save(plain, file))
         own += [part / PLAIN, part / LIST]
@@ -145,7 +146,7 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
             if _sum(path / Path(name).name) != expected:
                 raise ValueError(f"{path / name} is damaged: its sum is not the one in {file.name}")
     plain = _read_plain(path / PLAIN)
-    generators = _read_plain(_random_file(path, rank)) if plain["ranks"] == num_ranks else None
+    generators = _read_plain(path / f"random_{rank}.pt") if plain["ranks"] == num_ranks else None
     return plain, _read_metadata(path), generators
 
 
@@ -221,10 +222,6 @@ def _sum(path: Path) -> int:
         while part := file.read(1 << 22):
             found = zlib.crc32(part, found)
     return found
-
-
-def _random_file(path: Path, rank: int) -> Path:
-    return path / f"random_{rank}.pt"
 
 
 # ---- the disk

@@ -63,8 +63,10 @@ class GradientReducer:
         average: bool = True,
         partition: Partition | Literal[False] | None = None,
     ) -> None:
+        ranks, self.average = Ranks(group), average
         # A group of its own: the lane between nodes sends here while another may use the given one.
-        self.ranks, self.average = _with_own_group(Ranks(group)), average
+        own = None if ranks.group is None else dist.new_group(ranks.members, **options_like(ranks.group))
+        self.ranks = Ranks(own)
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self.names, self.parameters = _dense_parameters(model)
         if partition is not None and partition is not False and not isinstance(partition, Partition):
@@ -178,8 +180,3 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
             f"partition ({first.dense_bytes + first.moe_bytes} bytes in the first dense part) must leave it "
             "empty: no gradient is there before it"
         )
-
-
-def _with_own_group(ranks: Ranks) -> Ranks:
-    """The same ranks in another group of this backend and timeout. Collective among them."""
-    return ranks if ranks.group is None else Ranks(dist.new_group(ranks.members, **options_like(ranks.group)))

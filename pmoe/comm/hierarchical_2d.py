@@ -33,8 +33,8 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         sizes = {len(ranks) for ranks in self.topology.members}
         if len(sizes) > 1:
             raise ValueError(
-                f"{self.topology.origin} must put equally many of the group's {self.ranks.size} ranks on each "
-                f"node for the 2D hierarchical all-to-all, not {' or '.join(map(str, sorted(sizes)))}"
+                f"{self.topology.origin} must put equally many of the group's {self.ranks.size} ranks on "
+                f"each node for the 2D hierarchical all-to-all, not {' or '.join(map(str, sorted(sizes)))}"
             )
 
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:

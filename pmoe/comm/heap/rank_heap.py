@@ -108,9 +108,9 @@ class Heap:
         self._unusable = f"this heap of rank {self.rank} is broken since round {self.epoch}"
         what = awaited(list(self._words))
         raise HeapError(
-            f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {what}. That rank has ended, "
-            f"failed before, or was slower ({WAIT_SECONDS} sets the bound). What this round computed is "
-            "worthless, and the heap is broken, also on ranks that wait for this one. This process stays "
+            f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {what}. That rank has "
+            f"ended, failed before, or was slower ({WAIT_SECONDS} sets the bound). What this round computed "
+            "is worthless, and the heap is broken, also on ranks that wait for this one. This process stays "
             f"usable; {MAKE_ANEW}"
         )
 

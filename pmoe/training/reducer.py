@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
@@ -74,7 +74,8 @@ class GradientReducer:
         self.partition: Partition | None = None
         self._wanted = partition
         self._syncs = True
-        self._sending: tuple[GradientBuffers, Timetable] | None = None  # None before the first step has ended
+        self._new_step: Callable[[], FirstStep | PartitionedStep]
+        self._new_step = partial(FirstStep, self.parameters[0].device)
         self._step = self._new_step()
         current = partial(_step_of, weakref.ref(self))
         self._handles = [
@@ -120,13 +121,8 @@ class GradientReducer:
         PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
         if self._may_overlap(seen, buffers):
             timetable = self._timetable(seen, buffers)
-        self._sending = (buffers, timetable)
+        self._new_step = partial(PartitionedStep, buffers, timetable, self.ranks, self.names)
         return buffers
-
-    def _new_step(self) -> FirstStep | PartitionedStep:
-        if self._sending is None:
-            return FirstStep(self.parameters[0].device)
-        return PartitionedStep(*self._sending, self.ranks, self.names)
 
     def _may_overlap(self, seen: FirstStep, buffers: GradientBuffers) -> bool:
         """Whether every rank saw the same, so that gradients may be sent before the end. Collective."""

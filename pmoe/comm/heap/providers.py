@@ -83,16 +83,13 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     memory = NvshmemMemory(ranks)
     builder = _HeapBuilder(ranks, shape, device, memory)
     builder.agree(one_node=False)
-    ids, troubles = builder.attempt(memory.give_id)
-    if not troubles:
-        _, troubles = builder.attempt(lambda: memory.start(builder.device, ids[0]))
-    if troubles:
-        raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
+    ids = builder.attempt(memory.give_id)
+    builder.attempt(lambda: memory.start(builder.device, ids[0]))
     return builder.build()
 
 
 class CollectiveSteps:
-    """Steps that every rank takes, whether or not the one before failed on some."""
+    """Steps that every rank takes, and that fail on all where they fail on one."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
@@ -103,16 +100,21 @@ class CollectiveSteps:
         with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
             return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
 
-    def attempt(self, work: Callable[[], object]) -> tuple[list[Any], list[str]]:
-        """The result of work() of every rank, and a sentence for each rank where it raised."""
-        mine: tuple[object, str | None]
+    def attempt(self, work: Callable[[], object], undo: Callable[[], None] = lambda: None) -> list[Any]:
+        """The result of work() of every rank. Where it raised on any, every rank calls undo() and raises:
+        ValueError where it did on one, else RuntimeError."""
+        mine: tuple[object, str | None, bool]
         try:
-            mine = (work(), None)
+            mine = (work(), None, False)
         except Exception as error:
-            mine = (None, str(error))
-        everyone = self.gather(mine)
-        troubles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why is not None]
-        return [value for value, _ in everyone], troubles
+            mine = (None, str(error), isinstance(error, ValueError))
+        values, whys, are_values = zip(*self.gather(mine), strict=True)
+        troubles = [f"rank {rank}: {why}" for rank, why in enumerate(whys) if why is not None]
+        if troubles:
+            undo()
+            kind = ValueError if any(are_values) else RuntimeError
+            raise kind(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
+        return list(values)
 
 
 class _HeapBuilder(CollectiveSteps):
@@ -129,34 +131,29 @@ class _HeapBuilder(CollectiveSteps):
 
     def agree(self, *, one_node: bool) -> None:
         """Raises on every rank where the ranks do not fit together."""
-        size, shape = self.ranks.size, self.shape
-        facts: dict[str, object] = asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
-        host, spare, trouble = "", 0, None
-        try:
-            (kernels, host), self.bound_seconds = self.memory.place(self.device), wait_seconds(self.ranks)
-            spare = spare_blocks(size)  # raises for a bad number, while the other ranks still listen
-            facts |= {"bytes": shape.bytes, "kernels": kernels}
-        except Exception as error:
-            trouble = (isinstance(error, ValueError), str(error))
-        facts_of, hosts, troubles = zip(*self.gather((facts, host, trouble)), strict=True)
-        _raise_troubles(troubles)
-        _check_same(facts_of)
-        if shape.num_ranks != size:
-            raise ValueError(f"num_ranks ({shape.num_ranks}) must be the size of the group ({size})")
+        size = self.ranks.size
+        facts, hosts = zip(*self.attempt(self.facts), strict=True)
+        _check_same(facts)
+        if self.shape.num_ranks != size:
+            raise ValueError(f"num_ranks ({self.shape.num_ranks}) must be the size of the group ({size})")
         if one_node and len(set(hosts)) > 1:
             nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
             raise ValueError(
                 f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not {nodes}"
             )
-        warn_where_there_is_no_room(spare if size > 1 else 0)
+        warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
+
+    def facts(self) -> tuple[dict[str, object], str]:
+        """What all ranks must have in common, and what tells this one's node."""
+        kernels, host = self.memory.place(self.device)
+        self.bound_seconds = wait_seconds(self.ranks)
+        spare_blocks(self.ranks.size)  # raises for a bad number, while the other ranks still listen
+        sizes = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
+        return sizes | {"bytes": self.shape.bytes, "kernels": kernels}, host
 
     def build(self) -> Heap:
-        handles, troubles = self.attempt(self.allocate)
-        if not troubles:
-            _, troubles = self.attempt(lambda: self.open_peers(handles))
-        if troubles:
-            self.release()
-            raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
+        handles = self.attempt(self.allocate, self.release)
+        self.attempt(lambda: self.open_peers(handles), self.release)
         assert self.heap is not None
         open_heaps.add(self.heap)
         return self.heap
@@ -195,15 +192,6 @@ class _HeapBuilder(CollectiveSteps):
         having = self.gather(self.base is not None)
         if self.base is not None and (all(having) or not self.memory.collective):
             _quietly(self.memory.free, self.device, self.base)
-
-
-def _raise_troubles(troubles: Sequence[tuple[bool, str] | None]) -> None:
-    """troubles: by rank, whether its error was a ValueError, and its text."""
-    failed = [(rank, *each) for rank, each in enumerate(troubles) if each is not None]
-    if failed:
-        sentences = "; ".join(f"rank {rank}: {text}" for rank, _, text in failed)
-        kind = ValueError if any(is_value for _, is_value, _ in failed) else RuntimeError
-        raise kind(f"pmoe: no symmetric heap: {sentences}")
 
 
 def _check_same(facts: Sequence[dict[str, object]]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Exchange, Traffic, all_to_all
+from pmoe.comm.base import Exchange, RowCounts, Traffic, all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
 
@@ -60,22 +60,12 @@ class HierarchicalExchange(Exchange):
 
     @abc.abstractmethod
     def carry(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int],
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
         """`exchange` where there are two levels."""
 
     def exchange(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int] = (),
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> None:
         """Ends before it returns; on CUDA the current stream waits, not the host."""
         if rows.is_floating_point() and rows.element_size() == 1:
@@ -95,7 +85,7 @@ class HierarchicalExchange(Exchange):
         return (self.topology.across if across else self.topology.inside)(self.ranks.rank)
 
     def send(
-        self, rows: Tensor, send_rows: Sequence[int], out: Tensor, recv_rows: Sequence[int], *, across: bool
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, *, across: bool
     ) -> None:
         """One collective, inside the node or across nodes."""
         groups = self.connect()
@@ -106,8 +96,8 @@ class HierarchicalExchange(Exchange):
     def step(
         self,
         rows: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
+        send_rows: RowCounts,
+        recv_rows: RowCounts,
         out: Tensor | None = None,
         *,
         across: bool,
@@ -123,9 +113,9 @@ class HierarchicalExchange(Exchange):
     def last_step(
         self,
         rows: Tensor,
-        send_rows: Sequence[int],
+        send_rows: RowCounts,
         out: Tensor,
-        recv_rows: Sequence[int],
+        recv_rows: RowCounts,
         sources: Sequence[int],
         *,
         across: bool,

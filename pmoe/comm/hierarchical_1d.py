@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch
+from pmoe.comm.base import Combine, Dispatch, RowCounts
 from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
@@ -56,12 +56,7 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         return [rows] + [0] * (self._local - 1)
 
     def carry(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int],
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
         size = self.ranks.size
         tables = [relayed[start : start + size] for start in range(0, len(relayed), size)]

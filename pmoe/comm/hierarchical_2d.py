@@ -14,12 +14,10 @@ Letters: W = A * L ranks, L ranks of each node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch
+from pmoe.comm.base import Combine, Dispatch, RowCounts
 from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
@@ -52,12 +50,7 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         return [rank for ranks in zip(*self.topology.members, strict=True) for rank in ranks]
 
     def carry(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int],
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
         members, nodes = self.topology.members, self.topology.num_nodes
         mates = [self.topology.node(rank) for rank in self.peers(across=True)]  # their nodes

@@ -171,10 +171,10 @@ def test_what_a_kernel_reports_is_raised_behind_the_device(monkeypatch: pytest.M
         second.check()
 
 
-def test_heaps_of_the_same_device_may_be_named_in_several_ways() -> None:
+def test_a_heap_is_shared_and_grows() -> None:
     shape = replace(SHAPE, num_ranks=1)
     torch.cuda.set_device(DEVICE)
-    heap = heap_for(Ranks.single(), torch.device("cuda"), shape)
+    heap = heap_for(Ranks.single(), DEVICE, shape)
     assert heap.device == DEVICE
     assert heap_for(Ranks.single(), DEVICE, shape) is heap
     larger = heap_for(Ranks.single(), DEVICE, replace(shape, rows=5000))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import cuda_index
 
 
 class DeviceMemory:
@@ -79,11 +78,6 @@ def synchronize(device: torch.device) -> None:
     """The host waits for a CUDA device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def with_index(device: torch.device) -> torch.device:
-    """With its index: "cuda" -> the current device."""
-    return torch.device("cuda", cuda_index(device)) if device.type == "cuda" else device
 
 
 def host_name() -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.collectives import warn_where_there_is_no_room
-from pmoe.comm.heap.device_memory import DeviceMemory, with_index
+from pmoe.comm.heap.device_memory import DeviceMemory
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.rank_heap import Heap, open_heaps
 from pmoe.comm.heap.shape import HeapShape, wait_seconds
@@ -31,7 +31,7 @@ def virtual_heaps(
 
     RuntimeError naming rank and bytes where memory does not suffice; nothing is kept then.
     """
-    memory, device = memory or DeviceMemory(), with_index(device)
+    memory = memory or DeviceMemory()
     bound = wait_seconds(Ranks.single())
     bases: list[int] = []
     try:
@@ -123,7 +123,7 @@ class _HeapBuilder(CollectiveSteps):
     bound_seconds: float
 
     def __init__(self, ranks: Ranks, shape: HeapShape, device: torch.device, memory: DeviceMemory) -> None:
-        super().__init__(ranks, with_index(device))
+        super().__init__(ranks, device)
         self.shape, self.memory = shape, memory
         self.base: int | None = None
         self.opened: dict[int, int] = {}
@@ -252,7 +252,7 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
     is made, on every rank; tensors on it must not be used any more. Raises as ``make`` does, and HeapError
     where the heap that is there is broken.
     """
-    kept, device = heaps_of(ranks), with_index(device)
+    kept = heaps_of(ranks)
     key = (device, shape.num_ranks, shape.experts, shape.d_model, shape.dtype)
     heap = kept.get(key)
     if heap is not None:

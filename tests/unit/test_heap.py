@@ -420,14 +420,6 @@ def test_the_extension_refuses_in_sentences_where_there_is_no_device() -> None:
             call()
 
 
-def test_a_device_that_is_none_of_cudas_is_refused_with_its_name() -> None:
-    told = "device cpu: a symmetric heap is in the memory of a CUDA device"
-    with pytest.raises(RuntimeError, match=told):
-        virtual_heaps(SHAPE, CPU)
-    with pytest.raises(RuntimeError, match=told):
-        process_heap(Ranks.single(), ALONE, CPU)
-
-
 def test_without_nvshmem_its_provider_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if hasattr(extension.load(), "NVSHMEM"):
         pytest.skip("NVSHMEM is built in")

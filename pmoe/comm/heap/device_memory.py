@@ -30,7 +30,6 @@ class DeviceMemory:
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
         """The address of memory that holds zeros, and nothing else's."""
-        _check_cuda(device)
         try:
             return self._allocate(device, num_bytes)
         except RuntimeError:
@@ -57,13 +56,7 @@ class DeviceMemory:
 
     def place(self, device: torch.device) -> tuple[str, str]:
         """The code that the driver has loaded there (see `Architecture`), and what tells nodes apart."""
-        _check_cuda(device)
         return str(extension.loaded_architecture(device)), host_name()
-
-
-def _check_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise RuntimeError(f"device {device}: a symmetric heap is in the memory of a CUDA device")
 
 
 def loaded_extension() -> Any:

@@ -54,10 +54,6 @@ class Fault(enum.IntEnum):
     )
 
 
-FAULTS = tuple(Fault)
-"""By their numbers."""
-
-
 class FaultError(ValueError):
     """A ValueError that knows which `Fault` the other ranks are told."""
 
@@ -266,8 +262,8 @@ class CountsExchange:
         max_tokens, fault, needs_grad, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
         if fault:
             codes = enumerate(headers[:, 1].tolist())
-            told = [f"rank {rank}: {FAULTS[code].text}" for rank, code in codes if code]
-            raise FaultError(FAULTS[fault], "; ".join(told))
+            told = [f"rank {rank}: {Fault(code).text}" for rank, code in codes if code]
+            raise FaultError(Fault(fault), "; ".join(told))
         kinds = headers[:, 3].tolist()
         if len(set(kinds)) > 1:
             names = [*map(str, TYPES), "another type"]

@@ -110,8 +110,8 @@ def parameter_groups(
     DTensors of different meshes.
 
     Args:
-        parameters: a model, its parameters, or groups as optimizers take them, each of which is split with
-            all its options. The order of groups and of parameters is kept, plain ones first.
+        parameters: a model, its parameters (of any shape), or groups as optimizers take them, each of which
+            is split with all its options. The order of groups and of parameters is kept, plain ones first.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

@@ -76,7 +76,7 @@ class GradientReducer:
         self._syncs = True
         self._new_step: Callable[[], FirstStep | PartitionedStep]
         self._new_step = partial(FirstStep, self.parameters[0].device)
-        self._step = self._new_step()
+        self._step: FirstStep | PartitionedStep = self._new_step()
         current = partial(_step_of, weakref.ref(self))
         self._handles = [
             parameter.register_post_accumulate_grad_hook(gradient_hook(current, at))

@@ -458,9 +458,7 @@ def over_nvshmem(rank: int, world: int, given: dict[str, Any]) -> tuple[str, lis
         use_layout(patch)
         patch.setattr(device_memory, "loaded_extension", lambda: fake)
         patch.setattr(nvshmem, "_members", given.get("members"))
-        patch.setattr(
-            device_memory.DeviceMemory, "place", lambda self, device: (HOPPER, str(rank))
-        )
+        patch.setattr(device_memory.DeviceMemory, "place", lambda self, device: (HOPPER, str(rank)))
         patch.setattr(extension, "nvshmem_library", lambda: "the library")
         told = ""
         try:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, process_heap
+from pmoe.comm.heap import HeapError, HeapShape, close_heaps, process_heap
+from pmoe.comm.heap.shape import WAIT_SECONDS
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import FusedKernel, Launcher
 from pmoe.kernels.comet import steps as kernel_steps

@@ -8,7 +8,6 @@ Letters: n chunks.
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from pmoe.papers.fsmoe_layers import (
     table4,
 )
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LayerCosts
-from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, simulated_degrees, stage_seconds
+from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, schedule_of, simulated_degrees, stage_seconds
 from pmoe.planner.gradient_partition import partition
 from pmoe.planner.pipeline_degree import MAX_DEGREE
 from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
@@ -57,6 +56,7 @@ class SystemPlan:
     end_bytes: int = 0
 
 
+@functools.cache
 def plans(layer: Configured) -> dict[str, SystemPlan]:
     """Each system's plan, from ideal lanes."""
     costs, total = moe_costs(layer), layer.gradient_bytes
@@ -86,6 +86,7 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
     return found
 
 
+@functools.cache
 def plan_seconds(layer: Configured, plan: SystemPlan, contention: float = 1.0) -> float:
     """Forward and backward of attention and MoE with a plan, and the gradients that travel in it."""
     costs, dense = moe_costs(layer), attention(layer)
@@ -125,7 +126,7 @@ def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeS
 
 @functools.cache
 def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, contention: float) -> float:
-    tasks = options.schedule(n).tasks
+    tasks = schedule_of(options, n).tasks
     return makespan(
         simulate_slowed(tasks, stage_seconds(costs, n, options, t_gar), _contended_speeds(contention))
     )
@@ -189,16 +190,11 @@ class Table5:
 
 
 def table5(contention: float = CONTENTION) -> Table5:
-    """Simulates all layers under one contention; 1 is ideal lanes.
-
-    Raises ValueError for a contention below 1.
-    """
-    if not 1 <= contention < math.inf:
-        raise ValueError(f"contention ({contention}) must be a finite number of at least 1")
+    """Simulates all layers under one contention, of at least 1; 1 is ideal lanes."""
     layers = [replace(layer, heads=1) for layer in table4()]  # heads change no cost: a third is simulated
-    planned = [_plans(layer) for layer in layers]
+    planned = [plans(layer) for layer in layers]
     seconds = {
-        name: [_step(layer, plan[name], contention) for layer, plan in zip(layers, planned, strict=True)]
+        name: [plan_seconds(layer, plan[name], contention) for layer, plan in zip(layers, planned, strict=True)]
         for name in planned[0]
     }
     chosen = [plan["FSMoE"] for plan in planned]
@@ -213,10 +209,6 @@ def table5(contention: float = CONTENTION) -> Table5:
         ),
         at_largest=sum(DEGREES[-1] in (plan.forward, plan.backward) for plan in chosen),
     )
-
-
-_plans = functools.cache(plans)
-_step = functools.cache(plan_seconds)
 
 
 def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> Table5Row:

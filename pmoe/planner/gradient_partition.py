@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pmoe.arguments import check_int, check_not_negative
 from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_seconds, bytes_within
 
 if TYPE_CHECKING:
@@ -49,14 +47,9 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     all_reduce: seconds of bytes. ready_bytes: gradients that are there before the first layer, such as those
     of the model's head. Dozens of layers take a tenth of a second.
 
-    Raises ValueError for no layers, negative bytes, or a line with a negative number.
     Example: one layer, 1000 bytes ready, 1 s a byte, 300 s dense, nothing idle beside its experts -> 300
     bytes beside the dense part, 700 at the end.
     """
-    if not layers:
-        raise ValueError("layers (none) must hold at least one")
-    check_int(ready_bytes=ready_bytes)
-    check_not_negative(ready_bytes=ready_bytes, **vars(all_reduce))
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     made = list(itertools.accumulate(sources))[:-1]  # bytes that are there when a layer's backward begins
     dense, moe = _filled(layers, all_reduce, made)
@@ -107,19 +100,18 @@ GENERATIONS = 100
 """At most; it ends earlier where all candidates are equal."""
 
 
+@dataclass(frozen=True)
 class ExposedSeconds:
-    """Eq. 5: exposed seconds as a function of the bytes that each MoE part carries beyond step 1."""
+    """Eq. 5: exposed seconds as a function of the bytes that each MoE part carries beyond step 1.
 
-    def __init__(
-        self,
-        layers: Sequence[GeneralizedLayer],
-        all_reduce: LineCost,
-        dense: Sequence[int],
-        moe: Sequence[int],
-        total: int,
-    ) -> None:
-        self.layers, self.all_reduce = layers, all_reduce
-        self.dense, self.moe, self.total = list(dense), list(moe), total
+    dense, moe: bytes of each part after step 1. total: bytes of all gradients.
+    """
+
+    layers: Sequence[GeneralizedLayer]
+    all_reduce: LineCost
+    dense: Sequence[int]
+    moe: Sequence[int]
+    total: int
 
     def share(self, at: int, more: int) -> Share:
         t_gar = all_reduce_seconds(self.all_reduce, self.moe[at] + more)
@@ -136,16 +128,15 @@ class ExposedSeconds:
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 
     def joins(self, left: int) -> bool:
-        """Does what is left better follow the last dense part's bytes, in one message?"""
-        return left > 0 and self.joined_seconds(left) < all_reduce_seconds(self.all_reduce, left)
+        """Does what is left better follow the last dense part's bytes, in one message?
 
-    def joined_seconds(self, left: int) -> float:
-        """Of that message, what is longer than the dense part; no way where the last layer makes gradients of
-        its own, for those come after its dense part."""
-        if self.layers[-1].gradient_bytes:
-            return math.inf
+        No way where the last layer makes gradients of its own, for those come after its dense part.
+        """
+        last = self.layers[-1]
+        if not left or last.gradient_bytes:
+            return False
         whole = all_reduce_seconds(self.all_reduce, self.dense[-1] + left)
-        return max(0.0, whole - self.layers[-1].dense_seconds)
+        return max(0.0, whole - last.dense_seconds) < all_reduce_seconds(self.all_reduce, left)
 
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:

@@ -19,9 +19,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from pmoe.arguments import check_not_negative
 from pmoe.planner.costs import LayerCosts
 
 MAX_DEGREE = 16
@@ -32,19 +31,6 @@ STEP = 1e-5
 
 TOLERANCE = 1e-7
 """Of a constraint, as a share of the time in one chunk: SLSQP ends that far outside at times."""
-
-
-class Solved(NamedTuple):
-    """What Algorithm 1 found: the degree, the case that holds there and its formula's seconds.
-
-    continuous: the minimum before it was rounded, and ``case_before`` the case that it came from.
-    """
-
-    degree: int
-    seconds: float
-    case: int
-    continuous: float
-    case_before: int
 
 
 # ---- the paper's cases
@@ -88,7 +74,7 @@ def case_of(costs: LayerCosts, r: float, t_gar: float = 0.0) -> int:
 
 
 def case_seconds(case: int, costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
-    """f1 to f4 of Section 4.2. Raises ValueError for another case."""
+    """f1 to f4 of Section 4.2."""
     a2a, ag, rs, exp = costs.chunk(r)
     match case:
         case 1:
@@ -97,9 +83,8 @@ def case_seconds(case: int, costs: LayerCosts, r: float, t_gar: float = 0.0) -> 
             return 2 * a2a + ag + rs + r * exp
         case 3:
             return 2 * r * a2a + ag + rs
-        case 4:
+        case _:  # 4
             return 2 * a2a + r * (ag + rs)
-    raise ValueError(f"case ({case}) must be 1, 2, 3 or 4")
 
 
 def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
@@ -107,7 +92,7 @@ def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
     return case_seconds(case_of(costs, r, t_gar), costs, r, t_gar)
 
 
-def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> Solved:
+def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> int:
     """Algorithm 1: the degree that is fastest by the four formulas, each minimised by SLSQP where it holds.
 
     The constraints of a case are a disjunction, so its branches are solved apart, and a branch that holds in
@@ -115,24 +100,14 @@ def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEG
     two whole numbers, which its neighbours bring in. Of both whole numbers around the best r, the one with
     fewer `formula_seconds` is taken; of equals the lower.
 
-    Raises ValueError for t_gar below 0 or not finite, and max_degree below 1.
     Example: experts of 8 s whatever r is, all else free -> degree 1; experts of 8 s in all and two
     all-to-alls of 4 s, nothing per chunk -> the largest degree.
     """
-    check_not_negative(t_gar=t_gar)
-    if max_degree < 1:
-        raise ValueError(f"max_degree ({max_degree}) must be at least 1")
-    best, before, case = math.inf, 1.0, 0
-    for branch, stretch in itertools.groupby(
-        range(1, max_degree + 1), key=lambda r: _branch_of(costs, r, t_gar)
-    ):
-        r = _solved(branch, list(stretch), costs, t_gar, max_degree)
-        seconds = case_seconds(BRANCHES[branch][0], costs, r, t_gar)
-        if seconds < best:
-            best, before, case = seconds, r, BRANCHES[branch][0]
+    branches = itertools.groupby(range(1, max_degree + 1), key=lambda r: _branch_of(costs, r, t_gar))
+    solved = [(at, _solved(at, list(stretch), costs, t_gar, max_degree)) for at, stretch in branches]
+    _, before = min(solved, key=lambda each: case_seconds(BRANCHES[each[0]][0], costs, each[1], t_gar))
     whole = {min(max(side(before), 1), max_degree) for side in (math.floor, math.ceil)}
-    degree = min(sorted(whole), key=lambda r: formula_seconds(costs, r, t_gar))
-    return Solved(degree, formula_seconds(costs, degree, t_gar), case_of(costs, degree, t_gar), before, case)
+    return min(sorted(whole), key=lambda r: formula_seconds(costs, r, t_gar))
 
 
 # ---- SLSQP

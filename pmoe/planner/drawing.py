@@ -11,8 +11,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from pmoe.planner.timeline import ON_COLOUR
 
@@ -102,13 +101,6 @@ class Point:
     num_bytes: float
     seconds: float
     chosen: bool = False
-
-
-def scatter(
-    path: str | Path | IO[bytes], points: Sequence[Point], title: str, budget: int | None = None
-) -> None:
-    """Draws `scatter_figure` as a PNG. Needs matplotlib."""
-    scatter_figure(points, title, budget).savefig(path, dpi=130, format="png")
 
 
 def scatter_figure(points: Sequence[Point], title: str, budget: int | None = None) -> Figure:

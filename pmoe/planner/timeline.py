@@ -1,17 +1,14 @@
-"""The timeline: draws when each task ran, measured above predicted.
-
-It reads spans only: anything with direction, name, kind, chunk, lane, start and end (seconds).
-"""
+"""The timeline: draws when each task ran, measured above predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
 from pmoe.planner.simulator import Simulated
-from pmoe.schedule.tasks import Lane, Task
+from pmoe.schedule.tasks import Kind, Lane, Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,23 +18,17 @@ ON_COLOUR = "#101010"
 """Text on a coloured mark: dark on dark pages, too."""
 
 
-class TimedTask(Protocol):
-    """What the timeline reads of a span."""
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """When one task ran: seconds on a clock that all tasks of a journal share."""
 
-    @property
-    def direction(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def lane(self) -> str: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
+    direction: str
+    name: str
+    kind: Kind
+    chunk: int
+    lane: Lane
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +49,7 @@ class Bar:
     base: float = 0.0
 
 
-def bars(spans: Iterable[TimedTask]) -> list[Bar]:
+def bars(spans: Iterable[Span | Bar]) -> list[Bar]:
     """Spans as bars from time 0, each starting when its lane was free.
 
     A communication span begins when it is issued; the time until the message before it has ended is
@@ -80,7 +71,7 @@ def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin:
     return [_bar(direction, each.task, origin + each.start, origin + each.end) for each in simulated]
 
 
-def _bar(direction: str, task: TimedTask | Task, start: float, end: float) -> Bar:
+def _bar(direction: str, task: Span | Bar | Task, start: float, end: float) -> Bar:
     kind, lane = (str(getattr(each, "value", each)) for each in (task.kind, task.lane))
     return Bar(
         direction=direction, name=task.name, kind=kind, chunk=task.chunk, lane=lane, start=start, end=end
@@ -224,7 +215,7 @@ class Overlap:
         return self.communication - self.exposed
 
 
-def overlap(spans: Sequence[TimedTask]) -> Overlap:
+def overlap(spans: Sequence[Span]) -> Overlap:
     """What the spans of one pass say.
 
     Example: S from 0 to 3 s, C from 2 to 6 s, R from 5 to 8 s: 8 s, of which something travels in 6, and

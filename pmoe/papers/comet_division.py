@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pmoe.papers import comet_tasks
@@ -20,7 +20,7 @@ from pmoe.planner.timeline import Bar
 def fused_run(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> list[Simulated[comet_tasks.FusedTask]]:
-    """A fused kernel, simulated; chunk_columns is for layer 1. Raises ValueError as its tasks do."""
+    """A fused kernel, simulated; chunk_columns is for layer 1."""
     if isinstance(layer, Arriving):
         tasks = comet_tasks.fused_dispatch_tasks(layer, device, n_c)
     else:
@@ -31,7 +31,7 @@ def fused_run(
 def fused_seconds(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> float:
-    """Of one fused kernel. Raises ValueError as its tasks do."""
+    """Of one fused kernel."""
     return makespan(fused_run(layer, device, n_c, chunk_columns))
 
 
@@ -46,32 +46,20 @@ class BestDivision:
 
 
 def best_division(
-    layer: Arriving | Returning,
-    device: DeviceRates,
-    *,
-    divisions: Iterable[int] | None = None,
-    chunks: Iterable[int] | None = None,
+    layer: Arriving | Returning, device: DeviceRates, *, chunks: Sequence[int] | None = None
 ) -> BestDivision:
     """The fastest n_c, for layer 1 with its T_N: that of all candidates on the simulator; of equals the least
     n_c, then the fewest chunks (the division point of section 3.2.2, simulated where COMET profiles).
 
-    divisions: n_c to choose from, default 1 to blocks - 1. chunks: T_N, default 256, 512, ... and all
-    columns. Candidates are simulated in the order of `min_seconds` until that exceeds what has been found.
-    Raises ValueError for none to choose from, chunks for layer 0, and bad ones among them.
+    chunks: T_N to choose from, of layer 1, by default `all_chunks`. Candidates are simulated in the order of
+    `min_seconds` until that exceeds what has been found.
     """
     if isinstance(layer, Arriving):
-        if chunks is not None:
-            raise ValueError(f"chunks ({chunks}) must be left out for layer 0, which has none")
-        widths = [TILE_COLUMNS]
-    else:
-        widths = list(all_chunks(layer.columns) if chunks is None else chunks)
-    allowed = list(range(1, device.blocks) if divisions is None else divisions)
-    if not allowed or not widths:
-        raise ValueError(f"divisions ({allowed}) and chunks ({widths}) must hold something to choose from")
+        chunks = [TILE_COLUMNS]
     candidates = sorted(
         (min_seconds(layer, device, n_c, width), n_c, -width)
-        for n_c in dict.fromkeys(allowed)
-        for width in dict.fromkeys(widths)
+        for n_c in range(1, device.blocks)
+        for width in chunks or all_chunks(layer.columns)
     )
     best = (math.inf, 0, 0)
     simulated = 0
@@ -99,14 +87,9 @@ def min_seconds(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> float:
     """What no simulation of a division falls below: the computing blocks' work with what must come before or
-    after it, that of the communicating blocks, and the link's.
-
-    Raises ValueError as the kernels' tasks do.
-    """
-    comet_tasks.check_division(n_c, device)
+    after it, that of the communicating blocks, and the link's."""
     if isinstance(layer, Arriving):
         return _min_of_layer_0(layer, device, n_c)
-    comet_tasks.check_chunk(chunk_columns)
     return _min_of_layer_1(layer, device, n_c, comet_tasks.chunk_widths(layer, chunk_columns))
 
 

@@ -147,15 +147,15 @@ class Case:
 
 
 @functools.cache
-def figure8(device: DeviceRates = H800) -> tuple[Case, ...]:
+def figure8() -> tuple[Case, ...]:
     """The moves of n_c in Fig. 8, by model."""
     slower = replace(
-        device, block_local_bytes=device.block_local_bytes / 2, block_peer_bytes=device.block_peer_bytes / 2
+        H800, block_local_bytes=H800.block_local_bytes / 2, block_peer_bytes=H800.block_peer_bytes / 2
     )
     cases = []
     for (tp, tokens), paper in PAPER_N_C.items():
         _, layer = _mixtral(tokens, tp)
-        best = _at_one_tile(layer, device)
+        best = _at_one_tile(layer, H800)
         cases.append(
             Case(
                 tp=tp,
@@ -163,9 +163,9 @@ def figure8(device: DeviceRates = H800) -> tuple[Case, ...]:
                 paper=paper,
                 model=best.division.n_c,
                 seconds=best.seconds,
-                paper_seconds=None if paper is None else fused_seconds(layer, device, paper),
+                paper_seconds=None if paper is None else fused_seconds(layer, H800, paper),
                 half_rate=_at_one_tile(layer, slower).division.n_c,
-                per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], device).division.n_c,
+                per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800).division.n_c,
             )
         )
     return tuple(cases)
@@ -226,12 +226,7 @@ DRAWN_TOKENS = 16384
 def chunked_run(
     arriving: Arriving, returning: Returning, device: DeviceRates, n: int
 ) -> list[Simulated[Task]]:
-    """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer.
-
-    Raises ValueError for n below 1, and layers of unlike rows.
-    """
-    if arriving.rows_E != returning.rows_E:
-        raise ValueError(f"rows_E ({arriving.rows_E}) must be those of layer 1 ({returning.rows_E})")
+    """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer."""
     here, away = arriving.rows_WE[0], tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
     remote = sum(away) > 0
     stages = Stages(local=sum(here) > 0 or not remote, remote=remote)
@@ -296,30 +291,29 @@ class Beside:
 
 
 @functools.cache
-def beside(tokens: int = DRAWN_TOKENS, device: DeviceRates = H800) -> Beside:
+def beside() -> Beside:
     """Mixtral's layer with EP = 8: one fused kernel after the other, and chunked in 1, 2, 4 and 8."""
-    arriving, returning = _mixtral(tokens, tp=1)
+    arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     return Beside(
-        tokens=tokens,
-        dispatch=best_division(arriving, device),
-        combine=best_division(returning, device),
-        chunked={n: makespan(chunked_run(arriving, returning, device, n)) for n in DEGREES},
+        tokens=DRAWN_TOKENS,
+        dispatch=best_division(arriving, H800),
+        combine=best_division(returning, H800),
+        chunked={n: makespan(chunked_run(arriving, returning, H800, n)) for n in DEGREES},
     )
 
 
-def panels(found: Beside, device: DeviceRates = H800) -> dict[str, list[Bar]]:
+def panels(found: Beside) -> dict[str, list[Bar]]:
     """The drawing of `beside`: fused, and chunked in n = 2 and the best n."""
     arriving, returning = _mixtral(found.tokens, tp=1)
     first, second = found.dispatch.division, found.combine.division
-    run = fused_run(arriving, device, first.n_c)
-    fused = busy_bars(run, device, first.n_c)
-    run = fused_run(returning, device, second.n_c, second.chunk_columns)
-    fused += busy_bars(run, device, second.n_c, origin=found.dispatch.seconds)
+    run = fused_run(arriving, H800, first.n_c)
+    fused = busy_bars(run, H800, first.n_c)
+    run = fused_run(returning, H800, second.n_c, second.chunk_columns)
+    fused += busy_bars(run, H800, second.n_c, origin=found.dispatch.seconds)
     drawn = {
-        f"fused, n_c = {first.n_c} of {device.blocks} in layer 0, {second.n_c} in layer 1 "
+        f"fused, n_c = {first.n_c} of {H800.blocks} in layer 0, {second.n_c} in layer 1 "
         f"(T_N = {second.chunk_columns})": fused
     }
     for n in dict.fromkeys((2, found.best_n)):
-        run_in_chunks = chunked_run(arriving, returning, device, n)
-        drawn[f"chunked, n = {n}"] = simulated_bars("forward", run_in_chunks)
+        drawn[f"chunked, n = {n}"] = simulated_bars("forward", chunked_run(arriving, returning, H800, n))
     return drawn

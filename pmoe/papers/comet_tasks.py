@@ -59,7 +59,6 @@ class Launch:
     """The tasks of one launch, as they are added."""
 
     def __init__(self, device: DeviceRates, n_c: int) -> None:
-        check_division(n_c, device)
         self.tasks: list[FusedTask] = []
         self._device = device
         self._on_link: list[list[str]] = [[] for _ in range(n_c)]  # by block: what it has sent
@@ -158,10 +157,7 @@ def piece_rows(layer: Arriving) -> int:
 
 
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
-    """Layer 0 with ``n_c`` communicating blocks, which take pieces in turn.
-
-    Raises ValueError for an n_c that leaves no block to compute or to communicate.
-    """
+    """Layer 0 with ``n_c`` communicating blocks, which take pieces in turn."""
     kernel = Launch(device, n_c)
     landed: dict[tuple[int, int], list[str]] = {}  # (expert, row tile) -> what its rows wait for
     height, piece = piece_rows(layer), itertools.count()
@@ -202,11 +198,8 @@ def fused_combine_tasks(
     Sums leave in pieces of 16, which blocks take in turn, for this rank first; this rank's tokens are dealt
     out singly. What a block does without waiting between is one task: its tiles of a chunk, at no loss, and
     its pieces for one rank, which pass the link together.
-    Raises ValueError for an n_c that leaves no block to compute or to communicate, and for a T_N that is no
-    multiple of 256.
     """
     kernel = Launch(device, n_c)
-    check_chunk(chunk_columns)
     computing = device.blocks - n_c
     tile_seconds = device.tile_seconds(layer.reduction)
     rows, partials = sum(layer.rows_E), sum(layer.partials_W)
@@ -217,12 +210,8 @@ def fused_combine_tasks(
     def sum_at_home(c: int) -> None:
         for block, tokens in enumerate(tokens_B):
             if tokens:
-                seconds = (
-                    widths[c]
-                    * layer.element_size
-                    * touched_elements(layer, tokens)
-                    / device.block_local_bytes
-                )
+                touched = widths[c] * layer.element_size * touched_elements(layer, tokens)
+                seconds = touched / device.block_local_bytes
                 kernel.add(f"O{c}.{block}", f"comm {block}", "O", c, seconds, (f"A{c}",))
 
     tiles = 0
@@ -284,13 +273,3 @@ def touched_elements(layer: Returning, tokens: int) -> float:
 
 def row_tiles(layer: Returning) -> int:
     return sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
-
-
-def check_chunk(chunk_columns: int) -> None:
-    if chunk_columns < TILE_COLUMNS or chunk_columns % TILE_COLUMNS:
-        raise ValueError(f"chunk_columns ({chunk_columns}) must be a multiple of {TILE_COLUMNS}, and not 0")
-
-
-def check_division(n_c: int, device: DeviceRates) -> None:
-    if not 1 <= n_c < device.blocks:
-        raise ValueError(f"n_c ({n_c}) must be at least 1 and below blocks ({device.blocks})")

@@ -36,10 +36,6 @@ BAND = 16
 PIECE_ROWS = 16
 """Rows that are signalled together."""
 
-MAX_TILES = 20_000
-MAX_PIECES = 8_192
-"""Beyond these, neighbouring tiles and pieces are one task: see `tile_order` and `piece_rows`."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedTask:
@@ -107,27 +103,20 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """level: of the source that completes its rows. row: of its expert's row tiles. ``width`` tiles of
-    columns from ``column`` on are one task."""
+    """level: of the source that completes its rows. row, column: of its expert's row tiles, and of columns."""
 
     level: int
     expert: int
     row: int
     column: int
-    width: int = 1
 
 
 def tile_order(layer: Arriving) -> list[Tile]:
     """Layer 0's tiles in the order in which blocks take them: by level, inside it by expert, inside that in
     bands of 16 row tiles, column after column (section 3.1.2 and Fig. 5: what needs no other rank goes
     first). An expert's last tile, where it is not full, goes with the last level, as in cuda/comet/order.h.
-
-    Beyond 20,000 tiles neighbouring columns are one task, as few as it takes to stay below: loads of blocks,
-    over 150 tasks each on 132, are then less even by about a task.
     """
-    height = sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
-    parts = min(column_tiles, max(1, MAX_TILES // max(height, 1)))
     arrived = [0] * len(layer.rows_E)
     complete = [0] * len(layer.rows_E)  # row tiles of each expert
     order = []
@@ -138,34 +127,24 @@ def tile_order(layer: Arriving) -> list[Tile]:
             first, end = complete[expert], arrived[expert] // TILE_ROWS
             complete[expert] = end = end + (last and arrived[expert] % TILE_ROWS > 0)
             for band in range(first, end, BAND):
-                for part in range(parts):
-                    column, after = column_tiles * part // parts, column_tiles * (part + 1) // parts
-                    order += [
-                        Tile(level=level, expert=expert, row=row, column=column, width=after - column)
-                        for row in range(band, min(band + BAND, end))
-                    ]
+                order += [
+                    Tile(level=level, expert=expert, row=row, column=column)
+                    for column in range(column_tiles)
+                    for row in range(band, min(band + BAND, end))
+                ]
     return order
-
-
-def piece_rows(layer: Arriving) -> int:
-    """Rows of a piece: 16, doubled until there are at most 8,192 pieces or a piece is as high as a tile."""
-    rows = PIECE_ROWS
-    counts = [count for level in layer.rows_WE for count in level]
-    while rows < TILE_ROWS and sum(math.ceil(count / rows) for count in counts) > MAX_PIECES:
-        rows *= 2
-    return rows
 
 
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
     """Layer 0 with ``n_c`` communicating blocks, which take pieces in turn."""
     kernel = Launch(device, n_c)
     landed: dict[tuple[int, int], list[str]] = {}  # (expert, row tile) -> what its rows wait for
-    height, piece = piece_rows(layer), itertools.count()
+    piece = itertools.count()
     before = [0] * len(layer.rows_E)  # rows of each expert from lower levels
     for level, rows_E in enumerate(layer.rows_WE):
         for expert, rows in enumerate(rows_E):
-            for first in range(0, rows, height):
-                p, count = next(piece), min(height, rows - first)
+            for first in range(0, rows, PIECE_ROWS):
+                p, count = next(piece), min(PIECE_ROWS, rows - first)
                 size = count * layer.row_bytes
                 end = kernel.write(f"S{p}", p % n_c, level, "S", level, read_bytes=size, write_bytes=size)
                 at = before[expert] + first
@@ -181,7 +160,7 @@ def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list
             f"block {i % (device.blocks - n_c)}",
             "C" if tile.level else "L",
             tile.level,
-            seconds * tile.width,
+            seconds,
             (f"A{tile.expert}.{tile.row}",),
         )
     return kernel.tasks

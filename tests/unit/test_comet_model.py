@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pmoe import cli
-from pmoe.papers import comet_figures, comet_tasks
+from pmoe.papers import comet_figures
 from pmoe.papers.comet_division import (
     all_chunks,
     best_division,
@@ -26,7 +26,7 @@ from pmoe.papers.comet_division import (
 )
 from pmoe.papers.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
 from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
-from pmoe.papers.comet_tasks import Tile, fused_combine_tasks, fused_dispatch_tasks, piece_rows, tile_order
+from pmoe.papers.comet_tasks import Tile, fused_combine_tasks, fused_dispatch_tasks, tile_order
 from pmoe.planner.division import Division
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import FUSED_LANES, LEGEND, draw
@@ -155,30 +155,6 @@ def test_no_tile_begins_before_each_of_its_rows_has_arrived(seed: int) -> None:
         arrived = max(there[tile.expert, row] for row in rows)
         before = found[f"T{i - (3 - n_c)}"][1] if i >= 3 - n_c else 0.0
         assert found[f"T{i}"][0] == max(arrived + 0.25, before)
-
-
-def _columns(tile: Tile) -> range:
-    return range(tile.column, tile.column + tile.width)
-
-
-def test_many_tiles_and_pieces_are_fewer_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = arriving([[3000, 700], [1000, 2000]], columns=2560)
-    exact = fused_seconds(layer, BY_HAND, 1)
-    monkeypatch.setattr(comet_tasks, "MAX_TILES", 200)
-    order = tile_order(layer)
-    assert len(order) == 54 * 3 and {tile.width for tile in order} == {3, 4}  # 10 columns in three
-    assert sorted((tile.expert, tile.row, column) for tile in order for column in _columns(tile)) == [
-        (expert, row, column)
-        for expert, rows in enumerate((32, 22))
-        for row in range(rows)
-        for column in range(10)
-    ]
-    assert fused_seconds(layer, BY_HAND, 1) == pytest.approx(exact, rel=0.05)
-    assert piece_rows(layer) == 16
-    monkeypatch.setattr(comet_tasks, "MAX_PIECES", 250)
-    assert piece_rows(layer) == 32
-    monkeypatch.setattr(comet_tasks, "MAX_PIECES", 1)
-    assert piece_rows(layer) == 128
 
 
 # ---- layer 1 ----

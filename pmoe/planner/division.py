@@ -291,9 +291,8 @@ class DivisionTable:
 
         Where both were measured those of more rows count, which favour fusion less (COMET, Section 5.3).
         """
-        plain = sizes_of(sizes)
         for rows in (sizes.rows, 2 * sizes.rows, sizes.rows // 2):
-            found = self.layers.get(replace(plain, rows=rows)) if rows else None
+            found = self.layers.get(replace(sizes, rows=rows)) if rows else None
             if found is not None:
                 return found
         return None

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from pmoe.arguments import check_count
 from pmoe.experts import FFNExperts
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.schedule.slots import HiddenColumns
@@ -126,13 +125,9 @@ def sizes_from_options(
 
     num_ranks: that share the experts. device_type: "cpu" or "cuda"; experts hold more for a row on one.
 
-    Raises TypeError for a number that is no int; ValueError for one below 1, top_k above num_experts,
-    num_experts that num_ranks does not divide, and an unknown expert.
+    Raises ValueError for top_k above num_experts, and num_experts that num_ranks does not divide.
     """
-    check_count(d_model=d_model, d_hidden=d_hidden, num_experts=num_experts, top_k=top_k, num_ranks=num_ranks)
     check_fits(num_experts, top_k, num_ranks)
-    if expert not in STACKED:
-        raise ValueError(f"expert ({expert!r}) must be one of {', '.join(STACKED)}")
     local = num_experts // num_ranks
     experts = STACKED[expert](d_model, d_hidden, local, bias=bias, device="meta", dtype=dtype)
     return LayerSizes(

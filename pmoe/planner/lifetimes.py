@@ -35,12 +35,6 @@ class Makes:
     result: tuple[str, ...] = ()
 
 
-FROM_THE_START = {
-    "forward": ("send", "arrived", "copies", "T_DI"),
-    "backward": ("send", "arrived", "copies", "dT_DO"),
-}
-"""Beside the rows that come home."""
-
 MAKES: Mapping[str, Mapping[Kind, Makes]] = {
     "forward": {
         Kind.COMPUTE: Makes(stay=("T_DO", "leaving", "parts"), brief=("active",), result=("T_DO_sorted",)),
@@ -103,7 +97,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, direction: str) -> Held:
         return sum(rows * columns for rows, columns in shapes)
 
     sharded = sizes.inside > 1
-    start = [name for name in FROM_THE_START[direction] if sharded or name not in ("arrived", "copies")]
+    start = ["send", "T_DI" if direction == "forward" else "dT_DO"] + ["arrived", "copies"] * sharded
     home = sum(rows.extent.send) + sum(rows.extent.local) + sizes.has_drops
     live = home * sizes.d_model + sum(elements(tuple(start), i) for i in range(n))
     first = computing = leaving = live

@@ -91,7 +91,9 @@ def predict(
     parameters = sizes.expert_parameters + sizes.shared_parameters
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
     wide_dx = call.tokens * sizes.d_model * sizes.cast_from
-    saved = rows_T + sum(kept.values()) + shared + small + cast + _saved_mixtures(call, made, restore)
+    # Where rows are mixtures: their results, and the mixtures themselves where they are sent again.
+    mixtures = made * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
+    saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
@@ -135,16 +137,6 @@ def predict(
         }
         | ({"shared T_M": shared} if shared else {}),
     )
-
-
-# ---- rows that are no tokens: padded to capacity, or mixtures
-
-
-def _saved_mixtures(call: CallRows, made: int, restore: Restore) -> int:
-    """Where rows are mixtures: their results, and the mixtures themselves where they are sent again."""
-    if call.spread != "mixed":
-        return 0
-    return made * (2 if restore.dispatched == "communicate" else 1)
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:

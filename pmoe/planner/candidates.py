@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
 from pmoe.planner.degree import DEGREES, Choice
-from pmoe.planner.layer_seconds import simulated_pass, step_seconds
+from pmoe.planner.layer_seconds import simulated_step, step_seconds
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import worst_rows
@@ -163,9 +163,8 @@ def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: Pric
     """When each task of a step would run: forward, and backward right behind it."""
     drawn: list[Bar] = []
     origin = 0.0
-    for direction, n in (("forward", chosen.forward), ("backward", chosen.backward)):
-        rearranged = chosen.forward != chosen.backward
-        ran = simulated_pass(sizes, profile, num_tokens, n, direction, chosen.restore, rearranged)
+    step = simulated_step(sizes, profile, num_tokens, chosen.forward, chosen.backward, chosen.restore)
+    for direction, ran in step.items():
         drawn += simulated_bars(direction, ran, origin)
         origin += makespan(ran)
     return drawn

@@ -29,7 +29,7 @@ from bench.restore_regions import (
     table,
 )
 from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, cheapest_pair, eq10_seconds, lane_seconds
-from pmoe.planner.layer_seconds import simulated_pass, step_seconds
+from pmoe.planner.layer_seconds import simulated_step, step_seconds
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.tasks import Lane
@@ -126,9 +126,7 @@ def test_of_equals_the_one_with_least_work_on_all_lanes_is_taken() -> None:
 def test_copies_of_what_travels_run_beside_its_own_computing_where_few_rows_stay() -> None:
     regime = Regime(ranks=64, link=0.0625, copy=0.5, slowed=False)
     for direction in ("forward", "backward"):
-        spans = simulated_pass(
-            shape_of(64), profile_of(regime), B, 8, direction, STRATEGIES["S1"], rearranged=False
-        )
+        spans = simulated_step(shape_of(64), profile_of(regime), B, 8, 8, STRATEGIES["S1"])[direction]
         lane = Lane.COPY_OUT if direction == "forward" else Lane.COPY_IN
         copies = sum(item.end - item.start for item in spans if item.task.lane is lane)
         computing = [item for item in spans if item.task.lane is Lane.COMPUTE]

@@ -147,7 +147,7 @@ def _seconds_a_column(layer: Returning, device: DeviceRates, n_c: int) -> tuple[
 # ---- a simulated kernel as bars of a timeline
 
 
-_RESOLUTION = 200
+_RESOLUTION, _ALIKE, _IDLE = 200, 0.04, 1e-9
 
 
 def busy_bars(
@@ -160,8 +160,6 @@ def busy_bars(
     """
     total = makespan(run)
     drawn: list[Bar] = []
-    if not total:
-        return drawn
     for lane, prefix, size in (
         ("link", "link", 1),
         ("communicating blocks", "comm ", n_c),
@@ -181,37 +179,28 @@ def busy_bars(
 def _bars_of_lane(
     work: dict[tuple[str, int], list[float]], lane: str, origin: float, seconds: float
 ) -> list[Bar]:
-    open_bars: dict[tuple[str, int], tuple[int, float, float]] = {}  # -> first step, base, share
     drawn = []
-
-    def close(key: tuple[str, int], end: int) -> None:
-        first, base, share = open_bars.pop(key)
-        kind, part = key
-        drawn.append(
-            Bar(
-                direction="forward",
-                name=kind if kind == "L" else f"{kind}{part}",
-                kind=kind,
-                chunk=part,
-                lane=lane,
-                start=origin + first * seconds,
-                end=origin + end * seconds,
-                base=base,
-                share=share,
-            )
-        )
-
-    for step in range(_RESOLUTION):
-        base = 0.0
-        for key, busy in work.items():
-            share = busy[step]
-            if key in open_bars:
-                _, was_base, was_share = open_bars[key]
-                if max(abs(was_base - base), abs(was_share - share)) > 0.04 or share < 1e-9:
-                    close(key, step)
-            if share >= 1e-9 and key not in open_bars:
-                open_bars[key] = (step, base, share)
-            base += share
-    for key in list(open_bars):
-        close(key, _RESOLUTION)
+    base = [0.0] * _RESOLUTION
+    for (kind, part), busy in work.items():
+        first = 0
+        for step in range(1, _RESOLUTION + 1):
+            if step < _RESOLUTION:
+                apart = max(abs(base[first] - base[step]), abs(busy[first] - busy[step]))
+                if apart <= _ALIKE and min(busy[first], busy[step]) >= _IDLE:
+                    continue
+            if busy[first] >= _IDLE:
+                bar = Bar(
+                    direction="forward",
+                    name=kind if kind == "L" else f"{kind}{part}",
+                    kind=kind,
+                    chunk=part,
+                    lane=lane,
+                    start=origin + first * seconds,
+                    end=origin + step * seconds,
+                    base=base[first],
+                    share=busy[first],
+                )
+                drawn.append(bar)
+            first = step
+        base = [below + share for below, share in zip(base, busy, strict=True)]
     return sorted(drawn, key=lambda bar: bar.start)

@@ -19,7 +19,7 @@ from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRa
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
 from pmoe.planner.timeline import Bar, simulated_bars
 from pmoe.schedule.straight import forward_schedule
-from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces
+from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, piece_of
 
 ASSUMPTIONS: Mapping[str, str] = {
     "machine": "8 H800 (section 5.1) with 132 multiprocessors (Fig. 8), one block each, all ranks alike "
@@ -62,8 +62,6 @@ H800 = DeviceRates(
 )
 """One of the paper's eight devices, by ASSUMPTIONS."""
 
-ELEMENT_SIZE = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -98,7 +96,7 @@ PAPER_MB: Mapping[tuple[str, int], int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A cell of Table 3: the buffer's bytes, and the paper's MB (2^20 bytes)."""
+    """A cell of Table 3: bytes of the shared communication buffer, and the paper's MB (2^20 bytes)."""
 
     model: str
     tokens: int
@@ -106,15 +104,10 @@ class Size:
     paper_mb: int
 
 
-def buffer_bytes(tokens: int, width: int) -> int:
-    """Of the shared communication buffer: M N elements of two bytes (section 5.5)."""
-    return ELEMENT_SIZE * tokens * width
-
-
 def table3() -> list[Size]:
-    """Table 3 and what section 5.5's formula gives."""
+    """Table 3 and what section 5.5's formula gives: M N elements of two bytes."""
     return [
-        Size(model=name, tokens=tokens, num_bytes=buffer_bytes(tokens, MODELS[name].N), paper_mb=paper)
+        Size(model=name, tokens=tokens, num_bytes=2 * tokens * MODELS[name].N, paper_mb=paper)
         for (name, tokens), paper in PAPER_MB.items()
     ]
 
@@ -218,7 +211,6 @@ def moves(cases: Sequence[Case]) -> list[str]:
 
 # ---- the fused layer beside the chunked one
 
-DEGREES = (1, 2, 4, 8)
 DRAWN_TOKENS = 16384
 """M of the layer that is drawn: that of Fig. 11, Mixtral 8x7B with EP = 8 and TP = 1."""
 
@@ -245,8 +237,7 @@ def chunked_run(
         )
 
     def local(task: Task) -> float:
-        # the last of two pieces has the last chunk's rows (`pmoe.schedule.tasks.piece_of`)
-        chunks = [i for i in range(n) if (i if pieces == n else int(i == n - 1)) == task.chunk]
+        chunks = [i for i in range(n) if piece_of(i, n, pieces) == task.chunk]
         return products([sum(_rows_of_chunk(rows, i, n) for i in chunks) for rows in here])
 
     def sent(task: Task) -> int:
@@ -285,10 +276,6 @@ class Beside:
     def fused(self) -> float:
         return self.dispatch.seconds + self.combine.seconds
 
-    @property
-    def best_n(self) -> int:
-        return min(self.chunked, key=self.chunked.__getitem__)
-
 
 @functools.cache
 def beside() -> Beside:
@@ -298,7 +285,7 @@ def beside() -> Beside:
         tokens=DRAWN_TOKENS,
         dispatch=best_division(arriving, H800),
         combine=best_division(returning, H800),
-        chunked={n: makespan(chunked_run(arriving, returning, H800, n)) for n in DEGREES},
+        chunked={n: makespan(chunked_run(arriving, returning, H800, n)) for n in (1, 2, 4, 8)},
     )
 
 
@@ -314,6 +301,6 @@ def panels(found: Beside) -> dict[str, list[Bar]]:
         f"fused, n_c = {first.n_c} of {H800.blocks} in layer 0, {second.n_c} in layer 1 "
         f"(T_N = {second.chunk_columns})": fused
     }
-    for n in dict.fromkeys((2, found.best_n)):
+    for n in dict.fromkeys((2, min(found.chunked, key=found.chunked.__getitem__))):
         drawn[f"chunked, n = {n}"] = simulated_bars("forward", chunked_run(arriving, returning, H800, n))
     return drawn

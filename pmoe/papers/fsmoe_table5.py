@@ -22,7 +22,7 @@ from pmoe.papers.fsmoe_layers import (
     table4,
 )
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LayerCosts
-from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, schedule_of, simulated_degrees, stage_seconds
+from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, simulated_degrees, stage_seconds
 from pmoe.planner.gradient_partition import partition
 from pmoe.planner.pipeline_degree import MAX_DEGREE
 from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
@@ -62,11 +62,10 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
     costs, total = moe_costs(layer), layer.gradient_bytes
     dense = attention(layer)
     tutel = _one_degree(costs)
-    improved = SystemPlan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total)
     found = {
         "DeepSpeed-MoE": SystemPlan(one_lane=True, forward=0, backward=0, end_bytes=total),
         "Tutel": SystemPlan(one_lane=True, forward=tutel, backward=tutel, end_bytes=total),
-        "Tutel-Improved": improved,
+        "Tutel-Improved": SystemPlan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total),
     }
     for name, one_lane in (("FSMoE-No-IIO", True), ("FSMoE", False)):
         seconds = 2 * dense.compute + (0 if one_lane else dense.all_gather + dense.reduce_scatter)
@@ -126,10 +125,8 @@ def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeS
 
 @functools.cache
 def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, contention: float) -> float:
-    tasks = schedule_of(options, n).tasks
-    return makespan(
-        simulate_slowed(tasks, stage_seconds(costs, n, options, t_gar), _contended_speeds(contention))
-    )
+    seconds = stage_seconds(costs, n, options, t_gar)
+    return makespan(simulate_slowed(options.schedule(n).tasks, seconds, _contended_speeds(contention)))
 
 
 @functools.cache
@@ -158,8 +155,7 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
     """Both communication lanes slow each other; see ASSUMPTIONS."""
     lanes = (Lane.COMMUNICATE, Lane.INTRA_NODE)
     both: Mapping[str, float] = dict.fromkeys(lanes, 1 / contention)
-    alone: Mapping[str, float] = {}
-    return lambda busy: both if busy.issuperset(lanes) else alone
+    return lambda busy: both if busy.issuperset(lanes) else {}
 
 
 # ---- the table
@@ -192,12 +188,12 @@ class Table5:
 def table5(contention: float = CONTENTION) -> Table5:
     """Simulates all layers under one contention, of at least 1; 1 is ideal lanes."""
     layers = [replace(layer, heads=1) for layer in table4()]  # heads change no cost: a third is simulated
-    planned = [plans(layer) for layer in layers]
+    planned = [(layer, plans(layer)) for layer in layers]
     seconds = {
-        name: [plan_seconds(layer, plan[name], contention) for layer, plan in zip(layers, planned, strict=True)]
-        for name in planned[0]
+        name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned]
+        for name in planned[0][1]
     }
-    chosen = [plan["FSMoE"] for plan in planned]
+    chosen = [plan["FSMoE"] for _, plan in planned]
     return Table5(
         contention=contention,
         num_layers=len(layers),

@@ -99,7 +99,7 @@ def _r_squared(line: LineCost, points: Mapping[float, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Work of a stage in one pass: ``size`` on ``line``. A chunk of r takes alpha + size / r * beta (Eq. 1)."""
+    """Work of a stage in one pass: ``size`` on ``line``. A chunk of r takes alpha + size / r * beta."""
 
     line: LineCost
     size: float

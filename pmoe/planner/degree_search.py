@@ -43,17 +43,15 @@ class ScheduleOptions:
     restore: Restore | None = None
     stays: float = 0.0
 
-
-@functools.lru_cache(maxsize=256)
-def schedule_of(options: ScheduleOptions, n: int) -> Schedule:
-    """Of the pass in n chunks."""
-    backward, local = options.direction == "backward", options.stays > 0
-    stages = Stages(
-        local=local, remote=True, sharded=not local, gradients=backward, one_lane=options.one_lane
-    )
-    if options.restore is not None:
-        return rotating(options.direction, n, stages, restore=options.restore)
-    return (backward_schedule if backward else forward_schedule)(n, stages)
+    def schedule(self, n: int) -> Schedule:
+        """Of the pass in n chunks."""
+        local, backward = self.stays > 0, self.direction == "backward"
+        stages = Stages(
+            local=local, remote=True, sharded=not local, gradients=backward, one_lane=self.one_lane
+        )
+        if self.restore is not None:
+            return rotating(self.direction, n, stages, restore=self.restore)
+        return (backward_schedule if backward else forward_schedule)(n, stages)
 
 
 def stage_seconds(
@@ -88,7 +86,7 @@ def stage_seconds(
 
 def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float = 0.0) -> float:
     """Simulated seconds of a pass in n chunks. t_gar: 0 in a forward pass, which carries no gradients."""
-    return makespan(simulate(schedule_of(options, n).tasks, stage_seconds(costs, n, options, t_gar)))
+    return makespan(simulate(options.schedule(n).tasks, stage_seconds(costs, n, options, t_gar)))
 
 
 def simulated_degrees(

@@ -20,7 +20,7 @@ from pmoe.papers.fsmoe_layers import (
     table4,
 )
 from pmoe.papers.fsmoe_table5 import PAPER, SystemPlan, plan_seconds, plans, table5
-from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, schedule_of, stage_seconds
+from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, stage_seconds
 from pmoe.planner.simulator import makespan, simulate, simulate_slowed
 from pmoe.schedule.tasks import Kind, Lane, make_task
 from tests.unit.test_cli import printed
@@ -101,7 +101,7 @@ def test_lanes_that_do_not_slow_each_other_are_the_simulators() -> None:
             options = ScheduleOptions(direction="backward", one_lane=one_lane)
             for n in (1, 3, 8):
                 seconds = stage_seconds(moe_costs(layer), n, options, 0.002)
-                tasks = schedule_of(options, n).tasks
+                tasks = options.schedule(n).tasks
                 slowed = simulate_slowed(tasks, seconds, lambda busy: {})
                 for one, other in zip(simulate(tasks, seconds), slowed, strict=True):
                     assert (one.start, one.end) == pytest.approx((other.start, other.end), rel=1e-12)
@@ -112,7 +112,7 @@ def test_a_slowed_lane_is_slower_by_at_most_its_factor() -> None:
     for layer in SOME[:5]:
         options = ScheduleOptions(direction="forward")
         seconds = stage_seconds(moe_costs(layer), 4, options)
-        tasks = schedule_of(options, 4).tasks
+        tasks = options.schedule(4).tasks
         slowed = makespan(simulate_slowed(tasks, seconds, lambda busy: both if busy >= set(both) else {}))
         ideal = makespan(simulate(tasks, seconds))
         assert ideal < slowed < 1.25 * ideal

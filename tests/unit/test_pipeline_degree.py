@@ -24,7 +24,6 @@ from pmoe.planner.degree_search import (
     ScheduleOptions,
     best_degree,
     pass_seconds,
-    schedule_of,
     simulated_degrees,
     stage_seconds,
 )
@@ -367,7 +366,7 @@ def test_one_lane_is_never_faster_than_two() -> None:
 
 def test_every_task_that_costs_has_its_stages_seconds() -> None:
     costs = layer(a2a=1, ag=2, rs=3, exp=4)
-    tasks = schedule_of(BACKWARD, 2).tasks
+    tasks = BACKWARD.schedule(2).tasks
     seconds = stage_seconds(costs, 2, BACKWARD, 7.0)
     told = {task.name: seconds(task) for task in tasks if seconds(task)}
     assert told == {

@@ -103,7 +103,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """level: of the source that completes its rows. row: of its expert's row tiles. column: of its columns."""
+    """level: of the source that completes its rows. row, column: of its expert's tiles."""
 
     level: int
     expert: int

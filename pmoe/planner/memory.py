@@ -180,13 +180,7 @@ def _forward_work(
         held.first + shared,
         held.leaving,
     )
-    return (
-        largest
-        + weights
-        + _unit_bytes(sizes, forward)
-        + _shared_result(sizes, call)
-        + _relayed(sizes, forward)
-    )
+    return largest + weights + _unit_bytes(sizes, forward) + _whole_rows(sizes, call, forward)
 
 
 def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: Held) -> int:
@@ -207,12 +201,14 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: 
     elif sizes.element_size < WIDE:  # an expert's gradient is made before it is added
         num_local = sizes.num_experts // sizes.num_across
         unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
-    return largest + weights + unit + _shared_result(sizes, call) + _relayed(sizes, backward)
+    return largest + weights + unit + _whole_rows(sizes, call, backward)
 
 
-def _shared_result(sizes: LayerSizes, call: CallRows) -> int:
-    """What the shared expert adds to all tokens of a pass."""
-    return call.tokens * sizes.d_model * sizes.element_size * bool(sizes.shared_parameters)
+def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
+    """What the shared expert adds to all tokens, and two copies of what a rank carries for others, a part of
+    the way, in one collective."""
+    num_rows = call.tokens * bool(sizes.shared_parameters) + 2 * rows.relayed
+    return num_rows * sizes.d_model * sizes.element_size
 
 
 def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
@@ -222,11 +218,6 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
     columns, size = sizes.shared_columns, sizes.element_size
     elements = call.tokens * (sizes.d_model + columns.hidden + columns.scratch)
     return elements * size + min(columns.scratch_rows, call.tokens) * columns.scratch * max(size, WIDE)
-
-
-def _relayed(sizes: LayerSizes, rows: PassRows) -> int:
-    """Two copies of what a rank carries for others, a part of the way, in one collective."""
-    return 2 * rows.relayed * sizes.d_model * sizes.element_size
 
 
 def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:

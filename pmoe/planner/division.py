@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -116,21 +116,17 @@ class FusedKernelSizes(FusedLayerSizes):
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
     """Those of the layer that a kernel is part of; equal to those of its other kernels."""
-    return FusedLayerSizes(**_layer_fields(sizes))
+    return FusedLayerSizes(**{each.name: getattr(sizes, each.name) for each in fields(FusedLayerSizes)})
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
     """One of the kernels of a layer."""
-    return FusedKernelSizes(kernel=kernel, direction=direction, **_layer_fields(layer))
+    return FusedKernelSizes(kernel=kernel, direction=direction, **vars(layer))
 
 
 def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
     """Every fused kernel of a layer: dispatch and combine, each forward and backward."""
     return [kernel_sizes(layer, kernel, way) for kernel in KERNELS for way in DIRECTIONS]
-
-
-def _layer_fields(sizes: FusedLayerSizes) -> dict[str, Any]:
-    return {each.name: getattr(sizes, each.name) for each in fields(FusedLayerSizes)}
 
 
 @dataclass(frozen=True, order=True)

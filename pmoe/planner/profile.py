@@ -5,10 +5,9 @@ Nothing is measured and no file is read here: `pmoe.measure.rates` and `pmoe.mea
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pmoe.planner.cost_model import Interference, Rates
@@ -128,7 +127,7 @@ class Profile(Identity):
 
     @property
     def identity(self) -> Identity:
-        return Identity(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Identity)})
+        return Identity(**{field.name: getattr(self, field.name) for field in fields(Identity)})
 
     def products(self, multiply_adds: float, weights: float) -> float:
         """Seconds of a task that reads ``weights`` elements once."""
@@ -156,10 +155,10 @@ def _rate(beta_seconds: float) -> float:
     return min(1 / beta_seconds, sys.float_info.max) if beta_seconds else sys.float_info.max
 
 
-def _by_path(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _by_path(record: Mapping[str, Any]) -> dict[str, Any]:
     """{"versions": {"torch": t}} -> {"versions.torch": t}"""
     found: dict[str, Any] = {}
-    for name, value in fields.items():
+    for name, value in record.items():
         if isinstance(value, dict):
             found |= {f"{name}.{inner}": deeper for inner, deeper in _by_path(value).items()}
         else:

@@ -17,13 +17,12 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_seconds, bytes_within
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +119,6 @@ class ExposedSeconds:
 
     def exposed(self, extra: Sequence[int]) -> float:
         """Seconds over those of a backward pass without gradients."""
-        import numpy as np
-
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def left(self, extra: Sequence[int]) -> int:
@@ -141,8 +138,6 @@ class ExposedSeconds:
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
         """Of many candidates at once: extra bytes (D, S) -> seconds (S,)."""
-        import numpy as np
-
         line, last = self.all_reduce, self.layers[-1]
         alone_D = np.array([layer.best(0.0).alone for layer in self.layers])[:, None]
         moe_D = np.array(self.moe, dtype=float)[:, None]
@@ -180,7 +175,6 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     """
     if not any(rooms):
         return [0] * len(rooms)
-    import numpy as np
     from scipy.optimize import differential_evolution  # not needed to import pmoe
 
     seconds = problem.of_candidates
@@ -208,8 +202,6 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
 
 def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
     """Each layer in turn takes the end of that plateau which helps most, until none does."""
-    import numpy as np
-
     seconds, best = problem.of_candidates, problem.exposed(extra)
     for _ in range(len(rooms) + 1):
         before = best

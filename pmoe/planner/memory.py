@@ -151,7 +151,7 @@ def _held(sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore
     """Bytes of a pass's buffers: all ring slots, the whole time, where there are rings."""
     size = sizes.element_size
     if not sizes.rotates:
-        return without_rings(sizes, rows, direction).times(size)
+        return without_rings(sizes, rows, direction)
     schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     buffers = BufferSizes(
         direction=direction,

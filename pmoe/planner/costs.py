@@ -131,8 +131,7 @@ class LayerCosts:
     def backward(self) -> LayerCosts:
         """The backward pass of a layer whose forward pass this is: experts take twice as long (Section 4.4).
 
-        They make the gradients of their inputs and those of their weights. The paper doubles alpha, beta and
-        n, which read literally is four times; its Table 2 measures twice, so alpha and beta double here.
+        The paper doubles alpha, beta and n, which read literally is four times; its Table 2 measures twice.
         """
         line = LineCost(2 * self.exp.line.alpha_seconds, 2 * self.exp.line.beta_seconds)
         return replace(self, exp=StageWork(line=line, size=self.exp.size))
@@ -190,7 +189,7 @@ class Share:
 
 
 def all_reduce_seconds(all_reduce: LineCost, num_bytes: int) -> float:
-    """t_ar (Section 5.1); nothing is sent, and takes no time, where there are no bytes."""
+    """t_ar (Section 5.1); no bytes are no message."""
     return all_reduce(num_bytes) if num_bytes else 0.0
 
 

@@ -27,9 +27,8 @@ WGRAD_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """Which schedule a pass has. The costs of a backward pass are `LayerCosts.backward` of its forward's.
+    """Which schedule a pass has.
 
-    direction: of the pass.
     one_lane: collectives inside the node wait for those between nodes (FSMoE-No-IIO, Tutel).
     wgrad_share: of the experts' seconds in backward, those of tasks of their own; 0 is the paper's schedule,
         where experts' backward is one task.
@@ -57,8 +56,8 @@ class ScheduleOptions:
 def stage_seconds(
     costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float = 0.0
 ) -> Callable[[Task], float]:
-    """Seconds of each task in n chunks. Tasks that the paper's model has no term for take none: arranging
-    rows, the routing weights, the sum of returned rows."""
+    """Seconds of each task in n chunks of a pass with these costs; none where the paper's model has no term:
+    arranging rows, the routing weights, the sum of returned rows."""
     a2a, ag, rs, _ = costs.chunk(n)
     apart = options.wgrad_share if options.direction == "backward" else 0.0
     alpha, whole = costs.exp.line.alpha_seconds, costs.exp.line.beta_seconds * costs.exp.size
@@ -112,10 +111,8 @@ def best_degree(
 ) -> int:
     """Algorithm 1's degree, made better on the simulator: a neighbour is taken while it is faster.
 
-    degrees: those allowed, in rising order, such as `pmoe.planner.degree.DEGREES`. Algorithm 1's own need not
-    be among them: the search begins at the allowed ones below and above it. All ranks that share the costs
-    find the same degree. On 4,000 random layers it is the fastest of all 16, for 4 simulations on average
-    (tests/unit/test_pipeline_degree.py).
+    degrees: those allowed, in rising order. Algorithm 1's own need not be among them: the search begins at the
+    allowed ones below and above it. All ranks that share the costs find the same degree.
     """
     asked = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
     found = find_degree(costs, t_gar, degrees[-1])

@@ -37,10 +37,7 @@ TOLERANCE = 1e-7
 
 
 def margins(costs: LayerCosts, r: float, t_gar: float) -> Mapping[int, float]:
-    """Left side less right side of the constraints Q1 to Q7: Q is true where its margin is above 0.
-
-    Q5 and Q7 are one inequality, for Q1 true and Q1 false.
-    """
+    """Left side less right side of the constraints Q1 to Q7: Q is true where its margin is above 0."""
     a2a, ag, rs, exp = costs.chunk(r)
     experts = r * exp - 2 * (r - 1) * a2a
     return {

@@ -146,10 +146,6 @@ def _draw_group(axis: Axes, points: Sequence[Point], colour: str, layer: float) 
 
 VARIABLES = {colour: f"var(--{name})" for name, (colour, _) in THEME.items()} | {"#000000": "var(--ink)"}
 
-AS_TEXT: Mapping[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False}
-
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-
 ATTRIBUTE = re.compile(r' (id|style|d)="([^"]*)"')
 OF_A_CLIP_OR_MARKER = re.compile(r"[mp][0-9a-f]{10}")
 NUMBERED = re.compile(r"[\w.]+_\d+")
@@ -166,8 +162,10 @@ def inline_svg(figure: Figure, label: str) -> str:
     file = io.StringIO()
     size = " ".join(f"{inches * 72:g}" for inches in figure.get_size_inches())
     # Ids differ between figures of a page, and are the same each time that the page is made.
-    with rc_context({**AS_TEXT, "svg.hashsalt": f"{label} {size}"}):
-        figure.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
+    style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": f"{label} {size}"}
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context(style):
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     drawn = re.search(r'(<g id="figure_1">.*)</svg>', file.getvalue(), re.DOTALL)
     assert drawn is not None
     body = ATTRIBUTE.sub(_on_a_page, drawn[1])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pmoe.papers import comet_tasks
-from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning
+from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Returning
 from pmoe.planner.division import COLUMNS, Division, all_columns
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.planner.timeline import Bar
@@ -37,12 +37,10 @@ def fused_seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class BestDivision:
-    """A division of a kernel's blocks and its seconds (of layer 0, chunk_columns mean nothing). simulated:
-    how many divisions were simulated to find it."""
+    """A division of a kernel's blocks and its seconds; of layer 0, chunk_columns mean nothing."""
 
     division: Division
     seconds: float
-    simulated: int
 
 
 def best_division(
@@ -62,15 +60,13 @@ def best_division(
         for width in chunks or all_chunks(layer.columns)
     )
     best = (math.inf, 0, 0)
-    simulated = 0
     for min_rows, n_c, negative in candidates:
         if min_rows * (1 - 1e-9) > best[0]:  # sums in another order differ by rounding
             break
-        simulated += 1
         best = min(best, (fused_seconds(layer, device, n_c, -negative), n_c, negative))
     seconds, n_c, negative = best
     division = Division(n_c) if isinstance(layer, Arriving) else Division(n_c, -negative)
-    return BestDivision(division=division, seconds=seconds, simulated=simulated)
+    return BestDivision(division=division, seconds=seconds)
 
 
 def all_chunks(columns: int) -> list[int]:
@@ -95,8 +91,7 @@ def min_seconds(
 
 def _min_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
     tile, local = device.tile_seconds(layer.reduction), device.block_local_bytes
-    tiles = sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
-    tiles *= math.ceil(layer.columns / TILE_COLUMNS)
+    tiles = comet_tasks.row_tiles(layer.rows_E) * math.ceil(layer.columns / TILE_COLUMNS)
     if not tiles:
         return 0.0
     here, away = sum(layer.rows_WE[0]), sum(map(sum, layer.rows_WE[1:]))
@@ -109,39 +104,19 @@ def _min_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
 
 
 def _min_of_layer_1(layer: Returning, device: DeviceRates, n_c: int, widths: Sequence[int]) -> float:
-    tile, computing = device.tile_seconds(layer.reduction), device.blocks - n_c
     here, partials = layer.partials_W[0], sum(layer.partials_W)
-    sums, outputs = _seconds_a_column(layer, device, n_c)
-    busiest = max(one + other for one, other in zip(sums, outputs, strict=True))
-    tiles, free, done, first = 0, 0.0, 0.0, 0.0
-    for columns in widths:
-        tiles += comet_tasks.row_tiles(layer) * math.ceil(columns / TILE_COLUMNS)
-        done = math.ceil(tiles / computing) * tile
-        first = first or done
-        free = max(free, done) + columns * busiest
-    sent = max(
-        done + widths[-1] * max(sums),
-        first + layer.columns * layer.element_size * (partials - here) / device.link_bytes,
+    tiles = [comet_tasks.row_tiles(layer.rows_E) * math.ceil(columns / TILE_COLUMNS) for columns in widths]
+    computed = [math.ceil(num / (device.blocks - n_c)) for num in (tiles[0], sum(tiles))]
+    first, last = (num * device.tile_seconds(layer.reduction) for num in computed)
+    # of a column, read and written here: rows, sums of this rank, and those of all ranks in the output
+    local_bytes = layer.element_size * (sum(layer.rows_E) + here + partials + layer.tokens)
+    peer_bytes = layer.element_size * (partials - here)
+    column = (local_bytes / device.block_local_bytes + peer_bytes / device.block_peer_bytes) / n_c
+    return max(
+        first + layer.columns * column,
+        last + widths[-1] * column,
+        first + layer.columns * peer_bytes / device.link_bytes,
     )
-    return max(free, sent + device.signal_seconds * (partials > 0) + widths[-1] * max(outputs))
-
-
-def _seconds_a_column(layer: Returning, device: DeviceRates, n_c: int) -> tuple[list[float], list[float]]:
-    """Of each communicating block, for each column: to sum and send rows, and to sum this rank's tokens. A
-    block has as much to do in every chunk."""
-    local, partials = device.block_local_bytes, sum(layer.partials_W)
-    sums_WB = comet_tasks.dealt(layer.partials_W, n_c, comet_tasks.PIECE_ROWS)
-    (tokens_B,) = comet_tasks.dealt([layer.tokens], n_c, 1)
-    read = sum(layer.rows_E) / partials if partials else 0.0
-    sums: list[float] = [
-        layer.element_size
-        * (sum(each) * read / local + each[0] / local + sum(each[1:]) / device.block_peer_bytes)
-        for each in zip(*sums_WB, strict=True)
-    ]
-    outputs = [
-        layer.element_size * comet_tasks.touched_elements(layer, tokens) / local for tokens in tokens_B
-    ]
-    return sums, outputs
 
 
 # ---- a simulated kernel as bars of a timeline

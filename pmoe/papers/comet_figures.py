@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pmoe.papers.comet_division import BestDivision, best_division, busy_bars, fused_run, fused_seconds
-from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
+from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Returning, even_layer
+from pmoe.papers.comet_tasks import row_tiles
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
 from pmoe.planner.timeline import Bar, simulated_bars
 from pmoe.schedule.straight import forward_schedule
@@ -229,9 +230,8 @@ def chunked_run(
 
     def products(rows_E: Sequence[int]) -> float:
         """Seconds of both grouped products, in whole waves of tiles."""
-        row_tiles = sum(math.ceil(rows / TILE_ROWS) for rows in rows_E)
         return sum(
-            math.ceil(row_tiles * math.ceil(layer.columns / TILE_COLUMNS) / device.blocks)
+            math.ceil(row_tiles(rows_E) * math.ceil(layer.columns / TILE_COLUMNS) / device.blocks)
             * device.tile_seconds(layer.reduction)
             for layer in (arriving, returning)
         )

@@ -195,7 +195,7 @@ def fused_combine_tasks(
 
     tiles = 0
     for c, columns in enumerate(widths):
-        first, tiles = tiles, tiles + row_tiles(layer) * math.ceil(columns / TILE_COLUMNS)
+        first, tiles = tiles, tiles + row_tiles(layer.rows_E) * math.ceil(columns / TILE_COLUMNS)
         counts = [_congruent(tiles, b, computing) - _congruent(first, b, computing) for b in range(computing)]
         computed = [
             kernel.add(f"E{c}.{block}", f"block {block}", "E", c, count * tile_seconds)
@@ -250,5 +250,5 @@ def touched_elements(layer: Returning, tokens: int) -> float:
     return tokens * (sum(layer.partials_W) / layer.tokens + 1) if tokens else 0.0
 
 
-def row_tiles(layer: Returning) -> int:
-    return sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
+def row_tiles(rows_E: Sequence[int]) -> int:
+    return sum(math.ceil(rows / TILE_ROWS) for rows in rows_E)

@@ -291,7 +291,6 @@ def test_the_best_division_is_that_of_brute_force(make, seed: int) -> None:
     found = best_division(layer, machine)
     assert found.seconds == seconds[n_c, width]
     assert found.division == (Division(n_c, width) if isinstance(layer, Returning) else Division(n_c))
-    assert found.simulated <= len(seconds)
 
 
 def test_the_best_of_given_chunks() -> None:

@@ -9,7 +9,6 @@ B tokens of a batch. What is searched for is a pair of degrees, where the paper'
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,21 +66,8 @@ class GranularityTable:
         return below if below == above else None
 
     def record(self, B: int, seconds: Mapping[PassDegrees, float]) -> PassDegrees:
-        """Learns and returns the fastest degrees at B; of equal ones, those with fewer chunks.
-
-        Infinite seconds mark degrees that cannot run. Raises ValueError for NaN or negative seconds, and
-        where no degrees are left.
-        """
-        for degrees, value in seconds.items():
-            if not value >= 0:
-                raise ValueError(f"seconds of {degrees} at B = {B} ({value}) must be at least 0")
-        fastest = min(
-            (degrees for degrees, value in seconds.items() if value < math.inf),
-            key=lambda degrees: (seconds[degrees], degrees.forward + degrees.backward, degrees),
-            default=None,
-        )
-        if fastest is None:
-            raise ValueError(f"no degrees ran at B = {B}: {dict(seconds)}")
+        """Learns and returns the fastest degrees at B; of equal ones, those with fewer chunks."""
+        fastest = min(seconds, key=lambda each: (seconds[each], each.forward + each.backward, each))
         self.insert(B, fastest)
         return fastest
 

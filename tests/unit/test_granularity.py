@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import json
-import math
 import pickle
 import random
 import re
@@ -221,19 +220,6 @@ def test_the_fastest_is_recorded_and_of_equal_ones_that_with_fewer_chunks() -> N
     assert search.record(
         2, {PassDegrees(4, 1): 1.0, PassDegrees(1, 2): 1.0, PassDegrees(2, 1): 1.0}
     ) == PassDegrees(1, 2)
-    assert search.record(3, {both(1): math.inf, both(4): 9.0}) == both(4)
-
-
-def test_seconds_that_mean_nothing_are_refused_and_leave_nothing_behind() -> None:
-    search = GranularityTable()
-    with pytest.raises(ValueError, match=r"seconds of PassDegrees\(.*\) at B = 7 \(nan\) must be at least 0"):
-        search.record(7, {both(1): 1.0, both(2): math.nan})
-    with pytest.raises(ValueError, match=r"at B = 7 \(-1.0\) must be at least 0"):
-        search.record(7, {both(1): -1.0})
-    for seconds in ({}, {both(1): math.inf}):
-        with pytest.raises(ValueError, match="no degrees ran at B = 7"):
-            search.record(7, seconds)
-    assert search.lookup(7) is None and ranges_of(search) == []
 
 
 # The file, copies

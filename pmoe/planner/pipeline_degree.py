@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pmoe.planner.costs import LayerCosts
@@ -51,7 +51,9 @@ def margins(costs: LayerCosts, r: float, t_gar: float) -> Mapping[int, float]:
     }
 
 
-BRANCHES: tuple[tuple[int, Mapping[int, bool]], ...] = (
+Branch = tuple[int, Mapping[int, bool]]
+
+BRANCHES: tuple[Branch, ...] = (
     (1, {1: True, 2: False, 4: True}),
     (1, {1: True, 2: True, 5: True}),
     (1, {1: False, 3: False, 6: True}),
@@ -67,7 +69,7 @@ BRANCHES: tuple[tuple[int, Mapping[int, bool]], ...] = (
 def case_of(costs: LayerCosts, r: float, t_gar: float = 0.0) -> int:
     """Which of the four cases r chunks are: 1 inter-node lane and gradients, 2 experts, 3 all-to-alls, 4
     intra-node lane."""
-    return BRANCHES[_branch_of(costs, r, t_gar)][0]
+    return _branch_of(costs, r, t_gar)[0]
 
 
 def case_seconds(case: int, costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
@@ -101,8 +103,8 @@ def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEG
     all-to-alls of 4 s, nothing per chunk -> the largest degree.
     """
     branches = itertools.groupby(range(1, max_degree + 1), key=lambda r: _branch_of(costs, r, t_gar))
-    solved = [(at, _solved(at, list(stretch), costs, t_gar, max_degree)) for at, stretch in branches]
-    _, before = min(solved, key=lambda each: case_seconds(BRANCHES[each[0]][0], costs, each[1], t_gar))
+    solved = [(each[0], _solved(each, list(stretch), costs, t_gar, max_degree)) for each, stretch in branches]
+    _, before = min(solved, key=lambda each: case_seconds(each[0], costs, each[1], t_gar))
     whole = {min(max(side(before), 1), max_degree) for side in (math.floor, math.ceil)}
     return min(sorted(whole), key=lambda r: formula_seconds(costs, r, t_gar))
 
@@ -110,17 +112,13 @@ def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEG
 # ---- SLSQP
 
 
-def _branch_of(costs: LayerCosts, r: float, t_gar: float) -> int:
-    """Which of BRANCHES holds at r."""
+def _branch_of(costs: LayerCosts, r: float, t_gar: float) -> Branch:
+    """That of BRANCHES which holds at r."""
     found = margins(costs, r, t_gar)
-    return next(
-        at
-        for at, (_, wants) in enumerate(BRANCHES)
-        if all((found[q] > 0) is true for q, true in wants.items())
-    )
+    return next(each for each in BRANCHES if all((found[q] > 0) is true for q, true in each[1].items()))
 
 
-def _solved(branch: int, stretch: Sequence[int], costs: LayerCosts, t_gar: float, max_degree: int) -> float:
+def _solved(branch: Branch, stretch: list[int], costs: LayerCosts, t_gar: float, max_degree: int) -> float:
     """Where the case's formula is least on a branch, from the best of a stretch of whole r where it holds.
 
     Any other start may be cut off from the minimum: a branch may fail to hold between two whole numbers.
@@ -129,7 +127,7 @@ def _solved(branch: int, stretch: Sequence[int], costs: LayerCosts, t_gar: float
     time in one chunk, so that no tolerance depends on the unit. A margin of 0 counts as inside: the formulas
     of neighbouring branches agree there. Where SLSQP ends outside, or higher, the start stands.
     """
-    case, wants = BRANCHES[branch]
+    case, wants = branch
     unit = sum(costs.chunk(1)) + costs.chunk(1).a2a + t_gar
     start = float(min(stretch, key=lambda r: case_seconds(case, costs, r, t_gar)))
     if not unit or max_degree == 1:

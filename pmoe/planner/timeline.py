@@ -192,8 +192,6 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
 # ---- how much communication is hidden behind computation, and how much is waited for
 
 
-Interval = tuple[float, float]
-
 LINKS = (Lane.COMMUNICATE, Lane.INTRA_NODE)
 
 
@@ -221,28 +219,23 @@ def overlap(spans: Sequence[Span]) -> Overlap:
     Example: S from 0 to 3 s, C from 2 to 6 s, R from 5 to 8 s: 8 s, of which something travels in 6, and
     nothing is computed in 2 + 2 of these.
     """
-    travelling = union((span.start, span.end) for span in spans if span.lane in LINKS)
-    computing = union((span.start, span.end) for span in spans if span.lane == Lane.COMPUTE)
+    travelling = [(span.start, span.end) for span in spans if span.lane in LINKS]
+    computing = [(span.start, span.end) for span in spans if span.lane == Lane.COMPUTE]
     start = min((span.start for span in spans), default=0.0)
     return Overlap(
         seconds=max((span.end for span in spans), default=0.0) - start,
-        communication=total_length(travelling),
+        communication=union_length(travelling),
         # What travels or computes, without what computes: what travels alone.
-        exposed=total_length(union([*travelling, *computing])) - total_length(computing),
+        exposed=union_length([*travelling, *computing]) - union_length(computing),
     )
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in intervals that do not touch, ascending."""
-    joined: list[Interval] = []
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Of all points that lie in any of the intervals."""
+    joined: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
             joined.append((start, end))
-    return joined
-
-
-def total_length(intervals: Iterable[Interval]) -> float:
-    """Of intervals that do not overlap."""
-    return sum((end - start for start, end in intervals), 0.0)
+    return sum((end - start for start, end in joined), 0.0)

@@ -183,7 +183,7 @@ def candidates(sizes: Any, bins: int, given: dict[str, LineCost]) -> dict[tuple[
     return {
         (n, n, pair): (
             step_seconds(sizes, profile(**given), COUNT, n, n, pair),
-            bound(sizes, COUNT, n, n, pair, SLACK, bins).promised,
+            bound(sizes, sizes.call(COUNT), n, n, pair, SLACK, bins).promised,
         )
         for n in DEGREES
         for pair in ALL_PAIRS

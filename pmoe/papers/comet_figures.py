@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pmoe.papers.comet_division import BestDivision, best_division, busy_bars, fused_run, fused_seconds
-from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Returning, even_layer
+from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Model, Returning, even_layer
 from pmoe.papers.comet_tasks import row_tiles
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
 from pmoe.planner.timeline import Bar, simulated_bars
@@ -62,16 +62,6 @@ H800 = DeviceRates(
     signal_seconds=2e-6,
 )
 """One of the paper's eight devices, by ASSUMPTIONS."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A row of Table 2, in the paper's letters."""
-
-    E: int
-    topk: int
-    N: int
-    K: int
 
 
 MODELS: Mapping[str, Model] = {
@@ -175,16 +165,7 @@ WHY = (
 
 
 def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
-    model = MODELS["Mixtral 8x7B"]
-    return even_layer(
-        tokens=tokens,
-        top_k=model.topk,
-        num_experts=model.E,
-        d_model=model.N,
-        d_hidden=model.K,
-        ep=RANKS // tp,
-        tp=tp,
-    )
+    return even_layer(MODELS["Mixtral 8x7B"], tokens, ep=RANKS // tp, tp=tp)
 
 
 @functools.cache  # with TP = 8 both readings of M are one

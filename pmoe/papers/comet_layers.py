@@ -79,29 +79,36 @@ class Returning:
     element_size: int = 2
 
 
-def even_layer(
-    *, tokens: int, top_k: int, num_experts: int, d_model: int, d_hidden: int, ep: int, tp: int = 1
-) -> tuple[Arriving, Returning]:
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A row of Table 2: E experts, topk of them for a token; N wide rows, K wide hidden layers."""
+
+    E: int
+    topk: int
+    N: int
+    K: int
+
+
+def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arriving, Returning]:
     """Both layers of a rank of ep * tp ranks under even routing; tokens: of all ranks, dealt evenly.
 
     The ranks of a TP group hold the same experts, 1 / tp of their hidden units each. So every row goes to all
     tp of them, and each sums what its units make of a token's rows and sends that to the token's owner. A
-    token has rows on a rank with the chance that one of its top_k experts, each as likely as another, is
-    there.
+    token has rows on a rank with the chance that one of its experts, each as likely as another, is there.
     """
     ranks = ep * tp
-    own, local = tokens // ranks, num_experts // ep
+    own, local = tokens // ranks, model.E // ep
     # whole rows whose sums over experts are those of exact shares, as near as whole numbers can be
-    ends = [own * top_k * e // num_experts for e in range(local + 1)]
+    ends = [own * model.topk * e // model.E for e in range(local + 1)]
     rows_E = tuple(end - start for start, end in itertools.pairwise(ends))
-    here = 1 - math.comb(num_experts - local, top_k) / math.comb(num_experts, top_k)
+    here = 1 - math.comb(model.E - local, model.topk) / math.comb(model.E, model.topk)
     partials = min(round(own * here), sum(rows_E))
-    arriving = Arriving(rows_WE=(rows_E,) * ranks, reduction=d_model, columns=d_hidden // tp)
+    arriving = Arriving(rows_WE=(rows_E,) * ranks, reduction=model.N, columns=model.K // tp)
     returning = Returning(
         rows_E=arriving.rows_E,
         partials_W=(partials,) * ranks,
         tokens=own,
-        reduction=d_hidden // tp,
-        columns=d_model,
+        reduction=model.K // tp,
+        columns=model.N,
     )
     return arriving, returning

@@ -25,7 +25,7 @@ from pmoe.papers.comet_division import (
     min_seconds,
 )
 from pmoe.papers.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
-from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
+from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Model, Returning, even_layer
 from pmoe.papers.comet_tasks import Tile, fused_combine_tasks, fused_dispatch_tasks, tile_order
 from pmoe.planner.division import Division
 from pmoe.planner.simulator import makespan
@@ -308,7 +308,7 @@ def test_the_best_of_given_chunks() -> None:
 
 def test_an_even_layer_with_tensor_parallelism() -> None:
     """A rank of TP = 4, EP = 2 has 4 of 8 experts; of the 28 pairs of two experts 22 have one of them."""
-    first, second = even_layer(tokens=16384, top_k=2, num_experts=8, d_model=4096, d_hidden=14336, ep=2, tp=4)
+    first, second = even_layer(Model(E=8, topk=2, N=4096, K=14336), 16384, ep=2, tp=4)
     assert first.rows_WE == ((512,) * 4,) * 8
     assert (first.reduction, first.columns) == (4096, 3584)
     assert second.rows_E == (4096,) * 4
@@ -319,9 +319,7 @@ def test_an_even_layer_with_tensor_parallelism() -> None:
 
 def test_an_even_layer_loses_no_row() -> None:
     for tokens, experts, ep in ((64, 6, 2), (40, 10, 5), (16, 8, 8), (0, 4, 2)):
-        first, second = even_layer(
-            tokens=tokens, top_k=3, num_experts=experts, d_model=8, d_hidden=16, ep=ep, tp=2
-        )
+        first, second = even_layer(Model(E=experts, topk=3, N=8, K=16), tokens, ep=ep, tp=2)
         assert abs(sum(first.rows_E) - tokens * 3 / ep) <= ep * 2  # less than a row a source
         assert max(second.partials_W) <= second.tokens
         assert sum(second.partials_W) <= sum(second.rows_E)
@@ -372,17 +370,17 @@ def test_the_chunked_layer_by_hand() -> None:
 
 
 def test_the_rows_that_stay_are_in_one_piece_or_two_as_in_the_schedule() -> None:
-    layers = even_layer(tokens=4096, top_k=2, num_experts=8, d_model=64, d_hidden=256, ep=8)
+    layers = even_layer(Model(E=8, topk=2, N=64, K=256), 4096, ep=8)
     for n in (1, 2, 4):
         run = chunked_run(*layers, H800, n)
         pieces = [item.task.name for item in run if item.task.kind.value == "L"]
         assert pieces == ["L0", "L1"][: min(n, 2)]
-    alone = even_layer(tokens=4096, top_k=2, num_experts=8, d_model=64, d_hidden=256, ep=1)
+    alone = even_layer(Model(E=8, topk=2, N=64, K=256), 4096, ep=1)
     assert {item.task.kind.value for item in chunked_run(*alone, H800, 4)} == {"L", "O"}
 
 
 def test_bars_hold_the_busy_time_of_the_blocks() -> None:
-    first, second = even_layer(tokens=8192, top_k=2, num_experts=8, d_model=1024, d_hidden=2048, ep=8)
+    first, second = even_layer(Model(E=8, topk=2, N=1024, K=2048), 8192, ep=8)
     for layer in (first, second):
         run = fused_run(layer, H800, 8)
         drawn = busy_bars(run, H800, 8, origin=1.0)

@@ -155,14 +155,8 @@ def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list
         kernel.meet(f"A{expert}.{row}", "S", 0, device.signal_seconds, ends)
     seconds = device.tile_seconds(layer.reduction)
     for i, tile in enumerate(tile_order(layer)):
-        kernel.add(
-            f"T{i}",
-            f"block {i % (device.blocks - n_c)}",
-            "C" if tile.level else "L",
-            tile.level,
-            seconds,
-            (f"A{tile.expert}.{tile.row}",),
-        )
+        lane, kind = f"block {i % (device.blocks - n_c)}", "C" if tile.level else "L"
+        kernel.add(f"T{i}", lane, kind, tile.level, seconds, (f"A{tile.expert}.{tile.row}",))
     return kernel.tasks
 
 
@@ -189,14 +183,14 @@ def fused_combine_tasks(
     def sum_at_home(c: int) -> None:
         for block, tokens in enumerate(tokens_B):
             if tokens:
-                touched = widths[c] * layer.element_size * touched_elements(layer, tokens)
-                seconds = touched / device.block_local_bytes
+                touched = tokens * (partials / layer.tokens + 1)  # elements of a column, read and written
+                seconds = widths[c] * layer.element_size * touched / device.block_local_bytes
                 kernel.add(f"O{c}.{block}", f"comm {block}", "O", c, seconds, (f"A{c}",))
 
     tiles = 0
     for c, columns in enumerate(widths):
         first, tiles = tiles, tiles + row_tiles(layer.rows_E) * math.ceil(columns / TILE_COLUMNS)
-        counts = [_congruent(tiles, b, computing) - _congruent(first, b, computing) for b in range(computing)]
+        counts = [len(range(b, tiles, computing)) - len(range(b, first, computing)) for b in range(computing)]
         computed = [
             kernel.add(f"E{c}.{block}", f"block {block}", "E", c, count * tile_seconds)
             for block, count in enumerate(counts)
@@ -210,11 +204,10 @@ def fused_combine_tasks(
                     size = sums * columns * layer.element_size
                     read = size * rows / partials
                     name = f"R{c}.{level}.{block}"
-                    sent.append(
-                        kernel.write(
-                            name, block, level, "R", c, read_bytes=read, write_bytes=size, waits=(done,)
-                        )
+                    end = kernel.write(
+                        name, block, level, "R", c, read_bytes=read, write_bytes=size, waits=(done,)
                     )
+                    sent.append(end)
         kernel.meet(f"A{c}", "R", c, device.signal_seconds if sent else 0.0, sent)
         if c > 0:
             sum_at_home(c - 1)
@@ -228,7 +221,7 @@ def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
     dealt, turn = [], 0
     for count in counts:
         pieces = math.ceil(count / height)
-        share = [height * _congruent(pieces, (block - turn) % blocks, blocks) for block in range(blocks)]
+        share = [height * len(range((block - turn) % blocks, pieces, blocks)) for block in range(blocks)]
         if pieces:
             share[(turn + pieces - 1) % blocks] -= pieces * height - count
         turn += pieces
@@ -236,18 +229,8 @@ def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
     return dealt
 
 
-def _congruent(end: int, block: int, blocks: int) -> int:
-    """How many of 0 ... end - 1 are ``block`` modulo ``blocks``."""
-    return (end - block + blocks - 1) // blocks if end > block else 0
-
-
 def chunk_widths(layer: Returning, chunk_columns: int) -> list[int]:
     return [min(chunk_columns, layer.columns - begin) for begin in range(0, layer.columns, chunk_columns)]
-
-
-def touched_elements(layer: Returning, tokens: int) -> float:
-    """Elements of a column that are read and written to sum so many of this rank's tokens."""
-    return tokens * (sum(layer.partials_W) / layer.tokens + 1) if tokens else 0.0
 
 
 def row_tiles(rows_E: Sequence[int]) -> int:

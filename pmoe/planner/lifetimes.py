@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.pass_rows import PassRows
-from pmoe.schedule.restore import KEEP
 from pmoe.schedule.slots import BufferSizes
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, local_pieces
@@ -76,17 +75,10 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
     return replace(rows, extent=replace(rows.extent, local=(sum(local[:joined]), *local[joined:])))
 
 
-def without_rings(sizes: LayerSizes, rows: PassRows, direction: str) -> Held:
+def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Held:
     """Of the buffers of a pass. rows: `in_pieces`."""
+    direction, n = buffers.direction, rows.num_chunks
     build = forward_schedule if direction == "forward" else backward_schedule
-    n = rows.num_chunks
-    buffers = BufferSizes(
-        direction=direction,
-        extent=rows.extent,
-        d_model=sizes.d_model,
-        columns=sizes.columns,
-        restore=KEEP,
-    )
 
     def num_bytes(names: Iterable[str], chunk: int) -> int:
         shapes = (buffers.shape(f"{name}.{chunk}") for name in names)

@@ -18,7 +18,7 @@ from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.lifetimes import Held, in_pieces, without_rings
 from pmoe.planner.pass_rows import PassRows
-from pmoe.schedule.restore import Restore
+from pmoe.schedule.restore import KEEP, Restore
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.slots import BufferSizes, arena_elements, slot_elements
 
@@ -150,17 +150,17 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
 def _held(sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> Held:
     """Bytes of a pass's buffers: all ring slots, the whole time, where there are rings."""
     size = sizes.element_size
-    if not sizes.rotates:
-        return without_rings(sizes, rows, direction)
-    schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     buffers = BufferSizes(
         direction=direction,
         extent=rows.extent,
         d_model=sizes.d_model,
         columns=sizes.columns,
-        restore=restore,
+        restore=restore if sizes.rotates else KEEP,
         rearranged=rearranged,
     )
+    if not sizes.rotates:
+        return without_rings(sizes, rows, buffers)
+    schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     num_bytes = arena_elements(slot_elements(schedule, buffers), size)[1] * size
     return Held(num_bytes, num_bytes, num_bytes, num_bytes)
 

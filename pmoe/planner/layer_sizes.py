@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from pmoe.experts import FFNExperts
-from pmoe.experts.swiglu import SwiGLUExperts
+from pmoe.experts import make_stacked
 from pmoe.schedule.slots import HiddenColumns
 from pmoe.schedule.tasks import Stages
 
@@ -98,8 +96,8 @@ class LayerSizes:
 # ---- the sizes of a layer that nobody has built, for `pmoe plan` and `pmoe memory`
 
 
-STACKED: dict[str, Callable[..., FFNExperts | SwiGLUExperts]] = {"ffn": FFNExperts, "swiglu": SwiGLUExperts}
-"""Experts that a layer makes itself, by the name in its options."""
+STACKED = ("ffn", "swiglu")
+"""Experts that a layer makes itself, by their names in its options."""
 
 
 def check_fits(num_experts: int, top_k: int, num_ranks: int) -> None:
@@ -129,7 +127,7 @@ def sizes_from_options(
     """
     check_fits(num_experts, top_k, num_ranks)
     local = num_experts // num_ranks
-    experts = STACKED[expert](d_model, d_hidden, local, bias=bias, device="meta", dtype=dtype)
+    experts = make_stacked(expert, d_model, d_hidden, local, "gelu", bias, device="meta", dtype=dtype)
     return LayerSizes(
         d_model=d_model,
         num_experts=num_experts,

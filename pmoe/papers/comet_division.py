@@ -14,7 +14,7 @@ from pmoe.papers import comet_tasks
 from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Returning
 from pmoe.planner.division import COLUMNS, Division, all_columns
 from pmoe.planner.simulator import Simulated, makespan, simulate
-from pmoe.planner.timeline import Bar
+from pmoe.planner.timeline import FUSED_LANES, Bar
 
 
 def fused_run(
@@ -135,11 +135,8 @@ def busy_bars(
     """
     total = makespan(run)
     drawn: list[Bar] = []
-    for lane, prefix, size in (
-        ("link", "link", 1),
-        ("communicating blocks", "comm ", n_c),
-        ("computing blocks", "block ", device.blocks - n_c),
-    ):
+    prefixes, sizes = ("link", "comm ", "block "), (1, n_c, device.blocks - n_c)
+    for lane, prefix, size in zip(FUSED_LANES, prefixes, sizes, strict=True):
         here = [item for item in run if item.task.lane.startswith(prefix) and item.end > item.start]
         work: dict[tuple[str, int], list[float]] = {}
         for item in here:

@@ -77,10 +77,6 @@ class Interference:
         return {Lane.COMPUTE: sigma, **dict.fromkeys(links, mu), **dict.fromkeys(copying, eta)}
 
 
-NO_INTERFERENCE = Interference()
-"""Lanes that do not slow each other."""
-
-
 LaneSeconds = tuple[float, float, float]
 """Seconds of computation, of communication, and of copies."""
 

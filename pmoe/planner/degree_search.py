@@ -21,24 +21,21 @@ from pmoe.schedule.rings import rotating
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, local_pieces
 
-WGRAD_SHARE = 0.5
-"""Of experts' backward, what its weight gradients take: the layer makes them in tasks of their own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
     """Which schedule a pass has.
 
     one_lane: collectives inside the node wait for those between nodes (FSMoE-No-IIO, Tutel).
-    wgrad_share: of the experts' seconds in backward, those of tasks of their own; 0 is the paper's schedule,
-        where experts' backward is one task.
+    wgrad_share: of the experts' seconds in backward, those of weight gradients, which the layer makes in tasks
+        of their own; 0 is the paper's schedule, where experts' backward is one task.
     restore: of a layer whose buffers rotate; its copies to the host and back are taken to be free.
     stays: the share of rows that stay on their rank, and are computed while others travel.
     """
 
     direction: PassDirection
     one_lane: bool = False
-    wgrad_share: float = WGRAD_SHARE
+    wgrad_share: float = 0.5
     restore: Restore | None = None
     stays: float = 0.0
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pmoe.planner.cost_model import (
-    NO_INTERFERENCE,
     Interference,
     Rates,
     cheapest_pair,
@@ -35,10 +34,11 @@ def rates(*, unit: float = 1.0, communicate: float, copy: float) -> Rates:
 
 
 EVEN = rates(communicate=1, copy=1)
+ALONE = Interference()
 
 
 def of_pass(
-    restore: Restore, direction: Any, interference: Interference = NO_INTERFERENCE, **numbers: Any
+    restore: Restore, direction: Any, interference: Interference = ALONE, **numbers: Any
 ) -> float:
     """Eq. 10 for one pass."""
     return slowest_lane(lane_seconds(restore, direction, **numbers), interference)
@@ -51,7 +51,7 @@ def cheapest(
     M: int,
     H: int,
     rates: Rates,
-    interference: Interference = NO_INTERFERENCE,
+    interference: Interference = ALONE,
     swiglu: bool = False,
     travelling: float = 1.0,
 ) -> tuple[Restore, dict[Restore, float]]:

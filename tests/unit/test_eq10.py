@@ -28,7 +28,7 @@ from bench.restore_regions import (
     simulated,
     table,
 )
-from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, cheapest_pair, eq10_seconds, lane_seconds
+from pmoe.planner.cost_model import Interference, cheapest_pair, eq10_seconds, lane_seconds
 from pmoe.planner.layer_seconds import simulated_step, step_seconds
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
@@ -140,7 +140,7 @@ def test_copies_of_what_travels_run_beside_its_own_computing_where_few_rows_stay
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("interference", [NO_INTERFERENCE, SLOWED], ids=["alone", "slowed"])
+@pytest.mark.parametrize("interference", [Interference(), SLOWED], ids=["alone", "slowed"])
 @pytest.mark.parametrize("n", DEGREES)
 def test_with_an_h200s_ratios_the_hidden_activation_is_not_offloaded(
     ranks: int, interference: Interference, n: int
@@ -158,7 +158,7 @@ def test_with_an_h200s_ratios_and_wide_rows_offloading_the_hidden_activation_pay
     """An element of T_M costs a copy, or M multiply-adds: the wider the rows, the dearer is making T_M again.
     M = 8192 is past the turn, which without interference is near 8 * 300e12 / (12 * 50e9) = 4000."""
     shape = sizes_from_options(8192, 4 * 8192, 64, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
-    for interference in (NO_INTERFERENCE, SLOWED):
+    for interference in (Interference(), SLOWED):
         profile = h200(8, interference)
         pair, _ = cheapest_pair(shape, profile, B, STRATEGIES.values())
         seconds = {name: step_seconds(shape, profile, B, 8, 8, each) for name, each in STRATEGIES.items()}

@@ -27,8 +27,8 @@ class ScheduleOptions:
     """Which schedule a pass has.
 
     one_lane: collectives inside the node wait for those between nodes (FSMoE-No-IIO, Tutel).
-    wgrad_share: of the experts' seconds in backward, those of weight gradients, which the layer makes in tasks
-        of their own; 0 is the paper's schedule, where experts' backward is one task.
+    wgrad_share: of the experts' seconds in backward, those of weight gradients, which the layer makes in
+        tasks of their own; 0 is the paper's schedule, where experts' backward is one task.
     restore: of a layer whose buffers rotate; its copies to the host and back are taken to be free.
     stays: the share of rows that stay on their rank, and are computed while others travel.
     """
@@ -108,8 +108,8 @@ def best_degree(
 ) -> int:
     """Algorithm 1's degree, made better on the simulator: a neighbour is taken while it is faster.
 
-    degrees: those allowed, in rising order. Algorithm 1's own need not be among them: the search begins at the
-    allowed ones below and above it. All ranks that share the costs find the same degree.
+    degrees: those allowed, in rising order. Algorithm 1's own need not be among them: the search begins at
+    the allowed ones below and above it. All ranks that share the costs find the same degree.
     """
     asked = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
     found = find_degree(costs, t_gar, degrees[-1])

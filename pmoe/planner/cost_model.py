@@ -42,8 +42,6 @@ class Interference:
 
     mu is for communication, sigma for computation, eta for copies; the suffix names the lanes beside it:
     comm, comp, mem (copies), or all three lanes. The paper takes sigma = 1.
-
-    Raises ValueError for a speed that is not over 0 and at most 1.
     """
 
     mu_comp: float = 1.0

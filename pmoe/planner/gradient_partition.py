@@ -60,11 +60,7 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     plain = ExposedSeconds(layers, all_reduce, nothing, nothing, sum(sources))
     candidates = [(filled, nothing), (filled, evolve(filled, rooms)), (plain, nothing)]
     chosen, extra = min(candidates, key=lambda each: each[0].exposed(each[1]))
-    shares = [chosen.share(at, more) for at, more in enumerate(extra)]
-    left = chosen.left(extra)
-    if chosen.joins(left):
-        shares[-1] = replace(shares[-1], dense_bytes=shares[-1].dense_bytes + left)
-        left = 0
+    shares, left = chosen.placed(extra)
     return Partition(
         shares=tuple(shares),
         end_bytes=left,
@@ -112,10 +108,19 @@ class ExposedSeconds:
     moe: Sequence[int]
     total: int
 
-    def share(self, at: int, more: int) -> Share:
-        t_gar = all_reduce_seconds(self.all_reduce, self.moe[at] + more)
-        degree = self.layers[at].best(t_gar).degree
-        return Share(moe_bytes=self.moe[at] + more, dense_bytes=self.dense[at], t_gar=t_gar, degree=degree)
+    def placed(self, extra: Sequence[int]) -> tuple[list[Share], int]:
+        """What each layer carries, and the bytes that are left for the end."""
+        shares = []
+        for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
+            t_gar = all_reduce_seconds(self.all_reduce, moe + more)
+            degree = layer.best(t_gar).degree
+            shares.append(Share(moe_bytes=moe + more, dense_bytes=dense, t_gar=t_gar, degree=degree))
+        left, last = self.left(extra), self.layers[-1]
+        joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + left) - last.dense_seconds
+        # One message behind the last dense part; not of the last layer's own gradients, which come after that.
+        if not last.gradient_bytes and max(0.0, joined) < all_reduce_seconds(self.all_reduce, left):
+            return [*shares[:-1], replace(shares[-1], dense_bytes=self.dense[-1] + left)], 0
+        return shares, left
 
     def exposed(self, extra: Sequence[int]) -> float:
         """Seconds over those of a backward pass without gradients."""
@@ -123,17 +128,6 @@ class ExposedSeconds:
 
     def left(self, extra: Sequence[int]) -> int:
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
-
-    def joins(self, left: int) -> bool:
-        """Does what is left better follow the last dense part's bytes, in one message?
-
-        No way where the last layer makes gradients of its own, for those come after its dense part.
-        """
-        last = self.layers[-1]
-        if not left or last.gradient_bytes:
-            return False
-        whole = all_reduce_seconds(self.all_reduce, self.dense[-1] + left)
-        return max(0.0, whole - last.dense_seconds) < all_reduce_seconds(self.all_reduce, left)
 
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:

@@ -82,41 +82,29 @@ def all_chunks(columns: int) -> list[int]:
 def min_seconds(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> float:
-    """What no simulation of a division falls below: the computing blocks' work with what must come before or
-    after it, that of the communicating blocks, and the link's."""
+    """What no simulation of a division falls below: the computing blocks' work, that of the communicating
+    blocks, and the link's, each with what must come before or after it."""
+    tile = device.tile_seconds(layer.reduction)
+
+    def computed(columns: int) -> float:
+        tiles = comet_tasks.row_tiles(layer.rows_E) * math.ceil(columns / TILE_COLUMNS)
+        return math.ceil(tiles / (device.blocks - n_c)) * tile
+
+    whole = computed(layer.columns)
     if isinstance(layer, Arriving):
-        return _min_of_layer_0(layer, device, n_c)
-    return _min_of_layer_1(layer, device, n_c, comet_tasks.chunk_widths(layer, chunk_columns))
+        here, away = sum(layer.rows_WE[0]), sum(map(sum, layer.rows_WE[1:]))
+        local_bytes, peer_bytes = layer.row_bytes * (2 * here + away), layer.row_bytes * away
+        beside, last_share = min(tile, whole), 0.0  # a tile behind the last piece
+    else:
+        here, away = layer.partials_W[0], sum(layer.partials_W[1:])
+        row_bytes = layer.columns * layer.element_size
+        local_bytes = row_bytes * (sum(layer.rows_E) + 2 * here + away + layer.tokens)
+        peer_bytes = row_bytes * away
+        beside = computed(min(chunk_columns, layer.columns))  # the first chunk
+        last_share = comet_tasks.chunk_widths(layer, chunk_columns)[-1] / layer.columns
+    moved = (local_bytes / device.block_local_bytes + peer_bytes / device.block_peer_bytes) / n_c
+    return max(whole + moved * last_share, beside + moved, beside + peer_bytes / device.link_bytes)
 
-
-def _min_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
-    tile, local = device.tile_seconds(layer.reduction), device.block_local_bytes
-    tiles = comet_tasks.row_tiles(layer.rows_E) * math.ceil(layer.columns / TILE_COLUMNS)
-    if not tiles:
-        return 0.0
-    here, away = sum(layer.rows_WE[0]), sum(map(sum, layer.rows_WE[1:]))
-    written = layer.row_bytes * (here * 2 / local + away * (1 / local + 1 / device.block_peer_bytes))
-    return max(
-        device.signal_seconds + math.ceil(tiles / (device.blocks - n_c)) * tile,
-        written / n_c + device.signal_seconds + tile,
-        layer.row_bytes * away / device.link_bytes + (device.signal_seconds + tile) * (away > 0),
-    )
-
-
-def _min_of_layer_1(layer: Returning, device: DeviceRates, n_c: int, widths: Sequence[int]) -> float:
-    here, partials = layer.partials_W[0], sum(layer.partials_W)
-    tiles = [comet_tasks.row_tiles(layer.rows_E) * math.ceil(columns / TILE_COLUMNS) for columns in widths]
-    computed = [math.ceil(num / (device.blocks - n_c)) for num in (tiles[0], sum(tiles))]
-    first, last = (num * device.tile_seconds(layer.reduction) for num in computed)
-    # of a column, read and written here: rows, sums of this rank, and those of all ranks in the output
-    local_bytes = layer.element_size * (sum(layer.rows_E) + here + partials + layer.tokens)
-    peer_bytes = layer.element_size * (partials - here)
-    column = (local_bytes / device.block_local_bytes + peer_bytes / device.block_peer_bytes) / n_c
-    return max(
-        first + layer.columns * column,
-        last + widths[-1] * column,
-        first + layer.columns * peer_bytes / device.link_bytes,
-    )
 
 
 # ---- a simulated kernel as bars of a timeline

@@ -5,7 +5,6 @@ Letters: n_c communicating blocks, T_N columns of a chunk.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,8 +74,7 @@ def all_chunks(columns: int) -> list[int]:
     Example: 1100 -> 256, 512, 1024, 1280.
     """
     every = all_columns(columns)
-    doubled = (COLUMNS << i for i in itertools.count())
-    return [*itertools.takewhile(lambda width: width < every, doubled), every]
+    return [*(COLUMNS << i for i in range(every.bit_length()) if COLUMNS << i < every), every]
 
 
 def min_seconds(
@@ -104,7 +102,6 @@ def min_seconds(
         last_share = comet_tasks.chunk_widths(layer, chunk_columns)[-1] / layer.columns
     moved = (local_bytes / device.block_local_bytes + peer_bytes / device.block_peer_bytes) / n_c
     return max(whole + moved * last_share, beside + moved, beside + peer_bytes / device.link_bytes)
-
 
 
 # ---- a simulated kernel as bars of a timeline

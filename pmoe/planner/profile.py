@@ -73,8 +73,8 @@ class Operations:
 
     gemm: multiply-adds of one product. Those that an expert has several of, count several times.
     all_to_all: bytes that a rank sends to others, among num_across ranks, with equal splits.
-    all_gather, reduce_scatter: bytes that a rank sends to others, among num_inside ranks: num_inside - 1 times
-        the bytes of its own rows, or of its own sum.
+    all_gather, reduce_scatter: bytes that a rank sends to others, among num_inside ranks: num_inside - 1
+        times the bytes of its own rows, or of its own sum.
     all_reduce: bytes of the tensor that num_across ranks add up, as gradients are.
 
     Among one rank nothing travels: the line is zero, over no sizes. seconds: how long measuring took.

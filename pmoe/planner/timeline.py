@@ -135,11 +135,10 @@ def drawing(panels: Mapping[str, Sequence[Bar]], title: str) -> Figure:
     inches = [0.9 + (0.8 if _fused(each) else 0.4) * len(_lanes(each)) for each in panels.values()]
     figure = Figure(figsize=(13, 1.2 + sum(inches)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=inches)
-    kinds: dict[str, None] = {}
     for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
         _draw_panel(axis, name, content)
-        shown = [bar for bar in content if bar.end > bar.start]
-        kinds.update(dict.fromkeys(SHARED.get(bar.kind, bar.kind) for bar in shown))
+    shown = (bar for content in panels.values() for bar in content if bar.end > bar.start)
+    kinds = {SHARED.get(bar.kind, bar.kind) for bar in shown}
     axes[-1, 0].set_xlabel("milliseconds")
     handles = [Patch(color=colour, label=told) for kind, (colour, told) in LEGEND.items() if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)

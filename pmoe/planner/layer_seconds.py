@@ -23,14 +23,13 @@ def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int
     crossing = (sizes.num_across - 1) / sizes.num_across  # what a rank sends to itself crosses no link
     travelling = crossing if sizes.bypass_local else 1.0
     shared = profile.message(rows * (sizes.inside - 1) * sizes.d_model * sizes.element_size)
-    remote = _costs_of_rows(sizes, profile, rows * travelling * sizes.inside)
     local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.inside)
     return {
         Kind.DISPATCH: profile.message(rows * crossing * sizes.d_model * sizes.element_size),
         Kind.ALL_GATHER: shared,
         Kind.REDUCE_SCATTER: shared,
         Kind.WEIGHTS: profile.message(n * (rows * travelling) * sizes.weight_size),
-        **remote,
+        **_costs_of_rows(sizes, profile, rows * travelling * sizes.inside),
         **{LOCAL_TWIN[kind]: seconds for kind, seconds in local.items()},
     }
 

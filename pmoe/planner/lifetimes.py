@@ -60,10 +60,6 @@ class Held(NamedTuple):
     leaving: int
     summing: int
 
-    @property
-    def most(self) -> int:
-        return max(self)
-
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
     """The same with the rows that stay by piece, as a pass without rings has them."""

@@ -131,8 +131,8 @@ def predict(
             "dT_I": rows_T,
             **kept,
             "routing": small,
-            "forward buffers": forward_held.most,
-            "backward buffers": backward_held.most,
+            "forward buffers": max(forward_held),
+            "backward buffers": max(backward_held),
             "parameters' gradients": expert_gradients,
         }
         | ({"shared T_M": shared} if shared else {}),

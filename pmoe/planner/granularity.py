@@ -73,19 +73,15 @@ class GranularityTable:
 
     def insert(self, B: int, value: PassDegrees) -> None:
         """``value`` was measured to be the fastest at B."""
-        before = self.points.get(B)
-        if before == value:
+        if self.points.get(B) == value:
             return
-        if before is not None:
-            self.contradictions += 1
-        else:
-            below, above = self._neighbours(B)
-            if (below is not None and below > value) or (above is not None and above < value):
-                self.contradictions += 1
+        below, above = self._neighbours(B)
+        falls = (below is not None and below > value) or (above is not None and above < value)
+        self.contradictions += B in self.points or falls
         self.points[B] = value
 
     def _neighbours(self, B: int) -> tuple[PassDegrees | None, PassDegrees | None]:
-        """The values measured next below and next above B, which itself was not measured."""
+        """The values measured next below B, and at or next above it."""
         at = self.points.bisect_left(B)
         below = self.points.peekitem(at - 1)[1] if at > 0 else None
         above = self.points.peekitem(at)[1] if at < len(self.points) else None

@@ -133,26 +133,25 @@ class Case:
 @functools.cache
 def figure8() -> tuple[Case, ...]:
     """The moves of n_c in Fig. 8, by model."""
+    return tuple(_case(tp, tokens, paper) for (tp, tokens), paper in PAPER_N_C.items())
+
+
+def _case(tp: int, tokens: int, paper: int | None) -> Case:
     slower = replace(
         H800, block_local_bytes=H800.block_local_bytes / 2, block_peer_bytes=H800.block_peer_bytes / 2
     )
-    cases = []
-    for (tp, tokens), paper in PAPER_N_C.items():
-        _, layer = _mixtral(tokens, tp)
-        best = _at_one_tile(layer, H800)
-        cases.append(
-            Case(
-                tp=tp,
-                tokens=tokens,
-                paper=paper,
-                model=best.division.n_c,
-                seconds=best.seconds,
-                paper_seconds=None if paper is None else fused_seconds(layer, H800, paper),
-                half_rate=_at_one_tile(layer, slower).division.n_c,
-                per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800).division.n_c,
-            )
-        )
-    return tuple(cases)
+    _, layer = _mixtral(tokens, tp)
+    best = _at_one_tile(layer, H800)
+    return Case(
+        tp=tp,
+        tokens=tokens,
+        paper=paper,
+        model=best.division.n_c,
+        seconds=best.seconds,
+        paper_seconds=None if paper is None else fused_seconds(layer, H800, paper),
+        half_rate=_at_one_tile(layer, slower).division.n_c,
+        per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800).division.n_c,
+    )
 
 
 WHY = (

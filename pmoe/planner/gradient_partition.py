@@ -117,7 +117,7 @@ class ExposedSeconds:
             shares.append(Share(moe_bytes=moe + more, dense_bytes=dense, t_gar=t_gar, degree=degree))
         left, last = self.left(extra), self.layers[-1]
         joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + left) - last.dense_seconds
-        # One message behind the last dense part; not of the last layer's own gradients, which come after that.
+        # One message behind the last dense part, unless the last layer's own gradients come after that.
         if not last.gradient_bytes and max(0.0, joined) < all_reduce_seconds(self.all_reduce, left):
             return [*shares[:-1], replace(shares[-1], dense_bytes=self.dense[-1] + left)], 0
         return shares, left

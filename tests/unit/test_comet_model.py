@@ -25,7 +25,15 @@ from pmoe.papers.comet_division import (
     min_seconds,
 )
 from pmoe.papers.comet_figures import ASSUMPTIONS, H800, beside, chunked_run, figure8, moves, panels, table3
-from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Model, Returning, even_layer
+from pmoe.papers.comet_layers import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    Arriving,
+    DeviceRates,
+    Model,
+    Returning,
+    even_layer,
+)
 from pmoe.papers.comet_tasks import Tile, fused_combine_tasks, fused_dispatch_tasks, tile_order
 from pmoe.planner.division import Division
 from pmoe.planner.simulator import makespan

@@ -37,9 +37,7 @@ EVEN = rates(communicate=1, copy=1)
 ALONE = Interference()
 
 
-def of_pass(
-    restore: Restore, direction: Any, interference: Interference = ALONE, **numbers: Any
-) -> float:
+def of_pass(restore: Restore, direction: Any, interference: Interference = ALONE, **numbers: Any) -> float:
     """Eq. 10 for one pass."""
     return slowest_lane(lane_seconds(restore, direction, **numbers), interference)
 

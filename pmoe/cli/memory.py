@@ -64,7 +64,7 @@ def run_command(args: argparse.Namespace) -> Output:
     shape, backward = layer_shape(args, device.type), args.n_backward or args.n
     rows = {}
     for pair in ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,):
-        memory = bound(shape, args.tokens, args.n, backward, pair, args.slack)
+        memory = bound(shape, shape.call(args.tokens), args.n, backward, pair, args.slack)
         measured = _measured(args, pair, device) if args.measure else {}
         rows[pair] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory), **measured}
     sizes = {**layer_fields(args), "n": args.n, "n_backward": backward, "device": device.type}

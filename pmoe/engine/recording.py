@@ -12,20 +12,8 @@ import torch
 import torch.distributed as dist
 
 from pmoe.engine.lanes import Action, watchers
-from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """When one task ran: seconds on a clock that all tasks of a journal share."""
-
-    direction: str
-    name: str
-    kind: Kind
-    chunk: int
-    lane: Lane
-    start: float
-    end: float
+from pmoe.planner.timeline import Span
+from pmoe.schedule.tasks import Schedule, Task
 
 
 @dataclass(frozen=True)

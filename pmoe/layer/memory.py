@@ -125,7 +125,7 @@ def _of_way(
     sizes = replace(sizes, rotates=sizes.rotates or way.forward != way.backward)
     degrees, restore = (way.forward, way.backward), way.restore
     if counts is None:
-        return bound(sizes, call.tokens, *degrees, restore, parts.spec.slack, parts.num_bins, call)
+        return bound(sizes, call, *degrees, restore, parts.spec.slack, parts.num_bins)
     bins = counts.send.shape[0]
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")

@@ -49,7 +49,7 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
 
     Raises OSError where it cannot be written, TypeError for a key that JSON cannot hold.
     """
-    held = {name: table.to_fields() for name, table in tables.items() if table.ranges.points}
+    held = {name: table.to_fields() for name, table in tables.items() if table.points}
     save_json(path, {"format": FORMAT, "key": dict(key), "tables": held})
 
 
@@ -69,7 +69,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
         if not isinstance(tables, dict):
             raise ValueError(f"no granularity table: tables ({tables!r}) must be an object")
         found = {name: GranularityTable.from_fields(table) for name, table in tables.items()}
-        for degrees in (each for table in found.values() for each in table.ranges.points.values()):
+        for degrees in (each for table in found.values() for each in table.points.values()):
             if candidates is not None and not {degrees.forward, degrees.backward} <= set(candidates):
                 raise ValueError(f"found {degrees}, expected degrees among {tuple(candidates)}")
         return found
@@ -192,13 +192,13 @@ def search(
     if apart not in seconds and runner_of(apart) is not None:
         ((ahead, back),) = _trials([apart], runner_of, inputs, ranks)
         seconds[apart] = ahead + back
-    before = known.ranges.contradictions
+    before = known.contradictions
     best = known.record(max_tokens, seconds)
     told = ", ".join(f"{d.forward}/{d.backward}: {s * 1e3:.3g} ms" for d, s in seconds.items())
     log.info(
         "pipeline=True takes n=%d/%d for %d tokens a rank (%s)", best.forward, best.backward, max_tokens, told
     )
-    if known.ranges.contradictions > before:
+    if known.contradictions > before:
         log.info("n does not grow with the number of tokens here; the latest measurement holds")
     return best
 

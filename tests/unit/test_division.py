@@ -255,7 +255,7 @@ def test_layer_times_are_those_of_equal_sizes_and_rows_within_a_power_of_two() -
     exact, half, twice, far = layer(), layer(2048), layer(8192), layer(16384)
     assert times(half, twice, exact, far).find_layer_times(SIZES) == exact
     assert times(half, twice, far).find_layer_times(SIZES) == twice
-    assert times(half, far).find_layer_times(SHAPE) == half
+    assert times(half, far).find_layer_times(SIZES) == half
     assert times(far, layer(1024)).find_layer_times(SIZES) is None
     assert times(layer(1)).find_layer_times(replace(SIZES, rows=1)) == layer(1)
     others: list[dict[str, Any]] = [

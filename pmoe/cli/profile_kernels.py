@@ -120,7 +120,7 @@ def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | Non
     path, fault = None, ""
     if ranks.rank == 0:
         try:
-            (path,) = save_divisions(found, folder)
+            path = save_divisions(found, folder)
         except OSError as error:
             fault = f"--folder ({cache_folder(folder)}) must be a folder to write: {error.strerror}"
     fault = next(filter(None, gathered(ranks, fault, stage="storing division points")), "")

@@ -22,7 +22,7 @@ from pmoe.comm.ranks import Agree, Ranks, digest, largest
 from pmoe.kernels import comet, status
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes, route
-from pmoe.measure.division import AGREEING
+from pmoe.measure.division import AGREEING, SECONDS
 from pmoe.measure.rounds import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.planner.division import (
@@ -267,7 +267,7 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
         work(layer)
         return (clock() - begin,)
 
-    runs = [
+    runs = [  # in the order of SECONDS
         functools.partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)
     ]
     medians = median_seconds(
@@ -275,10 +275,4 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
     )
     for layer in (fused, chunked):
         layer.zero_grad(set_to_none=True)
-    (fused_forward,), (fused_step,), (chunked_forward,), (chunked_step,) = medians
-    return LayerSeconds(
-        fused_forward=fused_forward,
-        fused_step=fused_step,
-        chunked_forward=chunked_forward,
-        chunked_step=chunked_step,
-    )
+    return LayerSeconds(**dict(zip(SECONDS, (seconds for (seconds,) in medians), strict=True)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,35 +20,27 @@ WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
 LEAD_CYCLES = 3_000_000
 """The device sleeps so long, some 2 ms, while the host enqueues what is timed: the device's time counts."""
 
-Works = Mapping[str, Callable[[], object]]
-"""By candidate, one product."""
-
 
 class ProductBench:
     """What measuring needs of a device and of this installation. Tests put another in its place."""
 
-    def works(self, request: ProductRequest, names: tuple[str, str]) -> Works:
-        """The product that is asked for, computed by each of these candidates on the same operands."""
-        operands, groups = random_operands(request)
-        return {name: functools.partial(compute, name, operands, groups) for name in names}
-
-    def seconds(self, works: Works, device: torch.device) -> dict[str, float]:
-        """Of each the median, on the current stream.
+    def seconds(self, request: ProductRequest, names: Sequence[str]) -> list[float]:
+        """Of each of these candidates the median for the product that is asked for, on the current stream.
 
         They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
         """
-        runs = [functools.partial(marked, work) for work in works.values()]
+        operands, groups = random_operands(request)
+        runs = [partial(marked, partial(compute, name, operands, groups)) for name in names]
 
         def medians(rounds: int, warm_up: int = 0) -> list[float]:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(request.device)
             torch.cuda._sleep(LEAD_CYCLES)
             return [part for (part,) in median_seconds(runs, rounds, warm_up=warm_up, seconds=event_seconds)]
 
-        with torch.cuda.device(device):
+        with torch.cuda.device(request.device):
             span = sum(medians(1, WARM_UP - 1))
             rounds = int(SPAN_SECONDS / span) if span > 0 else MAX_ROUNDS
-            counted = medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
-        return dict(zip(works, counted, strict=True))
+            return medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
 
     def mismatch(self, case: KernelCase) -> str | None:
         """As `pmoe.measure.kernel_check`."""

@@ -41,17 +41,10 @@ class FakeBench(ProductBench):
         self.checked: list[KernelCase] = []
         self.wrong: str | Exception | None = None
 
-    def works(self, request: ProductRequest, names: tuple[str, str]) -> dict[str, Any]:
-        return {name: lambda name=name: f"{request.form} by {name}" for name in names}
-
-    def seconds(self, works: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-        for work in works.values():
-            self.measured.append(work())
-        form = self.measured[-1].split()[0]
-        return {
-            name: self.times[name][form] if isinstance(self.times[name], dict) else self.times[name]
-            for name in works
-        }
+    def seconds(self, request: ProductRequest, names: Sequence[str]) -> list[float]:
+        self.measured += [f"{request.form} by {name}" for name in names]
+        found = [self.times[name] for name in names]
+        return [each[request.form] if isinstance(each, dict) else each for each in found]
 
     def mismatch(self, case: KernelCase) -> str | None:
         self.checked.append(case)
@@ -372,7 +365,7 @@ def test_without_memory_nothing_is_measured_and_grouped_mm_computes() -> None:
 
 def test_a_kernel_that_fails_while_measured_is_not_chosen() -> None:
     bench = FakeBench({})
-    bench.seconds = lambda works, device: (_ for _ in ()).throw(RuntimeError("launch failed"))  # type: ignore
+    bench.seconds = lambda request, names: (_ for _ in ()).throw(RuntimeError("launch failed"))  # type: ignore
     found = make_registry(bench)
     with pytest.warns(UserWarning, match="launch failed"):
         found.measure([FORWARD], Alone())

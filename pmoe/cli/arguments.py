@@ -21,10 +21,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class BadInputError(Exception):
-    """The command ends with this message, as argparse ends it for arguments that it refuses itself."""
-
-
 # ---- types, for argparse
 
 
@@ -69,29 +65,29 @@ def restore_pair(text: str) -> Restore:
 
 
 def parse_device(text: str, *, must_exist: bool) -> torch.device:
-    """Raises BadInputError unless it is a CPU or a CUDA device, with ``must_exist`` one that torch sees."""
+    """Raises ValueError unless it is a CPU or a CUDA device, with ``must_exist`` one that torch sees."""
     try:
         device = torch.device(text)
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in WIDTH:
-        raise BadInputError(f"--device ({text!r}) must be {' or '.join(WIDTH)}")
+        raise ValueError(f"--device ({text!r}) must be {' or '.join(WIDTH)}")
     if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadInputError(f"--device ({text!r}) must be here: torch sees {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"--device ({text!r}) must be here: torch sees {torch.cuda.device_count()} GPUs")
     return device
 
 
 def refuse_options(args: argparse.Namespace, names: Sequence[str], rule: str) -> None:
-    """Raises BadInputError for the first of these options that was passed."""
+    """Raises ValueError for the first of these options that was passed."""
     for name in names:
         if getattr(args, name) not in (None, False):
-            raise BadInputError(f"--{name.replace('_', '-')} {rule}")
+            raise ValueError(f"--{name.replace('_', '-')} {rule}")
 
 
 @contextmanager
 def refused_as(rule: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raises BadInputError with the rule, and with the reason behind it, where the block raises an error."""
+    """Raises ValueError with the rule, and with the reason behind it, where the block raises an error."""
     try:
         yield
     except errors as error:
-        raise BadInputError(f"{rule}: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"{rule}: {getattr(error, 'strerror', None) or error}") from None

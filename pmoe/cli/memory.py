@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pmoe.cli.arguments import BadInputError, parse_device, restore_pair, whole_number
+from pmoe.cli.arguments import parse_device, restore_pair, whole_number
 from pmoe.cli.layer_arguments import (
     add_layer_sizes,
     constructor_arguments,
@@ -76,11 +76,11 @@ def _check(args: argparse.Namespace) -> None:
     try:
         check_backward(args.n, args.n_backward)
     except ValueError:
-        raise BadInputError(
+        raise ValueError(
             f"--n-backward ({args.n_backward}) must divide --n ({args.n}) or be a multiple of it"
         ) from None
     if args.measure and args.ranks > 1:
-        raise BadInputError(f"--ranks ({args.ranks}) must be 1 with --measure")
+        raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
 
 
 # ---- measuring

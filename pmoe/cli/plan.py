@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pmoe.cli.arguments import BadInputError, byte_count, refused_as
+from pmoe.cli.arguments import byte_count, refused_as
 from pmoe.cli.layer_arguments import add_layer_sizes, describe_layer, layer_fields, layer_shape, python_line
 from pmoe.cli.output import Output, mib, ms, pair_name
 from pmoe.measure.profile import find_profile, load_profile
@@ -58,7 +58,7 @@ def _profile_for(args: argparse.Namespace) -> tuple[Path, Profile]:
         ("--dtype", args.dtype, profile.dtype),
     ):
         if asked != held:
-            raise BadInputError(f"{name} ({asked}) must be that of --profile {args.profile} ({held})")
+            raise ValueError(f"{name} ({asked}) must be that of --profile {args.profile} ({held})")
     return args.profile, profile
 
 

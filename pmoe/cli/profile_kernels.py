@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pmoe.cli.arguments import DTYPES, BadInputError, refuse_options, whole_number
+from pmoe.cli.arguments import DTYPES, refuse_options, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
 from pmoe.comm.ranks import Ranks, gathered
@@ -79,11 +79,11 @@ def run_command(args: argparse.Namespace) -> Output | None:
 def _fused_device(args: argparse.Namespace) -> torch.device:
     virtual, world = args.virtual_ranks, world_size()
     if virtual is not None and world > 1:
-        raise BadInputError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
+        raise ValueError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
     device = own_device(args.device or "cuda", must_exist=False)
     reason = timing_refusal(device)
     if reason is not None:
-        raise BadInputError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
+        raise ValueError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
     return device
 
 
@@ -96,7 +96,7 @@ def _measured(
     sizes = {tokens: _sizes(layer, tokens, args.virtual_ranks, ranks) for tokens in layer.pop("tokens")}
     found = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
     if not found.entries:
-        raise BadInputError("no fused kernel could be measured")
+        raise ValueError("no fused kernel could be measured")
     path = _save(found, ranks, args.folder)
     if args.virtual_ranks is None and ranks.size > 1:  # with the divisions that were just stored
         found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
@@ -125,7 +125,7 @@ def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | Non
             fault = f"--folder ({cache_folder(folder)}) must be a folder to write: {error.strerror}"
     fault = next(filter(None, gathered(ranks, fault, stage="storing division points")), "")
     if fault:
-        raise BadInputError(fault)
+        raise ValueError(fault)
     forget()
     return path
 

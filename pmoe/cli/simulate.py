@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pmoe.cli.arguments import BadInputError, refused_as, slack
+from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.output import Output, ms
 from pmoe.papers import comet_figures, fsmoe_layers
 from pmoe.papers.comet_figures import Beside, Case, Size
@@ -43,9 +43,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> Output:
     comet = args.experiment == "comet"
     if comet and args.contention is not None:
-        raise BadInputError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")
+        raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")
     if args.draw is not None and (not comet or args.assumptions):
-        raise BadInputError(f"--draw ({args.draw}) is for comet, without --assumptions")
+        raise ValueError(f"--draw ({args.draw}) is for comet, without --assumptions")
     if args.assumptions:
         assumptions = (comet_figures if comet else fsmoe_layers).ASSUMPTIONS
         return Output(assumptions, _wrapped(assumptions))

@@ -116,10 +116,6 @@ def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profil
 # ---- the files
 
 
-class NoProfileError(LookupError):
-    """No stored profile fits, or more than one does."""
-
-
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
     """The file named after an identity: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe."""
     cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
@@ -162,7 +158,7 @@ def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | Valu
 def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
     """The one stored profile for so many ranks and this dtype.
 
-    Raises NoProfileError where none fits or several do, with a line for each stored profile and how to
+    Raises ValueError where none fits or several do, with a line for each stored profile and how to
     measure one.
     """
     stored = stored_profiles(folder)
@@ -184,7 +180,7 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
     else:
         launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
         lines.append(f"measure one with: {launch} -m pmoe profile --dtype {dtype}")
-    raise NoProfileError("\n".join(lines))
+    raise ValueError("\n".join(lines))
 
 
 # ---- from JSON

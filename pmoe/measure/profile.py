@@ -52,8 +52,7 @@ def load_or_measure(
     Raises as `identity` and `measure_operations` do.
     """
     device = torch.device(device)
-    profile = _found_by_all(ranks, device, identity(ranks, device, dtype), folder)
-    known = profile is not None
+    profile = found = _found_by_all(ranks, device, identity(ranks, device, dtype), folder)
     if profile is None:
         log.info("measuring %s with %d ranks, once: some seconds", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True)
@@ -64,8 +63,8 @@ def load_or_measure(
         if held is None or [held.num_across, held.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
-            profile, known = replace(profile, operations=measured), False
-    if ranks.rank == 0 and not known:
+            profile = replace(profile, operations=measured)
+    if ranks.rank == 0 and profile is not found:
         try:
             save_profile(profile, profile_path(profile, folder))
             log.info("measured, and kept in %s", profile_path(profile, folder))
@@ -169,18 +168,13 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
     ]
     if len(fitting) == 1:
         return fitting[0]
-    wanted = f"{num_ranks} rank{'s' * (num_ranks > 1)} and {dtype}"
     count = f"{len(fitting)} profiles fit" if fitting else "no profile fits"
-    lines = [
-        f"{count} {wanted} in {cache_folder(folder)}",
-        *(f"  {path.name}: {profile}" for path, profile in stored.items()),
-    ]
-    if fitting:
-        lines.append("name one of them with --profile FILE")
-    else:
-        launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
-        lines.append(f"measure one with: {launch} -m pmoe profile --dtype {dtype}")
-    raise ValueError("\n".join(lines))
+    wanted = f"{num_ranks} rank{'s' * (num_ranks > 1)} and {dtype}"
+    held = [f"  {path.name}: {profile}" for path, profile in stored.items()]
+    launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
+    measure_one = f"measure one with: {launch} -m pmoe profile --dtype {dtype}"
+    advice = "name one of them with --profile FILE" if fitting else measure_one
+    raise ValueError("\n".join([f"{count} {wanted} in {cache_folder(folder)}", *held, advice]))
 
 
 # ---- from JSON
@@ -207,13 +201,12 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
     if dataclasses.is_dataclass(kind):
         return _typed_record(kind, value, name)
-    if kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
-            return float(value)
+    if kind is not float:
+        if type(value) is not kind:
+            raise CorruptFileError(f"{name} ({value!r}) is of the wrong type")
+    elif type(value) not in (int, float) or not 0 <= value < math.inf:
         raise CorruptFileError(f"{name} ({value!r}) must be a finite number of at least 0")
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise CorruptFileError(f"{name} ({value!r}) is of the wrong type")
-    return value
+    return kind(value)
 
 
 def _typed_record(kind: Any, value: Any, name: str) -> Any:

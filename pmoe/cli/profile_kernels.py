@@ -13,7 +13,7 @@ import torch
 from pmoe.cli.arguments import DTYPES, refuse_options, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
-from pmoe.comm.ranks import Ranks, gathered
+from pmoe.comm.ranks import Ranks, from_first
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, time_layers, timing_refusal
@@ -93,26 +93,19 @@ def _measured(
     """The table, and the file in which rank 0 has stored it. Collective."""
     layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
     layer |= {"device": device, "dtype": DTYPES[args.dtype or "bfloat16"]}
-    sizes = {tokens: _sizes(layer, tokens, args.virtual_ranks, ranks) for tokens in layer.pop("tokens")}
+    all_tokens, virtual = layer.pop("tokens"), args.virtual_ranks
+    options = {name: value for name, value in layer.items() if name != "expert"}
+    options |= {"gated": layer["expert"] == "swiglu", "num_ranks": virtual or ranks.size}
+    options["virtual"] = virtual is not None
+    sizes = {tokens: fused_layer_sizes(**options, tokens=tokens) for tokens in all_tokens}
     found = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
     if not found.entries:
         raise ValueError("no fused kernel could be measured")
     path = _save(found, ranks, args.folder)
-    if args.virtual_ranks is None and ranks.size > 1:  # with the divisions that were just stored
+    if virtual is None and ranks.size > 1:  # with the divisions that were just stored
         found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
         path = _save(found, ranks, args.folder)
     return found, path
-
-
-def _sizes(layer: Mapping[str, Any], tokens: int, virtual: int | None, ranks: Ranks) -> FusedLayerSizes:
-    sizes = {name: value for name, value in layer.items() if name != "expert"}
-    return fused_layer_sizes(
-        **sizes,
-        tokens=tokens,
-        num_ranks=virtual or ranks.size,
-        gated=layer["expert"] == "swiglu",
-        virtual=virtual is not None,
-    )
 
 
 def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
@@ -123,8 +116,7 @@ def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | Non
             path = save_divisions(found, folder)
         except OSError as error:
             fault = f"--folder ({cache_folder(folder)}) must be a folder to write: {error.strerror}"
-    fault = next(filter(None, gathered(ranks, fault, stage="storing division points")), "")
-    if fault:
+    if fault := from_first(ranks, fault, stage="storing division points"):
         raise ValueError(fault)
     forget()
     return path

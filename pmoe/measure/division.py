@@ -147,16 +147,11 @@ def _of_rank_0(
 FORMAT = 1
 """Of the file. Rises with every change of what a field means."""
 
-AGAIN = "measure again with: pmoe profile --kernels"
-
 T = TypeVar("T")
 
 
 def division_path(device_name: str, folder: PathLike | None = None) -> Path:
-    """The file of devices of this name: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe.
-
-    Raises RuntimeError where there is no home.
-    """
+    """The file of devices of this name in the `cache_folder`. Raises RuntimeError where there is no home."""
     return cache_path(("division", device_name, f"v{FORMAT}"), folder)
 
 
@@ -205,7 +200,8 @@ def _usable(path: Path) -> DivisionTable:
     try:
         return read_divisions(path)
     except (OSError, ValueError) as error:
-        warnings.warn(f"pmoe: measured division points are not used: {error}; {AGAIN}", stacklevel=3)
+        again = "measure again with: pmoe profile --kernels"
+        warnings.warn(f"pmoe: measured division points are not used: {error}; {again}", stacklevel=3)
         return DivisionTable()
 
 
@@ -214,22 +210,20 @@ def _usable(path: Path) -> DivisionTable:
 
 def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
     """The table as JSON has it, sorted by the text of its sizes."""
-    entries = sorted(table.entries.values(), key=lambda each: str(each.sizes))
-    layers = sorted(table.layers.values(), key=lambda each: str(each.sizes))
+
+    def rows(held: Mapping[Any, Any], numbers: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+        in_order = sorted(held.values(), key=lambda each: str(each.sizes))
+        return [{**asdict(each.sizes), **numbers(each), "when": each.when} for each in in_order]
+
     return {
-        "entries": [_entry_fields(each) for each in entries],
-        "layers": [{**asdict(each.sizes), **asdict(each.seconds), "when": each.when} for each in layers],
+        "entries": rows(table.entries, _entry_numbers),
+        "layers": rows(table.layers, lambda times: asdict(times.seconds)),
     }
 
 
-def _entry_fields(entry: Entry) -> dict[str, Any]:
-    return {
-        **asdict(entry.sizes),
-        "n_c": entry.division.n_c,
-        "chunk_columns": entry.division.chunk_columns,
-        "seconds": [[each.n_c, each.chunk_columns, took] for each, took in sorted(entry.seconds.items())],
-        "when": entry.when,
-    }
+def _entry_numbers(entry: Entry) -> dict[str, Any]:
+    seconds = [[*astuple(each), took] for each, took in sorted(entry.seconds.items())]
+    return {**asdict(entry.division), "seconds": seconds}
 
 
 def _table_from(held: Mapping[str, Any]) -> DivisionTable:
@@ -255,22 +249,16 @@ def _made(make: Callable[[Mapping[str, Any]], T], name: str, value: object) -> T
         raise ValueError(f"{name}: {error}") from None
 
 
-def _fields_of(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:
-    return {each.name: value[each.name] for each in fields(kind)}
+def _part(kind: Any, value: Mapping[str, Any]) -> Any:
+    return kind(**{each.name: value[each.name] for each in fields(kind)})
 
 
 def _entry(value: Mapping[str, Any]) -> Entry:
-    return Entry(
-        sizes=FusedKernelSizes(**_fields_of(FusedKernelSizes, value)),
-        division=Division(value["n_c"], value["chunk_columns"]),
-        seconds={Division(n_c, columns): took for n_c, columns, took in value["seconds"]},
-        when=str(value["when"]),
-    )
+    sizes, division = _part(FusedKernelSizes, value), _part(Division, value)
+    seconds = {Division(n_c, columns): took for n_c, columns, took in value["seconds"]}
+    return Entry(sizes=sizes, division=division, seconds=seconds, when=str(value["when"]))
 
 
 def _layer(value: Mapping[str, Any]) -> LayerTimes:
-    return LayerTimes(
-        sizes=FusedLayerSizes(**_fields_of(FusedLayerSizes, value)),
-        seconds=LayerSeconds(**_fields_of(LayerSeconds, value)),
-        when=str(value["when"]),
-    )
+    sizes, seconds = _part(FusedLayerSizes, value), _part(LayerSeconds, value)
+    return LayerTimes(sizes=sizes, seconds=seconds, when=str(value["when"]))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
-from pmoe.kernels.extension import Architecture, loaded_architecture
+from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.measure.kernel_check import KernelCase, mismatch
+from pmoe.measure import kernel_check
 from pmoe.measure.rounds import event_seconds, marked, median_seconds
 
 WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
@@ -23,6 +23,9 @@ LEAD_CYCLES = 3_000_000
 
 class ProductBench:
     """What measuring needs of a device and of this installation. Tests put another in its place."""
+
+    mismatch = staticmethod(kernel_check.mismatch)
+    architecture = staticmethod(loaded_architecture)
 
     def seconds(self, request: ProductRequest, names: Sequence[str]) -> list[float]:
         """Of each of these candidates the median for the product that is asked for, on the current stream.
@@ -42,10 +45,6 @@ class ProductBench:
             rounds = int(SPAN_SECONDS / span) if span > 0 else MAX_ROUNDS
             return medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
 
-    def mismatch(self, case: KernelCase) -> str | None:
-        """As `pmoe.measure.kernel_check`."""
-        return mismatch(case)
-
     def free_bytes(self, device: torch.device) -> int:
         """What a tensor may still take: the device's own, and what torch holds without using it."""
         free, _ = torch.cuda.mem_get_info(device)
@@ -55,9 +54,6 @@ class ProductBench:
         """After measuring: torch need not hold what the operands took."""
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
-
-    def architecture(self, device: torch.device) -> Architecture:
-        return loaded_architecture(device)
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:

@@ -41,17 +41,14 @@ class ProductMeasurer:
         """Has the registry know, of each request for which two candidates compete, which one is faster.
 
         Collective: one reduction where all ranks know the same, else up to three; between them the ranks
-        measure, each what it can. What not all ranks know, or know differently, is measured on all.
+        measure, each what it can. What not all ranks know, or know differently, is measured on all. Nothing
+        happens in deterministic mode, which must be on for all ranks or for none.
 
-        requests: all of one device, and the same on every rank; where ranks come with different ones
-        nevertheless, nothing is measured, and a warning says so.
-        case: of the kernels that these requests use. Where it is wrong on any rank, the registry distrusts
-        them on all.
+        requests: all of one device, and the same on every rank, or nothing is measured, with a warning.
+        case: of the kernels that they use. Where it is wrong on any rank, the registry distrusts them on all.
 
-        Nothing happens in deterministic mode, which must be on for all ranks or for none. Trouble on one rank
-        (no memory left) leaves requests unmeasured; it warns and never raises on one rank alone.
-
-        Raises ValueError on every rank where kernels are loaded on some and the ranks' code or compute
+        Trouble on one rank (no memory left) leaves requests unmeasured; it warns and never raises on one rank
+        alone. Raises ValueError on every rank where kernels are loaded on some and the ranks' code or compute
         capability differs.
         """
         if not requests or torch.are_deterministic_algorithms_enabled():
@@ -100,8 +97,8 @@ class ProductMeasurer:
     @contextmanager
     def _plain(self, device: torch.device) -> Iterator[None]:
         """Whatever the layer runs under."""
-        no_grad, no_autocast = torch.no_grad(), torch.autocast(device.type, enabled=False)
-        with torch.inference_mode(False), no_grad, no_autocast:
+        no_autocast = torch.autocast(device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), no_autocast:
             yield
 
     def _measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:

@@ -83,9 +83,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
 
 
-# ---- measuring
-
-
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
     """One step of a real layer, after one with few tokens; its inputs are there before and do not count."""
     layer = MoELayer(
@@ -111,9 +108,6 @@ def _step(layer: MoELayer, num_tokens: int, device: torch.device, dtype: torch.d
     x_TM = torch.randn(num_tokens, layer.d_model, device=device, dtype=dtype, requires_grad=True)
     dy_TM = torch.randn_like(x_TM)
     return step_memory(layer, lambda: (x_TM, dy_TM))
-
-
-# ---- text
 
 
 def _lines(
@@ -144,9 +138,6 @@ def _measured_cells(measured: PairNumbers, predicted: PairNumbers) -> list[str]:
     ratio = f"{predicted['peak'] / measured['peak']:.4f}"
     hosts = mib(measured["host"]), mib(predicted["host"])
     return [mib(measured["peak"]), mib(predicted["peak"]), ratio, *hosts]
-
-
-# ---- the paper's equations
 
 
 def _theory(args: argparse.Namespace) -> Output:

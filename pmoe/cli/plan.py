@@ -69,9 +69,6 @@ def _advice(args: argparse.Namespace, shape: LayerSizes, profile: Profile) -> Ad
         raise ValueError(str(error).replace("memory_budget", "--budget", 1)) from None
 
 
-# ---- text
-
-
 def _lines(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> Iterator[str]:
     yield describe_layer(args, profile.device_type)
     yield f"profile: {path}\n  {profile}\n"
@@ -114,9 +111,6 @@ def _candidate_line(candidate: PricedChoice) -> str:
         f"n={candidate.forward}, {pair_name(candidate.restore)}: {ms(candidate.seconds)} ms a step, "
         f"at most {mib(memory.promised)} MiB on the device{on_host}"
     )
-
-
-# ---- the page
 
 
 def _write_page(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> None:
@@ -163,9 +157,6 @@ def _pictures(args: argparse.Namespace, shape: LayerSizes, profile: Profile, adv
         f"The schedule of the decision, {name}, as simulated": drawing(bars, "one step, simulated"),
     }
     return [part("picture", inline_svg(figure, about), about) for about, figure in figures.items()]
-
-
-# ---- JSON
 
 
 def _fields(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> dict[str, Any]:

@@ -72,9 +72,6 @@ def _measured(
     )
 
 
-# ---- text
-
-
 def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str]:
     yield str(profile)
     yield f"measured in {profile.seconds + operations.seconds:.1f} s\n"

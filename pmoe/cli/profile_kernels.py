@@ -144,9 +144,6 @@ def _time_layers(
     return found
 
 
-# ---- text
-
-
 def _stored(folder: Path | None) -> Output:
     found, folder = load_divisions(folder), cache_folder(folder)
     return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))

@@ -44,10 +44,7 @@ WARM_UP, ROUNDS = 2, 7
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
-    """The journeys of these ranks' rows, for a routing of all ranks' tokens with a chunk a rank.
-
-    num_received is the heap's rows.
-    """
+    """The journeys of these ranks' rows, for a routing of all ranks' tokens with a chunk a rank."""
     experts, top_k = shape.experts, routes.expert_TK.shape[1]
     first = chunk_bounds(routes.expert_TK.shape[0], shape.num_ranks)
     return [
@@ -75,9 +72,6 @@ def even_routes(
     expert_TK = (slot % num_experts).view(num_tokens, top_k)
     logits_TE = torch.zeros(num_tokens, num_experts, device=device).scatter_(1, expert_TK, 1.0)
     return route(logits_TE, top_k, normalize=True, num_chunks=num_ranks)
-
-
-# ---- timing a division point
 
 
 def time_division(
@@ -174,9 +168,6 @@ def timing_refusal(device: torch.device) -> str | None:
     return found.devices[index].reason or comet.path(torch.device("cuda", index))[1]
 
 
-# ---- kernels
-
-
 def measure_kernels(
     layers: Sequence[FusedLayerSizes], ranks: Ranks, device: torch.device, *, top_k: int
 ) -> DivisionTable:
@@ -241,9 +232,6 @@ def _seconds_or_inf(
             warned.add(str(error))
             warnings.warn(f"pmoe: {division} of {kernel} could not be measured: {error}", stacklevel=4)
         return math.inf
-
-
-# ---- layers
 
 
 def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks) -> LayerSeconds:

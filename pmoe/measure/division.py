@@ -53,20 +53,18 @@ _agreed: dict[tuple[str, FusedLayerSizes], list[float]] = {}
 def fused_layer_sizes(
     device: torch.device,
     *,
-    d_model: int,
-    d_hidden: int,
     num_experts: int,
     tokens: int,
     top_k: int,
     num_ranks: int,
-    gated: bool,
     dtype: torch.dtype,
-    virtual: bool = False,
+    **sizes: Any,
 ) -> FusedLayerSizes:
     """Of a layer on this CUDA device, whose rank receives as many rows as it sends: tokens * top_k.
 
-    Raises ValueError where num_ranks does not divide num_experts, for top_k above num_experts, and as
-    `FusedLayerSizes` does.
+    sizes: d_model, d_hidden, gated and virtual, as `FusedLayerSizes` has them, and raising as it does.
+
+    Raises ValueError where num_ranks does not divide num_experts, and for top_k above num_experts.
     """
     check_fits(num_experts, top_k, num_ranks)
     return FusedLayerSizes(
@@ -75,11 +73,8 @@ def fused_layer_sizes(
         num_ranks=num_ranks,
         experts=num_experts // num_ranks,
         rows=bucket(tokens * top_k),
-        d_model=d_model,
-        d_hidden=d_hidden,
-        gated=gated,
         dtype=str(dtype).removeprefix("torch."),
-        virtual=virtual,
+        **sizes,
     )
 
 

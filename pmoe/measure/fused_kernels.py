@@ -175,10 +175,7 @@ def measure_kernels(
 
     Collective; see `sweep`. Warns about divisions that cannot be measured, and leaves them out.
     """
-
-    def seconds(kernel: FusedKernelSizes, division: Division) -> float:
-        return time_division(kernel, division, top_k=top_k, device=device, group=ranks)
-
+    seconds = functools.partial(time_division, top_k=top_k, device=device, group=ranks)
     kernels = [kernel for each in dict.fromkeys(layers) for kernel in all_kernel_sizes(each)]
     entries = sweep(kernels, seconds, _agree_among(ranks, device))
     return DivisionTable({each.sizes: each for each in entries})

@@ -45,9 +45,9 @@ def measure_products(
 
     Collective over ``ranks`` then. Later, or for as many rows up to the next power of two, it does nothing.
 
-    dtype: of the rows. max_rows: of the rank with most tokens, in even routing. needs_grad: whether a backward
-    may follow. All of these, and the experts' sizes, must be the same on every rank. Nothing is measured on
-    the CPU, in deterministic mode (which must be on for all ranks or for none), while a CUDA graph is
+    dtype: of the rows. max_rows: of the rank with most tokens, in even routing. needs_grad: whether there may
+    be a backward. All of these, and the experts' sizes, must be the same on every rank. Nothing is measured
+    on the CPU, in deterministic mode (which must be on for all ranks or for none), while a CUDA graph is
     captured, for modules, and for types and sizes that pmoe's kernels do not take.
 
     Raises ValueError on every rank where their kernels are of different architectures.

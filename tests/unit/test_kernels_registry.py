@@ -365,7 +365,7 @@ def test_without_memory_nothing_is_measured_and_grouped_mm_computes() -> None:
 
 def test_a_kernel_that_fails_while_measured_is_not_chosen() -> None:
     bench = FakeBench({})
-    bench.seconds = lambda request, names: (_ for _ in ()).throw(RuntimeError("launch failed"))  # type: ignore
+    bench.seconds = lambda *_: (_ for _ in ()).throw(RuntimeError("launch failed"))  # type: ignore
     found = make_registry(bench)
     with pytest.warns(UserWarning, match="launch failed"):
         found.measure([FORWARD], Alone())

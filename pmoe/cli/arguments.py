@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,26 +22,19 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-# ---- types, for argparse
+def at_least_1(kind: type[Number], name: str, text: str) -> Number:
+    """A finite number from 1 on; ``name`` stands in the message."""
+    try:
+        number = kind(text)
+    except ValueError:
+        number = kind()
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a {name} of at least 1")
+    return number
 
 
-def at_least_1(kind: type[Number], name: str) -> Callable[[str], Number]:
-    """A type of finite numbers from 1 on; ``name`` stands in its message."""
-
-    def parsed(text: str) -> Number:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = kind()
-        if not 1 <= number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a {name} of at least 1")
-        return number
-
-    return parsed
-
-
-whole_number = at_least_1(int, "whole number")
-slack = at_least_1(float, "number")
+whole_number = partial(at_least_1, int, "whole number")
+slack = partial(at_least_1, float, "number")
 
 
 def byte_count(text: str) -> int:
@@ -59,9 +53,6 @@ def restore_pair(text: str) -> Restore:
             f"{text!r} must be one of {', '.join(STRATEGIES)}, or a pair: {', '.join(map(str, ALL_PAIRS))}"
         )
     return pairs[text]
-
-
-# ---- checks of what was parsed
 
 
 def parse_device(text: str, *, must_exist: bool) -> torch.device:

@@ -66,7 +66,8 @@ def run_command(args: argparse.Namespace) -> Output | None:
     """Fills the table of divisions. Under torchrun every rank takes part, and rank 0 stores and prints."""
     refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
     if args.show:
-        return _stored(args.folder)
+        found, folder = load_divisions(args.folder), cache_folder(args.folder)
+        return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))
     device = _fused_device(args)
     with all_ranks(device) as ranks:
         found, path = _measured(args, ranks, device)
@@ -142,11 +143,6 @@ def _time_layers(
         else:  # the layer has warned why, though not if it has before
             print(f"pmoe: no layer times of {each}: the path {fused.ran.path!r} ran", file=sys.stderr)
     return found
-
-
-def _stored(folder: Path | None) -> Output:
-    found, folder = load_divisions(folder), cache_folder(folder)
-    return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))
 
 
 def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:

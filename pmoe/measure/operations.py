@@ -104,9 +104,6 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
     return part
 
 
-# ---- the operations
-
-
 PieceMaker = Callable[[int], tuple[float, TimedCall]]
 """Makes a piece of work of about a size; returns the size that it has, and the piece."""
 
@@ -171,9 +168,6 @@ def _staged(ranks: Ranks, collective: TimedCall) -> TimedCall:
             collective()
 
     return run
-
-
-# ---- their lines
 
 
 def _operation_line(bench: Bench, among: Ranks | None, make: PieceMaker, line_seconds: float) -> Fit:

@@ -132,6 +132,10 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
         target, source = (outside, inside) if out else (inside, outside)
         return lambda: target.copy_(source, non_blocking=True)
 
+    def sent(lane: str, size: int, first_bytes: int, make: Callable[[int], TimedCall]) -> _LaneWork:
+        first, most = max(16, first_bytes // size), max(64, MAX_BYTES // size)
+        return _LaneWork(lane=lane, size=size, first_units=first, max_units=most, make=make)
+
     kinds = {
         "compute": _LaneWork(
             lane=COMPUTE,
@@ -142,22 +146,9 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
         )
     }
     if others:
-        size = others * dtype.itemsize
-        kinds["message"] = _LaneWork(
-            lane=COMMUNICATE,
-            size=size,
-            first_units=max(16, FIRST_MESSAGE_BYTES // size),
-            max_units=max(64, MAX_BYTES // size),
-            make=message,
-        )
-    for name in ("copy_out", "copy_in"):
-        kinds[name] = _LaneWork(
-            lane=COPY,
-            size=dtype.itemsize,
-            first_units=FIRST_COPY_BYTES // dtype.itemsize,
-            max_units=MAX_BYTES // dtype.itemsize,
-            make=partial(copy, out=name == "copy_out"),
-        )
+        kinds["message"] = sent(COMMUNICATE, others * dtype.itemsize, FIRST_MESSAGE_BYTES, message)
+    kinds["copy_out"] = sent(COPY, dtype.itemsize, FIRST_COPY_BYTES, partial(copy, out=True))
+    kinds["copy_in"] = sent(COPY, dtype.itemsize, FIRST_COPY_BYTES, partial(copy, out=False))
     return kinds
 
 

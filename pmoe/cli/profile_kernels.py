@@ -137,9 +137,8 @@ def _time_layers(
         fused(x_TM)
         assert fused.ran is not None
         if fused.ran.path == "fused":
-            found[each] = LayerTimes(
-                sizes=each, seconds=time_layers(fused, chunked, x_TM, ranks), when=timestamp()
-            )
+            seconds = time_layers(fused, chunked, x_TM, ranks)
+            found[each] = LayerTimes(sizes=each, seconds=seconds, when=timestamp())
         else:  # the layer has warned why, though not if it has before
             print(f"pmoe: no layer times of {each}: the path {fused.ran.path!r} ran", file=sys.stderr)
     return found

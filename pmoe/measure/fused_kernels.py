@@ -202,9 +202,8 @@ def sweep(
     found = []
     for kernel in kernels:
         columns = kernel.d_model if kernel.kernel == "combine" else None
-        tried = sorted(
-            {clamped(each, kernel) for each in candidates(kernel.num_blocks, columns)} | {rule(kernel)}
-        )
+        divisions = candidates(kernel.num_blocks, columns)
+        tried = sorted({clamped(each, kernel) for each in divisions} | {rule(kernel)})
         slowest = agree([_seconds_or_inf(kernel, each, time, warned) for each in tried])
         seconds = {each: took for each, took in zip(tried, slowest, strict=True) if math.isfinite(took)}
         if seconds:

@@ -72,9 +72,8 @@ def measure_operations(
     identity(ranks, device, dtype)  # refuses what cannot be measured
     if not line_seconds >= 0:
         raise ValueError(f"line_seconds ({line_seconds}) must be at least 0")
-    across, inside = (
-        part_of(ranks, device, name, part) for name, part in (("across", across), ("inside", inside))
-    )
+    named = (("across", across), ("inside", inside))
+    across, inside = (part_of(ranks, device, name, part) for name, part in named)
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         lines = {
             name: _operation_line(bench, among, make, line_seconds)

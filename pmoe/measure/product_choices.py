@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 
@@ -56,8 +56,7 @@ class ProductMeasurer:
         here, fault = self.bench.architecture(requests[0].device), self._fault(case, requests)
         codes = [self._code(request) for request in requests]
         of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
-        code = [here.binary_version, here.ptx_version, here.capability]
-        facts = [*code, of_requests, of_codes, float(fault is not None)]
+        facts = [*astuple(here), of_requests, of_codes, float(fault is not None)]
         lowest_facts, highest_facts = _range(facts, agree)
         _check_architectures(here, lowest_facts, highest_facts)
         if lowest_facts[3] != highest_facts[3]:

@@ -217,11 +217,8 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: _Effort
     def run(lanes: Sequence[str]) -> dict[str, float]:
         bench.largest([0.0])  # begin together
         longer = 2 if COMMUNICATE in lanes and len(lanes) > 1 else 1
-        return speeds(
-            bench.run(
-                {lane: (pieces[lane], count[lane] * (1 if lane == COMMUNICATE else longer)) for lane in lanes}
-            )
-        )
+        counts = {lane: count[lane] * (1 if lane == COMMUNICATE else longer) for lane in lanes}
+        return speeds(bench.run({lane: (pieces[lane], counts[lane]) for lane in lanes}))
 
     together = [lanes for several in (2, 3) for lanes in combinations(pieces, several)]
     relative: dict[tuple[str, tuple[str, ...]], list[float]] = {}

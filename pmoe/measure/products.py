@@ -33,13 +33,7 @@ _measured: set[tuple[object, ...]] = set()
 
 
 def measure_products(
-    experts: Experts,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_rows: int,
-    *,
-    needs_grad: bool = True,
+    experts: Experts, ranks: Ranks, dtype: torch.dtype, device: torch.device, max_rows: int, needs_grad: bool
 ) -> None:
     """Has the products of these experts measured, the first time for so many rows.
 
@@ -88,12 +82,7 @@ def slower_kernels(
 
 
 def product_requests(
-    experts: StackedExperts,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_rows: int,
-    *,
-    needs_grad: bool = True,
+    experts: StackedExperts, dtype: torch.dtype, device: torch.device, max_rows: int, *, needs_grad: bool
 ) -> list[ProductRequest]:
     """Every product of these experts. Empty where the kernels do not take the type or the sizes."""
     if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.num_hidden) is not None:

@@ -242,7 +242,7 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_known_then() -> N
     skip_unless_willing(PMOE)
     skip_unless_willing(GROUPED_MM)
     experts = SwiGLUExperts(256, 512, 4, bias=False, dtype=torch.bfloat16, device=DEVICE)
-    requests = product_requests(experts, torch.bfloat16, DEVICE, 500)
+    requests = product_requests(experts, torch.bfloat16, DEVICE, 500, needs_grad=True)
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
     measurer = ProductMeasurer(Registry(PRODUCTS.candidates), ProductBench())
     case = KernelCase.of(experts, DEVICE, torch.bfloat16)

@@ -34,7 +34,6 @@ def load_or_measure(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     *,
-    folder: PathLike | None = None,
     operations: bool = False,
     across: Ranks | None = None,
     inside: Ranks | None = None,
@@ -52,7 +51,7 @@ def load_or_measure(
     Raises as `identity` and `measure_operations` do.
     """
     device = torch.device(device)
-    profile = found = _found_by_all(ranks, device, identity(ranks, device, dtype), folder)
+    profile = found = _found_by_all(ranks, device, identity(ranks, device, dtype))
     if profile is None:
         log.info("measuring %s with %d ranks, once: some seconds", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True)
@@ -66,8 +65,8 @@ def load_or_measure(
             profile = replace(profile, operations=measured)
     if ranks.rank == 0 and profile is not found:
         try:
-            save_profile(profile, profile_path(profile, folder))
-            log.info("measured, and kept in %s", profile_path(profile, folder))
+            save_profile(profile, profile_path(profile))
+            log.info("measured, and kept in %s", profile_path(profile))
         except OSError as error:  # must not stop one rank alone
             warnings.warn(
                 f"the profile could not be saved, and will be measured again: {error}", stacklevel=2
@@ -75,13 +74,11 @@ def load_or_measure(
     return profile
 
 
-def _found_by_all(
-    ranks: Ranks, device: torch.device, here: Identity, folder: PathLike | None
-) -> Profile | None:
+def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile | None:
     """Rank 0's, where every rank has one that is of what is here. Collective."""
     found, fault = None, None
     try:
-        found = load_profile(profile_path(here, folder), expected=here)
+        found = load_profile(profile_path(here), expected=here)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:

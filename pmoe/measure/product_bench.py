@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
-from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.measure import kernel_check
 from pmoe.measure.rounds import event_seconds, marked, median_seconds
 
 WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
@@ -21,39 +19,35 @@ LEAD_CYCLES = 3_000_000
 """The device sleeps so long, some 2 ms, while the host enqueues what is timed: the device's time counts."""
 
 
-class ProductBench:
-    """What measuring needs of a device and of this installation. Tests put another in its place."""
+def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[float]:
+    """Of each of these candidates the median for the product that is asked for, on the current stream.
 
-    mismatch = staticmethod(kernel_check.mismatch)
-    architecture = staticmethod(loaded_architecture)
+    They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
+    """
+    operands, groups = random_operands(request)
+    runs = [partial(marked, partial(compute, name, operands, groups)) for name in names]
 
-    def seconds(self, request: ProductRequest, names: Sequence[str]) -> list[float]:
-        """Of each of these candidates the median for the product that is asked for, on the current stream.
+    def medians(rounds: int, warm_up: int = 0) -> list[float]:
+        torch.cuda.synchronize(request.device)
+        torch.cuda._sleep(LEAD_CYCLES)
+        return [part for (part,) in median_seconds(runs, rounds, warm_up=warm_up, seconds=event_seconds)]
 
-        They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
-        """
-        operands, groups = random_operands(request)
-        runs = [partial(marked, partial(compute, name, operands, groups)) for name in names]
+    with torch.cuda.device(request.device):
+        span = sum(medians(1, WARM_UP - 1))
+        rounds = int(SPAN_SECONDS / span) if span > 0 else MAX_ROUNDS
+        return medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
 
-        def medians(rounds: int, warm_up: int = 0) -> list[float]:
-            torch.cuda.synchronize(request.device)
-            torch.cuda._sleep(LEAD_CYCLES)
-            return [part for (part,) in median_seconds(runs, rounds, warm_up=warm_up, seconds=event_seconds)]
 
-        with torch.cuda.device(request.device):
-            span = sum(medians(1, WARM_UP - 1))
-            rounds = int(SPAN_SECONDS / span) if span > 0 else MAX_ROUNDS
-            return medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
+def free_bytes(device: torch.device) -> int:
+    """What a tensor may still take: the device's own, and what torch holds without using it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
-    def free_bytes(self, device: torch.device) -> int:
-        """What a tensor may still take: the device's own, and what torch holds without using it."""
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
-    def release(self, device: torch.device) -> None:
-        """After measuring: torch need not hold what the operands took."""
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
+def release_memory(device: torch.device) -> None:
+    """After measuring: torch need not hold what the operands took."""
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:

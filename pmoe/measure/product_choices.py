@@ -14,11 +14,11 @@ from dataclasses import astuple, dataclass, field
 import torch
 
 from pmoe.comm.ranks import Agree, digest
-from pmoe.kernels.extension import Architecture
+from pmoe.kernels.extension import Architecture, loaded_architecture
 from pmoe.kernels.product_request import ProductRequest
 from pmoe.kernels.registry import MeasuredChoice, Registry
-from pmoe.measure.kernel_check import KernelCase
-from pmoe.measure.product_bench import ProductBench, needed_bytes
+from pmoe.measure.kernel_check import KernelCase, mismatch
+from pmoe.measure.product_bench import candidate_seconds, free_bytes, needed_bytes, release_memory
 from pmoe.measure.rounds import timestamp
 from pmoe.warn import warn_once
 
@@ -34,7 +34,6 @@ class ProductMeasurer:
     """Measures for a registry, which then knows what was found. faults: by case, what is computed wrongly."""
 
     registry: Registry
-    bench: ProductBench
     faults: dict[KernelCase, str | None] = field(default_factory=dict)
 
     def measure(self, requests: Sequence[ProductRequest], agree: Agree, case: KernelCase) -> None:
@@ -53,7 +52,7 @@ class ProductMeasurer:
         """
         if not requests or torch.are_deterministic_algorithms_enabled():
             return
-        here, fault = self.bench.architecture(requests[0].device), self._fault(case, requests)
+        here, fault = loaded_architecture(requests[0].device), self._fault(case, requests)
         codes = [self._code(request) for request in requests]
         of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
         facts = [*astuple(here), of_requests, of_codes, float(fault is not None)]
@@ -88,7 +87,7 @@ class ProductMeasurer:
         if case not in self.faults:
             try:
                 with self._plain(case.device):
-                    self.faults[case] = self.bench.mismatch(case)
+                    self.faults[case] = mismatch(case)
             except Exception as error:
                 self.faults[case] = f"a small case failed: {error}"
         return self.faults[case]
@@ -103,7 +102,7 @@ class ProductMeasurer:
     def _measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:
         failures: dict[ProductRequest, str] = {}
         own = [second for request in requests for second in self._seconds(request, failures)]
-        self.bench.release(requests[0].device)
+        release_memory(requests[0].device)
         slowest = agree(own)
         when = timestamp()
         for i, request in enumerate(requests):
@@ -122,11 +121,11 @@ class ProductMeasurer:
         names, device = self.registry.competing(request), request.device
         try:
             assert names is not None, "the ranks agreed that there are two"
-            wanted, free = needed_bytes(request), self.bench.free_bytes(device)
+            wanted, free = needed_bytes(request), free_bytes(device)
             if wanted > free // 2:
                 raise MemoryError(f"{wanted} bytes are needed, and half of {free} free ones may be used")
             with self._plain(device):
-                return self.bench.seconds(request, names)
+                return candidate_seconds(request, names)
         except Exception as error:
             failures[request] = f"not measured: {error}"
             message = f"some products could not be measured, and pmoe's kernels do not compute them: {error}"

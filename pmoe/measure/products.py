@@ -64,10 +64,9 @@ def measure_products(
 @functools.cache
 def measurer() -> ProductMeasurer:
     """Measures for the choices of this process."""
-    from pmoe.measure.product_bench import ProductBench
     from pmoe.measure.product_choices import ProductMeasurer
 
-    return ProductMeasurer(PRODUCTS, ProductBench())
+    return ProductMeasurer(PRODUCTS)
 
 
 def slower_kernels(

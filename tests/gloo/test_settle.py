@@ -270,8 +270,9 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
             measure_products(of, group, dtype, device, max_rows, needs_grad=needs_grad)
         found[name] = len(sizes)
 
+    bench.seconds = lambda request, names: [1.0] * len(names)  # type: ignore[method-assign]
     patched = pytest.MonkeyPatch()
-    with patched.context() as patch:
+    with patched.context() as patch, bench.patched():
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
         patch.setattr(product_request, "device_name", lambda device: "NVIDIA H200")
         patch.setattr(
@@ -280,8 +281,7 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
         willing = [replace(each, reasons=lambda request: []) for each in PRODUCTS.candidates]
         registry = Registry(willing)
         patch.setattr(settle, "_measured", set())
-        patch.setattr(settle, "measurer", lambda: ProductMeasurer(registry, bench))
-        patch.setattr(bench, "seconds", lambda request, names: [1.0] * len(names))
+        patch.setattr(settle, "measurer", lambda: ProductMeasurer(registry))
         call("on the CPU", device=CPU)
         call("no rows", max_rows=0)
         call("modules", of=EXPERTS["modules"]())

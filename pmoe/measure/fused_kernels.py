@@ -9,10 +9,10 @@ w1.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -126,31 +126,25 @@ def _launches(
     weight_TK: Tensor,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """The launch before the kernel that is timed, and that kernel's. w1 (E, G, M), w2 (E, M, H): by rank."""
-    activation, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
-
-    def hidden() -> tuple[list[Tensor] | None, list[Tensor]]:
-        return comet.dispatch_hidden(
-            launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=activation, keep=True
-        )
-
+    act, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
+    hidden = partial(
+        comet.dispatch_hidden, launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=act, keep=True
+    )
     kept, active = hidden()
     assert kept is not None
-
-    def gradient() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        return comet.dispatch_hidden_gradient(
-            launcher, journeys, x_TM, weight_TK, w2, no_bias, kept, activation=activation
-        )
-
+    gradient = partial(
+        comet.dispatch_hidden_gradient, launcher, journeys, x_TM, weight_TK, w2, no_bias, kept, activation=act
+    )
     if kernel.kernel == "dispatch":
         return (lambda: None), (hidden if kernel.direction == "forward" else gradient)
     if kernel.direction == "forward":
-        return hidden, lambda: comet.product_combine(launcher, journeys, active, w2, no_bias)
+        return hidden, partial(comet.product_combine, launcher, journeys, active, w2, no_bias)
     of_hidden, _, dots = gradient()
-    return gradient, lambda: comet.gradient_combine(launcher, journeys, of_hidden, w1, dots)
+    return gradient, partial(comet.gradient_combine, launcher, journeys, of_hidden, w1, dots)
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
-    return functools.partial(largest, ranks, device, stage=AGREEING)
+    return partial(largest, ranks, device, stage=AGREEING)
 
 
 def timing_refusal(device: torch.device) -> str | None:
@@ -175,7 +169,7 @@ def measure_kernels(
 
     Collective; see `sweep`. Warns about divisions that cannot be measured, and leaves them out.
     """
-    seconds = functools.partial(time_division, top_k=top_k, device=device, group=ranks)
+    seconds = partial(time_division, top_k=top_k, device=device, group=ranks)
     kernels = [kernel for each in dict.fromkeys(layers) for kernel in all_kernel_sizes(each)]
     entries = sweep(kernels, seconds, _agree_among(ranks, device))
     return DivisionTable({each.sizes: each for each in entries})
@@ -251,9 +245,8 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
         work(layer)
         return (clock() - begin,)
 
-    runs = [  # in the order of SECONDS
-        functools.partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)
-    ]
+    # in the order of SECONDS
+    runs = [partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)]
     medians = median_seconds(
         runs, ROUNDS, warm_up=WARM_UP, begin=begin_together(ranks), agree=_agree_among(ranks, x_TM.device)
     )

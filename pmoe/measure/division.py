@@ -136,9 +136,6 @@ def _of_rank_0(
     return _agreed[key]
 
 
-# ---- files
-
-
 FORMAT = 1
 """Of the file. Rises with every change of what a field means."""
 
@@ -198,9 +195,6 @@ def _usable(path: Path) -> DivisionTable:
         again = "measure again with: pmoe profile --kernels"
         warnings.warn(f"pmoe: measured division points are not used: {error}; {again}", stacklevel=3)
         return DivisionTable()
-
-
-# ---- as JSON
 
 
 def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:

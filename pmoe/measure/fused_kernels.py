@@ -198,7 +198,9 @@ def sweep(
         columns = kernel.d_model if kernel.kernel == "combine" else None
         divisions = candidates(kernel.num_blocks, columns)
         tried = sorted({clamped(each, kernel) for each in divisions} | {rule(kernel)})
-        slowest = agree([_seconds_or_inf(kernel, each, time, warned) for each in tried])
+        slowest = agree(
+            [_seconds_or_inf(partial(time, kernel, each), f"{each} of {kernel}", warned) for each in tried]
+        )
         seconds = {each: took for each, took in zip(tried, slowest, strict=True) if math.isfinite(took)}
         if seconds:
             best = min(seconds, key=lambda each: (seconds[each], each))
@@ -206,21 +208,16 @@ def sweep(
     return found
 
 
-def _seconds_or_inf(
-    kernel: FusedKernelSizes,
-    division: Division,
-    time: Callable[[FusedKernelSizes, Division], float],
-    warned: set[str],
-) -> float:
+def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> float:
     """Infinite where it cannot be measured here, with one warning for each reason."""
     try:
-        seconds = float(time(kernel, division))
+        seconds = float(time())
         check_seconds("seconds", seconds)
         return seconds
     except Exception as error:
         if str(error) not in warned:
             warned.add(str(error))
-            warnings.warn(f"pmoe: {division} of {kernel} could not be measured: {error}", stacklevel=4)
+            warnings.warn(f"pmoe: {name} could not be measured: {error}", stacklevel=4)
         return math.inf
 
 

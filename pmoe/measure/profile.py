@@ -109,9 +109,6 @@ def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profil
     return _profiles[key]
 
 
-# ---- the files
-
-
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
     """The file named after an identity: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe."""
     cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
@@ -172,9 +169,6 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
     measure_one = f"measure one with: {launch} -m pmoe profile --dtype {dtype}"
     advice = "name one of them with --profile FILE" if fitting else measure_one
     raise ValueError("\n".join([f"{count} {wanted} in {cache_folder(folder)}", *held, advice]))
-
-
-# ---- from JSON
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:

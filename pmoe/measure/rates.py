@@ -132,7 +132,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
         target, source = (outside, inside) if out else (inside, outside)
         return lambda: target.copy_(source, non_blocking=True)
 
-    def sent(lane: str, size: int, first_bytes: int, make: Callable[[int], TimedCall]) -> _LaneWork:
+    def transfer(lane: str, size: int, first_bytes: int, make: Callable[[int], TimedCall]) -> _LaneWork:
         first, most = max(16, first_bytes // size), max(64, MAX_BYTES // size)
         return _LaneWork(lane=lane, size=size, first_units=first, max_units=most, make=make)
 
@@ -146,9 +146,9 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
         )
     }
     if others:
-        kinds["message"] = sent(COMMUNICATE, others * dtype.itemsize, FIRST_MESSAGE_BYTES, message)
-    kinds["copy_out"] = sent(COPY, dtype.itemsize, FIRST_COPY_BYTES, partial(copy, out=True))
-    kinds["copy_in"] = sent(COPY, dtype.itemsize, FIRST_COPY_BYTES, partial(copy, out=False))
+        kinds["message"] = transfer(COMMUNICATE, others * dtype.itemsize, FIRST_MESSAGE_BYTES, message)
+    kinds["copy_out"] = transfer(COPY, dtype.itemsize, FIRST_COPY_BYTES, partial(copy, out=True))
+    kinds["copy_in"] = transfer(COPY, dtype.itemsize, FIRST_COPY_BYTES, partial(copy, out=False))
     return kinds
 
 

@@ -143,6 +143,4 @@ def _theory(args: argparse.Namespace) -> Output:
         equation, formula = EQUATIONS[name]
         rows.append((equation, name, formula, f"{number:{'.4f' if name == 'saving_ratio' else ','}}"))
     told = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
-    return Output(
-        numbers, [f"MPipeMoE's memory of a rank, in elements: {told}", table(rows, left=range(3))]
-    )
+    return Output(numbers, [f"MPipeMoE's memory of a rank, in elements: {told}", table(rows, left=range(3))])

@@ -98,9 +98,7 @@ def product_requests(
     return found
 
 
-def _products(
-    experts: StackedExperts, needs_grad: bool
-) -> Iterator[tuple[str, tuple[int, ...], Form, bool]]:
+def _products(experts: StackedExperts, needs_grad: bool) -> Iterator[tuple[str, tuple[int, ...], Form, bool]]:
     """Of each weight its name, its shape (E, O, I), a form of its product, and whether a bias is added."""
     forms: tuple[Form, ...] = ("forward", "input", "weight") if needs_grad else ("forward",)
     for name, shape in experts.shapes().items():

@@ -224,12 +224,17 @@ def test_the_requests_of_a_layer_are_its_products_in_buckets_of_rows() -> None:
     assert {each.form for each in product_requests(experts, torch.bfloat16, CPU, 9, needs_grad=False)} == {
         "forward"
     }
-    assert sorted({each.rows for each in product_requests(experts, torch.bfloat16, CPU, 3, needs_grad=True)}) == [1, 2, 4, 8]
+    assert sorted(
+        {each.rows for each in product_requests(experts, torch.bfloat16, CPU, 3, needs_grad=True)}
+    ) == [1, 2, 4, 8]
 
 
 def test_products_that_pmoe_does_not_compute_are_not_asked_for() -> None:
     with_bias = FFNExperts(64, 96, 4, dtype=torch.bfloat16)
-    found = {(each.form, each.bias) for each in product_requests(with_bias, torch.bfloat16, CPU, 9, needs_grad=True)}
+    found = {
+        (each.form, each.bias)
+        for each in product_requests(with_bias, torch.bfloat16, CPU, 9, needs_grad=True)
+    }
     assert found == {("forward", True), ("input", False), ("weight", False)}
     assert product_requests(with_bias, torch.float32, CPU, 9, needs_grad=True) == []
     assert product_requests(FFNExperts(60, 96, 4), torch.bfloat16, CPU, 9, needs_grad=True) == []
@@ -238,7 +243,9 @@ def test_products_that_pmoe_does_not_compute_are_not_asked_for() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_all_shards_of_an_expert_ask_alike(bias: bool) -> None:
     first, second = (
-        product_requests(FFNExperts(64, 96, 4, bias=bias, shard=Shard(i, 2)), torch.bfloat16, CPU, 9, needs_grad=True)
+        product_requests(
+            FFNExperts(64, 96, 4, bias=bias, shard=Shard(i, 2)), torch.bfloat16, CPU, 9, needs_grad=True
+        )
         for i in range(2)
     )
     assert first == second

@@ -368,13 +368,14 @@ def forgotten() -> Any:
     among_ranks.forget()
 
 
-def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path) -> None:
+def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     ranks = Ranks.single()
-    assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
-    assert agreed_layer(ranks, SHAPE, CPU, folder=tmp_path) is None
-    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path)
-    assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
-    assert agreed_layer(ranks, SIZES, CPU, folder=tmp_path) is None
+    assert agreed(ranks, SHAPE, CPU) == Division(11, 512)
+    assert agreed_layer(ranks, SHAPE, CPU) is None
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}))
+    assert agreed(ranks, SHAPE, CPU) == Division(11, 512)
+    assert agreed_layer(ranks, SIZES, CPU) is None
     among_ranks.forget()
-    assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(26, 1024)
-    assert agreed_layer(ranks, SIZES, CPU, folder=tmp_path) == SECONDS
+    assert agreed(ranks, SHAPE, CPU) == Division(26, 1024)
+    assert agreed_layer(ranks, SIZES, CPU) == SECONDS

@@ -27,7 +27,7 @@ def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
     """``state`` with all ranks' experts in it, on the host, on rank 0; elsewhere without. Every rank must
     call it."""
     whole = dict(state)
-    for name, (layer, _) in _expert_names(model).items():
+    for name, layer in _expert_names(model).items():
         _replace(whole, name, _gathered(state[name], layer.ranks))
     return whole
 
@@ -38,7 +38,7 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError, naming the parameter, where it holds another number of experts than the model.
     """
     own = dict(state)
-    for name, (layer, parameter) in _expert_names(model).items():
+    for name, layer in _expert_names(model).items():
         if name not in own:
             continue  # load_state_dict says so
         if own[name].shape[0] != layer.num_experts:
@@ -46,7 +46,7 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} of the checkpoint (experts: {own[name].shape[0]}) must hold --moe-num-experts "
                 f"({layer.num_experts})"
             )
-        own[name] = own[name].narrow(0, layer.first_expert, parameter.shape[0])
+        own[name] = own[name].narrow(0, layer.first_expert, layer.num_local_experts)
     return own
 
 
@@ -85,13 +85,13 @@ def for_inference(config: Any) -> Any:
     return {**config, "moe_expert_parallel": "false"}
 
 
-def _expert_names(model: nn.Module) -> dict[str, tuple[MoELayer, nn.Parameter]]:
+def _expert_names(model: nn.Module) -> dict[str, MoELayer]:
     """Of the state dict, experts' parameters with their layers, in an order that all ranks share."""
     return {
-        f"{prefix}.experts.{name}": (layer, parameter)
+        f"{prefix}.experts.{name}": layer
         for prefix, layer in model.named_modules()
         if isinstance(layer, MoELayer)
-        for name, parameter in layer.experts.named_parameters()
+        for name, _ in layer.experts.named_parameters()
     }
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from pmoe import gates
-from pmoe.integrations.fairseq.options import layer_options, places, value_of
+from pmoe.arguments import is_int
+from pmoe.integrations.fairseq.options import layer_arguments, places
 
 LOOK_AHEAD = (gates.ExpertChoiceGate, gates.SoftGate)
 """Gates by which later tokens decide about earlier ones: not for decoders."""
@@ -23,7 +24,7 @@ def layers_with_experts(config: Any, side: str) -> list[int]:
     given = places(config)
     own = given[f"{side}_freq"]
     flag, freq = ("--moe-freq", given["freq"]) if own is None else (f"--moe-{side}-freq", own)
-    if not isinstance(freq, int) or isinstance(freq, bool) or freq < 0:
+    if not is_int(freq) or freq < 0:
         raise ValueError(f"{flag} ({freq}) must be a number of layers; 0 means no experts")
     num_layers = getattr(config, f"{side}_layers")
     if freq > num_layers:
@@ -42,7 +43,8 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
         raise ValueError(
             "--moe-freq (0) must be at least 1 for one side, or use the architecture without pmoe"
         )
-    if _value(config, "num_experts") is None:
+    arguments = layer_arguments(config)
+    if arguments["num_experts"] is None:
         raise ValueError("--moe-num-experts (none) must be given")
     off = {
         "base_layers": "BASE layers and pmoe's experts both own the marks of expert parameters",
@@ -58,8 +60,8 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
         value = getattr(config, name, None)
         if value:
             raise ValueError(f"--{name.replace('_', '-')} ({value}) must be left out: {why}")
-    name = _value(config, "gate")
-    gate = gates.GATES.get(str(name))
+    name = str(arguments["gate"])
+    gate = gates.GATES.get(name)
     if gate is not None and gate.needs_token_ids:
         raise ValueError(f"--moe-gate ({name}) must be another: fairseq's layers do not see token ids")
     if gate is not None and issubclass(gate, LOOK_AHEAD) and found["decoder"]:
@@ -107,7 +109,7 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
             "--bf16, or --fp16 with --fp16-no-flatten-grads"
         )
     is_spread = num_ranks > 1 and places(config.model)["expert_parallel_size"] != 1
-    if is_spread and _value(config.model, "pad_to_capacity"):
+    if is_spread and layer_arguments(config.model)["pad_to_capacity"]:
         raise ValueError(
             "--moe-pad-to-capacity (true) must be false where experts are spread over ranks: their batches "
             "have different numbers of tokens, by padding and by the last block of the data"
@@ -135,8 +137,3 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
     for flag, value in off.items():
         if value:
             raise ValueError(f"{flag} ({value}) must be left out: it does not know experts of several ranks")
-
-
-def _value(config: Any, name: str) -> Any:
-    (option,) = (each for each in layer_options() if each.name == name)
-    return value_of(config, option)

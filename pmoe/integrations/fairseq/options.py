@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -120,13 +121,10 @@ def parse(text: str) -> Any:
     if "," in word:
         return [parse(part) for part in word.split(",")]
     if "/" in word:
-        dispatched, hidden = word.split("/", 1)
-        return Restore(dispatched, hidden)  # type: ignore[arg-type]
+        return Restore(*word.split("/", 1))  # type: ignore[arg-type]
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(word)
-        except ValueError:
-            pass
     return word
 
 

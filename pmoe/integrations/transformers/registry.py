@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from types import ModuleType
 from typing import Any
 
 NAME = "pmoe"
@@ -15,7 +14,6 @@ LEAST = (5, 7)
 
 EXPERTS = "transformers.integrations.moe"
 EXPERT_PARALLEL = "transformers.distributed.expert_parallel"
-QUANTISED = "transformers.integrations.finegrained_fp8"
 
 
 def register() -> str:
@@ -25,19 +23,20 @@ def register() -> str:
     experts. Warns where the expert-parallel registry is missing.
     """
     version = _version()
-    interface = getattr(_find(EXPERTS), "ExpertsInterface", None)
-    if interface is None or _release(version) < LEAST:
+    interface = _find(EXPERTS, "ExpertsInterface")
+    release = tuple(map(int, version.split(".")[:2]))  # of 5.10.0.dev0 (5, 10)
+    if interface is None or release < LEAST:
         raise ImportError(
             f"transformers ({version}) must be at least {'.'.join(map(str, LEAST))}, whose registry of "
             'experts implementations takes others than its own: pip install -U "transformers>=5.23"'
         )
-    from pmoe.integrations.transformers.run import experts_forward
+    from pmoe.integrations.transformers.run import run_module
 
     # FP8 experts ask a registry of their own, and would not find pmoe: they are refused with a reason.
-    for each in (interface, getattr(_find(QUANTISED), "FP8ExpertsInterface", None)):
+    for each in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):
         if each is not None:
-            each.register(NAME, experts_forward)
-    parallel: Any = getattr(_find(EXPERT_PARALLEL), "EPImplementationInterface", None)
+            each.register(NAME, run_module)
+    parallel = _find(EXPERT_PARALLEL, "EPImplementationInterface")
     if parallel is None:
         text = (
             f'transformers {version}: "{NAME}" is registered as an experts implementation only, on one rank; '
@@ -62,13 +61,8 @@ def _version() -> str:
         ) from error
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """Example: 5.10.0.dev0 -> (5, 10)"""
-    return tuple(int(number) for number in version.split(".")[:2])
-
-
-def _find(name: str) -> ModuleType | None:
+def _find(module: str, name: str) -> Any:
     try:
-        return importlib.import_module(name)
+        return getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import platform
 import time
 import warnings
@@ -47,8 +48,13 @@ class Board:
     """
 
     def __init__(self, folder: Path) -> None:
-        summary_writer()
-        self._folder = folder
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"tensorboard (True) must be False, or installed (pip install 'pmoe[tensorboard]'): {error}"
+            ) from None
+        self._made = functools.partial(SummaryWriter, str(folder))
         self._writer: SummaryWriter | None = None
 
     def show(self, scalars: Sequence[files.ScalarRow], step: int, found: Stats | None) -> None:
@@ -56,7 +62,7 @@ class Board:
         if not scalars:
             return
         if self._writer is None:
-            self._writer = summary_writer()(str(self._folder), purge_step=scalars[0].step)
+            self._writer = self._made(purge_step=scalars[0].step)
         for each in scalars:
             self._writer.add_scalar(each.name, each.value, each.step)
         for layer in () if found is None else found.layers:
@@ -77,22 +83,6 @@ def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
             writer.add_scalar(f"pmoe/{name}/{layer.name}", value, step)
     rows_E = torch.tensor(layer.tokens_per_expert)
     writer.add_histogram(f"pmoe/tokens_per_expert/{layer.name}", rows_E, step)
-
-
-def summary_writer() -> type[SummaryWriter]:
-    """TensorBoard's class. Raises ImportError, with the way out, where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            f"tensorboard (True) must be False, or installed (pip install 'pmoe[tensorboard]'): {error}"
-        ) from None
-    return SummaryWriter
-
-
-SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
-OPTIONS = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
-"""Attributes of a layer that run.json holds as they are."""
 
 
 class StatsWriter:
@@ -317,14 +307,16 @@ def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> d
 
 def _describe(model: nn.Module) -> list[dict[str, Any]]:
     """How each layer was built."""
+    sizes = ("d_model", "d_hidden", "num_experts", "top_k")
+    options = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
     return [
         {
             "layer": name,
-            **{name: getattr(each, name) for name in SIZES},
+            **{size: getattr(each, size) for size in sizes},
             "gate": type(each.gate).__name__,
             "experts": type(each.experts).__name__,
             "ranks": each.ranks.size,
-            **{name: getattr(each, name) for name in OPTIONS},
+            **{option: getattr(each, option) for option in options},
             "memory_reuse": each.restore if isinstance(each.restore, bool) else str(each.restore),
         }
         for name, each in layers_of(model).items()

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import bisect
 import csv
+import fcntl
 import io
 import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -76,18 +77,10 @@ class LayerRow:
     tokens_per_expert: tuple[int, ...]
 
     @property
-    def forward(self) -> Overlap | None:
-        """Seconds of the forward pass; None unless it was recorded."""
-        return self._recorded("forward")
-
-    @property
-    def backward(self) -> Overlap | None:
-        return self._recorded("backward")
-
-    @property
-    def passes(self) -> list[Overlap]:
-        """The recorded passes."""
-        return [each for each in (self.forward, self.backward) if each is not None]
+    def passes(self) -> dict[str, Overlap]:
+        """Seconds of the recorded passes, by direction."""
+        times = {way: {name: getattr(self, f"{way}_{name}") for name in TIMES} for way in PASSES}
+        return {way: Overlap(**each) for way, each in times.items() if None not in each.values()}
 
     @property
     def tensors(self) -> dict[str, int]:
@@ -96,10 +89,6 @@ class LayerRow:
     @property
     def predicted(self) -> dict[str, int]:
         return self._num_bytes(PREDICTED)
-
-    def _recorded(self, direction: str) -> Overlap | None:
-        seconds = {name: getattr(self, f"{direction}_{name}") for name in TIMES}
-        return None if None in seconds.values() else Overlap(**seconds)
 
     def _num_bytes(self, names: Sequence[str]) -> dict[str, int]:
         found = {name: getattr(self, f"{name}_bytes") for name in names}
@@ -127,10 +116,9 @@ def layer_row(step: int, each: LayerStats) -> LayerRow:
     return LayerRow(step=step, layer=each.name, **{**values, **short})
 
 
-def cells_of(row: ScalarRow | LayerRow) -> dict[str, Any]:
-    """The cells of a line by column, for `csv.DictWriter`."""
-    values = asdict(row)
-    return {name: " ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in values.items()}
+def cells_of(row: ScalarRow | LayerRow) -> list[Any]:
+    """The cells of a line, for `csv.writer`."""
+    return [" ".join(map(str, value)) if isinstance(value, tuple) else value for value in astuple(row)]
 
 
 def row_of(kind: type[AnyRow], cells: Sequence[str]) -> AnyRow:
@@ -141,9 +129,8 @@ def row_of(kind: type[AnyRow], cells: Sequence[str]) -> AnyRow:
 
 def _parsed(annotation: str, cell: str) -> Any:
     """The value of a cell, as the annotation of its field says."""
-    if annotation.endswith(" | None"):
-        return _parsed(annotation.removesuffix(" | None"), cell) if cell else None
-    return PARSERS[annotation](cell)
+    kind, _, optional = annotation.partition(" | ")
+    return None if optional and not cell else PARSERS[kind](cell)
 
 
 PARSERS: Mapping[str, Callable[[str], Any]] = {
@@ -187,15 +174,8 @@ class Run:
 
 
 _claims: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
-
-
-def _leave_claims() -> None:
-    for file in _claims:
-        file.close()
-
-
-if hasattr(os, "register_at_fork"):  # a data loader's worker must not hold the folder of a run that died
-    os.register_at_fork(after_in_child=_leave_claims)
+# A data loader's worker must not hold the folder of a run that died.
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _claims])
 
 
 def claim(folder: Path) -> BinaryIO:
@@ -207,8 +187,6 @@ def claim(folder: Path) -> BinaryIO:
     """
     file = open(folder / SCALARS, "ab")  # noqa: SIM115
     try:
-        import fcntl
-
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
@@ -216,7 +194,7 @@ def claim(folder: Path) -> BinaryIO:
             f"run_dir ({folder}) must have one writer at a time, and another StatsWriter has it: close that "
             "one, or write to another folder"
         ) from None
-    except (ImportError, OSError):  # neither Windows nor every file system has such locks
+    except OSError:  # not every file system has locks
         pass
     _claims.add(file)
     return file
@@ -228,11 +206,11 @@ def append(path: Path, kind: type[AnyRow], rows: Iterable[AnyRow]) -> None:
     Where that fails, as on a full disk, it adds nothing and raises OSError.
     """
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns(kind), lineterminator="\n")
+    writer = csv.writer(text, lineterminator="\n")
     with open(path, "ab", buffering=0) as file:  # a buffer would be written once more when it is closed
         before = file.tell()
         if not before:
-            writer.writeheader()
+            writer.writerow(columns(kind))
         writer.writerows(map(cells_of, rows))
         left = memoryview(text.getvalue().encode())
         try:

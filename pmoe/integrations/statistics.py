@@ -116,7 +116,7 @@ class Stats:
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(_format_stats(self))
+        return _format_stats(self)
 
 
 def stats(
@@ -302,10 +302,10 @@ def _mean(sums: Sequence[float]) -> Overlap | None:
 # ---- as text
 
 
-def _format_stats(found: Stats) -> list[str]:
-    whose = "this rank's tokens" if found.num_ranks == 1 else f"the tokens of {found.num_ranks} ranks"
+def _format_stats(found: Stats) -> str:
     if not found.layers:
-        return ["no MoELayer in this model"]
+        return "no MoELayer in this model"
+    whose = "this rank's tokens" if found.num_ranks == 1 else f"the tokens of {found.num_ranks} ranks"
     rows = [
         ["layer", "path", "n", "pair", "rows", "dropped", "max / mean", "of ranks", "exposed ms", "peak MiB"]
     ]
@@ -325,13 +325,12 @@ def _format_stats(found: Stats) -> list[str]:
                 _number(None if each.predicted is None else each.predicted.peak, "{:,.1f}", 2**-20),
             ]
         )
-    lines = [table(rows, left=range(4))]
-    for of in found.pools:
-        lines.append(
-            f"pool of {of.device}: at most {of.device_peak_bytes / 2**20:,.1f} MiB on the device, "
-            f"{of.host_peak_bytes / 2**20:,.1f} MiB on the host"
-        )
-    return [f"the last forward pass, {whose}", *lines]
+    pools = [
+        f"pool of {of.device}: at most {of.device_peak_bytes / 2**20:,.1f} MiB on the device, "
+        f"{of.host_peak_bytes / 2**20:,.1f} MiB on the host"
+        for of in found.pools
+    ]
+    return "\n".join([f"the last forward pass, {whose}", table(rows, left=range(4)), *pools])
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:

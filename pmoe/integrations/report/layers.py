@@ -43,14 +43,10 @@ grid = functools.partial(part, "grid")
 def load_charts(history: History) -> list[str]:
     if not history.by_layer:
         return []
-    charts = [
-        *_by_layer(
-            history, "Imbalance: rows of the busiest expert", "imbalance", unit="over the mean", floor=1
-        ),
-        *_by_layer(
-            history, "Imbalance: rows of the busiest rank", "rank_imbalance", unit="over the mean", floor=1
-        ),
-    ]
+    charts: list[str] = []
+    for whose, field in (("expert", "imbalance"), ("rank", "rank_imbalance")):
+        title = f"Imbalance: rows of the busiest {whose}"
+        charts += _by_layer(history, title, field, unit="over the mean", floor=1)
     if any(row.drop_rate for rows in history.by_layer.values() for row in rows):
         charts += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=format_share)
     return [grid(charts), *_heat_maps(history)]
@@ -61,11 +57,11 @@ def _by_layer(history: History, title: str, field: str, **options: Any) -> list[
 
     Empty where no layer has a value.
     """
-    found = {
-        name: {row.step: value for row in rows if (value := getattr(row, field)) is not None}
-        for name, rows in history.by_layer.items()
-    }
-    by_name = {name: values for name, values in found.items() if values}
+    by_name: dict[str, dict[int, float]] = {}
+    for name, rows in history.by_layer.items():
+        for row in rows:
+            if (value := getattr(row, field)) is not None:
+                by_name.setdefault(name, {})[row.step] = value
     if len(by_name) > MAX_LINES:
         return [_of_many(title, by_name, **options)]
     lines = [Line(name=name, xs=list(of), ys=list(of.values())) for name, of in by_name.items()]
@@ -77,8 +73,7 @@ def _of_many(title: str, by_name: Mapping[str, Mapping[int, float]], **options: 
     values = [[of[step] for of in by_name.values() if step in of] for step in steps]
     ends: dict[str, Callable[[list[float]], float]] = {"greatest": max, "median": median_low, "least": min}
     lines = [
-        Line(name=f"{name} of layers", xs=steps, ys=[end(each) for each in values])
-        for name, end in ends.items()
+        Line(name=f"{name} of layers", xs=steps, ys=list(map(end, values))) for name, end in ends.items()
     ]
     last, name = max((list(of.values())[-1], name) for name, of in by_name.items())
     show = options.get("show", format_number)
@@ -147,7 +142,8 @@ def communication(history: History) -> list[str]:
         return []
     total, exposed = map(history.seconds_by_step, COMMUNICATION)
     if not total:
-        return [f"No pass of the {len(history.steps):,} logged steps was recorded."]
+        steps = {row.step for row in history.run.rows}
+        return [f"No pass of the {len(steps):,} logged steps was recorded."]
     if not any(total.values()):
         return ["Nothing travelled in the passes that were recorded."]
     charts = [_of_a_step(total, exposed)]

@@ -80,16 +80,12 @@ def _tiles(history: History) -> str:
     """The numbers that people look for first, as far as there are any."""
     communication, exposed = map(history.median_seconds, COMMUNICATION)
     hidden = format_share(max(0.0, 1 - (exposed or 0) / communication)) if communication else NONE
+    about = f"of communication a step; {hidden} is hidden"
     numbers = [
         ("time a step", history.seconds_per_step, format_seconds, "median"),
         ("imbalance", history.imbalance, format_number, "max / mean, the worst layer"),
         ("dropped rows", history.drop_rate, format_share, "of all layers"),
-        (
-            "exposed",
-            exposed if communication else None,
-            format_seconds,
-            f"of communication a step; {hidden} is hidden",
-        ),
+        ("exposed", exposed if communication else None, format_seconds, about),
         ("pool's peak", history.last(POOL_PEAK) or None, format_bytes, "ring slots of rank 0"),
     ]
     found = [(name, show(value), how) for name, value, show, how in numbers if value is not None]

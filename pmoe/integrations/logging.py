@@ -18,8 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,10 +41,7 @@ SECONDS = ("communication_seconds", "exposed_seconds")
 
 
 class Board:
-    """Writes event files to ``folder``, which the first `show` makes.
-
-    Raises ImportError where the package tensorboard is not installed.
-    """
+    """Writes event files to ``folder``, which the first `show` makes."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -135,7 +131,7 @@ class StatsWriter:
         ranks = Ranks(group)
         self.writes = ranks.rank == 0
         self._last: int | None = None
-        self._claim: BinaryIO | None = None
+        self._claim = contextlib.ExitStack()
         self._described: dict[str, Any] | None = None
         self._rows: list[files.LayerRow] = []
         self._scalars: list[tuple[int, str, float | Tensor]] = []
@@ -149,7 +145,7 @@ class StatsWriter:
                 self._open(tensorboard)
             except (OSError, TypeError, ValueError, ImportError) as error:
                 failed = error
-                self._leave()
+                self._claim.close()
         failed = from_first(ranks, failed, stage="opening a run's folder")
         if failed is not None:
             raise failed
@@ -158,7 +154,7 @@ class StatsWriter:
         if tensorboard:
             self._board = Board(self.folder / "tensorboard")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._claim = files.claim(self.folder)
+        self._claim.enter_context(files.claim(self.folder))
         files.mend(self.folder / files.SCALARS, files.ScalarRow)
         files.mend(self.folder / files.LAYERS, files.LayerRow)
         files.add_session(self.folder / files.RUN, self._session)
@@ -233,10 +229,8 @@ class StatsWriter:
 
     @contextlib.contextmanager
     def _stops_nothing(self, otherwise: str) -> Iterator[None]:
-        """Warns where a file cannot be written; ``otherwise`` says what happens to the lines.
-
-        An error on this rank alone would leave the others waiting in their next collective.
-        """
+        """Warns where a file cannot be written: an error on this rank alone would leave the others waiting.
+        otherwise: says what happens to the lines."""
         try:
             yield
         except OSError as error:
@@ -244,10 +238,7 @@ class StatsWriter:
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def close(self) -> None:
-        """Writes the lines that wait, and leaves the folder to others.
-
-        No collective: ranks may close at different times.
-        """
+        """Writes the lines that wait, and leaves the folder to others. No collective."""
         self._recording.close()
         self._journal = None
         if self.writes:
@@ -255,19 +246,12 @@ class StatsWriter:
         if self._board is not None:
             with self._stops_nothing("is lost"):
                 self._board.close()
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        self._claim.close()
 
     def __enter__(self) -> StatsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -121,14 +121,8 @@ def cells_of(row: ScalarRow | LayerRow) -> list[Any]:
     return [" ".join(map(str, value)) if isinstance(value, tuple) else value for value in astuple(row)]
 
 
-def row_of(kind: type[AnyRow], cells: Sequence[str]) -> AnyRow:
-    """The row of a line. Raises ValueError for a cell that its column does not allow."""
-    named = zip(fields(kind), cells, strict=True)
-    return kind(**{each.name: _parsed(str(each.type), cell) for each, cell in named})
-
-
 def _parsed(annotation: str, cell: str) -> Any:
-    """The value of a cell, as the annotation of its field says."""
+    """The value of a cell, as the annotation of its field says; ValueError where it has none."""
     kind, _, optional = annotation.partition(" | ")
     return None if optional and not cell else PARSERS[kind](cell)
 
@@ -182,8 +176,6 @@ def claim(folder: Path) -> BinaryIO:
     """Makes the caller the folder's only writer until the file is closed or its process ends.
 
     Other machines see that where the file system has locks that they share.
-
-    Raises ValueError where there is another writer.
     """
     file = open(folder / SCALARS, "ab")  # noqa: SIM115
     try:
@@ -223,10 +215,7 @@ def append(path: Path, kind: type[AnyRow], rows: Iterable[AnyRow]) -> None:
 
 
 def mend(path: Path, kind: type[ScalarRow] | type[LayerRow]) -> None:
-    """Prepares a CSV file of an earlier run for `append`: cuts off half a line that a crash left at its end.
-
-    Raises ValueError where the file has other columns.
-    """
+    """Prepares a CSV file of an earlier run for `append`: cuts off half a line that a crash left."""
     if not path.exists():
         return
     header = ",".join(columns(kind))
@@ -257,9 +246,8 @@ def read_run(folder: Path) -> Run:
     """
     rule = f"must hold {SCALARS} or {LAYERS}, which pmoe.integrations.logging.StatsWriter writes"
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} {rule}: {'it is a file' if folder.exists() else 'there is no such folder'}"
-        )
+        what = "it is a file" if folder.exists() else "there is no such folder"
+        raise ValueError(f"{folder} {rule}: {what}")
     scalars: dict[str, Curve] = {}
     for row in _in_force(_read(folder / SCALARS, ScalarRow)):
         curve = scalars.setdefault(row.name, Curve())
@@ -309,6 +297,7 @@ def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text: {error}") from None
     lines, header = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), columns(kind)
+    types = [str(each.type) for each in fields(kind)]
     try:
         if next(lines, header) != header:
             wanted = ",".join(header)
@@ -316,6 +305,6 @@ def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
         for cells in lines:
             if len(cells) != len(header):
                 raise ValueError(f"{len(cells)} cells, not {len(header)}")
-            yield row_of(kind, cells)
+            yield kind(**dict(zip(header, map(_parsed, types, cells), strict=True)))
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}, line {lines.line_num}: {error}") from None

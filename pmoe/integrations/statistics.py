@@ -1,11 +1,7 @@
 """What the MoE layers of a model did in their last step: `stats`.
 
 Everything is read from what the layers hold anyway; nothing is measured and, on CUDA, nothing waited for
-before somebody asks. How long communication was waited for is known of steps that were recorded:
-
-    with pmoe.recording() as journal:
-        model(x).sum().backward()
-    print(pmoe.stats(model, all_ranks=True, journal=journal))
+before somebody asks. How long communication was waited for is known of steps within `pmoe.recording`.
 
 Letters: T tokens, K choices, N rows, E experts, W ranks, M = d_model.
 """
@@ -49,8 +45,7 @@ class LayerStats:
         restore: the fates of T_DI and T_M between the passes ("communicate/recompute"); None where buffers do
             not rotate (the pipeline then keeps both), or without a backward pass.
         tensors: bytes of T_I, T_DI, T_M, T_DO and T_O of this rank by row counts and types, each as a whole,
-            wherever it is and whether or not it is ever held as a whole; without T_M where experts are
-            modules.
+            whether or not it is ever held as one; without T_M where experts are modules.
         predicted: this rank's bytes of both passes (`MoELayer.predict_memory`) for the rows that came; None
             where they are not predicted. unpredicted says why, or what they do not count.
         forward, backward: seconds of the last recorded pass in each direction, of this rank, or means over

@@ -20,7 +20,7 @@ import pytest
 from matplotlib.image import imread
 
 from pmoe import cli
-from pmoe.integrations.report import charts, run_page
+from pmoe.integrations.report import charts
 from pmoe.integrations.report.charts import (
     Line,
     format_bytes,
@@ -31,6 +31,7 @@ from pmoe.integrations.report.charts import (
 )
 from pmoe.integrations.report.history import short_names
 from pmoe.integrations.report.layers import MAX_COLUMNS
+from pmoe.integrations.report.page import run_page
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
     LAYERS,

@@ -23,20 +23,15 @@ from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
 
 
-def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``state`` with all ranks' experts in it, on the host, on rank 0; elsewhere without. Every rank must
-    call it."""
-    whole = dict(state)
-    for name, layer in _expert_names(model).items():
-        _replace(whole, name, _gathered(state[name], layer.ranks))
-    return whole
+def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """``state`` with all ranks' experts in it, on the host, on rank 0; None for them elsewhere. Every rank
+    must call it."""
+    layers = _expert_names(model)
+    return {**state, **{name: _gathered(state[name], layer.ranks) for name, layer in layers.items()}}
 
 
 def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with this rank's experts only, of one with all experts.
-
-    Raises ValueError, naming the parameter, where it holds another number of experts than the model.
-    """
+    """``state`` with this rank's experts only, of one with all experts."""
     own = dict(state)
     for name, layer in _expert_names(model).items():
         if name not in own:
@@ -55,11 +50,10 @@ def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ra
     rank must call it."""
     whole = {**state, "state": dict(state["state"])}
     for index, parameter, kept in _expert_states(optimizer, state):
-        gathered = dict(kept)
-        for key, value in kept.items():
-            if _is_by_expert(value, parameter.shape[0]):
-                _replace(gathered, key, _gathered(value, ranks))
-        whole["state"][index] = gathered
+        whole["state"][index] = {
+            key: _gathered(value, ranks) if _is_by_expert(value, parameter.shape[0]) else value
+            for key, value in kept.items()
+        }
     return whole
 
 
@@ -119,10 +113,3 @@ def _gathered(own: Tensor, ranks: Ranks) -> Tensor | None:
     parts = [torch.empty_like(own) for _ in range(ranks.size)] if ranks.rank == 0 else None
     dist.gather(own, parts, dst=0, group=ranks.group)
     return None if parts is None else torch.cat([part.cpu() for part in parts])
-
-
-def _replace(values: dict[str, Any], name: str, value: Tensor | None) -> None:
-    if value is None:
-        del values[name]
-    else:
-        values[name] = value

@@ -17,10 +17,7 @@ NOT_BY_ELEMENT = ("adafactor", "composite", "lamb")
 
 
 def layers_with_experts(config: Any, side: str) -> list[int]:
-    """Of the ``side`` ("encoder" or "decoder"), the layers whose feed-forward part is experts.
-
-    Raises ValueError where --moe-freq is no number of layers or there are fewer.
-    """
+    """Of the ``side`` ("encoder" or "decoder"), the layers whose feed-forward part is experts."""
     given = places(config)
     own = given[f"{side}_freq"]
     flag, freq = ("--moe-freq", given["freq"]) if own is None else (f"--moe-{side}-freq", own)
@@ -36,8 +33,7 @@ def layers_with_experts(config: Any, side: str) -> list[int]:
 
 
 def check_model(config: Any, sides: tuple[str, ...]) -> None:
-    """Raises ValueError where a model of these options cannot be built or would not be what they say. What
-    MoELayer refuses, it refuses itself."""
+    """Whether a model of these options would be what they say. What MoELayer refuses, it refuses itself."""
     found = {side: layers_with_experts(config, side) for side in sides}
     if not any(found.values()):
         raise ValueError(
@@ -85,8 +81,7 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
     for name in ("fp16", "bf16", "amp"):
         if getattr(common, name, False) and device_type == "cpu":
             raise ValueError(f"--{name} must be left out on the CPU, which trains in float32")
-    flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
-    if flat:
+    if common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads):
         raise ValueError(
             "--fp16 must come with --fp16-no-flatten-grads or --memory-efficient-fp16: in one flat tensor, "
             "experts' parameters are not told from others"

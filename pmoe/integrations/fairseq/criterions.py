@@ -31,7 +31,13 @@ AUX_WEIGHT = 0.01
 class WithAuxiliaryLoss:
     """Before a criterion of fairseq's among the bases."""
 
-    moe_aux_weight: float
+    moe_aux_weight = AUX_WEIGHT
+
+    @classmethod
+    def build_criterion(cls, cfg: Any, task: Any) -> Any:
+        criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
+        criterion.moe_aux_weight = getattr(cfg, "moe_aux_weight", AUX_WEIGHT)
+        return criterion
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
         loss, sample_size, logged = super().forward(model, sample, reduce=reduce)  # type: ignore[misc]
@@ -75,9 +81,7 @@ def _with_weight(config: type, name: str) -> type:
     "cross_entropy_pmoe", dataclass=_with_weight(CrossEntropyCriterionConfig, "CrossEntropyPMoEConfig")
 )
 class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignore[misc]
-    def __init__(self, task: Any, sentence_avg: bool, moe_aux_weight: float = AUX_WEIGHT) -> None:
-        super().__init__(task, sentence_avg)
-        self.moe_aux_weight = moe_aux_weight
+    pass
 
 
 @register_criterion(
@@ -85,14 +89,4 @@ class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignor
     dataclass=_with_weight(LabelSmoothedCrossEntropyCriterionConfig, "LabelSmoothedCrossEntropyPMoEConfig"),
 )
 class LabelSmoothedCrossEntropyPMoE(WithAuxiliaryLoss, LabelSmoothedCrossEntropyCriterion):  # type: ignore[misc]
-    def __init__(
-        self,
-        task: Any,
-        sentence_avg: bool,
-        label_smoothing: float,
-        ignore_prefix_size: int = 0,
-        report_accuracy: bool = False,
-        moe_aux_weight: float = AUX_WEIGHT,
-    ) -> None:
-        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
-        self.moe_aux_weight = moe_aux_weight
+    pass

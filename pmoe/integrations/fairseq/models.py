@@ -15,8 +15,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from fairseq.dataclass import FairseqDataclass
-from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
@@ -152,21 +150,15 @@ def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:
 # ---- the models
 
 
-def _fields() -> list[tuple[str, type, Any]]:
-    """Of a configuration, one for each option. All are text: what is not given then differs from what is."""
-    return [
-        (
-            f"moe_{option.name}",
-            str,
-            dataclasses.field(default=option.default, metadata={"help": option.help.replace("%", "%%")}),
-        )
-        for option in (*PLACES, *layer_options())
-    ]
-
-
-MoEConfig = dataclasses.make_dataclass("MoEConfig", _fields(), bases=(FairseqDataclass,))
+# All options are text: what is not given then differs from what is.
+HELP = {option: option.help.replace("%", "%%") for option in (*PLACES, *layer_options())}
 MoELanguageModelConfig = dataclasses.make_dataclass(
-    "MoELanguageModelConfig", _fields(), bases=(TransformerLanguageModelConfig,)
+    "MoELanguageModelConfig",
+    [
+        (f"moe_{option.name}", str, dataclasses.field(default=option.default, metadata={"help": text}))
+        for option, text in HELP.items()
+    ],
+    bases=(TransformerLanguageModelConfig,),
 )
 
 
@@ -199,7 +191,8 @@ class TransformerPMoE(ExpertParallelModel, TransformerModel):  # type: ignore[mi
     @classmethod
     def add_args(cls, parser: Any) -> None:
         super().add_args(parser)
-        gen_parser_from_dataclass(parser, MoEConfig())
+        for option, text in HELP.items():
+            parser.add_argument(option.flag, default=option.default, help=text)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> TransformerPMoE:

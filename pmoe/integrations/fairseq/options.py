@@ -84,10 +84,7 @@ def layer_options() -> tuple[CommandOption, ...]:
 
 
 def layer_arguments(config: Any) -> dict[str, Any]:
-    """MoELayer's arguments as a configuration's ``moe_`` fields give them.
-
-    Raises ValueError naming the option for text that is nothing, such as an unknown pair.
-    """
+    """MoELayer's arguments as a configuration's ``moe_`` fields give them."""
     return {option.name: value_of(config, option) for option in layer_options()}
 
 

@@ -89,8 +89,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         if not self.has_experts:
             return super().clip_grad_norm(clip_norm)  # type: ignore[no-any-return]
-        norm: Tensor = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self.with_experts)
-        return norm
+        return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self.with_experts)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def with_experts(self, dense_norm: Tensor) -> Tensor:
@@ -137,10 +136,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
         if self.is_spread and self._is_stepping:
-            name = os.path.basename(filename)
-            logger.warning(
-                f"{name} is not written: the other ranks' experts cannot be fetched in a failing step"
-            )
+            what = "is not written: the other ranks' experts cannot be fetched in a failing step"
+            logger.warning(f"{os.path.basename(filename)} {what}")
             return
         super().save_checkpoint(filename, extra_state)
 

@@ -107,17 +107,13 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-Stretch = tuple[str, ...]
-"""How a layer ran: steps, runner, n forward, n backward, restore pair."""
-
-
-def stretches(rows: Iterable[LayerRow]) -> list[Stretch]:
-    """Neighbouring steps at which a layer ran in the same way are one stretch."""
+def stretches(rows: Iterable[LayerRow]) -> list[tuple[str, ...]]:
+    """Neighbouring steps at which a layer ran in the same way, and how: path, both n, restore pair."""
     found = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
     return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in found]
 
 
-def _how(row: LayerRow) -> Stretch:
+def _how(row: LayerRow) -> tuple[str, ...]:
     n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
     is_kept = row.path == "pipeline" and row.n_backward is not None
     return (row.path, n_forward, n_backward, row.restore or ("kept" if is_kept else NONE))

@@ -19,7 +19,7 @@ from pmoe.integrations.report.charts import (
     heat_map,
     line_chart,
 )
-from pmoe.integrations.report.history import COMMUNICATION, History, Stretch, stretches
+from pmoe.integrations.report.history import COMMUNICATION, History, stretches
 from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, PREDICTED, TENSORS, LayerRow
 from pmoe.planner.drawing import SERIES, part
 
@@ -53,10 +53,7 @@ def load_charts(history: History) -> list[str]:
 
 
 def _by_layer(history: History, title: str, field: str, **options: Any) -> list[str]:
-    """A chart with a line a layer; of many layers the median between the least and the greatest.
-
-    Empty where no layer has a value.
-    """
+    """A chart with a line a layer; of many layers the median between the least and the greatest."""
     by_name: dict[str, dict[int, float]] = {}
     for name, rows in history.by_layer.items():
         for row in rows:
@@ -118,7 +115,7 @@ def _heat_map(name: str, rows: Sequence[LayerRow]) -> str:
 
 def choices(history: History) -> list[str]:
     """How layers ran, by stretches of steps; layers that always ran in the same way share their lines."""
-    names_of: dict[tuple[Stretch, ...], list[str]] = {}
+    names_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for name, rows in history.by_layer.items():
         names_of.setdefault(tuple(stretches(rows)), []).append(name)
     lines = []

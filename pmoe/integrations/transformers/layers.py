@@ -38,9 +38,6 @@ OPTIONS = (
 )
 """Arguments of `MoELayer` that say how experts are run. What they compute is the model's to say."""
 
-MODULES = ("order", "dispatch", "combine")
-"""Of these MoELayer takes modules too; each belongs to one layer."""
-
 _options: Mapping[str, Any] = {}
 
 
@@ -58,7 +55,8 @@ def configure(**options: Any) -> None:
     for name, value in options.items():
         if name not in OPTIONS:
             raise ValueError(f"{name} ({value!r}) must be left out: the options are {', '.join(OPTIONS)}")
-        if name in MODULES and not (isinstance(value, str) or (value is None and name == "combine")):
+        takes_modules = name in ("order", "dispatch", "combine")
+        if takes_modules and not (isinstance(value, str) or (value is None and name == "combine")):
             raise TypeError(f"{name} ({value!r}) must be a name: a module belongs to one layer")
     experts = BorrowedSwiGLU(Stacks(w1=torch.empty(2, 16, 8), w2=torch.empty(2, 8, 8)))
     MoELayer(8, 8, 2, 2, gate=ExternalGate(), expert=experts, group=Ranks.single(), **options)

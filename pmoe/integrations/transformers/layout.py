@@ -33,12 +33,7 @@ ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 
 
 def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
-    """This module's experts, for one call.
-
-    Raises ValueError, naming the module and what to change, where pmoe does not know the layout: quantised
-    weights, flags or parameters that other experts do not have, parameters that are not this rank's own,
-    have no values (the meta device) or differ in device or, but for autocast, in type.
-    """
+    """This module's experts, for one call. Raises ValueError where pmoe does not know how its weights lie."""
     check(module)
     up, has_bias = _up_name(module), _flag(module, "has_bias")
     stacks = borrowed.Stacks(

@@ -16,15 +16,16 @@ EXPERTS = "transformers.integrations.moe"
 EXPERT_PARALLEL = "transformers.distributed.expert_parallel"
 
 
-def register() -> str:
-    """Adds pmoe to the registries, and says to which. A second call changes nothing.
-
-    Raises ImportError, saying what to install, where there is no transformers, or none with a registry of
-    experts. Warns where the expert-parallel registry is missing.
-    """
-    version = _version()
+def register() -> None:
+    """Adds pmoe to the registries. A second call changes nothing."""
+    try:
+        version: str = importlib.import_module("transformers").__version__
+    except ImportError as error:
+        raise ImportError(
+            f'transformers must be installed: pip install "transformers>=5.23" ({error})'
+        ) from error
     interface = _find(EXPERTS, "ExpertsInterface")
-    release = tuple(map(int, version.split(".")[:2]))  # of 5.10.0.dev0 (5, 10)
+    release = tuple(map(int, version.split(".")[:2]))  # 5.10.0.dev0 -> (5, 10)
     if interface is None or release < LEAST:
         raise ImportError(
             f"transformers ({version}) must be at least {'.'.join(map(str, LEAST))}, whose registry of "
@@ -38,27 +39,15 @@ def register() -> str:
             each.register(NAME, run_module)
     parallel = _find(EXPERT_PARALLEL, "EPImplementationInterface")
     if parallel is None:
-        text = (
+        warnings.warn(
             f'transformers {version}: "{NAME}" is registered as an experts implementation only, on one rank; '
-            'there is no registry of expert-parallel implementations: pip install -U "transformers>=5.23"'
+            'there is no registry of expert-parallel implementations: pip install -U "transformers>=5.23"',
+            stacklevel=3,
         )
-        warnings.warn(text, stacklevel=3)
-        return text
+        return
     from pmoe.integrations.transformers.expert_parallel import PipelinedEP
 
     parallel.register(NAME, PipelinedEP)
-    return (
-        f'transformers {version}: "{NAME}" is registered as experts_implementation and as ep_implementation'
-    )
-
-
-def _version() -> str:
-    try:
-        return str(importlib.import_module("transformers").__version__)
-    except ImportError as error:
-        raise ImportError(
-            f'transformers must be installed: pip install "transformers>=5.23" ({error})'
-        ) from error
 
 
 def _find(module: str, name: str) -> Any:

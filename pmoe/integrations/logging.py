@@ -68,7 +68,6 @@ class Board:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
 
 
 def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
@@ -89,11 +88,10 @@ class StatsWriter:
     first if the others' matter. A tensor among them is read only when statistics are due, so that no step
     waits for the device. Of a layer that a step calls several times only the last call is logged.
 
-    A folder that has data is continued. Where the run goes on from an earlier step, the later lines hold.
-    A folder has one writer at a time: another one is refused until the first is closed or its process ends.
-
-    Once training runs, a file that cannot be written, as on a full disk, does not stop it: rank 0 warns, and
-    the lines wait for the next time. After a crash, the lines since the last statistics are lost.
+    A folder that has data is continued: where the run goes on from an earlier step, the later lines hold. It
+    has one writer at a time: another is refused until the first is closed or its process ends. Once training
+    runs, a file that cannot be written, as on a full disk, does not stop it: rank 0 warns, and the lines wait
+    for the next time. After a crash, the lines since the last statistics are lost.
 
     Args:
         run_dir: the folder; made where there is none.

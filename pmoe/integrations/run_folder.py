@@ -168,8 +168,15 @@ class Run:
 
 
 _claims: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
-# A data loader's worker must not hold the folder of a run that died.
-os.register_at_fork(after_in_child=lambda: [file.close() for file in _claims])
+
+
+def _leave_claims() -> None:
+    """A data loader's worker must not hold the folder of a run that died."""
+    for file in _claims:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_leave_claims)
 
 
 def claim(folder: Path) -> BinaryIO:

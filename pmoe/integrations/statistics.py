@@ -141,12 +141,11 @@ def stats(
         raise ValueError("group must be None unless all_ranks is True: nothing is reduced")
     layers = layers_of(model)
     found = [_of_layer(name, layer, journal) for name, layer in layers.items()]
-    num_ranks = 1
-    if all_ranks and dist.is_available() and dist.is_initialized():
-        num_ranks = dist.get_world_size(group)
-        found = _over_ranks(found, list(layers.values()), group) if found else []
+    ranks = Ranks(group) if all_ranks else Ranks.single()
+    if found and ranks.group is not None:
+        found = _over_ranks(found, list(layers.values()), ranks)
     devices = dict.fromkeys(str(layer.ran.device) for layer in layers.values() if layer.ran is not None)
-    return Stats(layers=tuple(found), pools=tuple(map(_of_pool, devices)), num_ranks=num_ranks)
+    return Stats(layers=tuple(found), pools=tuple(map(_of_pool, devices)), num_ranks=ranks.size)
 
 
 finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
@@ -246,15 +245,13 @@ def _of_pool(device: str) -> PoolStats:
 # ---- all ranks
 
 
-def _over_ranks(
-    found: Sequence[LayerStats], layers: Sequence[MoELayer], group: dist.ProcessGroup | None
-) -> list[LayerStats]:
+def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks) -> list[LayerStats]:
     """One all-reduce of every number of every layer; float64 holds counts up to 2**53."""
     numbers = [_numbers(each) for each in found]
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)
-    with at_stage("the sum of statistics", Ranks(group)):
-        dist.all_reduce(summed, group=group)
+    with at_stage("the sum of statistics", ranks):
+        dist.all_reduce(summed, group=ranks.group)
     parts = summed.cpu().split([len(own) for own in numbers])
     return [
         _with_numbers(each, layer.num_local_experts, part.tolist())

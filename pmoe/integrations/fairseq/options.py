@@ -16,15 +16,8 @@ from typing import Any
 
 from pmoe import MoELayer, Restore
 
-NOT_OPTIONS = {
-    "d_model": "the width of the model's embeddings",
-    "group": "--moe-expert-parallel, --moe-expert-parallel-size",
-    "mesh": "a layout of the ranks, which is made in a program",
-    "callbacks": "objects",
-    "device": "fairseq moves the model",
-    "dtype": "fairseq converts the model: --fp16",
-}
-"""Arguments of MoELayer that a command line cannot give, and what says them instead."""
+NOT_OPTIONS = ("d_model", "group", "mesh", "callbacks", "device", "dtype")
+"""Arguments of MoELayer that the model, fairseq or `PLACES` say, or only a program can."""
 
 FOLLOWS = {
     "d_hidden": "--encoder-ffn-embed-dim or --decoder-ffn-embed-dim",

@@ -47,6 +47,9 @@ class Stacks:
         every = {"w1": self.w1, "w2": self.w2, "b1": self.b1, "b2": self.b2}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
+    def out_features_first(self, weight: Tensor) -> Tensor:
+        return weight.transpose(1, 2) if self.transposed else weight
+
     def stand_ins(self) -> Stacks:
         made = {name: _stand_in(each) for name, each in self.named.items()}
         return Stacks(**made, transposed=self.transposed)
@@ -66,7 +69,7 @@ class BorrowedExperts(StackedExperts):
     def __init__(self, stacks: Stacks) -> None:
         Experts.__init__(self)
         self.stacks = stacks
-        w1, w2 = (self._out_features_first(each.detach()) for each in (stacks.w1, stacks.w2))
+        w1, w2 = (stacks.out_features_first(each.detach()) for each in (stacks.w1, stacks.w2))
         vars(self).update(w1=w1, w2=w2, b1=stacks.b1, b2=stacks.b2)  # setattr would register them
         self.num_local_experts, self.all_hidden = w2.shape[0], w2.shape[2]
 
@@ -80,12 +83,9 @@ class BorrowedExperts(StackedExperts):
         """What is left of these after their call: the sizes, without anybody's parameters."""
         return type(self)(self.stacks.stand_ins())
 
-    def _out_features_first(self, weight: Tensor) -> Tensor:
-        return weight.transpose(1, 2) if self.stacks.transposed else weight
-
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         w1, w2, b1, b2 = split_parameters(parameters)
-        return self._out_features_first(w1), self._out_features_first(w2), b1, b2
+        return self.stacks.out_features_first(w1), self.stacks.out_features_first(w2), b1, b2
 
     def weight_gradient(
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]

@@ -119,7 +119,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
-    w1, w2 = (each.transpose(1, 2) if stacks.transposed else each for each in (stacks.w1, stacks.w2))
+    w1, w2 = map(stacks.out_features_first, (stacks.w1, stacks.w2))
     experts, d_model, hidden = w2.shape
     wanted = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
     if tuple(w1.shape) != wanted:

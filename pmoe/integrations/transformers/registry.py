@@ -6,12 +6,6 @@ import importlib
 import warnings
 from typing import Any
 
-NAME = "pmoe"
-"""As experts_implementation and as ep_implementation."""
-
-LEAST = (5, 7)
-"""The first release of transformers whose models take experts implementations from the registry."""
-
 EXPERTS = "transformers.integrations.moe"
 EXPERT_PARALLEL = "transformers.distributed.expert_parallel"
 
@@ -26,28 +20,28 @@ def register() -> None:
         ) from error
     interface = _find(EXPERTS, "ExpertsInterface")
     release = tuple(map(int, version.split(".")[:2]))  # 5.10.0.dev0 -> (5, 10)
-    if interface is None or release < LEAST:
+    if interface is None or release < (5, 7):
         raise ImportError(
-            f"transformers ({version}) must be at least {'.'.join(map(str, LEAST))}, whose registry of "
-            'experts implementations takes others than its own: pip install -U "transformers>=5.23"'
+            f"transformers ({version}) must be at least 5.7, whose registry of experts implementations takes "
+            'others than its own: pip install -U "transformers>=5.23"'
         )
     from pmoe.integrations.transformers.run import run_module
 
     # FP8 experts ask a registry of their own, and would not find pmoe: they are refused with a reason.
     for each in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):
         if each is not None:
-            each.register(NAME, run_module)
+            each.register("pmoe", run_module)
     parallel = _find(EXPERT_PARALLEL, "EPImplementationInterface")
     if parallel is None:
         warnings.warn(
-            f'transformers {version}: "{NAME}" is registered as an experts implementation only, on one rank; '
+            f'transformers {version}: "pmoe" is registered as an experts implementation only, on one rank; '
             'there is no registry of expert-parallel implementations: pip install -U "transformers>=5.23"',
             stacklevel=3,
         )
         return
     from pmoe.integrations.transformers.expert_parallel import PipelinedEP
 
-    parallel.register(NAME, PipelinedEP)
+    parallel.register("pmoe", PipelinedEP)
 
 
 def _find(module: str, name: str) -> Any:

@@ -18,14 +18,13 @@ import io
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pmoe.integrations.statistics import LayerStats
 from pmoe.measure.store import save_json
-from pmoe.planner.timeline import Overlap
 
 TENSORS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
 PREDICTED = ("saved", "temporary", "peak", "host")
@@ -75,24 +74,6 @@ class LayerRow:
     peak_bytes: int | None = None
     host_bytes: int | None = None
     tokens_per_expert: tuple[int, ...]
-
-    @property
-    def passes(self) -> dict[str, Overlap]:
-        """Seconds of the recorded passes, by direction."""
-        times = {way: {name: getattr(self, f"{way}_{name}") for name in TIMES} for way in PASSES}
-        return {way: Overlap(**each) for way, each in times.items() if None not in each.values()}
-
-    @property
-    def tensors(self) -> dict[str, int]:
-        return self._num_bytes(TENSORS)
-
-    @property
-    def predicted(self) -> dict[str, int]:
-        return self._num_bytes(PREDICTED)
-
-    def _num_bytes(self, names: Sequence[str]) -> dict[str, int]:
-        found = {name: getattr(self, f"{name}_bytes") for name in names}
-        return {name: size for name, size in found.items() if size is not None}
 
 
 AnyRow = TypeVar("AnyRow", ScalarRow, LayerRow)

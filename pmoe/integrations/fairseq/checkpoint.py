@@ -12,7 +12,7 @@ Letters: W ranks, E experts.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,27 +48,13 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """An optimiser's ``state_dict()`` with all experts in it, which ``ranks`` hold together, on rank 0. Every
     rank must call it."""
-    whole = {**state, "state": dict(state["state"])}
-    for index, parameter, kept in _expert_states(optimizer, state):
-        whole["state"][index] = {
-            key: _gathered(value, ranks) if _is_by_expert(value, parameter.shape[0]) else value
-            for key, value in kept.items()
-        }
-    return whole
+    return _changed(optimizer, state, 1, lambda kept, _: _gathered(kept, ranks))
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The part of a gathered ``state`` that this rank's optimiser has."""
-    own = {**state, "state": dict(state["state"])}
-    for index, parameter, kept in _expert_states(optimizer, state):
-        size = parameter.shape[0]
-        own["state"][index] = {
-            key: value.narrow(0, ranks.rank * size, size)
-            if _is_by_expert(value, size * ranks.size)
-            else value
-            for key, value in kept.items()
-        }
-    return own
+    own = ranks.rank
+    return _changed(optimizer, state, ranks.size, lambda kept, size: kept.narrow(0, own * size, size))
 
 
 def for_inference(config: Any) -> Any:
@@ -89,14 +75,24 @@ def _expert_names(model: nn.Module) -> dict[str, MoELayer]:
     }
 
 
-def _expert_states(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
-    """(number in ``state``, parameter, what is kept of it) of experts' parameters."""
+def _changed(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    num_parts: int,
+    change: Callable[[Tensor, int], Tensor | None],
+) -> dict[str, Any]:
+    """``state`` with another tensor for each that is kept of an expert's parameter by expert. num_parts: how
+    many ranks' experts it holds. change: of a tensor and the number of this rank's experts."""
+    changed = {**state, "state": dict(state["state"])}
     for here, there in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(here["params"], there["params"], strict=True):
             if hasattr(parameter, "expert") and index in state["state"]:
-                yield index, parameter, state["state"][index]
+                size = parameter.shape[0]
+                changed["state"][index] = {
+                    key: change(value, size) if _is_by_expert(value, num_parts * size) else value
+                    for key, value in state["state"][index].items()
+                }
+    return changed
 
 
 def _is_by_expert(value: object, num_experts: int) -> bool:

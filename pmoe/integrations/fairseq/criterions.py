@@ -51,7 +51,7 @@ class WithAuxiliaryLoss:
             layer.l_aux = layer.fc1.l_aux = None  # a graph hangs on it
         logged["moe_loss"] = moe_loss.detach() * sample_size
         logged["moe_rows"] = torch.stack([layer.fc1.tokens_per_expert for layer in layers]).double()
-        logged["moe_rows_asked"] = sum(layer.fc1.num_tokens * layer.fc1.top_k for layer in layers)
+        logged["moe_rows_asked"] = sum(layer.fc1.ran.num_tokens * layer.fc1.top_k for layer in layers)
         if not self.training or not self.moe_aux_weight:  # type: ignore[attr-defined]
             return loss
         total: Tensor = loss + self.moe_aux_weight * sample_size * moe_loss

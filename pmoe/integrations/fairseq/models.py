@@ -40,15 +40,11 @@ class FeedForwardExperts(MoELayer):
 
     is_padding_BL: Tensor | None = None
     """Set by the layer around it before each call."""
-    num_tokens = 0
-    """Of the last call."""
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
         if self.is_padding_BL is None:
-            self.num_tokens = x.shape[0] * x.shape[1]
             return super().forward(x, token_ids)
         where = (~self.is_padding_BL.t()).flatten().nonzero().squeeze(1)
-        self.num_tokens = where.shape[0]
         x_TM = x.reshape(-1, self.d_model)
         y_TM = super().forward(x_TM.index_select(0, where))
         return torch.zeros_like(x_TM, dtype=y_TM.dtype).index_copy(0, where, y_TM).view(x.shape)

@@ -11,7 +11,7 @@ from os.path import commonprefix
 from typing import Any
 
 from pmoe.integrations.report.charts import NONE, median
-from pmoe.integrations.run_folder import TIME, Curve, LayerRow, Run
+from pmoe.integrations.run_folder import PASSES, TIME, Curve, LayerRow, Run
 
 LONG_NAME = 24
 """Characters of a layer's name that a phone has room for."""
@@ -72,8 +72,9 @@ class History:
         """Seconds of both passes of all layers, at the recorded steps. name: of `COMMUNICATION`."""
         found = defaultdict[int, float](float)
         for row in itertools.chain.from_iterable(self.by_layer.values()):
-            if row.passes:
-                found[row.step] += sum(getattr(each, name) for each in row.passes.values())
+            times = [each for way in PASSES if (each := getattr(row, f"{way}_{name}")) is not None]
+            if times:
+                found[row.step] += sum(times)
         return dict(sorted(found.items()))
 
     def median_seconds(self, name: str) -> float | None:

@@ -166,15 +166,15 @@ def _of_a_step(total: Mapping[int, float], exposed: Mapping[int, float]) -> str:
 
 
 def memory(history: History) -> list[str]:
-    rows = [(name, each[-1]) for name, each in history.by_layer.items() if each[-1].tensors]
-    sizes = [(name, [row.tensors.get(each, 0) for each in TENSORS]) for name, row in rows]
+    rows = [(name, each[-1]) for name, each in history.by_layer.items() if each[-1].T_I_bytes is not None]
+    sizes = [(name, [getattr(row, f"{each}_bytes") or 0 for each in TENSORS]) for name, row in rows]
     bars = [(name, values, format_bytes(sum(values))) for name, values in sizes]
     keys = list(zip(TENSORS, SERIES, strict=False))
     note = "Of rank 0 at the last logged step, each tensor as a whole. T_DO is never kept for backward."
     lines = [
-        [name, row.restore or "kept", *(format_bytes(row.predicted.get(each)) for each in PREDICTED)]
+        [name, row.restore or "kept", *(format_bytes(getattr(row, f"{each}_bytes")) for each in PREDICTED)]
         for name, row in rows
-        if row.predicted
+        if row.peak_bytes is not None
     ]
     header = ["layer", "T_DI / T_M", "held between the passes", "added by a pass", "peak", "on the host"]
     about = ["Predicted for the rows that came, on rank 0, parameters and input not counted:"]

@@ -48,7 +48,7 @@ def run_page(run: Run) -> str:
         "Chosen n and restore pair": choices(history),
         "Communication": communication(history),
         "Memory": memory(history),
-        "Other numbers": _others(run),
+        "Other numbers": _others(history),
         "Settings and versions": _settings(run),
     }
     parts = [part("section", title, parts) for title, parts in sections.items() if parts]
@@ -114,11 +114,11 @@ def _losses(history: History) -> list[str]:
     return [grid([line_chart("Loss", group, is_broad=True) for group in groups])] if lines else []
 
 
-def _others(run: Run) -> list[str]:
+def _others(history: History) -> list[str]:
     charts = [
         line_chart(name, [Line(name=name, xs=curve.steps, ys=curve.values)])
-        for name, curve in run.scalars.items()
-        if "loss" not in name.lower() and name not in (TIME, POOL_PEAK, HOST_POOL_PEAK)
+        for name, curve in history.run.scalars.items()
+        if name not in (*history.losses, TIME, POOL_PEAK, HOST_POOL_PEAK)
     ]
     return with_rest_folded(charts, 12, "other numbers", grid)
 

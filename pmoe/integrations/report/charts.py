@@ -74,7 +74,7 @@ class Bins(NamedTuple):
 
 
 def bins_of(xs: ArrayLike, ys: ArrayLike, max_points: int) -> Bins:
-    """At most ``most`` bins of equally many points each. xs, ys: (N,), N at least 1."""
+    """At most ``max_points`` bins of equally many points each. xs, ys: (N,), N at least 1."""
     x, y = np.asarray(xs, float), nan_unless_finite(ys)
     starts = np.arange(0, len(x), -(-len(x) // max_points))
     num = np.add.reduceat(~np.isnan(y), starts, dtype=int)

@@ -302,12 +302,11 @@ def _format_stats(found: Stats) -> str:
         ["layer", "path", "n", "pair", "rows", "dropped", "max / mean", "of ranks", "exposed ms", "peak MiB"]
     ]
     for each in found.layers:
-        degrees = f"{each.n_forward or '-'}/{each.n_backward or '-'}"
         rows.append(
             [
                 each.name or "(the model)",
                 each.path,
-                "-" if degrees == "-/-" else degrees,
+                f"{each.n_forward or '-'}/{each.n_backward or '-'}".replace("-/-", "-"),
                 each.restore or "-",
                 f"{sum(each.tokens_per_expert):,}",
                 _number(each.drop_rate, "{:.1%}"),

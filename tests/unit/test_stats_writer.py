@@ -154,7 +154,9 @@ def test_a_folder_of_the_first_version_is_read_and_continued(tmp_path: Path) -> 
     assert [session.get("when", "")[:4] for session in run.sessions][0] == "2026" and len(run.sessions) == 2
     first, second, third, fourth = run.rows
     assert (first.step, first.layer, first.imbalance, first.rank_imbalance) == (1, "0", 1.5, None)
-    assert first.tokens_per_expert == (3, 1, 12, 0) and first.forward_seconds is first.backward_seconds is None
+    assert (
+        first.tokens_per_expert == (3, 1, 12, 0) and first.forward_seconds is first.backward_seconds is None
+    )
     assert (first.T_I_bytes, first.T_DI_bytes, first.T_M_bytes) == (512, 1024, 2048)
     assert (first.T_DO_bytes, first.T_O_bytes) == (1024, 512)
     assert (first.saved_bytes, first.temporary_bytes, first.peak_bytes) == (9216, 67584, 106905)

@@ -17,7 +17,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    from pmoe.integrations.report import run_page, summary
+    from pmoe.integrations.report.history import summary
+    from pmoe.integrations.report.page import run_page
     from pmoe.integrations.run_folder import read_run
 
     with refused_as(f"RUN_DIR ({args.run_dir}) must be a run's folder", OSError, ValueError):

@@ -26,14 +26,11 @@ class PipelinedEP(EPImplementation):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, M) of this rank's tokens (T, M), by their routing (T, K) to experts of the whole group."""
-        group = self.ep_mesh.get_group()
+        group, batch = self.ep_mesh.get_group(), (hidden_states, top_k_index, top_k_weights)
         if self.tp_mesh.size() == 1:
-            return run_module(self.module, hidden_states, top_k_index, top_k_weights, group)
+            return run_module(self.module, *batch, group=group)
         # Ranks that hold one batch send disjoint parts of it, or its tokens would be computed once for each.
-        rows, index, weights = (
-            _part(each, self.tp_mesh) for each in (hidden_states, top_k_index, top_k_weights)
-        )
-        y = run_module(self.module, rows, index, weights, group)
+        y = run_module(self.module, *(_part(each, self.tp_mesh) for each in batch), group=group)
         return _whole(y, self.tp_mesh, hidden_states.shape)
 
 

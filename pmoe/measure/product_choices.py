@@ -74,16 +74,10 @@ class ProductMeasurer:
         if unknown:
             self._measure(unknown, agree)
 
-<<<<<<< HEAD
-    def _code(self, request: ProductRequest) -> int:
-        names, found = self.registry.competing(request), self.registry.measured.get(request)
-        if names is None:
-=======
     def _code(self, request: ProductRequest, pair: tuple[str, str] | None) -> int:
         if pair is None:
->>>>>>> cut-measure
             return UNWILLING
-        found = self.registry.measured(request)
+        found = self.registry.measured.get(request)
         return 1 + pair.index(found.choice) if found and set(found.seconds) == set(pair) else UNKNOWN
 
     def _fault(self, case: KernelCase) -> str | None:

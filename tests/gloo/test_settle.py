@@ -305,13 +305,8 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
         call("an equal layer", of=EXPERTS["swiglu"]())
         call("in the next bucket", max_rows=1025)
         call("without a backward", needs_grad=False)
-<<<<<<< HEAD
-        [request, *_] = product_requests(experts, torch.bfloat16, CUDA, 1000)
-        assert registry.measured[request].choice == GROUPED_MM
-=======
         [request, *_] = product_requests(experts, torch.bfloat16, CUDA, 1000, needs_grad=True)
-        assert registry.measured(request).choice == GROUPED_MM
->>>>>>> cut-measure
+        assert registry.measured[request].choice == GROUPED_MM
     dist.barrier()
     return found
 

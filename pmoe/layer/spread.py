@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -51,8 +53,8 @@ def reset_parameters(parts: Parts) -> None:
         if isinstance(experts, StackedExperts):
             initialise(experts, first_expert=first)
         elif experts is not None and experts.are_modules:
-            modules = experts.as_modules()
-            seeded(lambda i, own=modules: reset_modules(own[i]), first_expert=first, count=len(modules))
+            resets = [functools.partial(reset_modules, each) for each in experts.as_modules()]
+            seeded(lambda i: resets[i](), first_expert=first, count=len(resets))  # noqa: B023
     if parts.shared_gate is not None:
         parts.shared_gate.reset_parameters()
     parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else 0.0

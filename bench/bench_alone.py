@@ -318,7 +318,7 @@ def main() -> None:
     need_gpu("bench_alone")
     scenario = QUICK if arguments.quick else WHOLE
     rounds = 5 if arguments.quick else arguments.rounds
-    path, reason = grouped_gemm.path(DEVICE)
+    path, reason = grouped_gemm.launch.path(DEVICE)
     if path is None:
         sys.exit(f"bench_alone: not run, {reason}")
     machine = show_gpu()

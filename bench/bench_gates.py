@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.timing import Timing, interleaved, table, write_json
 from pmoe.gates import GATES, Gate, Routing
-from pmoe.ordering.sorted import LocalExperts, SortedOrder, SortedRows, Tokens, count_rows, sort_rows
+from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, count_rows, sort_rows
 
 TARGET = 0.05
 """Gate and order, as a share of the layer's forward."""
@@ -55,7 +55,7 @@ def route(gate: Gate, x: Tensor) -> Routing:
 
 def order(routing: Routing, num_tokens: int, num_experts: int) -> SortedRows:
     """The slots in sorted order; what is dropped comes last."""
-    local = LocalExperts(0, num_experts)
+    local = range(0, num_experts)
     tokens = Tokens(routing.expert.shape[0] if routing.token is None else num_tokens, routing.token)
     count_rows(routing.expert, routing.keep, 1, num_experts, tokens)
     return sort_rows(routing.expert, routing.keep, 1, num_experts, local, 1, tokens)

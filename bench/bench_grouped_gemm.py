@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows, 5 rounds, no file")
     arguments = parser.parse_args()
     need_gpu("bench_grouped_gemm")
-    path, reason = grouped_gemm.path(DEVICE)
+    path, reason = grouped_gemm.launch.path(DEVICE)
     if path is None:
         sys.exit(f"bench_grouped_gemm: not run, {reason}")
     rounds = 5 if arguments.quick else arguments.rounds

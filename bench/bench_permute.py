@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 from bench.device import COPY_BYTES, file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.timing import Timing, table, write_json
-from pmoe.kernels import permute as kernels
+from pmoe.kernels.permute import launch
 
 GOAL = 0.85
 EXPERTS = 64
@@ -85,16 +85,16 @@ class Problem:
     # The kernels, into fixed memory. Of the gradients x stands for d_y, too, and rows for d_rows.
 
     def permute(self, parts: int) -> None:
-        kernels.launch_permute(self.x_TM, self.position_TK, None, self.out_NM, parts=parts)
+        launch.launch_permute(self.x_TM, self.position_TK, None, self.out_NM, parts=parts)
 
     def permute_weighted(self, parts: int) -> None:
-        kernels.launch_permute(self.x_TM, self.position_TK, self.weight_TK, self.out_NM, parts=parts)
+        launch.launch_permute(self.x_TM, self.position_TK, self.weight_TK, self.out_NM, parts=parts)
 
     def unpermute(self, parts: int) -> None:
-        kernels.launch_unpermute(self.rows_NM, self.position_TK, self.weight_TK, self.out_TM, parts=parts)
+        launch.launch_unpermute(self.rows_NM, self.position_TK, self.weight_TK, self.out_TM, parts=parts)
 
     def permute_backward(self, parts: int) -> None:
-        kernels.launch_permute_backward(
+        launch.launch_permute_backward(
             self.rows_NM,
             self.x_TM,
             self.position_TK,
@@ -105,7 +105,7 @@ class Problem:
         )
 
     def unpermute_backward(self, parts: int) -> None:
-        kernels.launch_unpermute_backward(
+        launch.launch_unpermute_backward(
             self.x_TM,
             self.rows_NM,
             self.position_TK,
@@ -293,7 +293,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     need_gpu("bench_permute")
-    reason = kernels.refusal(torch.device("cuda", 0), torch.bfloat16, 2)
+    reason = launch.refusal(torch.device("cuda", 0), torch.bfloat16, 2)
     if reason is not None:
         sys.exit(f"bench_permute: not run, {reason}")
     machine = show_gpu()

@@ -218,9 +218,9 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         return F.silu(first) * second
 
     def hidden(rows_NI: Tensor, gathered: bool) -> Tensor:
-        return grouped_gemm.hidden(
-            rows_NI, w1, ends, activation="swiglu", slots=slots if gathered else None, gathered=gathered
-        )[1]
+        return grouped_gemm.hidden(rows_NI, w1, ends, activation="swiglu", slots=slots if gathered else None)[
+            1
+        ]
 
     flop = 4 * num_rows * num_model * width
     written = 2 * num_rows * 3 * width

@@ -24,7 +24,7 @@ import pmoe
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.allocations import OTHER, Allocations, StepMemory, mark, moment, step_memory, watched
-from pmoe.planner.theory import activations, model_states, pipelined_activations, saved_each
+from pmoe.planner.theory import activations, model_states, saved_each
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
 FLOAT_BYTES = 4
@@ -136,7 +136,7 @@ def one_step(layer: MoELayer, tokens: int) -> StepMemory:
 def yardstick_bytes(tokens: int, model: Model) -> int:
     """A pipeline without reuse: Eq. 1 with one expert's gate, and the activations and buffers of Eq. 4."""
     B, M, H = tokens, model.d_model, model.d_hidden
-    return FLOAT_BYTES * (model_states(M, H, 1) + activations(B, M, H) + pipelined_activations(B, M, H))
+    return FLOAT_BYTES * (model_states(M, H, 1) + 2 * activations(B, M, H))
 
 
 def saving_bytes(tokens: int, model: Model, n: int) -> float:

@@ -34,7 +34,7 @@ from bench.memory import (
 from bench.timing import Timing, interleaved, table, write_json
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
-from pmoe.planner.drawing import Point, scatter
+from pmoe.planner.drawing import Point, scatter_figure
 from pmoe.schedule.restore import ALL_PAIRS
 
 
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = f"{stem}_{name}_{tokens_name(tokens)}.png"
             plural = "s" * (ranks.size > 1)
             title = f"{name}, B = {tokens_name(tokens)}, {ranks.size} rank{plural}: measured; numbers are n"
-            scatter(path, points, title)
+            scatter_figure(points, title).savefig(path, dpi=130)
             written.append(path)
     if several:
         dist.destroy_process_group()

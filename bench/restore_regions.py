@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, cheapest_pair
+from pmoe.planner.cost_model import Interference, cheapest_pair
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
@@ -100,7 +100,7 @@ def profile_of(regime: Regime) -> Profile:
         float(B * M * H),
         of_bytes / regime.link,
         of_bytes / regime.copy,
-        SLOWED if regime.slowed else NO_INTERFERENCE,
+        SLOWED if regime.slowed else Interference(),
     )
 
 
@@ -215,7 +215,7 @@ def main() -> None:
     pairs = {"keep": KEEP, **STRATEGIES}
     print("| W | lanes | " + " | ".join(pairs) + " |\n" + "|---" * (len(pairs) + 2) + "|")
     for ranks, slowed in itertools.product(RANKS, (False, True)):
-        shape, profile = shape_of(ranks), h200(ranks, SLOWED if slowed else NO_INTERFERENCE)
+        shape, profile = shape_of(ranks), h200(ranks, SLOWED if slowed else Interference())
         seconds = [step_seconds(shape, profile, B, args.n, args.n, pair) for pair in pairs.values()]
         print(f"| {ranks} | {LANES[slowed]} | " + " | ".join(f"{each * 1e3:.2f}" for each in seconds) + " |")
     args.out.parent.mkdir(parents=True, exist_ok=True)

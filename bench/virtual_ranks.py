@@ -18,10 +18,11 @@ from torch import Tensor
 
 from pmoe.comm.heap import HeapShape, virtual_heaps
 from pmoe.kernels import comet
-from pmoe.kernels.comet import Divide, HeapView, Journey, Launcher
+from pmoe.kernels.comet import Journey, Launcher
+from pmoe.kernels.comet.launcher import Divide, HeapView
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
-from pmoe.ordering.sorted import LocalExperts, chunk_bounds, sort_rows
+from pmoe.ordering.sorted import chunk_bounds, sort_rows
 from pmoe.planner.division import Division
 
 
@@ -170,7 +171,7 @@ def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_exp
         keep_TK = torch.ones_like(expert_TK, dtype=torch.bool)
     for rank, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         kept = keep_TK[begin:end]
-        rows = sort_rows(expert_TK[begin:end].long(), kept, 1, num_experts, LocalExperts(0, 0), 0)
+        rows = sort_rows(expert_TK[begin:end].long(), kept, 1, num_experts, range(0, 0), 0)
         first, count = begin * top_k, int(kept.sum())
         slot_N[first : first + count] = rows.slot[:count].int() + first
         own = rows.position.view(end - begin, top_k).int() + first

@@ -24,7 +24,7 @@ from pmoe.cli.arguments import byte_count
 from pmoe.cli.plan import time_over_memory
 from pmoe.measure.profile import save_profile
 from pmoe.planner.candidates import PricedChoice, advise, evaluate, step_bars
-from pmoe.planner.cost_model import NO_INTERFERENCE
+from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.profile import FORMAT, Profile, Versions
@@ -47,7 +47,7 @@ PROFILE = Profile(
     message=LineCost(alpha_seconds=10e-6, beta_seconds=1 / 50e9),
     copy_out=LineCost(alpha_seconds=10e-6, beta_seconds=1 / 50e9),
     copy_in=LineCost(alpha_seconds=10e-6, beta_seconds=1 / 50e9),
-    interference=NO_INTERFERENCE,
+    interference=Interference(),
     seconds=0.0,
     when="never",
 )

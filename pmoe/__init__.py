@@ -8,43 +8,21 @@ from pmoe.engine.arena import pool
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
 from pmoe.layer import MoELayer
-from pmoe.ordering.base import Order
+from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.engine.callbacks import Callback
-    from pmoe.engine.recompute import checkpoint_contexts
-    from pmoe.engine.recording import recording
-    from pmoe.training.clipping import GradScaler, clip_grad_norm_
-    from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
-    from pmoe.training.reducer import GradientReducer
+    from pmoe.engine.callbacks import Callback as Callback
+    from pmoe.engine.recompute import checkpoint_contexts as checkpoint_contexts
+    from pmoe.engine.recording import recording as recording
+    from pmoe.training.clipping import GradScaler as GradScaler
+    from pmoe.training.clipping import clip_grad_norm_ as clip_grad_norm_
+    from pmoe.training.expert_parallel import expert_parameters as expert_parameters
+    from pmoe.training.expert_parallel import parallelize as parallelize
+    from pmoe.training.expert_parallel import parameter_groups as parameter_groups
+    from pmoe.training.reducer import GradientReducer as GradientReducer
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Callback",
-    "Combine",
-    "Dispatch",
-    "Experts",
-    "Gate",
-    "GradScaler",
-    "GradientReducer",
-    "MoELayer",
-    "Order",
-    "Restore",
-    "Routing",
-    "__version__",
-    "checkpoint_contexts",
-    "clip_grad_norm_",
-    "expert_parameters",
-    "load_checkpoint",
-    "parallelize",
-    "parameter_groups",
-    "pool",
-    "recording",
-    "save_checkpoint",
-    "stats",
-]
 
 _LATER = {
     "Callback": "pmoe.engine.callbacks",
@@ -61,6 +39,9 @@ _LATER = {
     "stats": "pmoe.integrations.statistics",
 }
 """Names whose modules load at their first use: not every layer needs them, and some are slow to import."""
+
+__all__ = ["Combine", "Dispatch", "Experts", "Gate", "MoELayer", "Order", "Restore", "Routing", "pool"]
+__all__ += ["__version__", *_LATER]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,10 +34,11 @@ def check_int(**values: object) -> None:
             raise TypeError(f"{name} ({value!r}) must be an int")
 
 
-def check_flag(name: str, flag: object) -> None:
-    """TypeError unless it is True or False."""
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} ({flag!r}) must be True or False")
+def check_flag(name: str, flag: object, *, or_none: bool = False) -> None:
+    """TypeError unless it is True or False, or None where that is allowed."""
+    if not isinstance(flag, bool) and not (or_none and flag is None):
+        allowed = "None, True or False" if or_none else "True or False"
+        raise TypeError(f"{name} ({flag!r}) must be {allowed}")
 
 
 def check_count(**counts: int) -> None:

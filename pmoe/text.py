@@ -6,31 +6,21 @@ import re
 from collections.abc import Container, Iterable, Sequence
 from itertools import zip_longest
 
-UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40} | {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def table(rows: Iterable[Sequence[str]], left: Container[int] = (0,)) -> str:
     """Rows of cells as aligned text: a line a row, two spaces between columns, none at the end of a line.
 
-    Args:
-        rows: the cells, with the header as the first row; short rows are filled up with empty cells.
-        left: the numbers of the columns that are aligned to the left; all others are to the right.
-
-    Example: [["name", "ms"], ["a", "12.5"]] -> "name    ms" and "a     12.5".
+    rows: the header first; short ones are filled up with empty cells. left: numbers of the columns that are
+    aligned to the left. Example: [["name", "ms"], ["a", "12.5"]] -> "name    ms" and "a     12.5".
     """
-    columns = zip_longest(*rows, fillvalue="")
-    aligned = [_aligned(column, i in left) for i, column in enumerate(columns)]
+    aligned = []
+    for i, column in enumerate(zip_longest(*rows, fillvalue="")):
+        width = max(map(len, column))
+        aligned.append([cell.ljust(width) if i in left else cell.rjust(width) for cell in column])
     return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
-
-
-def _aligned(column: Sequence[str], left: bool) -> list[str]:
-    width = max(map(len, column))
-    return [cell.ljust(width) if left else cell.rjust(width) for cell in column]
 
 
 def parse_bytes(name: str, value: int | str) -> int:

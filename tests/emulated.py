@@ -19,7 +19,7 @@ from bench import virtual_ranks as bench_virtual_ranks
 from pmoe.comm.heap import Heap, HeapShape, process_heap, virtual_heaps
 from pmoe.comm.heap import shape as heap_shape
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import extension
+from pmoe.kernels import extension, gemm
 from pmoe.kernels.comet import launcher
 from pmoe.planner.division import Division
 from pmoe.runners import fused_steps as passes
@@ -60,7 +60,8 @@ def emulated(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extension, "load", lambda: module)
-        patch.setattr(launcher, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
+        for module_with_path in (launcher, gemm):
+            patch.setattr(module_with_path, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
         patch.setattr(launcher, "processors", lambda device: BLOCKS * virtual_ranks)
         patch.setattr(launcher, "SPARE", 0)
         patch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pmoe.comm.heap import WAITS
-from pmoe.kernels.comet import Divide, HeapView, Launcher
+from pmoe.kernels.comet.launcher import Divide, HeapView, Launcher
+
+WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
+"""`Wait` of cuda/comet/watch.h, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pmoe.comm.heap import shape
-from pmoe.comm.heap.device_memory import RankPlace
 from pmoe.kernels import extension
 
 CPU = torch.device("cpu")
@@ -25,9 +24,7 @@ class FileMemory:
     """Each piece is a file that is mapped. refuses: a method that raises. log: what was called."""
 
     refuses: str | None = None
-    where: RankPlace = RankPlace(
-        kernels="binary 90 of PTX 90 on compute capability 9.0", host="a", device="0"
-    )
+    where: tuple[str, str] = ("binary 90 of PTX 90 on compute capability 9.0", "a")
     collective: bool = False
     log: list[str] = field(default_factory=list)
     mapped: dict[int, tuple[mmap.mmap, str]] = field(default_factory=dict)
@@ -67,7 +64,7 @@ class FileMemory:
         self._called(name)
         self.mapped.pop(peer)[0].close()
 
-    def place(self, device: torch.device) -> RankPlace:
+    def place(self, device: torch.device) -> tuple[str, str]:
         self._called("place")
         return self.where
 

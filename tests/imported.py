@@ -3,7 +3,6 @@
 import gc
 
 import pmoe
-import pmoe.engine.specialised
 import pmoe.experts.modules
 import pmoe.layer.exact_counts
 import pmoe.layer.predicted

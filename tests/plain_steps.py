@@ -173,13 +173,13 @@ class PlainSteps(Steps):
         for nth in range(top_k):
             of = nth_N == nth
             sums_UM[sum_N[of]] += rows_NM[order_N[of]].to(wide)
-        leave = torch.bincount(token_U // 2**32, minlength=journey.num_ranks).tolist()
+        leave = torch.bincount(token_U // 2**32, minlength=len(journey.recv_WE)).tolist()
         # There: a sum for each rank that any kept choice of the token is on, at the first of them.
         rank_TK = journey.expert_TK.long() // journey.recv_WE.shape[1]
         _, carries_TK = carriers(rank_TK, journey.position_TK >= 0)
         slot_V = carries_TK.view(-1).nonzero().squeeze(1)
         rank_V = rank_TK.view(-1)[slot_V]
-        come = torch.bincount(rank_V, minlength=journey.num_ranks).tolist()
+        come = torch.bincount(rank_V, minlength=len(journey.recv_WE)).tolist()
         home_VM = self._sent(sums_UM.to(rows_NM.dtype), leave, come)
         place_V = torch.empty_like(slot_V)
         place_V[rank_V.argsort(stable=True)] = torch.arange(slot_V.shape[0], device=slot_V.device)

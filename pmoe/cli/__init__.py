@@ -21,25 +21,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from types import ModuleType
 
 from pmoe import __version__
 from pmoe.cli import kernels, memory, plan, profile, report, simulate
-from pmoe.cli.arguments import BadInputError
-from pmoe.cli.output import Output
-from pmoe.measure.profile import NoProfileError
 
-
-class Command(Protocol):
-    """A subcommand's module. run_command: what is printed, None on ranks that print nothing."""
-
-    ABOUT: str
-
-    def add_arguments(self, command: argparse.ArgumentParser) -> None: ...
-    def run_command(self, args: argparse.Namespace) -> Output | None: ...
-
-
-COMMANDS: Mapping[str, Command] = {
+COMMANDS: Mapping[str, ModuleType] = {
     "memory": memory,
     "plan": plan,
     "profile": profile,
@@ -47,6 +34,7 @@ COMMANDS: Mapping[str, Command] = {
     "kernels": kernels,
     "report": report,
 }
+"""ABOUT of each: its help. run_command(args): its `Output`, None on ranks that print nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             output = args.run(args)
             if output is not None:
                 print(json.dumps(dict(output.fields)) if args.json else "\n".join(output.lines))
-        except (BadInputError, NoProfileError, ValueError) as error:
+        except ValueError as error:
             args.parser.error(str(error))
     return 0
 

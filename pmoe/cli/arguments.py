@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,30 +22,19 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class BadInputError(Exception):
-    """The command ends with this message, as argparse ends it for arguments that it refuses itself."""
+def at_least_1(kind: type[Number], name: str, text: str) -> Number:
+    """A finite number from 1 on; ``name`` stands in the message."""
+    try:
+        number = kind(text)
+    except ValueError:
+        number = kind()
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a {name} of at least 1")
+    return number
 
 
-# ---- types, for argparse
-
-
-def at_least_1(kind: type[Number], name: str) -> Callable[[str], Number]:
-    """A type of finite numbers from 1 on; ``name`` stands in its message."""
-
-    def parsed(text: str) -> Number:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = kind()
-        if not 1 <= number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a {name} of at least 1")
-        return number
-
-    return parsed
-
-
-whole_number = at_least_1(int, "whole number")
-slack = at_least_1(float, "number")
+whole_number = partial(at_least_1, int, "whole number")
+slack = partial(at_least_1, float, "number")
 
 
 def byte_count(text: str) -> int:
@@ -65,33 +55,30 @@ def restore_pair(text: str) -> Restore:
     return pairs[text]
 
 
-# ---- checks of what was parsed
-
-
 def parse_device(text: str, *, must_exist: bool) -> torch.device:
-    """Raises BadInputError unless it is a CPU or a CUDA device, with ``must_exist`` one that torch sees."""
+    """Raises ValueError unless it is a CPU or a CUDA device, with ``must_exist`` one that torch sees."""
     try:
         device = torch.device(text)
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in WIDTH:
-        raise BadInputError(f"--device ({text!r}) must be {' or '.join(WIDTH)}")
+        raise ValueError(f"--device ({text!r}) must be {' or '.join(WIDTH)}")
     if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadInputError(f"--device ({text!r}) must be here: torch sees {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"--device ({text!r}) must be here: torch sees {torch.cuda.device_count()} GPUs")
     return device
 
 
 def refuse_options(args: argparse.Namespace, names: Sequence[str], rule: str) -> None:
-    """Raises BadInputError for the first of these options that was passed."""
+    """Raises ValueError for the first of these options that was passed."""
     for name in names:
         if getattr(args, name) not in (None, False):
-            raise BadInputError(f"--{name.replace('_', '-')} {rule}")
+            raise ValueError(f"--{name.replace('_', '-')} {rule}")
 
 
 @contextmanager
 def refused_as(rule: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raises BadInputError with the rule, and with the reason behind it, where the block raises an error."""
+    """Raises ValueError with the rule, and with the reason behind it, where the block raises an error."""
     try:
         yield
     except errors as error:
-        raise BadInputError(f"{rule}: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"{rule}: {getattr(error, 'strerror', None) or error}") from None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from pmoe.cli.arguments import BadInputError, parse_device
+from pmoe.cli.arguments import parse_device
 from pmoe.comm.ranks import Ranks
 
 
@@ -43,14 +43,14 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 def split_by_node(ranks: Ranks, size: int | None) -> tuple[Ranks | None, Ranks | None]:
     """The ranks across nodes and those inside this one's; None, None where all are one node. Collective.
 
-    A node is ``size`` consecutive ranks; None takes as many as torchrun started on each. Raises BadInputError
+    A node is ``size`` consecutive ranks; None takes as many as torchrun started on each. Raises ValueError
     where ``size`` does not divide the number of ranks.
     """
     if size is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
         size = ranks.size if ranks.size % local else local
     if ranks.size % size:
-        raise BadInputError(f"--inside ({size}) must divide the number of ranks ({ranks.size})")
+        raise ValueError(f"--inside ({size}) must divide the number of ranks ({ranks.size})")
     if size == ranks.size:
         return None, None
     nodes = [list(range(first, first + size)) for first in range(0, ranks.size, size)]

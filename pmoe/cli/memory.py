@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pmoe.cli.arguments import BadInputError, parse_device, restore_pair, whole_number
+from pmoe.cli.arguments import DTYPES, parse_device, restore_pair, whole_number
 from pmoe.cli.layer_arguments import (
     add_layer_sizes,
     constructor_arguments,
@@ -41,9 +41,6 @@ EQUATIONS = {
 }
 """Of MPipeMoE, by the names that `theory` gives them."""
 
-PairNumbers = Mapping[str, Any]
-"""The numbers of one pair, by their names in JSON."""
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_layer_sizes(command)
@@ -64,7 +61,7 @@ def run_command(args: argparse.Namespace) -> Output:
     shape, backward = layer_shape(args, device.type), args.n_backward or args.n
     rows = {}
     for pair in ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,):
-        memory = bound(shape, args.tokens, args.n, backward, pair, args.slack)
+        memory = bound(shape, shape.call(args.tokens), args.n, backward, pair, args.slack)
         measured = _measured(args, pair, device) if args.measure else {}
         rows[pair] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory), **measured}
     sizes = {**layer_fields(args), "n": args.n, "n_backward": backward, "device": device.type}
@@ -76,14 +73,11 @@ def _check(args: argparse.Namespace) -> None:
     try:
         check_backward(args.n, args.n_backward)
     except ValueError:
-        raise BadInputError(
+        raise ValueError(
             f"--n-backward ({args.n_backward}) must divide --n ({args.n}) or be a multiple of it"
         ) from None
     if args.measure and args.ranks > 1:
-        raise BadInputError(f"--ranks ({args.ranks}) must be 1 with --measure")
-
-
-# ---- measuring
+        raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
@@ -96,10 +90,16 @@ def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> 
         slack=args.slack,
         device=device,
     )
-    host, dtype = pool(device).host, constructor_arguments(args)["dtype"]
-    _step(layer, min(args.tokens, 64), device, dtype)
+
+    def step(num_tokens: int) -> StepMemory:
+        x_TM = torch.randn(num_tokens, args.d_model, device=device, dtype=DTYPES[args.dtype]).requires_grad_()
+        dy_TM = torch.randn_like(x_TM)
+        return step_memory(layer, lambda: (x_TM, dy_TM))
+
+    host = pool(device).host
+    step(min(args.tokens, 64))
     host.peak_bytes = before = host.bytes_in_use
-    found = _step(layer, args.tokens, device, dtype)
+    found = step(args.tokens)
     predicted = layer.predict_memory(args.tokens, layer.row_counts)
     return {
         "measured": {"peak": found.peak, "host": host.peak_bytes - before, "seconds": found.seconds},
@@ -107,58 +107,40 @@ def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> 
     }
 
 
-def _step(layer: MoELayer, num_tokens: int, device: torch.device, dtype: torch.dtype) -> StepMemory:
-    x_TM = torch.randn(num_tokens, layer.d_model, device=device, dtype=dtype, requires_grad=True)
-    dy_TM = torch.randn_like(x_TM)
-    return step_memory(layer, lambda: (x_TM, dy_TM))
-
-
-# ---- text
-
-
 def _lines(
-    args: argparse.Namespace, rows: Mapping[Restore, PairNumbers], device: torch.device
+    args: argparse.Namespace, rows: Mapping[Restore, Mapping[str, Any]], device: torch.device
 ) -> Iterator[str]:
+    def by_pair(header: Sequence[str], cells: Callable[[Mapping[str, Any]], Sequence[str]]) -> str:
+        return table([["pair", *header], *([pair_name(pair), *cells(row)] for pair, row in rows.items())])
+
     differs = args.n_backward not in (None, args.n)
     yield f"{describe_layer(args, device.type)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
     yield "\npredicted MiB for any routing, beyond x, dy and the parameters"
-    yield _by_pair(rows, TOTALS, lambda row: [mib(row[name]) for name in TOTALS])
+    yield by_pair(TOTALS, lambda row: [mib(row[name]) for name in TOTALS])
     yield "\nMiB by tensor"
     names = list(dict.fromkeys(name for row in rows.values() for name in row["tensors"]))
-    yield _by_pair(rows, names, lambda row: [mib(row["tensors"][name]) for name in names])
+    yield by_pair(names, lambda row: [mib(row["tensors"][name]) for name in names])
     least = min(rows, key=lambda pair: rows[pair]["promised"])
     yield f"\nof fewest bytes:\n  {python_line(args, pipeline=args.n, memory_reuse=least.strategy or least)}"
     if args.measure:
         yield f"\nMiB measured on {device}, beside what is predicted for the rows that came"
         header = ("measured peak", "predicted", "predicted / measured", "host", "predicted")
-        yield _by_pair(rows, header, lambda row: _measured_cells(row["measured"], row["predicted"]))
+        yield by_pair(header, _measured_cells)
 
 
-def _by_pair(
-    rows: Mapping[Restore, PairNumbers], header: Sequence[str], cells: Callable[[PairNumbers], Sequence[str]]
-) -> str:
-    return table([["pair", *header], *([pair_name(pair), *cells(row)] for pair, row in rows.items())])
-
-
-def _measured_cells(measured: PairNumbers, predicted: PairNumbers) -> list[str]:
+def _measured_cells(row: Mapping[str, Any]) -> list[str]:
+    measured, predicted = row["measured"], row["predicted"]
     ratio = f"{predicted['peak'] / measured['peak']:.4f}"
     hosts = mib(measured["host"]), mib(predicted["host"])
     return [mib(measured["peak"]), mib(predicted["peak"]), ratio, *hosts]
 
 
-# ---- the paper's equations
-
-
 def _theory(args: argparse.Namespace) -> Output:
-    numbers = theory(B=args.tokens, M=args.d_model, H=args.d_hidden, E=args.num_experts, n=args.n)
-    sizes = (
-        f"B = {args.tokens}, M = {args.d_model}, H = {args.d_hidden}, E = {args.num_experts}, n = {args.n}"
-    )
+    sizes = {"B": args.tokens, "M": args.d_model, "H": args.d_hidden, "E": args.num_experts, "n": args.n}
+    numbers = theory(**sizes)
     rows = [("", "", "formula", "elements")]
     for name, number in numbers.items():
         equation, formula = EQUATIONS[name]
         rows.append((equation, name, formula, f"{number:{'.4f' if name == 'saving_ratio' else ','}}"))
-    return Output(
-        numbers,
-        [f"MPipeMoE's memory of a rank, in elements: {sizes}", table(rows, left=range(3))],
-    )
+    told = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
+    return Output(numbers, [f"MPipeMoE's memory of a rank, in elements: {told}", table(rows, left=range(3))])

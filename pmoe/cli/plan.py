@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pmoe.cli.arguments import BadInputError, byte_count, refused_as
+from pmoe.cli.arguments import byte_count, refused_as
 from pmoe.cli.layer_arguments import add_layer_sizes, describe_layer, layer_fields, layer_shape, python_line
 from pmoe.cli.output import Output, mib, ms, pair_name
 from pmoe.measure.profile import find_profile, load_profile
@@ -39,7 +39,10 @@ def run_command(args: argparse.Namespace) -> Output:
     layer_shape(args, "cpu")  # bad sizes first
     path, profile = _profile_for(args)
     shape = layer_shape(args, profile.device_type)
-    advice = _advice(args, shape, profile)
+    try:
+        advice = advise(shape, profile, args.tokens, budget=args.budget, slack=args.slack)
+    except ValueError as error:
+        raise ValueError(str(error).replace("memory_budget", "--budget", 1)) from None
     if args.html is not None:
         _write_page(args, shape, profile, advice)
     return Output(_fields(args, path, profile, advice), _lines(args, path, profile, advice))
@@ -53,23 +56,12 @@ def _profile_for(args: argparse.Namespace) -> tuple[Path, Profile]:
         refused_as(f"--profile ({args.profile}) must hold a profile", ValueError),
     ):
         profile = load_profile(args.profile)
-    for name, asked, held in (
-        ("--ranks", args.ranks, profile.num_ranks),
-        ("--dtype", args.dtype, profile.dtype),
-    ):
+    held_of = {"ranks": profile.num_ranks, "dtype": profile.dtype}
+    for name, held in held_of.items():
+        asked = getattr(args, name)
         if asked != held:
-            raise BadInputError(f"{name} ({asked}) must be that of --profile {args.profile} ({held})")
+            raise ValueError(f"--{name} ({asked}) must be that of --profile {args.profile} ({held})")
     return args.profile, profile
-
-
-def _advice(args: argparse.Namespace, shape: LayerSizes, profile: Profile) -> Advice:
-    try:
-        return advise(shape, profile, args.tokens, budget=args.budget, slack=args.slack)
-    except ValueError as error:
-        raise ValueError(str(error).replace("memory_budget", "--budget", 1)) from None
-
-
-# ---- text
 
 
 def _lines(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> Iterator[str]:
@@ -116,9 +108,6 @@ def _candidate_line(candidate: PricedChoice) -> str:
     )
 
 
-# ---- the page
-
-
 def _write_page(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> None:
     path = args.html
     with refused_as(f"--html ({path}) must be left out without matplotlib", ImportError):
@@ -156,16 +145,12 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
 def _pictures(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> list[str]:
     name = f"n={advice.decision.forward}, {pair_name(advice.decision.restore)}"
     bars = {name: step_bars(shape, profile, args.tokens, advice.decision)}
+    points = time_over_memory(advice, args.budget)
     figures = {
-        "Predicted time of a step over the bytes that no routing exceeds": time_over_memory(
-            advice, args.budget
-        ),
+        "Predicted time of a step over the bytes that no routing exceeds": points,
         f"The schedule of the decision, {name}, as simulated": drawing(bars, "one step, simulated"),
     }
     return [part("picture", inline_svg(figure, about), about) for about, figure in figures.items()]
-
-
-# ---- JSON
 
 
 def _fields(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pmoe.cli import profile_kernels
 from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
 from pmoe.cli.output import Output
-from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
 from pmoe.measure.operations import LINE_SECONDS, measure_operations
 from pmoe.measure.profile import profile_path, save_profile
@@ -52,27 +51,18 @@ def run_command(args: argparse.Namespace) -> Output | None:
     with all_ranks(device) as ranks:
         dtype = DTYPES[args.dtype or "float32"]
         path = args.out or profile_path(identity(ranks, device, dtype), args.folder)
-        profile, operations = _measured(args, ranks, device, dtype)
+        across, inside = split_by_node(ranks, args.inside)
+        profile = measure(ranks, device, dtype, quick=args.quick)
+        seconds = math.inf if args.full else LINE_SECONDS / 5 if args.quick else LINE_SECONDS
+        operations = measure_operations(
+            ranks, device, dtype, across=across, inside=inside, line_seconds=seconds
+        )
         profile = replace(profile, operations=operations)
         if ranks.rank:
             return None
         with refused_as(f"{'--out' if args.out else '--folder'} ({path}) must be a file to write", OSError):
             save_profile(profile, path)
     return Output({"path": str(path), **asdict(profile)}, _lines(profile, operations, path))
-
-
-def _measured(
-    args: argparse.Namespace, ranks: Ranks, device: torch.device, dtype: torch.dtype
-) -> tuple[Profile, Operations]:
-    across, inside = split_by_node(ranks, args.inside)
-    profile = measure(ranks, device, dtype, quick=args.quick)
-    seconds = math.inf if args.full else LINE_SECONDS / 5 if args.quick else LINE_SECONDS
-    return profile, measure_operations(
-        ranks, device, dtype, across=across, inside=inside, line_seconds=seconds
-    )
-
-
-# ---- text
 
 
 def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from pmoe.cli.arguments import DTYPES, BadInputError, refuse_options, whole_number
+from pmoe.cli.arguments import DTYPES, refuse_options, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
-from pmoe.comm.ranks import Ranks, gathered
+from pmoe.comm.ranks import Ranks, from_first
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, time_layers, timing_refusal
@@ -66,7 +66,8 @@ def run_command(args: argparse.Namespace) -> Output | None:
     """Fills the table of divisions. Under torchrun every rank takes part, and rank 0 stores and prints."""
     refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
     if args.show:
-        return _stored(args.folder)
+        found, folder = load_divisions(args.folder), cache_folder(args.folder)
+        return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))
     device = _fused_device(args)
     with all_ranks(device) as ranks:
         found, path = _measured(args, ranks, device)
@@ -79,11 +80,11 @@ def run_command(args: argparse.Namespace) -> Output | None:
 def _fused_device(args: argparse.Namespace) -> torch.device:
     virtual, world = args.virtual_ranks, world_size()
     if virtual is not None and world > 1:
-        raise BadInputError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
+        raise ValueError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
     device = own_device(args.device or "cuda", must_exist=False)
     reason = timing_refusal(device)
     if reason is not None:
-        raise BadInputError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
+        raise ValueError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
     return device
 
 
@@ -93,26 +94,19 @@ def _measured(
     """The table, and the file in which rank 0 has stored it. Collective."""
     layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
     layer |= {"device": device, "dtype": DTYPES[args.dtype or "bfloat16"]}
-    sizes = {tokens: _sizes(layer, tokens, args.virtual_ranks, ranks) for tokens in layer.pop("tokens")}
+    all_tokens, virtual = layer.pop("tokens"), args.virtual_ranks
+    options = {name: value for name, value in layer.items() if name != "expert"}
+    options |= {"gated": layer["expert"] == "swiglu", "num_ranks": virtual or ranks.size}
+    options["virtual"] = virtual is not None
+    sizes = {tokens: fused_layer_sizes(**options, tokens=tokens) for tokens in all_tokens}
     found = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
     if not found.entries:
-        raise BadInputError("no fused kernel could be measured")
+        raise ValueError("no fused kernel could be measured")
     path = _save(found, ranks, args.folder)
-    if args.virtual_ranks is None and ranks.size > 1:  # with the divisions that were just stored
+    if virtual is None and ranks.size > 1:  # with the divisions that were just stored
         found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
         path = _save(found, ranks, args.folder)
     return found, path
-
-
-def _sizes(layer: Mapping[str, Any], tokens: int, virtual: int | None, ranks: Ranks) -> FusedLayerSizes:
-    sizes = {name: value for name, value in layer.items() if name != "expert"}
-    return fused_layer_sizes(
-        **sizes,
-        tokens=tokens,
-        num_ranks=virtual or ranks.size,
-        gated=layer["expert"] == "swiglu",
-        virtual=virtual is not None,
-    )
 
 
 def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
@@ -120,12 +114,11 @@ def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | Non
     path, fault = None, ""
     if ranks.rank == 0:
         try:
-            (path,) = save_divisions(found, folder)
+            path = save_divisions(found, folder)
         except OSError as error:
             fault = f"--folder ({cache_folder(folder)}) must be a folder to write: {error.strerror}"
-    fault = next(filter(None, gathered(ranks, fault, stage="storing division points")), "")
-    if fault:
-        raise BadInputError(fault)
+    if fault := from_first(ranks, fault, stage="storing division points"):
+        raise ValueError(fault)
     forget()
     return path
 
@@ -144,20 +137,11 @@ def _time_layers(
         fused(x_TM)
         assert fused.ran is not None
         if fused.ran.path == "fused":
-            found[each] = LayerTimes(
-                sizes=each, seconds=time_layers(fused, chunked, x_TM, ranks), when=timestamp()
-            )
+            seconds = time_layers(fused, chunked, x_TM, ranks)
+            found[each] = LayerTimes(sizes=each, seconds=seconds, when=timestamp())
         else:  # the layer has warned why, though not if it has before
             print(f"pmoe: no layer times of {each}: the path {fused.ran.path!r} ran", file=sys.stderr)
     return found
-
-
-# ---- text
-
-
-def _stored(folder: Path | None) -> Output:
-    found, folder = load_divisions(folder), cache_folder(folder)
-    return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))
 
 
 def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:

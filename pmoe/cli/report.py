@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pmoe.cli.arguments import BadInputError, refused_as
+from pmoe.cli.arguments import refused_as
 from pmoe.cli.output import Output, plural
 
 ABOUT = "one page about a training run, from what StatsWriter left"
@@ -17,7 +17,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    from pmoe.integrations.report import run_page, summary
+    from pmoe.integrations.report.history import summary
+    from pmoe.integrations.report.page import run_page
     from pmoe.integrations.run_folder import read_run
 
     with refused_as(f"RUN_DIR ({args.run_dir}) must be a run's folder", OSError, ValueError):
@@ -26,7 +27,7 @@ def run_command(args: argparse.Namespace) -> Output:
     try:
         page = run_page(found)
     except ImportError as error:
-        raise BadInputError(str(error)) from None
+        raise ValueError(str(error)) from None
     with refused_as(f"--out ({out}) must be a file to write", OSError):
         out.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files
     numbers = summary(found)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pmoe.cli.arguments import BadInputError, refused_as, slack
+from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.output import Output, ms
 from pmoe.papers import comet_figures, fsmoe_layers
 from pmoe.papers.comet_figures import Beside, Case, Size
@@ -22,19 +22,13 @@ ABOUT = "a paper's experiment from its own task costs"
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add(
-        "experiment",
-        choices=["fsmoe-table5", "comet"],
-        help="FSMoE's Table 5: five systems, 1,458 layers, Testbed B; or COMET's Table 3, the moves of n_c "
-        "in its Fig. 8, and a fused layer beside a chunked one",
+    told = (
+        "FSMoE's Table 5: five systems, 1,458 layers, Testbed B; or COMET's Table 3, the moves of n_c in its "
+        "Fig. 8, and a fused layer beside a chunked one"
     )
-    add(
-        "--contention",
-        type=slack,
-        metavar="C",
-        help="fsmoe-table5: seconds of collectives of both lanes together, over those alone "
-        f"(default {CONTENTION})",
-    )
+    add("experiment", choices=["fsmoe-table5", "comet"], help=told)
+    both = "fsmoe-table5: seconds of collectives of both lanes together, over those alone"
+    add("--contention", type=slack, metavar="C", help=f"{both} (default {CONTENTION})")
     drawn = "comet: the fused layer beside the chunked one, as a PNG"
     add("--draw", type=Path, metavar="FILE", help=drawn)
     add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
@@ -43,9 +37,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> Output:
     comet = args.experiment == "comet"
     if comet and args.contention is not None:
-        raise BadInputError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")
+        raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")
     if args.draw is not None and (not comet or args.assumptions):
-        raise BadInputError(f"--draw ({args.draw}) is for comet, without --assumptions")
+        raise ValueError(f"--draw ({args.draw}) is for comet, without --assumptions")
     if args.assumptions:
         assumptions = (comet_figures if comet else fsmoe_layers).ASSUMPTIONS
         return Output(assumptions, _wrapped(assumptions))
@@ -63,19 +57,19 @@ def _wrapped(texts: Mapping[str, str]) -> Iterator[str]:
 
 
 def _comet(picture: Path | None) -> Output:
-    sizes, cases, beside = comet_figures.table3(), comet_figures.figure8(), comet_figures.beside()
+    cases, beside = comet_figures.figure8(), comet_figures.beside()
     moves = comet_figures.moves(cases)
     if picture is not None:
         _draw(picture, beside)
     fields = {
-        "table3": [asdict(each) for each in sizes],
+        "table3": [asdict(each) for each in comet_figures.table3()],
         "figure8": [asdict(each) for each in cases],
         "moves": moves,
         "beside": {**asdict(beside), "fused": beside.fused},
         "machine": asdict(comet_figures.H800),
         "assumptions": dict(comet_figures.ASSUMPTIONS),
     }
-    return Output(fields, _comet_lines(sizes, cases, moves, beside))
+    return Output(fields, _comet_lines(cases, moves, beside))
 
 
 def _draw(path: Path, beside: Beside) -> None:
@@ -87,11 +81,9 @@ def _draw(path: Path, beside: Beside) -> None:
         draw(path, comet_figures.panels(beside), title)
 
 
-def _comet_lines(
-    sizes: Sequence[Size], cases: Sequence[Case], moves: Sequence[str], beside: Beside
-) -> Iterator[str]:
+def _comet_lines(cases: Sequence[Case], moves: Sequence[str], beside: Beside) -> Iterator[str]:
     yield "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n"
-    yield table(_size_rows(sizes))
+    yield table(_size_rows(comet_figures.table3()))
     yield (
         "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest; also the model's where "
         "communicating\nblocks are half as fast, and where M is of a TP group; us with the model's n_c and "

@@ -25,24 +25,18 @@ def make_exchanges(
             raise ValueError(rule)
         if not isinstance(value, str | kind):
             raise TypeError(rule)
-    if isinstance(dispatch, str):
-        dispatch = _dispatch(dispatch, nodes)
-    return dispatch, _combine(combine, nodes) if isinstance(combine, str) else combine
+    return (
+        _pair(dispatch, nodes)[0] if isinstance(dispatch, str) else dispatch,
+        _pair(combine, nodes)[1] if isinstance(combine, str) else combine,
+    )
 
 
-def _dispatch(name: str, nodes: int | Sequence[int] | None) -> Dispatch:
+def _pair(name: str, nodes: int | Sequence[int] | None) -> tuple[Dispatch, Combine]:
     if name == "flat":
-        return FlatDispatch()
-    from pmoe.comm.hierarchical_1d import Hierarchical1DDispatch
-    from pmoe.comm.hierarchical_2d import Hierarchical2DDispatch
+        return FlatDispatch(), FlatCombine()
+    from pmoe.comm.hierarchical_1d import Hierarchical1DCombine, Hierarchical1DDispatch
+    from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, Hierarchical2DDispatch
 
-    return Hierarchical1DDispatch(nodes) if name == "hierarchical_1d" else Hierarchical2DDispatch(nodes)
-
-
-def _combine(name: str, nodes: int | Sequence[int] | None) -> Combine:
-    if name == "flat":
-        return FlatCombine()
-    from pmoe.comm.hierarchical_1d import Hierarchical1DCombine
-    from pmoe.comm.hierarchical_2d import Hierarchical2DCombine
-
-    return Hierarchical1DCombine(nodes) if name == "hierarchical_1d" else Hierarchical2DCombine(nodes)
+    if name == "hierarchical_1d":
+        return Hierarchical1DDispatch(nodes), Hierarchical1DCombine(nodes)
+    return Hierarchical2DDispatch(nodes), Hierarchical2DCombine(nodes)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
 
+RowCounts = Sequence[int]
+"""Of the rows for each rank, or from each; or the numbers of `Exchange.relay_counts` for them."""
+
 
 @dataclass(kw_only=True)
 class Traffic:
@@ -69,12 +72,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def exchange(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int] = (),
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> dist.Work | None:
         """Sends send_rows[r] consecutive rows of ``rows`` to rank r and receives recv_rows[r] from it into
         ``out``, in order of rank. Both are contiguous, (N,) or (N, M), of any dtype. relayed: the X numbers
@@ -103,12 +101,7 @@ class FlatAllToAll(Exchange):
     """
 
     def exchange(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int] = (),
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> dist.Work | None:
         self.traffic.add(rows, rows.shape[0] - send_rows[self.ranks.rank])
         if self.ranks.group is None:
@@ -126,12 +119,12 @@ class FlatCombine(FlatAllToAll, Combine):
 
 
 def all_to_all(
-    rows: Tensor, send_rows: Sequence[int], out: Tensor, recv_rows: Sequence[int], group: dist.ProcessGroup
-) -> dist.Work | None:
+    rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, group: dist.ProcessGroup
+) -> dist.Work:
     """Starts one irregular all-to-all; float8 rows travel as bytes, for not every backend knows them."""
     if rows.is_floating_point() and rows.element_size() == 1:
         rows, out = rows.view(torch.uint8), out.view(torch.uint8)
-    work: dist.Work | None = dist.all_to_all_single(
+    work: dist.Work = dist.all_to_all_single(
         out, rows, list(recv_rows), list(send_rows), group=group, async_op=True
     )
     return work

@@ -14,6 +14,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,34 +26,32 @@ from pmoe.comm.ranks import Grid, at_stage
 
 
 class Fault(enum.IntEnum):
-    """What can be wrong on one rank alone; it travels with the counts so that all ranks raise together."""
+    """What can be wrong on one rank alone; it travels with the counts so that all ranks raise together.
 
-    NONE = 0
-    SHAPE = 1
-    DTYPE = 2
-    DEVICE = 3
-    NOT_FINITE = 4
-    ROUTING = 5
-    OTHER = 6
-    WEIGHT = 7
-    TOKEN = 8
-    CALLBACK = 9
-    RECOMPUTED = 10
+    text: what the others are told of that rank.
+    """
 
+    text: str
 
-FAULTS = {
-    Fault.SHAPE: "the last dimension of its input is not d_model",
-    Fault.DTYPE: "its input has another dtype than the layer's parameters",
-    Fault.DEVICE: "its input is on another device than the layer's parameters",
-    Fault.NOT_FINITE: "its gate logits are not finite (check_finite=False lets them pass)",
-    Fault.ROUTING: "its gate returned expert indices outside 0..num_experts - 1",
-    Fault.OTHER: "its gate raised an error",
-    Fault.WEIGHT: "its gate returned weights that are not finite",
-    Fault.TOKEN: "its gate returned tokens that do not ascend from 0 to the number of tokens less 1",
-    Fault.CALLBACK: "a callback raised an error in before_moe_start",
-    Fault.RECOMPUTED: "routing changed in recomputation: give its checkpoint "
-    "context_fn=pmoe.checkpoint_contexts (and use_reentrant=False), which keeps the routing",
-}
+    def __new__(cls, text: str) -> Fault:
+        fault = int.__new__(cls, len(cls.__members__))
+        fault._value_, fault.text = int(fault), text
+        return fault
+
+    NONE = ""
+    SHAPE = "the last dimension of its input is not d_model"
+    DTYPE = "its input has another dtype than the layer's parameters"
+    DEVICE = "its input is on another device than the layer's parameters"
+    NOT_FINITE = "its gate logits are not finite (check_finite=False lets them pass)"
+    ROUTING = "its gate returned expert indices outside 0..num_experts - 1"
+    OTHER = "its gate raised an error"
+    WEIGHT = "its gate returned weights that are not finite"
+    TOKEN = "its gate returned tokens that do not ascend from 0 to the number of tokens less 1"
+    CALLBACK = "a callback raised an error in before_moe_start"
+    RECOMPUTED = (
+        "routing changed in recomputation: give its checkpoint context_fn=pmoe.checkpoint_contexts (and "
+        "use_reentrant=False), which keeps the routing"
+    )
 
 
 class FaultError(ValueError):
@@ -103,31 +102,18 @@ class RankCounts:
 
     def on_host(self) -> RankCounts:
         """The same without memory of the device."""
-        once = self.received_once
-        return replace(self, recv_device=self.recv, received_once_device=once)
+        return replace(self, recv_device=self.recv, received_once_device=self.received_once)
 
     def joined(self, n: int) -> RankCounts:
         """The same rows in n chunks, each of as many neighbouring bins; n divides the number of bins."""
         if n == self.send.shape[0]:
             return self
 
-        def join(counts: Tensor) -> Tensor:
-            bins: Tensor = counts.unflatten(0, (n, -1))
-            return bins.sum(1)
+        def join(value: Any) -> Any:
+            return value.unflatten(0, (n, -1)).sum(1) if isinstance(value, Tensor) else value
 
-        def join_some(counts: Tensor | None) -> Tensor | None:
-            return None if counts is None else join(counts)
-
-        return replace(
-            self,
-            send=join(self.send),
-            recv=join(self.recv),
-            recv_device=join(self.recv_device),
-            sent_once=join_some(self.sent_once),
-            received_once=join_some(self.received_once),
-            received_once_device=join_some(self.received_once_device),
-            relayed=(join_some(self.relayed[0]), join_some(self.relayed[1])),
-        )
+        by_chunk = {name: join(value) for name, value in vars(self).items()}  # each tensor is by bin
+        return RankCounts(**{**by_chunk, "relayed": tuple(map(join, self.relayed))})
 
 
 def without_own(counts: Tensor, rank: int) -> Tensor:
@@ -275,20 +261,15 @@ class CountsExchange:
         )
         max_tokens, fault, needs_grad, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
         if fault:
-            told = [
-                f"rank {rank}: {FAULTS[Fault(code)]}"
-                for rank, code in enumerate(headers[:, 1].tolist())
-                if code
-            ]
+            codes = enumerate(headers[:, 1].tolist())
+            told = [f"rank {rank}: {Fault(code).text}" for rank, code in codes if code]
             raise FaultError(Fault(fault), "; ".join(told))
         kinds = headers[:, 3].tolist()
         if len(set(kinds)) > 1:
-            names = [*(str(dtype) for dtype in TYPES), "another type"]
+            names = [*map(str, TYPES), "another type"]
             told = [f"rank {rank}: {names[kind]}" for rank, kind in enumerate(kinds)]
-            raise FaultError(
-                Fault.DTYPE,
-                f"rows must be of one type on all ranks (autocast on all or none): {'; '.join(told)}",
-            )
+            rule = f"rows must be of one type on all ranks (autocast on all or none): {'; '.join(told)}"
+            raise FaultError(Fault.DTYPE, rule)
         send, sent_once = self._split(own)
         recv, received_once_host = self._split(arrived)
         return RankCounts(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Exchange, Traffic, all_to_all
+from pmoe.comm.base import Exchange, RowCounts, Traffic, all_to_all
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
 
@@ -20,7 +20,6 @@ class HierarchicalExchange(Exchange):
     The result is that of `pmoe.comm.base`, bit by bit. Where all ranks are on one node, or each on its own,
     one flat collective remains. It has process groups of its own, so another thread may use the layer's group
     meanwhile. Rows wait between steps in memory that torch allocates, up to two copies of what a rank relays.
-
     Counts in `relay_counts` must be those of the rows that will travel.
     """
 
@@ -60,84 +59,63 @@ class HierarchicalExchange(Exchange):
         """`relay_counts` where there are two levels."""
 
     @abc.abstractmethod
-    def check_relayed(
-        self, send_rows: Sequence[int], recv_rows: Sequence[int], relayed: Sequence[int]
-    ) -> bool:
-        """Whether ``relayed`` can be the counts of these rows."""
-
-    @abc.abstractmethod
     def carry(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int],
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
         """`exchange` where there are two levels."""
 
     def exchange(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int] = (),
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> None:
         """Ends before it returns; on CUDA the current stream waits, not the host."""
-        size, level = self.ranks.size, self.topology.is_level
-        check_cut("rows", rows, "send_rows", send_rows, size)
-        check_cut("out", out, "recv_rows", recv_rows, size)
-        if rows.dtype != out.dtype or rows.shape[1:] != out.shape[1:]:
-            raise ValueError(
-                f"out ({out.dtype}, {list(out.shape)}) must be of the type and width of rows "
-                f"({rows.dtype}, {list(rows.shape)})"
-            )
-        if not level and not self.check_relayed(send_rows, recv_rows, relayed):
-            raise ValueError(
-                f"relayed ({len(relayed)} numbers) must be what relay_counts returned for send_rows "
-                f"({list(send_rows)}) and recv_rows ({list(recv_rows)})"
-            )
         if rows.is_floating_point() and rows.element_size() == 1:
             rows, out = rows.view(torch.uint8), out.view(torch.uint8)  # not everything knows float8
-        if size == 1:
+        if self.ranks.size == 1:
             out.copy_(rows)
-        elif level:
+        elif self.topology.is_level:
             across = self.topology.max_local == 1
-            peers = (self.topology.across if across else self.topology.inside)(self.ranks.rank)
+            peers = self.peers(across)
             sent = [send_rows[rank] for rank in peers]
             self.last_step(in_order(rows, send_rows, peers), sent, out, recv_rows, peers, across=across)
         else:
             self.carry(rows, send_rows, out, recv_rows, relayed)
 
+    def peers(self, across: bool) -> tuple[int, ...]:
+        """The ranks of this one's group across nodes, or inside its node."""
+        return (self.topology.across if across else self.topology.inside)(self.ranks.rank)
+
+    def send(
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, *, across: bool
+    ) -> None:
+        """One collective, inside the node or across nodes."""
+        groups = self.connect()
+        group = groups.across if across else groups.inside
+        assert group is not None
+        all_to_all(rows, send_rows, out, recv_rows, group).wait()
+
     def step(
         self,
         rows: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
+        send_rows: RowCounts,
+        recv_rows: RowCounts,
         out: Tensor | None = None,
         *,
         across: bool,
     ) -> Tensor:
-        """One collective, inside the node or across nodes; the received rows, in ``out`` if it is given."""
-        groups, topology, own = self.connect(), self.topology, self.ranks.rank
-        group = groups.across if across else groups.inside
-        assert group is not None
-        peers = topology.across(own) if across else topology.inside(own)
-        self.traffic.add(rows, sum(send_rows) - send_rows[peers.index(own)], inside=not across)
+        """`send` for rows, which are traffic; the received ones, in ``out`` if it is given."""
+        own = self.peers(across).index(self.ranks.rank)
+        self.traffic.add(rows, sum(send_rows) - send_rows[own], inside=not across)
         if out is None:
             out = rows.new_empty((sum(recv_rows), *rows.shape[1:]))
-        work = all_to_all(rows, send_rows, out, recv_rows, group)
-        assert work is not None
-        work.wait()
+        self.send(rows, send_rows, out, recv_rows, across=across)
         return out
 
     def last_step(
         self,
         rows: Tensor,
-        send_rows: Sequence[int],
+        send_rows: RowCounts,
         out: Tensor,
-        recv_rows: Sequence[int],
+        recv_rows: RowCounts,
         sources: Sequence[int],
         *,
         across: bool,
@@ -148,26 +126,12 @@ class HierarchicalExchange(Exchange):
         """
         sizes = [recv_rows[rank] for rank in sources]
         pieces = _runs(sizes, sorted(range(len(sources)), key=sources.__getitem__))
-        peers = (self.topology.across if across else self.topology.inside)(self.ranks.rank)
-        shares = len(sources) // len(peers)
-        received = [sum(sizes[i * shares : (i + 1) * shares]) for i in range(len(peers))]
+        shares = len(sources) // len(self.peers(across))
+        received = [sum(sizes[start : start + shares]) for start in range(0, len(sizes), shares)]
         straight = len(pieces) < 2
         got = self.step(rows, send_rows, received, out if straight else None, across=across)
         if not straight:
             torch.cat([got[start:end] for start, end in pieces], out=out)
-
-
-def check_cut(name: str, rows: Tensor, counts_name: str, counts: Sequence[int], size: int) -> None:
-    """Raises ValueError unless ``rows`` is contiguous, (N,) or (N, M), and ``counts`` cuts all of it."""
-    if rows.dim() not in (1, 2) or not rows.is_contiguous():
-        raise ValueError(
-            f"{name} (shape {list(rows.shape)}, strides {rows.stride()}) must be contiguous, (N,) or (N, M)"
-        )
-    if len(counts) != size or min(counts) < 0 or sum(counts) != rows.shape[0]:
-        raise ValueError(
-            f"{counts_name} ({list(counts)}) must be {size} numbers of at least 0 that add up to the rows of "
-            f"{name} ({rows.shape[0]})"
-        )
 
 
 def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:

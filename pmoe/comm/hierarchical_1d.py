@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch, all_to_all
+from pmoe.comm.base import Combine, Dispatch, RowCounts
 from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
@@ -35,60 +35,41 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         each has for it. (F, 0) on the others."""
         num_bins, width = send_FW.shape[0], 2 * send_FW.shape[1]
         told = torch.cat([send_FW, recv_FW], dim=1)
-        local = len(self.topology.inside(self.ranks.rank))
-        sent, received = self._to_leader(num_bins), [num_bins * self._leads] * local
-        heard = told.new_empty((sum(received), width))
         if not self._leads:
             self.traffic.counts += told.numel() * told.element_size()
-        group = self.connect().inside
-        assert group is not None
-        work = all_to_all(told, sent, heard, received, group)
-        assert work is not None
-        work.wait()
-        if not self._leads:
-            return told.new_empty((num_bins, 0))
-        return heard.view(local, num_bins, width).transpose(0, 1).reshape(num_bins, -1)
+        received = [num_bins * self._leads] * self._local
+        heard = told.new_empty((sum(received), width))
+        self.send(told, self._to_leader(num_bins), heard, received, across=False)
+        return heard.view(-1, num_bins, width).transpose(0, 1).reshape(num_bins, -1)
 
     @property
     def _leads(self) -> bool:
         return self.topology.place(self.ranks.rank) == 0
 
+    @property
+    def _local(self) -> int:
+        """L."""
+        return len(self.topology.inside(self.ranks.rank))
+
     def _to_leader(self, rows: int) -> list[int]:
         """``rows`` for the leader, none for the others of the node."""
-        return [rows] + [0] * (len(self.topology.inside(self.ranks.rank)) - 1)
-
-    def _tables(self, relayed: Sequence[int]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-        """For each rank of a leader's node: its rows for each rank, and each rank's for it."""
-        size = self.ranks.size
-        parts = [relayed[start : start + size] for start in range(0, len(relayed), size)]
-        return parts[::2], parts[1::2]
-
-    def check_relayed(
-        self, send_rows: Sequence[int], recv_rows: Sequence[int], relayed: Sequence[int]
-    ) -> bool:
-        own = [*send_rows, *recv_rows] if self._leads else []
-        length = len(self.topology.inside(self.ranks.rank)) * len(own)
-        return len(relayed) == length and list(relayed[: len(own)]) == own
+        return [rows] + [0] * (self._local - 1)
 
     def carry(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int],
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
-        local = len(self.topology.inside(self.ranks.rank))
-        to_rank, from_rank = self._tables(relayed)
-        gathered = [sum(table) for table in to_rank] if self._leads else [0] * local
+        size = self.ranks.size
+        tables = [relayed[start : start + size] for start in range(0, len(relayed), size)]
+        to_rank, from_rank = tables[::2], tables[1::2]  # of each rank of a leader's node
+        gathered = [sum(table) for table in to_rank] if self._leads else [0] * self._local
         rows = self.step(rows, self._to_leader(sum(send_rows)), gathered, across=False)
         if self._leads:
             rows = self._among_leaders(rows, to_rank, from_rank)
         else:
             # Nobody waits for it, but every rank issues the same collectives.
-            nothing = [0] * len(self.topology.across(self.ranks.rank))
+            nothing = [0] * len(self.peers(across=True))
             rows = self.step(rows, nothing, nothing, across=True)
-        scattered = [sum(table) for table in from_rank] if self._leads else [0] * local
+        scattered = [sum(table) for table in from_rank] if self._leads else [0] * self._local
         self.step(rows, scattered, self._to_leader(sum(recv_rows)), out, across=False)
 
     def _among_leaders(
@@ -96,7 +77,7 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
     ) -> Tensor:
         """One leader's rows of its whole node, exchanged and ordered by destination, then source."""
         size, places = self.ranks.size, range(len(to_rank))
-        mates = [self.topology.inside(rank) for rank in self.topology.across(self.ranks.rank)]
+        mates = [self.topology.inside(rank) for rank in self.peers(across=True)]
 
         sizes = [count for table in to_rank for count in table]
         rows = in_order(rows, sizes, [i * size + k for node in mates for k in node for i in places])

@@ -14,12 +14,10 @@ Letters: W = A * L ranks, L ranks of each node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch, all_to_all
+from pmoe.comm.base import Combine, Dispatch, RowCounts
 from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
@@ -30,45 +28,32 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
     """
 
     def check_topology(self) -> None:
-        self.topology.check_even("the 2D hierarchical all-to-all")
+        sizes = {len(ranks) for ranks in self.topology.members}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{self.topology.origin} must put equally many of the group's {self.ranks.size} ranks on "
+                f"each node for the 2D hierarchical all-to-all, not {' or '.join(map(str, sorted(sizes)))}"
+            )
 
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
         """(F, L * A): the rows that each rank (a, i) of the node has for this one's place j of each node, by
         place i, then by node."""
         sent_WF = torch.stack([send_FW[:, rank] for rank in self._destinations()])
         got_WF = torch.empty_like(sent_WF)
-        num_bins, nodes = send_FW.shape[0], self.topology.num_nodes
-        each = [nodes] * self.topology.max_local
-        group = self.connect().inside
-        assert group is not None
-        self.traffic.counts += (len(each) - 1) * nodes * num_bins * sent_WF.element_size()
-        work = all_to_all(sent_WF, each, got_WF, each, group)
-        assert work is not None
-        work.wait()
+        nodes, local = self.topology.num_nodes, self.topology.max_local
+        self.traffic.counts += (local - 1) * nodes * send_FW.shape[0] * sent_WF.element_size()
+        self.send(sent_WF, [nodes] * local, got_WF, [nodes] * local, across=False)
         return got_WF.t().contiguous()
 
     def _destinations(self) -> list[int]:
         """The ranks, by place, then by node."""
-        members = self.topology.members
-        return [node[place] for place in range(self.topology.max_local) for node in members]
-
-    def check_relayed(
-        self, send_rows: Sequence[int], recv_rows: Sequence[int], relayed: Sequence[int]
-    ) -> bool:
-        nodes, place = self.topology.num_nodes, self.topology.place(self.ranks.rank)
-        own = [send_rows[node[place]] for node in self.topology.members]
-        return len(relayed) == self.ranks.size and list(relayed[place * nodes : (place + 1) * nodes]) == own
+        return [rank for ranks in zip(*self.topology.members, strict=True) for rank in ranks]
 
     def carry(
-        self,
-        rows: Tensor,
-        send_rows: Sequence[int],
-        out: Tensor,
-        recv_rows: Sequence[int],
-        relayed: Sequence[int],
+        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
         members, nodes = self.topology.members, self.topology.num_nodes
-        mates = [self.topology.node(rank) for rank in self.topology.across(self.ranks.rank)]  # their nodes
+        mates = [self.topology.node(rank) for rank in self.peers(across=True)]  # their nodes
         places = range(self.topology.max_local)
 
         rows = in_order(rows, send_rows, self._destinations())

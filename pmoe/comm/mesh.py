@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm.ranks import Grid, Ranks
@@ -26,13 +25,7 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
     inside = Ranks(mesh.get_group(INSIDE)) if INSIDE in names else Ranks.single()
     if inside.size == 1 and across.group is not None:
         return Grid.of_group(across)
-    whole = mesh._flatten() if mesh.ndim > 1 else mesh
-    ranks = Ranks(whole.get_group())
-    table = mesh.mesh if ACROSS in names else mesh.mesh.unsqueeze(0)
-    table = table if INSIDE in names else table.unsqueeze(1)
-    if names[0] == INSIDE and len(names) == 2:
-        table = table.t()
-    assert ranks.group is not None
-    place = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(ranks.group))}
-    order = tuple(place[int(rank)] for rank in table.t().flatten())
-    return Grid(ranks, across, inside, order)
+    ranks = Ranks((mesh._flatten() if mesh.ndim > 1 else mesh).get_group())
+    place = {rank: at for at, rank in enumerate(ranks.members)}
+    by_inside = mesh.mesh.permute([names.index(name) for name in (INSIDE, ACROSS) if name in names])
+    return Grid(ranks, across, inside, tuple(place[int(rank)] for rank in by_inside.flatten()))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -160,7 +160,7 @@ class Grid:
     all: Ranks
     across: Ranks
     inside: Ranks
-    order: tuple[int, ...] = field(default=())
+    order: tuple[int, ...] = ()
 
     @staticmethod
     def of_group(group: dist.ProcessGroup | Ranks | None) -> Grid:
@@ -177,7 +177,9 @@ class Grid:
         holds a part of an expert hears of its rows."""
         if not self.is_sharded:
             return counts_FPX
-        return counts_FPX.index_select(1, _index(self._across_of, counts_FPX.device))
+        across = {rank: at % self.across.size for at, rank in enumerate(self.order)}
+        places = tuple(across[rank] for rank in range(self.all.size))
+        return counts_FPX.index_select(1, _index(places, counts_FPX.device))
 
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
         """What each of the W ranks has for this one, in the order in which gathered rows lie."""
@@ -189,14 +191,6 @@ class Grid:
         """Of `by_arrival`, what comes to this rank itself, (F, P, X), before it is gathered."""
         start = self.inside.rank * self.across.size
         return arrival_FWX[:, start : start + self.across.size]
-
-    @property
-    def _across_of(self) -> tuple[int, ...]:
-        """Of each rank of all, its place across."""
-        place = [0] * self.all.size
-        for at, rank in enumerate(self.order):
-            place[rank] = at % self.across.size
-        return tuple(place)
 
     def reconnect(self) -> None:
         """After unpickling: see `Ranks.reconnect`. A layer of a mesh must be built anew."""

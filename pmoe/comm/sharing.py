@@ -53,6 +53,4 @@ class Sharing:
     def _exchange(self, rows: Tensor, send: list[int], out: Tensor, recv: list[int]) -> None:
         self.traffic.add(rows, sum(send) - send[self.inside.rank], inside=True)
         assert self.inside.group is not None
-        work = all_to_all(rows, send, out, recv, self.inside.group)
-        if work is not None:
-            work.wait()
+        all_to_all(rows, send, out, recv, self.inside.group).wait()

@@ -6,7 +6,8 @@ import os
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -37,13 +38,6 @@ class Topology:
     members: tuple[tuple[int, ...], ...]
     global_ranks: tuple[int, ...]
     origin: str = field(default="nodes", compare=False)
-    _node: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _place: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        where = {r: (a, i) for a, ranks in enumerate(self.members) for i, r in enumerate(ranks)}
-        object.__setattr__(self, "_node", tuple(where[r][0] for r in range(len(where))))
-        object.__setattr__(self, "_place", tuple(where[r][1] for r in range(len(where))))
 
     @staticmethod
     def of_nodes(ids: Sequence[Hashable], global_ranks: Sequence[int], origin: str = "nodes") -> Topology:
@@ -68,11 +62,16 @@ class Topology:
         """Whether there is only one level: a single node, or a single rank on each."""
         return self.num_nodes == 1 or self.max_local == 1
 
+    @cached_property
+    def _where(self) -> dict[int, tuple[int, int]]:
+        """Of each rank its node, and its place there."""
+        return {r: (a, i) for a, ranks in enumerate(self.members) for i, r in enumerate(ranks)}
+
     def node(self, rank: int) -> int:
-        return self._node[rank]
+        return self._where[rank][0]
 
     def place(self, rank: int) -> int:
-        return self._place[rank]
+        return self._where[rank][1]
 
     def inside(self, rank: int) -> tuple[int, ...]:
         """The ranks of this rank's node, in the order of their process group."""
@@ -84,15 +83,6 @@ class Topology:
         ranks = (node[place] for node in self.members if place < len(node))
         return tuple(sorted(ranks, key=self.global_ranks.__getitem__))
 
-    def check_even(self, what: str) -> None:
-        """Raises ValueError where nodes have different numbers of ranks."""
-        sizes = {len(ranks) for ranks in self.members}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"{self.origin} must put equally many of the group's {len(self.global_ranks)} ranks on each "
-                f"node for {what}, not {' or '.join(map(str, sorted(sizes)))}"
-            )
-
 
 def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
     """The topology of ``ranks``. A collective where there are several: their arguments are compared.
@@ -100,21 +90,13 @@ def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
     Raises ValueError or TypeError, on every rank, where these differ or cannot be.
     """
     name = LOCAL_WORLD_SIZE if nodes is None else "nodes"
-    value = repr(os.environ.get(LOCAL_WORLD_SIZE) if nodes is None else nodes)
-    global_ranks = [0]
-    if ranks.group is not None:
-        global_ranks = dist.get_process_group_ranks(ranks.group)
-        _check_same_origin(f"{name} ({value})", ranks)
-    return Topology.of_nodes(node_ids(nodes, global_ranks), global_ranks, f"{name} ({value})")
-
-
-def _check_same_origin(origin: str, ranks: Ranks) -> None:
-    everyone = gathered(ranks, origin, stage="comparing the nodes of ranks")
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            raise ValueError(
-                f"{everyone[0]} must be the same on every rank of the group: rank {rank} has {other}"
-            )
+    origin = f"{name} ({os.environ.get(LOCAL_WORLD_SIZE) if nodes is None else nodes!r})"
+    first, *others = gathered(ranks, origin, stage="comparing the nodes of ranks")
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise ValueError(f"{first} must be the same on every rank of the group: rank {rank} has {other}")
+    global_ranks = ranks.members or [0]
+    return Topology.of_nodes(node_ids(nodes, global_ranks), global_ranks, origin)
 
 
 def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
@@ -140,20 +122,16 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
 # ---- process groups inside a node and across nodes
 
 
-@dataclass(frozen=True)
-class NodeGroups:
-    """A rank's process groups: inside its node, and across nodes with the ranks at its place.
-
-    None where no node, or no place, has several ranks. Every rank has as many as every other.
-    """
+class NodeGroups(NamedTuple):
+    """A rank's process groups: inside its node, and across nodes with the ranks at its place. None, on every
+    rank, where no node, or no place, has several ranks."""
 
     inside: dist.ProcessGroup | None
     across: dist.ProcessGroup | None
 
 
-_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, NodeGroups]] = (
-    weakref.WeakKeyDictionary()
-)
+_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, NodeGroups]]
+_node_groups = weakref.WeakKeyDictionary()
 """By a layer's group: all layers of it share them, and both directions do."""
 
 
@@ -161,10 +139,10 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
     """The groups of this rank, made at the first call, which is a collective of ``group``.
 
     They stay until torch.distributed is shut down. Where ``group`` has all processes, each makes all groups,
-    in one order, as torch documents it. Where it has some, the others cannot be asked to take part: its
-    members make only their own (use_local_synchronization). Torch then names a group after its ranks and the
-    number of groups that the process is in. Ranks with different numbers would hang (pytorch issue 173608),
-    and a name that comes again would find the first one's keys in the store: no group is ever destroyed.
+    in one order, as torch documents it. Where it has some, its members make only their own
+    (use_local_synchronization). Torch then names a group after its ranks and the number of groups that the
+    process is in: ranks with different numbers would hang (pytorch issue 173608), and a name that comes again
+    would find the first one's keys in the store: no group is ever destroyed.
 
     Raises ValueError, on every rank of the group, where those numbers differ.
     """

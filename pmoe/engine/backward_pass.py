@@ -1,40 +1,30 @@
-"""The backward pass of the experts' part of a layer: what each task of its schedule does.
-
-Letters: as in `pmoe.engine.passes`.
-"""
+"""The backward pass of the experts' part of a layer: what each task of its schedule does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.engine.lanes import Actions
-from pmoe.engine.passes import Inputs, Kept, Pass, Unit, split_by_chunk
+from pmoe.engine.passes import Forwarded, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
 from pmoe.schedule.tasks import Kind
 
-if TYPE_CHECKING:
-    from pmoe.engine.hooked import Passed
-
 
 @dataclass(kw_only=True)
-class SavedForBackward:
+class SavedForBackward(Forwarded):
     """What a backward pass starts from, beside the gradient. wanted: of which of ``inputs.all`` gradients
-    are. regroup: as forward had it, where it is not the plan's."""
+    are."""
 
     inputs: Inputs
-    weight_received: Tensor | None
-    kept: dict[Unit, Kept]
     wanted: Sequence[bool]
-    regroup: Sequence[Tensor | None] = ()
-    passed: dict[tuple[str, int], Passed] = field(default_factory=dict)
 
 
 class Backward(Pass):
@@ -49,10 +39,10 @@ class Backward(Pass):
             grad_TM = plan.padding.spread(grad_TM)
         super().__init__(plan, plan.backward, grad_TM, keep=True)
         self.saved, self.kept, self.parameters = saved, saved.kept, saved.inputs.parameters
-        self.wanted = saved.inputs.like(saved.wanted)
-        additions = self.schedule.num_weight_gradients
-        self.sums = gradient_sums(self.parameters, self.wanted.parameters, additions)
-        self.shared_sums: list[GradientSum | None] = []
+        self.regroup = saved.regroup or self.regroup  # which may be known since forward's rows arrived
+        wanted, additions = saved.inputs.like(saved.wanted), self.schedule.num_weight_gradients
+        self.sums = gradient_sums(self.parameters, wanted.parameters, additions)
+        self.shared_sums = gradient_sums(saved.inputs.shared_parameters, wanted.shared_parameters, 1)
         self.grad_shared_weight: Tensor | None = None
         self.grad_hooks: list[Tensor | None] = [None] * len(saved.inputs.hook_parameters)
         self.rows: dict[Unit, Tensor] = {}
@@ -61,7 +51,7 @@ class Backward(Pass):
         weight = saved.inputs.weight_TK
         self.weight = weight.reshape(-1)
         # Dropped slots have no row; nothing is ever added to their weight's gradient.
-        self.grad_weight = weight.new_zeros(plan.num_slots)
+        self.grad_weight = weight.new_zeros(weight.numel())
         self.grad_weight_rows = weight.new_empty(self.cut.num_received)
         self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.cut)
         self.chunks_done = 0
@@ -72,7 +62,7 @@ class Backward(Pass):
                 received = received.index_select(0, plan.joined.weight_map)
             self.weight_of_chunk = split_by_chunk(received, self.cut)
             self.grad_weight_leaving = self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
-            self.grad_weight_home = weight.new_empty(self.cut.weights.slot.shape[0])
+            self.grad_weight_home = weight.new_empty(self.journey.slot.shape[0])
 
     def actions(self) -> Actions:
         gradients = self.plan.modules.gradients
@@ -98,9 +88,8 @@ class Backward(Pass):
         self.run_schedule()
         if gradients is not None:
             gradients.ends()
-        journey = self.cut.weights
-        if journey is not None:
-            self.grad_weight[journey.slot] = self.grad_weight_home
+        if self.cut.weights is not None:
+            self.grad_weight[self.journey.slot] = self.grad_weight_home
         grad_TM, grad_weight_TK = self.result_TM, self.grad_weight.view_as(self.saved.inputs.weight_TK)
         padding = self.plan.padding
         if padding is not None:
@@ -130,17 +119,14 @@ class Backward(Pass):
         if unit not in self.rows:
             i, at = unit
             if self.plan.restore.dispatched != "communicate":
-                self.rows[unit] = self.kept_rows(unit)
+                rows_NM = self.kept[unit].rows_NM
+                assert rows_NM is not None
+                self.rows[unit] = rows_NM
             elif at:
                 self.rows[unit] = self.gather_local(self.saved.inputs.x_TM, self.temporary("T_DI_L", i), i)
             else:
                 self.rows[unit] = self.in_expert_order("T_DI", i, self.arrived_again(i))
         return self.rows[unit]
-
-    def kept_rows(self, unit: Unit) -> Tensor:
-        rows_NM = self.kept[unit].rows_NM
-        assert rows_NM is not None
-        return rows_NM
 
     def recompute(self, unit: Unit) -> None:
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
@@ -150,15 +136,12 @@ class Backward(Pass):
 
     def hidden_of(self, unit: Unit) -> Hidden:
         if unit not in self.hidden:
-            kept = self.kept_hidden(unit)
-            if kept is not None:
+            if self.plan.restore.hidden == "keep" and not self.plan.rearranged:
+                kept = self.kept[unit].hidden
+                assert kept is not None
                 return kept
             self.recompute(unit)
         return self.hidden.pop(unit)
-
-    def kept_hidden(self, unit: Unit) -> Hidden | None:
-        """None where it must be made again."""
-        return self.kept[unit].hidden if self.plan.restore.hidden == "keep" else None
 
     # ---- gradients
 
@@ -196,18 +179,15 @@ class Backward(Pass):
 
     def _weights_in_source_order(self) -> None:
         """After the last chunk, still on the compute lane: the message of weights' gradients."""
-        assert self.cut.weights is not None
-        regroup = self.cut.weights.regroup
+        regroup = self.journey.regroup
         if regroup is None:
             self.grad_weight_gathered.copy_(self.grad_weight_rows)
         else:
             self.grad_weight_gathered.index_copy_(0, regroup, self.grad_weight_rows)
 
     def return_weights(self, _: int) -> dist.Work | None:
-        journey = self.cut.weights
-        assert journey is not None
         return self.plan.modules.scalars.exchange(
-            self.grad_weight_leaving, journey.recv, self.grad_weight_home, journey.send
+            self.grad_weight_leaving, self.journey.recv, self.grad_weight_home, self.journey.send
         )
 
     def weight_gradient(self, unit: Unit) -> None:

@@ -73,6 +73,3 @@ class CudaLanes(Lanes):
         for lane, stream in self._stream.items():
             if lane is not Lane.COMPUTE:
                 self._stream[Lane.COMPUTE].wait_stream(stream)
-
-    def abandon(self) -> None:
-        self.finish()

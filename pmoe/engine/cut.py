@@ -1,7 +1,4 @@
-"""How a plan is made: sorted rows are cut into chunks by the exchanged counts.
-
-Letters: as in `pmoe.engine.plan`.
-"""
+"""How a plan is made: sorted rows are cut into chunks by the exchanged counts."""
 
 from __future__ import annotations
 
@@ -23,20 +20,17 @@ from pmoe.schedule.restore import Restore
 
 
 @dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """Numbers of chunks of the two passes, and into how many pieces the rows that stay are cut."""
-
-    forward: int
-    backward: int
-    pieces: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ordered:
-    """The rows of a pass. slots: all kept slots by expert. sent: the rows that leave, the same but where
-    several slots share one (`pmoe.layer.once_orders`): then carrier_TK is the choice whose row a slot's token
-    travels in, and sent_nP rows by chunk and rank, on the device."""
+    """The rows of a pass in n chunks, those that stay in so many pieces. slots: all kept slots by expert.
+    sent: the rows that leave, the same but where several slots share one (`pmoe.layer.once_orders`): then
+    carrier_TK is the choice whose row a slot's token travels in, and sent_nP rows by chunk and rank, on the
+    device."""
 
+    n: int
+    pieces: int
+    expert_TK: Tensor
+    tokens: Tokens
+    has_drops: bool
     slots: SortedRows
     sent: SortedRows
     carrier_TK: Tensor | None = None
@@ -44,64 +38,37 @@ class Ordered:
 
 
 def make_plan(
-    modules: Modules,
-    *,
-    order: Ordered,
-    backward_order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    shared: RankCounts,
-    degrees: Degrees,
-    restore: Restore,
-    has_drops: bool,
+    modules: Modules, order: Ordered, backward_order: Ordered, shared: RankCounts, restore: Restore
 ) -> Plan:
     """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
     as the two passes have them; the same object where their chunks are the same."""
-    top_k = expert_TK.shape[1]
-    grid, local = modules.grid, modules.stages.local
-    same = degrees.forward == degrees.backward
     # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
     # of the other in one run an expert.
-    finest = math.lcm(degrees.forward, degrees.backward)
-    bins = shared.joined(finest)
-
-    def cut(n: int, rows: Ordered) -> PassPlan:
-        pieces = degrees.pieces if same else n * local
-        return _cut(n, rows, expert_TK, tokens, bins, modules, pieces, has_drops)
-
-    forward = cut(degrees.forward, order)
+    bins = shared.joined(math.lcm(order.n, backward_order.n))
+    forward = backward = _cut(order, bins, modules)
     joined = None
-    if not same:
+    if order.n != backward_order.n:
         from pmoe.engine.rearranged import join_chunks
 
-        rank = grid.all.rank
+        rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
-        if local:
+        if modules.stages.local:
             received, received_device = (without_own(each, rank) for each in (received, received_device))
-        joined = join_chunks(received, received_device, bins.recv[:, rank], degrees)
+        joined = join_chunks(received, received_device, bins.recv[:, rank], order.n, backward_order.n)
+        backward = _cut(backward_order, bins, modules)
     return Plan(
         modules=modules,
         forward=forward,
-        backward=forward if same else cut(degrees.backward, backward_order),
+        backward=backward,
         joined=joined,
-        top_k=top_k,
-        num_slots=expert_TK.numel(),
+        top_k=order.expert_TK.shape[1],
         restore=restore,
-        slot_token=tokens.of_slot,
+        slot_token=order.tokens.of_slot,
     )
 
 
-def _cut(
-    n: int,
-    order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    bins: RankCounts,
-    modules: Modules,
-    num_pieces: int,
-    has_drops: bool,
-) -> PassPlan:
-    top_k = expert_TK.shape[1]
+def _cut(order: Ordered, bins: RankCounts, modules: Modules) -> PassPlan:
+    n, num_pieces, tokens, top_k = order.n, order.pieces, order.tokens, order.expert_TK.shape[1]
     grid, bypass_local = modules.grid, modules.stages.local
     rank = grid.all.rank
     shared = bins.joined(n)
@@ -127,13 +94,6 @@ def _cut(
     if tokens.of_slot is not None:  # none of which is dropped
         ends = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
     chunks, pieces, first = [], [], 0
-
-    def add_piece(j: int, first: int) -> int:
-        end = first + sum(local_counts[j])
-        groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
-        pieces.append(Piece(rows=slice(first, end), groups=groups))
-        return end
-
     # (source, chunk, expert, bin of the chunk): as rows arrive from one source.
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
@@ -150,24 +110,26 @@ def _cut(
                 recv_rows=recv_rows,
                 received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
                 regroup=regroup,
-                relayed=(_relayed(shared.relayed[0], i), _relayed(shared.relayed[1], i)),
+                relayed=[() if each is None else tuple(each[i].tolist()) for each in shared.relayed],
                 gathered=gathered,
             )
         )
         first += sum(send_rows)
-        if num_pieces == n:
-            first = add_piece(i, first)
-    if num_pieces != n:
-        for j in range(num_pieces):
-            first = add_piece(j, first)
+        # Rows that stay follow their chunk's rows that travel, or all of those.
+        follow = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
+        for j in follow:
+            end = first + sum(local_counts[j])
+            groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
+            pieces.append(Piece(rows=slice(first, end), groups=groups))
+            first = end
     weights = once = None
     if modules.stages.remote:
-        num_kept = int(shared.send.sum())
-        weights = _weight_journey(order.slots, expert_TK, send, recv, fine, num_kept, grid, bypass_local)
+        kept = order.slots.slot[: int(shared.send.sum())]
+        weights = _weight_journey(kept, order.expert_TK, send, recv, fine, modules)
         if shared.received_once_device is not None:
             from pmoe.engine.once import number_rows
 
-            once = number_rows(weights, order, expert_TK, tokens, shared, fine, n)
+            once = number_rows(weights, order, shared, fine)
     sent_slot = order.sent.slot[:first]
     token = sent_slot if top_k == 1 else sent_slot // top_k
     return PassPlan(
@@ -177,32 +139,20 @@ def _cut(
         slot=order.slots.slot,
         row_token=token if tokens.of_slot is None else tokens.of_slot[token],
         position=order.sent.position,
-        has_drops=has_drops or once is not None,
+        has_drops=order.has_drops or once is not None,
         once=once,
     )
 
 
-def _relayed(counts_nX: Tensor | None, i: int) -> tuple[int, ...]:
-    return () if counts_nX is None else tuple(counts_nX[i].tolist())
-
-
 def _weight_journey(
-    order: SortedRows,
-    expert_TK: Tensor,
-    send: Tensor,
-    recv: Tensor,
-    fine: Tensor,
-    num_kept: int,
-    grid: Grid,
-    bypass_local: bool,
+    slot: Tensor, expert_TK: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: Modules
 ) -> WeightJourney:
-    slot = order.slot[:num_kept]
     destination = expert_TK.reshape(-1)[slot] // send.shape[2]
-    if bypass_local:
-        destination = torch.where(destination == grid.all.rank, send.shape[1], destination)
+    if modules.stages.local:
+        destination = torch.where(destination == modules.grid.all.rank, send.shape[1], destination)
     come_rows = recv.sum((0, 2))
     send_rows, come = send.sum((0, 2)).tolist(), come_rows.tolist()
-    recv_rows, gathered = _by_place(come, grid)
+    recv_rows, gathered = _by_place(come, modules.grid)
     return WeightJourney(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),
@@ -223,9 +173,7 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
 
 def _are_several(come_nW: Tensor) -> Any:
     """Of each chunk, whether rows come from more ranks than one: else they are in expert order as they are.
-
-    come_nW: rows by source rank, on the host; or (W,), of one chunk.
-    """
+    come_nW: rows by source rank, on the host; or (W,), of one chunk."""
     return (come_nW.count_nonzero(-1) > 1).tolist()
 
 

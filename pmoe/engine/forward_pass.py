@@ -1,13 +1,11 @@
-"""The forward pass of the experts' part of a layer: what each task of its schedule does.
-
-Letters: as in `pmoe.engine.passes`.
-"""
+"""The forward pass of the experts' part of a layer: what each task of its schedule does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,9 +14,6 @@ from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Forwarded, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Plan
 from pmoe.schedule.tasks import Kind
-
-if TYPE_CHECKING:
-    from pmoe.engine.hooked import Passed
 
 
 @dataclass(frozen=True)
@@ -44,24 +39,18 @@ class Forward(Pass):
         super().__init__(plan, plan.forward, inputs.x_TM, keep)
         self.inputs, self.parameters = inputs, inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
-        self.kept: dict[Unit, Kept] = {}
-        self.passed: dict[tuple[str, int], Passed] = {}
-        self.weight_received: Tensor | None = None
+        self.left = Forwarded()
         self.scalars: list[Scalars] = []
         if self.cut.weights is not None:
             self.make_scalars()
 
     def make_scalars(self) -> None:
         """The routing weights first."""
-        assert self.cut.weights is not None
-        self.scalars.append(self.scalar(self.weight.index_select(0, self.cut.weights.slot)))
+        self.scalars.append(self.scalar(self.weight.index_select(0, self.journey.slot)))
 
     def scalar(self, sent: Tensor) -> Scalars:
         arrived = sent.new_empty(self.cut.num_received)
         return Scalars(sent, arrived, arrived, arrived)
-
-    def keeps_received(self) -> bool:
-        return self.keep and self.plan.restore.dispatched == "keep"
 
     def actions(self) -> Actions:
         return {
@@ -77,8 +66,7 @@ class Forward(Pass):
         return self.result_TM if padding is None else padding.gather(self.result_TM)
 
     def send_weights(self, _: int) -> dist.Work | None:
-        journey, exchange = self.cut.weights, self.plan.modules.scalars.exchange
-        assert journey is not None
+        journey, exchange = self.journey, self.plan.modules.scalars.exchange
         return joined(exchange(each.sent, journey.send, each.own, journey.recv) for each in self.scalars)
 
     def compute_local(self, j: int) -> None:
@@ -88,9 +76,9 @@ class Forward(Pass):
         self._compute((j, "_L"), rows_NM, weight_N, self.home_rows(j, piece.rows))
 
     def compute(self, i: int) -> None:
-        if self.weight_received is None:
-            self.weight_received = self.sorted_weights()
-            self.weight_of_chunk = split_by_chunk(self.weight_received, self.cut)
+        if self.left.weight_received is None:
+            self.left.weight_received = self.sorted_weights()
+            self.weight_of_chunk = split_by_chunk(self.left.weight_received, self.cut)
         arrived = self.arrived(i)
         out_NM = self.result_of(i)
         rows_NM = self.in_expert_order("T_DI", i, arrived)
@@ -99,8 +87,7 @@ class Forward(Pass):
 
     def sorted_weights(self) -> Tensor:
         """The routing weights of the received rows, by chunk and in expert order."""
-        assert self.cut.weights is not None
-        arrived, regroup = self.scalars[0].arrived, self.cut.weights.regroup
+        arrived, regroup = self.scalars[0].arrived, self.journey.regroup
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
     def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:
@@ -121,7 +108,7 @@ class Forward(Pass):
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
                 self._check_recipe(recipe, changed)
-            kept = self.kept[unit] = Kept(hidden=hidden, recipe=recipe)
+            kept = self.left.kept[unit] = Kept(hidden=hidden, recipe=recipe)
             self.put_away(unit, kept, rows_NM, changed)
 
     def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
@@ -141,32 +128,12 @@ class Forward(Pass):
                 f"chunks ({len(self.plan.forward.chunks)}), not {len(self.plan.backward.chunks)}"
             )
 
-    def done(self, y_TM: Tensor) -> Forwarded:
-        """With all that a backward pass needs."""
-        return Forwarded(
-            y_TM=y_TM,
-            kept=self.kept,
-            weight_received=self.weight_received,
-            passed=self.passed,
-            regroup=self.regroup if self.cut.once is not None else (),
-        )
-
-
-class _SeveralWorks:
-    """Several messages of one task."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
 
 def joined(works: Iterable[dist.Work | None]) -> dist.Work | None:
+    """The messages of one task as one."""
     begun = [work for work in works if work is not None]
     if len(begun) <= 1:
         return begun[0] if begun else None
-    all_begun: Any = _SeveralWorks(begun)
-    waited: dist.Work | None = all_begun
+    waits_for_all: Any = SimpleNamespace(wait=lambda: [work.wait() for work in begun])
+    waited: dist.Work | None = waits_for_all
     return waited

@@ -2,8 +2,6 @@
 
 The gate runs once, in the first pass, and its graph stays. Of the layer's input, which a gate saves, only a
 `Ticket` stays; the rows are those that the second pass makes again.
-
-Letters: T tokens, M = d_model.
 """
 
 from __future__ import annotations
@@ -43,18 +41,14 @@ class Packing:
     def __init__(self, x_TM: Tensor) -> None:
         self._storage, self._dtype = x_TM.untyped_storage()._cdata, x_TM.dtype
         self._layout = x_TM.stride(), int(x_TM.storage_offset())
-        self._tickets: list[Ticket] = []
+        self.tickets: list[Ticket] = []
 
     def pack(self, tensor: Tensor) -> Ticket | tuple[Tensor, int]:
         # Also where there are no tokens: whether a rank runs again must not depend on them.
         if tensor.dtype == self._dtype and tensor.untyped_storage()._cdata == self._storage:
-            self._tickets.append(Ticket(tensor, *self._layout))
-            return self._tickets[-1]
+            self.tickets.append(Ticket(tensor, *self._layout))
+            return self.tickets[-1]
         return tensor.detach(), tensor._version  # a graph that saved its own results would hold itself
-
-    def take_tickets(self) -> list[Ticket]:
-        tickets, self._tickets = self._tickets, []
-        return tickets
 
 
 def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
@@ -70,16 +64,12 @@ def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
 
 
 class _Hold(torch.autograd.Function):
-    """Saves a tensor, and nothing more."""
+    """Saves a tensor, and nothing more: nothing is computed from it, so nothing goes backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x_TM: Tensor) -> Tensor:
         ctx.save_for_backward(x_TM)
         return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        raise AssertionError("nothing is computed from it")
 
 
 def hold(x_TM: Tensor) -> Any:

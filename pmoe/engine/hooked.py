@@ -3,14 +3,12 @@
 Each hook's graph is kept from forward to backward, where autograd differentiates it: what dispatch carries
 in backward is the gradient of what it carried forward. Where experts are sharded hooks see rows between S and
 AG, and results between RS and R, in tasks of their own (HA, HB); elsewhere in the task of the experts.
-
-Letters: as in `pmoe.engine.passes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,6 +39,13 @@ class _Hooked(Pass):
         used."""
         raise NotImplementedError
 
+    def changed(self, point: str, i: int, rows: Tensor, like: Tensor | None) -> Tensor:
+        """rows behind the hooks of a point, contiguous; nothing is kept for backward."""
+        if not self.hooks.has(point):
+            return rows
+        with torch.no_grad():
+            return self.hooks.run(point, rows, i, like).contiguous()
+
     def _any(self, points: Sequence[str]) -> bool:
         return any(self.hooks.has(point) for point in points)
 
@@ -49,17 +54,17 @@ class _Hooked(Pass):
 
     # ---- towards the experts
 
-    def leave(self, source_TM: Tensor, name: str, received: str, i: int) -> None:
+    def gather(self, i: int) -> None:
         """What hooks make of rows has its own columns and type, and so has what arrives."""
         if not self._any(self.leaving_points):
-            super().leave(source_TM, name, received, i)
+            super().gather(i)
             return
         before, behind = self.leaving_points
-        rows_NM = self.new(self.cut.chunks[i].num_sent, source_TM.shape[1])
-        self.gather_rows(source_TM, rows_NM, i)
+        chunk, rows_NM = self.cut.chunks[i], self.new(self.cut.chunks[i].num_sent, self.source_TM.shape[1])
+        self.gather_rows(self.source_TM, rows_NM, i)
         leaving = self.at(before, i, rows_NM, last=behind)
-        self.own[f"{name}.{i}"] = leaving
-        self.own[f"{received}.{i}"] = leaving.new_empty(self.cut.chunks[i].num_arrived, leaving.shape[1])
+        self.own[f"send.{i}"] = leaving
+        self.own[f"{self.brought_by_S}.{i}"] = leaving.new_empty(chunk.num_arrived, leaving.shape[1])
 
     def open(self, i: int) -> None:
         """Rows that S brought, before they are gathered inside the node."""
@@ -115,10 +120,10 @@ class HookedForward(_Hooked, Forward):
         if not self.hooks.has(point):
             return rows
         like = None if last is not None and self.hooks.has(last) else self.source_TM
-        parameters = self.inputs.hook_parameters if self.keep else None
-        rows, passed = through(self.hooks, point, rows, i, like, parameters)
-        if passed is not None:
-            self.passed[point, i] = passed
+        if not self.keep:
+            return self.changed(point, i, rows, like)
+        parameters = self.inputs.hook_parameters
+        rows, self.left.passed[point, i] = through(self.hooks, point, rows, i, like, parameters)
         return rows
 
 
@@ -132,14 +137,12 @@ class HookedBackward(_Hooked, Backward):
     def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
         if not self.hooks.has(point):
             return rows
-        grad, *of_parameters = back_through(
-            self.saved.passed[point, i], rows, self.saved.inputs.hook_parameters
-        )
+        parameters = self.saved.inputs.hook_parameters
+        grad, of_parameters = back_through(self.saved.passed[point, i], rows, parameters)
         for j, found in enumerate(of_parameters):
             if found is not None:
                 total = self.grad_hooks[j]
                 self.grad_hooks[j] = found if total is None else total + found
-        assert grad is not None
         return grad
 
     # ---- T_DI that is sent again passes its two hooks again
@@ -151,23 +154,17 @@ class HookedBackward(_Hooked, Backward):
         x_TM, chunk = self.saved.inputs.x_TM, self.cut.chunks[i]
         rows = x_TM.new_empty(chunk.num_sent, x_TM.shape[1])
         self.gather_rows(x_TM, rows, i)
-        if self.hooks.has("before_dispatch"):
-            like = None if self.hooks.has("after_dispatch") else x_TM
-            rows, _ = through(self.hooks, "before_dispatch", rows, i, like)
+        rows = self.changed("before_dispatch", i, rows, None if self.hooks.has("after_dispatch") else x_TM)
         self.own[f"send_again.{i}"] = rows
         self.own[f"{self.brought_by_SI}.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
 
     def open_again(self, i: int) -> None:
-        self.own[f"arrived_again.{i}"] = self._opened_again(i, self.buffer("arrived_again", i))
+        rows, like = self.buffer("arrived_again", i), self.saved.inputs.x_TM
+        self.own[f"arrived_again.{i}"] = self.changed("after_dispatch", i, rows, like)
 
     def arrived_again(self, i: int) -> Tensor:
-        rows = super().arrived_again(i)
-        return rows if self.stages.sharded else self._opened_again(i, rows)
-
-    def _opened_again(self, i: int, rows: Tensor) -> Tensor:
-        if self.hooks.has("after_dispatch"):
-            rows, _ = through(self.hooks, "after_dispatch", rows, i, self.saved.inputs.x_TM)
-        return rows
+        rows, like = super().arrived_again(i), self.saved.inputs.x_TM
+        return rows if self.stages.sharded else self.changed("after_dispatch", i, rows, like)
 
 
 @dataclass(frozen=True)
@@ -179,44 +176,31 @@ class Passed:
     shape: torch.Size
     dtype: torch.dtype
 
-    def emptied(self) -> Passed:
-        return replace(self, tensors=())
-
 
 def through(
-    hooks: Hooks,
-    point: str,
-    rows: Tensor,
-    chunk: int,
-    like: Tensor | None,
-    parameters: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Passed | None]:
+    hooks: Hooks, point: str, rows: Tensor, chunk: int, like: Tensor | None, parameters: Sequence[Tensor]
+) -> tuple[Tensor, Passed]:
     """The rows behind the hooks of ``point``, contiguous, and what `back_through` needs of them.
 
-    parameters: the hooks', whose memory is not kept for backward; None where no backward comes.
+    parameters: the hooks', whose memory is not kept for backward.
     """
-    if parameters is None:
-        with torch.no_grad():
-            return hooks.run(point, rows, chunk, like).contiguous(), None
     shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in parameters))
-    graph, out = record(
-        lambda given: hooks.run(point, given, chunk, like),
-        rows,
-        slice(0, rows.shape[0]),
-        shelf,
-        own_rows=True,
-    )
+    whole = slice(0, rows.shape[0])
+    graph, out = record(lambda given: hooks.run(point, given, chunk, like), rows, whole, shelf, own_rows=True)
     return out.contiguous(), Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
 
 
-def back_through(passed: Passed, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+def back_through(
+    passed: Passed, grad: Tensor, wanted: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The gradients of the rows that came in, in their columns and type, and of each of ``wanted``."""
     graph = passed.graph
-    if graph.output is None:
-        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *[None] * len(wanted)]
-    graph.shelf.tensors = list(passed.tensors)
-    grads = gradients(graph, wanted, grad)
-    graph.shelf.close()
-    if grads[0] is None:
-        return [torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device), *grads[1:]]
-    return [grads[0].contiguous(), *grads[1:]]
+    grads: Sequence[Tensor | None] = [None] * (1 + len(wanted))
+    if graph.output is not None:
+        graph.shelf.tensors = list(passed.tensors)
+        grads = gradients(graph, wanted, grad)
+        graph.shelf.close()
+    of_rows = grads[0]
+    if of_rows is None:
+        of_rows = torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device)
+    return of_rows.contiguous(), grads[1:]

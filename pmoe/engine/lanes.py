@@ -7,10 +7,10 @@ Both present the same three steps to the engine, so what is tested with gloo is 
 from __future__ import annotations
 
 import abc
-import concurrent.futures
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,25 +20,6 @@ from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 Action = Callable[[Task], "dist.Work | None"]
-
-
-class Work(Protocol):
-    """Something under way."""
-
-    def wait(self) -> object: ...
-
-
-class _Threaded:
-    """What a lane's thread carries out."""
-
-    def __init__(self, future: concurrent.futures.Future[Any]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    def cancel(self) -> None:
-        self._future.cancel()
 
 
 class Lanes(abc.ABC):
@@ -52,12 +33,12 @@ class Lanes(abc.ABC):
         """Runs or starts ``task`` once what it waits for has ended (on its lane's clock)."""
 
     @abc.abstractmethod
-    def abandon(self) -> None:
-        """After an error: makes it safe to free the buffers that messages in flight still use."""
-
-    @abc.abstractmethod
     def finish(self) -> None:
         """After the last task: the compute lane sees everything that the pass wrote."""
+
+    def abandon(self) -> None:
+        """After an error: makes it safe to free the buffers that messages in flight still use."""
+        self.finish()
 
     def fail(self, task: Task, error: Exception) -> NoReturn:
         """Raises it again: a RuntimeError with the stage and this rank."""
@@ -75,14 +56,15 @@ class CpuLanes(Lanes):
     def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> None:
         super().__init__(schedule, ranks)
         self._in_steps, self._inference = in_steps, torch.is_inference_mode_enabled()
-        self._works: dict[str, tuple[Task, Work]] = {}
+        self._works: dict[str, tuple[Task, dist.Work | Future[Any]]] = {}
         self._has_failed = False
 
     def run(self, task: Task, action: Action) -> None:
         if self._in_steps and task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
-            awaited = [self._works[name][1] for name in task.waits if name in self._works]
+            begun = [self._works[name][1] for name in task.waits if name in self._works]
+            awaited = [work for work in begun if isinstance(work, Future)]  # here all are threads'
             future = _thread(task.lane).submit(self._communicate, task, action, awaited)
-            self._works[task.name] = (task, _Threaded(future))
+            self._works[task.name] = (task, future)
             return
         for name in task.waits:
             if name in self._works:
@@ -90,14 +72,14 @@ class CpuLanes(Lanes):
         if task.lane is Lane.COMPUTE:
             action(task)
             return
-        work: Work | None
+        work: dist.Work | Future[Any] | None
         if task.lane is Lane.COMMUNICATE:
             try:
                 work = action(task)
             except RuntimeError as error:
                 self.fail(task, error)
         else:
-            work = _Threaded(_thread(task.lane).submit(action, task))
+            work = _thread(task.lane).submit(action, task)
         if work is not None:
             self._works[task.name] = (task, work)
 
@@ -109,28 +91,29 @@ class CpuLanes(Lanes):
         # gloo's works hold their own buffers, and a missing peer must not be waited for; copies end by
         # themselves, and soon.
         for task, work in self._works.values():
-            if task.lane in (Lane.COPY_OUT, Lane.COPY_IN):
-                work.wait()
-            elif isinstance(work, _Threaded):
-                work.cancel()
+            if isinstance(work, Future):
+                if task.lane in (Lane.COPY_OUT, Lane.COPY_IN):
+                    work.result()
+                else:
+                    work.cancel()
         self._works.clear()
         self._has_failed = True  # threads may be in the middle of their tasks
 
     def _wait(self, name: str) -> None:
         task, work = self._works.pop(name)
-        if isinstance(work, _Threaded):
-            work.wait()  # its thread has named the stage
+        if isinstance(work, Future):
+            work.result()  # its thread has named the stage
             return
         try:
             work.wait()
         except RuntimeError as error:
             self.fail(task, error)
 
-    def _communicate(self, task: Task, action: Action, awaited: Sequence[Work]) -> None:
+    def _communicate(self, task: Task, action: Action, awaited: Sequence[Future[Any]]) -> None:
         """In a lane's thread: a task of communication, begun and ended. After one that failed no other
         begins: a peer that is still at that one would take its rows for those."""
-        for work in awaited:
-            work.wait()
+        for future in awaited:
+            future.result()
         if self._has_failed:
             return
         try:
@@ -145,8 +128,8 @@ class CpuLanes(Lanes):
 
 
 @functools.cache
-def _thread(lane: Lane) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"pmoe {lane.value}")
+def _thread(lane: Lane) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix=f"pmoe {lane.value}")
 
 
 def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
@@ -187,14 +170,14 @@ def run_schedule(
 
     An action of a communication lane returns the Work that it started, or None where it had nothing to do, or
     where it has ended (in_steps); the engine waits for it where the schedule says so. of: whose pass it is,
-    for a `Watcher`.
+    for `watchers`.
     """
     lanes = lanes_for(rows, schedule, ranks, in_steps)
 
     def act(task: Task) -> dist.Work | None:
         return actions[task.kind](task.chunk)
 
-    step = watchers[-1].watch(schedule, act, rows.device, of) if watchers else act
+    step: Action = watchers[-1].watch(schedule, act, rows.device, of) if watchers else act
     try:
         for task in schedule.tasks:
             lanes.run(task, step)
@@ -204,12 +187,5 @@ def run_schedule(
     lanes.finish()
 
 
-class Watcher(Protocol):
-    """What is told of each pass: a `pmoe.engine.recording.Journal`."""
-
-    def watch(self, schedule: Schedule, act: Action, device: torch.device, of: object) -> Action:
-        """``act``, which runs a task, with something noted of it."""
-
-
-watchers: list[Watcher] = []
-"""Those that watch now; the newest is told."""
+watchers: list[Any] = []
+"""Each a `pmoe.engine.recording.Journal`; the newest is told of each pass."""

@@ -1,13 +1,12 @@
 """T_DI and T_M on the host between the passes (MPipeMoE's S1 to S3): the tasks D and H, out and back in.
 
-Backward fetches likewise what forward kept in other chunks than its own (`pmoe.engine.rearranged`).
-
-Letters: as in `pmoe.engine.passes`.
+Backward fetches in the same way what forward kept in other chunks than its own (`pmoe.engine.rearranged`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,12 +25,7 @@ from pmoe.schedule.slots import aligned
 from pmoe.schedule.tasks import Kind
 from pmoe.warn import warn_once
 
-_COPIES_OUT = {
-    "T_DI": Kind.COPY_ROWS_OUT,
-    "T_M": Kind.COPY_HIDDEN_OUT,
-    "T_DI_L": Kind.LOCAL_COPY_ROWS_OUT,
-    "T_M_L": Kind.LOCAL_COPY_HIDDEN_OUT,
-}
+_COPIES_OUT = {"T_DI": Kind.COPY_ROWS_OUT, "T_M": Kind.COPY_HIDDEN_OUT}
 
 
 class OffloadingForward(Forward):
@@ -45,7 +39,8 @@ class OffloadingForward(Forward):
             self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
 
     def actions(self) -> Actions:
-        return {**super().actions(), **{kind: self._copy_out(kind) for kind in _COPIES_OUT.values()}}
+        kinds = [kind.at(place) for kind in _COPIES_OUT.values() for place in ("", "_L")]
+        return {**super().actions(), **{kind: functools.partial(self._copy_out, kind) for kind in kinds}}
 
     def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
         super().put_away(unit, kept, rows_NM, changed)
@@ -80,18 +75,15 @@ class OffloadingForward(Forward):
             )
         targets = [host.take(each.shape, each.dtype) for each in tensors]
         pairs = list(zip(targets, tensors, strict=True))
-        self.leaving_device[_COPIES_OUT[tensor + unit[1]], unit[0]] = pairs
+        self.leaving_device[_COPIES_OUT[tensor].at(unit[1]), unit[0]] = pairs
         return targets
 
-    def _copy_out(self, kind: Kind) -> Callable[[int], None]:
-        def act(i: int) -> None:
-            for target, tensor in self.leaving_device.pop((kind, i), ()):
-                if not self.arena.owns(tensor):
-                    # A module's own, or a part of it: made on the compute lane, and freed once this returns.
-                    lanes.hold_for(lanes.current_stream(tensor), tensor)
-                copy(target, tensor)
-
-        return act
+    def _copy_out(self, kind: Kind, i: int) -> None:
+        for target, tensor in self.leaving_device.pop((kind, i), ()):
+            if not self.arena.owns(tensor):
+                # A module's own, or a part of it: made on the compute lane, and freed once this returns.
+                lanes.hold_for(lanes.current_stream(tensor), tensor)
+            copy(target, tensor)
 
 
 class FetchingBackward(Backward):
@@ -127,14 +119,11 @@ class FetchingBackward(Backward):
 
     def fetch_hidden(self, unit: Unit) -> None:
         """Into the slot of T_M, or into memory of its own where modules saved what they liked."""
-        parts = self.parts(unit)
-        if any(kept.hidden is None for kept, _ in parts):
-            return  # it did not fit on the host, and is made again when its turn comes
-        experts, num_rows = self.plan.modules.experts, self.groups(unit).num_rows
+        parts, experts = self.parts(unit), self.plan.modules.experts
         saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
-        if not saved:
-            return
-        hidden = experts.join(saved, num_rows, space=self.space(unit))
+        if not saved or len(saved) < len(parts):
+            return  # it did not fit on the host, and is made again when its turn comes
+        hidden = experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
         if experts.columns(self.source_TM.device.type).hidden == 0 and self.plan.restore.hidden == "offload":
             hidden = replace(hidden, tensors=[self._fetched(tensor) for tensor in hidden.tensors])
         self.hidden[unit] = hidden
@@ -146,14 +135,12 @@ class FetchingBackward(Backward):
         lanes.hold_for(self.compute_stream, here)
         return here
 
-    def kept_rows(self, unit: Unit) -> Tensor:
-        if self.plan.rearranged:
+    def rows_of(self, unit: Unit) -> Tensor:
+        if unit not in self.rows and self.plan.rearranged and self.plan.restore.dispatched == "keep":
             self.fetch_rows(unit)
-            return self.rows[unit]
-        return super().kept_rows(unit)
+        return super().rows_of(unit)
 
-    def kept_hidden(self, unit: Unit) -> Hidden | None:
-        if self.plan.restore.hidden == "keep" and self.plan.rearranged:
+    def hidden_of(self, unit: Unit) -> Hidden:
+        if unit not in self.hidden and self.plan.rearranged and self.plan.restore.hidden == "keep":
             self.fetch_hidden(unit)
-            return self.hidden.pop(unit, None)
-        return super().kept_hidden(unit)
+        return super().hidden_of(unit)

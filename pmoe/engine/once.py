@@ -2,8 +2,6 @@
 there they are replicated, and their partial results are summed before they return.
 
 With each routing weight travels which of the rows that its rank gets in its chunk is its row.
-
-Letters: N rows, K choices, W ranks, n chunks.
 """
 
 from __future__ import annotations
@@ -13,12 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.backward_pass import Backward
 from pmoe.engine.cut import Ordered
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.passes import Pass, split_by_chunk
-from pmoe.engine.plan import Plan, WeightJourney
-from pmoe.ordering.sorted import Tokens
+from pmoe.engine.plan import WeightJourney
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +28,14 @@ class MergedRows:
     base: Tensor
 
 
-def number_rows(
-    weights: WeightJourney,
-    order: Ordered,
-    expert_TK: Tensor,
-    tokens: Tokens,
-    shared: RankCounts,
-    fine: Tensor,
-    n: int,
-) -> MergedRows:
-    """Which row carries each weight's token, counted from the first row of its chunk and rank."""
+def number_rows(weights: WeightJourney, order: Ordered, shared: RankCounts, fine: Tensor) -> MergedRows:
+    """Which row carries each weight's token, counted from the first row of its chunk and rank. fine: rows by
+    source, chunk, expert and bin."""
     come_nW = shared.received_once_device
     assert come_nW is not None and order.carrier_TK is not None and order.sent_nP is not None
-    top_k = expert_TK.shape[1]
-    slot, num_across = weights.slot, order.sent_nP.shape[1]
+    expert_TK, tokens = order.expert_TK, order.tokens
+    top_k, slot = expert_TK.shape[1], weights.slot
+    n, num_across = order.sent_nP.shape
     row = order.sent.position[slot // top_k * top_k + order.carrier_TK.view(-1)[slot]]
     token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
     # Where the rows of (chunk, rank) begin among all that this rank sends.
@@ -71,13 +62,12 @@ class OnceForward(_Once, Forward):
         self.scalars.append(self.number)
 
     def sorted_weights(self) -> Tensor:
-        assert self.cut.weights is not None and self.cut.once is not None
-        row, regroup = self.cut.once.base + self.number.arrived, self.cut.weights.regroup
-        self.regroup = split_by_chunk(row if regroup is None else row.index_select(0, regroup), self.cut)
+        assert self.cut.once is not None
+        row, regroup = self.cut.once.base + self.number.arrived, self.journey.regroup
+        row = row if regroup is None else row.index_select(0, regroup)
+        self.regroup = self.left.regroup = split_by_chunk(row, self.cut)
         return super().sorted_weights()
 
 
 class OnceBackward(_Once, Backward):
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
-        super().__init__(plan, grad_TM, saved)
-        self.regroup = saved.regroup  # as they arrived in forward
+    pass

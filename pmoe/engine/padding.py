@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.ordering.sorted import LocalExperts, count_rows, sort_rows
+from pmoe.ordering.sorted import count_rows, sort_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +93,11 @@ class Padding:
 
 def make_padding(expert_TK: Tensor, splits: Splits) -> tuple[Padding, Tensor]:
     """The first ``capacity`` rows of each expert, in token order, get a place, and kept_E counts them; as
-    `pmoe.ordering.capacity` keeps them. No host synchronisation."""
+    `pmoe.gates.capacity` keeps them. No host synchronisation."""
     num_slots, num_rows, rows = expert_TK.numel(), splits.num_rows, max(splits.rows_a_bin, 1)
     expert = expert_TK.reshape(-1)
     counts_E = count_rows(expert_TK, None, 1, splits.num_experts)[0]
-    by_expert = sort_rows(expert_TK, None, 1, splits.num_experts, LocalExperts(0, 0), 0)
+    by_expert = sort_rows(expert_TK, None, 1, splits.num_experts, range(0, 0), 0)
     place = by_expert.position - (counts_E.cumsum(0) - counts_E)[expert]
     row = (place // rows * splits.num_experts + expert) * rows + place % rows
     row = torch.where(place < splits.capacity, row, num_rows)

@@ -1,18 +1,14 @@
 """What both passes of the experts' part of a layer have in common: the buffers and messages that a
-schedule's tasks read and write. `forward_pass` and `backward_pass` say what each task does, `autograd` joins
-them.
+schedule's tasks read and write.
 
 T_DO is not saved; the routing is never decided twice. T_DI and T_M go from forward to backward as the plan's
 restore pair says; whatever else a pass needs lies in ring slots, or in memory of its own where the plan does
-not rotate.
-
-Letters: T tokens, K choices, N rows, M = d_model, n chunks. "_L" marks buffers of rows that stay.
+not rotate. "_L" marks buffers of rows that stay.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +19,7 @@ from torch import Tensor
 from pmoe.engine import lanes as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.lanes import Actions
-from pmoe.engine.plan import PassPlan, Plan, length
+from pmoe.engine.plan import PassPlan, Plan, WeightJourney, length
 from pmoe.experts.base import Allocate, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes
@@ -60,15 +56,15 @@ class Inputs:
 
     def like(self, tensors: Sequence[Any]) -> Inputs:
         """The same with other tensors, in the order of ``all``."""
-        x_TM, weight_TK, shared_weight_T, *others = tensors
-        rest = iter(others)
+        x_TM, weight_TK, shared_weight_T, *rest = tensors
+        own, shared = len(self.parameters), len(self.parameters) + len(self.shared_parameters)
         return Inputs(
             x_TM=x_TM,
             weight_TK=weight_TK,
             shared_weight_T=shared_weight_T,
-            parameters=list(itertools.islice(rest, len(self.parameters))),
-            shared_parameters=list(itertools.islice(rest, len(self.shared_parameters))),
-            hook_parameters=list(rest),
+            parameters=rest[:own],
+            shared_parameters=rest[own:shared],
+            hook_parameters=rest[shared:],
             autocast=self.autocast,
         )
 
@@ -94,20 +90,19 @@ class Kept:
     recipe: Any = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Forwarded:
-    """What a forward pass leaves, whoever ran it.
+    """What a forward pass leaves for backward, whoever ran it.
 
-    y_TM: (T, M), T_O. kept: for each unit of ``plan.forward``.
+    kept: for each unit of ``plan.forward``.
     weight_received: (N,), the routing weights of the rows that its chunks received, by chunk and in expert
         order; None where none did.
     passed: what hooks saved. regroup: of chunks whose rows travelled once (`PassPlan.once`).
     """
 
-    y_TM: Tensor
-    kept: Mapping[Unit, Kept]
-    weight_received: Tensor | None
-    passed: Mapping[tuple[str, int], Passed] = field(default_factory=dict)
+    kept: dict[Unit, Kept] = field(default_factory=dict)
+    weight_received: Tensor | None = None
+    passed: dict[tuple[str, int], Passed] = field(default_factory=dict)
     regroup: Sequence[Tensor | None] = ()
 
 
@@ -130,7 +125,7 @@ class Pass:
     """What both directions share: rows leave by `gather` and `dispatch`, and come home by `combine` and
     `output`. ``source`` is T_I or dT_O, ``result`` T_O or dT_I; both (T, M).
 
-    What only some layers need is in subclasses, each in a file of its own: see `specialised`.
+    What only some layers need is in subclasses, each in a file of its own (`pmoe.runners.pipeline`).
 
     received, sent_back: names of what arrives at the experts and of what leaves them again. brought_by_S,
     taken_by_R: what the two all-to-alls fill and send, the same two where experts are not sharded.
@@ -147,7 +142,7 @@ class Pass:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
         self.stages = plan.modules.stages
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
-        self.results = self.result_TM.split_with_sizes(cut.tokens_of_chunks)
+        self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in cut.chunks])
         slots = [length(chunk.slots) // plan.top_k for chunk in cut.chunks]
         self.positions = cut.position.view(-1, plan.top_k).split_with_sizes(slots)
         self.shared_TM: Tensor | None = None
@@ -166,27 +161,30 @@ class Pass:
         # is blind.
         self.pool = pool(source_TM.device).device
         self.arena = Arena(self.pool, self.schedule, self.sizes, source_TM)
-        self.in_slots = self.arena.buffers
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
         for i, chunk in enumerate(cut.chunks):
             if not rotates:
                 self.make_buffers(i)
-            if not rotates or (not self.sizes.extent.regrouped[i] and self.keeps_received()):
+            if not rotates or (not self.sizes.extent.regrouped[i] and self.sizes.keeps_what_arrives):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
         if not rotates:
-            self.home = self.new(cut.num_home + plan.has_drops, source_TM.shape[1])
-            if plan.has_drops:
+            comes = sum(chunk.num_sent for chunk in cut.chunks)
+            stays = sum(piece.groups.num_rows for piece in cut.pieces)
+            self.home = self.new(comes + stays + cut.has_drops, source_TM.shape[1])
+            if cut.has_drops:
                 self.home[-1].zero_()  # what a dropped slot adds to its token
+
+    @property
+    def journey(self) -> WeightJourney:
+        """Of the routing weights, where rows travel."""
+        assert self.cut.weights is not None
+        return self.cut.weights
 
     def make_buffers(self, i: int) -> None:
         """Memory for chunk i to leave from, where nothing rotates."""
         self.own_buffer("send", i)
-
-    def keeps_received(self) -> bool:
-        """Whether rows stay where they arrived after the pass, if they need no sorting."""
-        return False
 
     def new(self, rows: int, columns: int) -> Tensor:
         return self.pool.new(self.source_TM, rows, columns)
@@ -199,23 +197,20 @@ class Pass:
         return self.own[key]
 
     def buffer(self, name: str, i: int) -> Tensor:
-        """The slot that the schedule gives it, or memory of its own."""
-        key = f"{name}.{i}"
-        found = self.own.get(key)
-        if found is None:
-            found = self.in_slots.get(key)
-        return self.own_buffer(name, i) if found is None else found
+        """Memory of its own, if it has some already, or the slot that the schedule gives it."""
+        key, slots = f"{name}.{i}", self.arena.buffers
+        return slots[key] if key in slots and key not in self.own else self.own_buffer(name, i)
 
     def temporary(self, name: str, i: int) -> Tensor:
         """The slot, or memory that lasts as long as its user holds it."""
-        found = self.in_slots.get(f"{name}.{i}")
+        found = self.arena.buffers.get(f"{name}.{i}")
         return self.new(*self.sizes.shape(f"{name}.{i}")) if found is None else found
 
     def space(self, unit: Unit) -> Allocate:
         i, at = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:
-            found = self.in_slots.get(f"{name}{at}.{i}")
+            found = self.arena.buffers.get(f"{name}{at}.{i}")
             if found is None:
                 return self.new(rows, columns)
             assert found.shape == (rows, columns), (name, unit, found.shape, rows, columns)
@@ -233,11 +228,7 @@ class Pass:
         self.plan.modules.order.order(source_TM, self.cut.sent_tokens[i], out)
 
     def gather(self, i: int) -> None:
-        self.leave(self.source_TM, "send", self.brought_by_S, i)
-
-    def leave(self, source_TM: Tensor, name: str, received: str, i: int) -> None:
-        """Rows of chunk i into the buffer that is sent. received: where they will arrive."""
-        self.gather_rows(source_TM, self.buffer(name, i), i)
+        self.gather_rows(self.source_TM, self.buffer("send", i), i)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
@@ -302,19 +293,19 @@ class Pass:
 
     def output(self, i: int) -> None:
         """Each token's rows are summed in the order of its choices, whatever order they came home in."""
-        plan, chunk = self.plan, self.cut.chunks[i]
+        cut, chunk = self.cut, self.cut.chunks[i]
         row_SK, out_TM, home = self.positions[i], self.results[i], self.home
         if home is None:
-            home, at = self.temporary(self.home_name, i), self.cut.home(i)
-            row_SK = row_SK - at.start
-            if plan.has_drops:
+            home = self.temporary(self.home_name, i)
+            row_SK = row_SK - cut.home(i).start
+            if cut.has_drops:
                 home[-1].zero_()
-        if plan.has_drops:
+        if cut.has_drops:
             row_SK = row_SK.clamp(max=home.shape[0] - 1)
-        of_slot = plan.slot_token
+        of_slot = self.plan.slot_token
         if of_slot is not None:
             of_slot = of_slot[chunk.slots] - chunk.tokens.start
-        plan.modules.order.restore(home, row_SK, out_TM, of_slot)
+        self.plan.modules.order.restore(home, row_SK, out_TM, of_slot)
         if self.shared_TM is not None:
             out_TM.add_(self.shared_TM[chunk.tokens])
 
@@ -330,15 +321,12 @@ class Pass:
         }
 
     def run_schedule(self) -> None:
-        modules = self.plan.modules
+        modules, stages = self.plan.modules, self.stages
+        in_steps = stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
+        in_steps = in_steps or (self.direction == "backward" and stages.gradients)
         try:
             engine.run_schedule(
-                self.schedule,
-                self.actions(),
-                self.source_TM,
-                modules.grid.all,
-                in_steps=self.plan.in_steps or (self.direction == "backward" and self.stages.gradients),
-                of=modules.experts,
+                self.schedule, self.actions(), self.source_TM, modules.grid.all, in_steps, modules.experts
             )
         finally:
             self.arena.close()

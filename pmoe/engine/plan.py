@@ -1,14 +1,11 @@
-"""The plan of one call: for each chunk, which rows go where, from the routing and the exchanged counts.
-
-Letters: T tokens, K choices, N rows, E experts, W ranks, P of them across nodes, L inside one, n chunks,
-M = d_model.
-"""
+"""The plan of one call: for each chunk, which rows go where, from the routing and the exchanged counts."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,7 +13,7 @@ from pmoe.comm.base import Combine, Dispatch, FlatAllToAll
 from pmoe.comm.ranks import Grid
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
-from pmoe.ordering.base import Order
+from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import ChunkRows
 from pmoe.schedule.tasks import Stages
@@ -24,7 +21,6 @@ from pmoe.schedule.tasks import Stages
 if TYPE_CHECKING:
     from pmoe.comm.sharing import Sharing
     from pmoe.engine.callbacks import Hooks
-    from pmoe.engine.carried_gradients import Gradients
     from pmoe.engine.once import MergedRows
     from pmoe.engine.padding import Padding
     from pmoe.engine.rearranged import Joined
@@ -52,7 +48,7 @@ class Chunk:
     recv_rows: tuple[int, ...]
     received: RowGroups
     regroup: Tensor | None
-    relayed: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    relayed: Sequence[tuple[int, ...]] = ((), ())
     gathered: tuple[int, ...] = ()
 
     @functools.cached_property
@@ -114,10 +110,6 @@ class PassPlan:
         return [self.row_token[chunk.sent] for chunk in self.chunks]
 
     @functools.cached_property
-    def tokens_of_chunks(self) -> list[int]:
-        return [length(chunk.tokens) for chunk in self.chunks]
-
-    @functools.cached_property
     def rows(self) -> ChunkRows:
         """Rows of the buffers of a pass. Where pieces are not chunks nothing rotates, and what is said of
         rows by chunk of home and of those that stay is not used."""
@@ -136,11 +128,6 @@ class PassPlan:
         )
 
     @property
-    def num_home(self) -> int:
-        """Rows that come home, and those that never left."""
-        return sum(chunk.num_sent for chunk in self.chunks) + sum(p.groups.num_rows for p in self.pieces)
-
-    @property
     def num_received(self) -> int:
         return sum(chunk.received.num_rows for chunk in self.chunks)
 
@@ -153,7 +140,11 @@ class PassPlan:
 @dataclass(frozen=True, kw_only=True)
 class Modules:
     """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
-    ranks, and which stages there are."""
+    ranks, and which stages there are.
+
+    gradients: of other layers, which a backward pass carries (FSMoE, section 5): it calls ``begins`` and
+    ``ends``, and ``inside`` as a task of its schedule, for the Work between the last S and the first R. For
+    ``t_gar`` seconds they travel there."""
 
     experts: Experts
     grid: Grid
@@ -165,7 +156,7 @@ class Modules:
     sharing: Sharing | None
     hooks: Hooks | None
     shared: Experts | None
-    gradients: Gradients | None
+    gradients: Any
     sequential: bool
     rotates: bool
 
@@ -175,11 +166,8 @@ class Plan:
     """All that forward and backward of one call need beside tensors. It is decided once: the routing that
     forward used is the one that backward reverses.
 
-    modules: the layer's, and its stages.
     forward, backward: how each pass cuts the batch; they may have different numbers of chunks.
     joined: where the rows of backward's chunks stand in forward's; None where the chunks are the same.
-    top_k, num_slots: K, and T*K.
-    restore: what becomes of T_DI and T_M between the passes.
     slot_token: (S,) the token of each slot, where the gate does not give every token K of them.
     padding: where rows are padded to capacity; the cuts are then of padded rows.
     """
@@ -189,22 +177,10 @@ class Plan:
     backward: PassPlan
     joined: Joined | None
     top_k: int
-    num_slots: int
     restore: Restore
     slot_token: Tensor | None = None
     padding: Padding | None = None
 
     @property
-    def in_steps(self) -> bool:
-        """Whether a task of communication may wait for another: see `pmoe.engine.lanes.CpuLanes`."""
-        modules = self.modules
-        return modules.stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
-
-    @property
     def rearranged(self) -> bool:
         return self.joined is not None
-
-    @property
-    def has_drops(self) -> bool:
-        """Whether some slots may have no row that comes home."""
-        return self.forward.has_drops

@@ -3,8 +3,6 @@
 Nothing is decided twice. The first pass records what each call of a layer decided: the routing, the agreed
 row counts, n, the restore pair, the runner. The second pass takes that over, in the same order. The gate is
 not run again, so its graph is the first pass's and stays whole (pmoe/engine/gate_graph.py).
-
-Letters: T tokens, K choices, M = d_model.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -43,8 +41,8 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     through one itself, or RuntimeError says so. Not to be joined with selective checkpointing's contexts,
     which expect the gate's operations in both passes.
     """
-    record = _Record(is_inside=top_hooks() is not None)
-    return _First(record), _Second(record)
+    first = _First()
+    return first, _Second(first)
 
 
 def _find(layer: nn.Module) -> Replay | None:
@@ -62,7 +60,7 @@ def _find(layer: nn.Module) -> Replay | None:
     # A checkpoint inside of one that runs again: what is replayed outside is new inside.
     replay = _Recording(_Call(layer)) if call is None else _Replaying(call)
     for each in firsts:
-        each.record.calls.append(replay.call)
+        each.calls.append(replay.call)
     return replay if firsts or call is not None else None
 
 
@@ -73,10 +71,9 @@ FINDERS.append(_find)
 class _Call:
     """What a call decided.
 
-    decided, routing: what `Replay.once` and `Replay.route` gave. tokens: their number and type.
-    tickets: how often its gate saved the layer's input.
+    decided, routing: what `Replay.once` and `Replay.route` gave, None where they raised an error.
+    tokens: their number and type. tickets: how often its gate saved the layer's input.
     random: states of the random number generators before and after the gate, where it drew.
-    has_failed: whether ranks agreed on an error, which each of them raised.
     """
 
     layer: nn.Module
@@ -85,18 +82,6 @@ class _Call:
     tokens: tuple[int, torch.dtype] | None = None
     tickets: int = 0
     random: tuple[list[Tensor], list[Tensor]] | None = None
-    has_failed: bool = False
-
-
-@dataclass
-class _Record:
-    """The calls of one first pass in their order, and whether it has begun and ended. is_inside: whether
-    saved tensors go through hooks around the checkpoint, which may be another checkpoint's."""
-
-    is_inside: bool
-    calls: list[_Call] = field(default_factory=list)
-    has_begun: bool = False
-    is_complete: bool = False
 
 
 class _Recording(Replay):
@@ -104,11 +89,7 @@ class _Recording(Replay):
         self.call = call
 
     def once(self, decide: Callable[[], V]) -> V:
-        try:
-            found = self.call.decided = super().once(decide)
-        except Exception:
-            self.call.has_failed = True
-            raise
+        found = self.call.decided = super().once(decide)
         return found
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
@@ -116,7 +97,7 @@ class _Recording(Replay):
         packing = Packing(x_TM)
         with saved_tensors_hooks(packing.pack, unpack):
             found = decide()
-        tickets = packing.take_tickets()
+        tickets, packing.tickets = packing.tickets, []
         for ticket in tickets:
             ticket.holder = hold(x_TM)
         after = _random_states(x_TM.device)
@@ -132,10 +113,6 @@ class _Replaying(Replay):
 
     def __init__(self, call: _Call) -> None:
         self.call = call
-
-    @property
-    def recorded(self) -> Any:
-        return self.call.decided
 
     def once(self, decide: Callable[[], V]) -> V:
         decided: V = self.call.decided
@@ -170,35 +147,40 @@ _active = _Active()
 
 
 class _First(AbstractContextManager[None]):
-    def __init__(self, record: _Record) -> None:
-        self.record = record
+    """One first pass, and its calls in their order. is_inside: whether saved tensors go through hooks around
+    the checkpoint, which may be another checkpoint's."""
+
+    def __init__(self) -> None:
+        self.is_inside = top_hooks() is not None
+        self.calls: list[_Call] = []
         self.hooks: SavedHooks | None = None
+        self.has_begun = self.is_complete = False
 
     def __enter__(self) -> None:
-        if self.record.has_begun:
+        if self.has_begun:
             raise RuntimeError(
                 "context_fn must be pmoe.checkpoint_contexts itself, which makes new contexts for each "
                 "checkpoint: these have seen a forward pass already"
             )
-        self.record.has_begun = True
+        self.has_begun = True
         self.hooks = top_hooks()
         _active.contexts.append(self)
 
     def __exit__(self, *_: object) -> None:
         _active.contexts.remove(self)
-        self.record.is_complete = True
+        self.is_complete, self.hooks = True, None  # the hooks may hold all this in turn
 
 
 class _Second(AbstractContextManager[None]):
     """Entered anew for every second pass: there is one for each backward through a retained graph."""
 
-    def __init__(self, record: _Record) -> None:
-        self._record = record
+    def __init__(self, first: _First) -> None:
+        self._first = first
         self._outer: list[list[_First | _RunningAgain]] = []
 
     def __enter__(self) -> None:
         self._outer.append(_active.contexts)
-        _active.contexts = [_RunningAgain(self._record)]
+        _active.contexts = [_RunningAgain(self._first)]
 
     def __exit__(self, *_: object) -> None:
         replay = _active.contexts[0]
@@ -210,16 +192,16 @@ class _Second(AbstractContextManager[None]):
 class _RunningAgain:
     """One second pass."""
 
-    def __init__(self, record: _Record) -> None:
+    def __init__(self, first: _First) -> None:
         self.hooks = top_hooks()
-        self._record, self._position = record, 0
-        self._before: dict[int, tuple[nn.Module, Any]] = {}
+        self._first, self._position = first, 0
+        self._before: dict[nn.Module, Any] = {}
 
     def next(self, layer: nn.Module) -> _Call | None:
         """What the next call decided; None where the first pass has not come so far: backward runs in the
         middle of it."""
-        calls, at = self._record.calls, self._position
-        if at == len(calls) and not self._record.is_complete:
+        calls, at = self._first.calls, self._position
+        if at == len(calls) and not self._first.is_complete:
             return None
         self._position += 1
         if at >= len(calls) or calls[at].layer is not layer:
@@ -229,24 +211,23 @@ class _RunningAgain:
                 "function checkpointed with pmoe.checkpoint_contexts must call the same layers in the same "
                 "order when it is run again"
             )
-        if calls[at].has_failed or calls[at].tokens is None:
+        if calls[at].decided is None or calls[at].tokens is None:
             raise RuntimeError(
                 f"call {at + 1} of a MoELayer in recomputation repeats one that raised an error: a function "
                 "checkpointed with pmoe.checkpoint_contexts must not go on after that"
             )
-        if id(layer) not in self._before:
-            self._before[id(layer)] = (layer, layer.last)
+        self._before.setdefault(layer, layer.last)
         return calls[at]
 
     def put_back(self) -> None:
-        for layer, last in self._before.values():
+        for layer, last in self._before.items():
             layer.last = last
 
 
 def routing_is_kept() -> bool:
     """Whether the routing is recorded for the only checkpoint that may run a call again."""
     last = _active.contexts[-1] if _active.contexts else None
-    return isinstance(last, _First) and not last.record.is_inside and not _in_another_checkpoint(last.hooks)
+    return isinstance(last, _First) and not last.is_inside and not _in_another_checkpoint(last.hooks)
 
 
 def _in_another_checkpoint(own: SavedHooks | None) -> bool:

@@ -11,21 +11,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from pmoe.engine.lanes import watchers
-from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """When one task ran: seconds on a clock that all tasks of a journal share."""
-
-    direction: str
-    name: str
-    kind: Kind
-    chunk: int
-    lane: Lane
-    start: float
-    end: float
+from pmoe.engine.lanes import Action, watchers
+from pmoe.planner.timeline import Span
+from pmoe.schedule.tasks import Schedule, Task
 
 
 @dataclass(frozen=True)
@@ -49,12 +37,9 @@ class Journal:
     def last(self, of: object, direction: str) -> list[Span] | None:
         """The spans of the last pass of ``of`` in a direction; None where there was none."""
         found = (each for each in reversed(self.passes) if each.of is of and each.direction == direction)
-        last = next(found, None)
-        return None if last is None else last.spans
+        return next((each.spans for each in found), None)
 
-    def watch(
-        self, schedule: Schedule, act: Callable[[Task], dist.Work | None], device: torch.device, of: object
-    ) -> Callable[[Task], dist.Work | None]:
+    def watch(self, schedule: Schedule, act: Action, device: torch.device, of: object) -> Action:
         """``act`` with its start and end noted: by events on CUDA, by the clock on the CPU."""
         noted = RecordedPass(of, schedule.direction)
         self.passes.append(noted)
@@ -81,11 +66,8 @@ class Journal:
             end.record()
             if not hasattr(self, "_origin"):
                 self._origin = start
-            self._unfilled.append(
-                lambda: note(
-                    task, self._origin.elapsed_time(start) / 1e3, self._origin.elapsed_time(end) / 1e3
-                )
-            )
+            since = self._origin.elapsed_time
+            self._unfilled.append(lambda: note(task, since(start) / 1e3, since(end) / 1e3))
             return None
 
         def on_cpu(task: Task) -> dist.Work | None:
@@ -108,11 +90,6 @@ class Journal:
 
         return on_cuda if device.type == "cuda" else on_cpu
 
-    def fill(self) -> None:
-        for fill in self._unfilled:
-            fill()
-        self._unfilled.clear()
-
 
 @contextlib.contextmanager
 def recording() -> Iterator[Journal]:
@@ -128,4 +105,6 @@ def recording() -> Iterator[Journal]:
         watchers.remove(journal)  # blocks may end in any order
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        journal.fill()
+        for fill in journal._unfilled:
+            fill()
+        journal._unfilled.clear()

@@ -4,8 +4,6 @@ A checkpoint keeps nothing of what a forward pass saves and runs that pass again
 Tokens that are routed again may go elsewhere: for dropout before the gate, for noise in it, for one rounding.
 Under `pmoe.checkpoint_contexts` (pmoe/engine/recompute.py) the second pass replays the first one's decision;
 under any other checkpoint `pmoe.engine.rerouting` notices where the gate decides otherwise.
-
-Letters: T tokens, M = d_model.
 """
 
 from __future__ import annotations
@@ -28,11 +26,6 @@ class Replay:
 
     is_replay = False
     """Whether all was decided in a first pass."""
-
-    @property
-    def recorded(self) -> Any:
-        """What `once` gives in a second pass."""
-        raise AssertionError("nothing is recorded: this is no second pass")
 
     def once(self, decide: Callable[[], V]) -> V:
         """decide(), hidden from checkpoints, or what it gave in the first pass."""

@@ -1,7 +1,4 @@
-"""Routing that is decided again under a checkpoint: whether it is what it was, known by hashes.
-
-Letters: T tokens.
-"""
+"""Routing that is decided again under a checkpoint: whether it is what it was, known by hashes."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pmoe.comm.counts import FAULTS, Fault, FaultError
+from pmoe.comm.counts import Fault, FaultError
 from pmoe.engine.gate_graph import is_capturing
 from pmoe.engine.recompute import routing_is_kept
 from pmoe.engine.replay import hidden_from_checkpoints
@@ -81,7 +78,7 @@ def refuse_changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor |
     with hidden_from_checkpoints():
         has_changed = changed is not None and bool(changed)
     if has_changed:
-        raise FaultError(Fault.RECOMPUTED, FAULTS[Fault.RECOMPUTED])
+        raise FaultError(Fault.RECOMPUTED, Fault.RECOMPUTED.text)
 
 
 @torch.no_grad()

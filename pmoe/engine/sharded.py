@@ -1,7 +1,5 @@
 """Passes of experts that are sharded over the ranks of a node (FSMoE's ESP): behind S the ranks inside give
 each other what came (AG), before R they sum what each made of it (RS).
-
-Letters: as in `pmoe.engine.passes`.
 """
 
 from __future__ import annotations
@@ -60,15 +58,13 @@ class ShardedForward(_Sharded, Forward):
         return {**super().actions(), Kind.SHARE_WEIGHTS: self.share_weights}
 
     def scalar(self, sent: Tensor) -> Scalars:
-        assert self.cut.weights is not None
-        own = sum(self.cut.weights.recv)
+        own = sum(self.journey.recv)
         copies = sent.new_empty(self.sharing.copies(own))
         return Scalars(sent, sent.new_empty(own), sent.new_empty(self.cut.num_received), copies)
 
     def share_weights(self, _: int) -> None:
-        assert self.cut.weights is not None
         for each in self.scalars:
-            self.sharing.all_gather(each.own, each.arrived, self.cut.weights.gathered, each.copies)
+            self.sharing.all_gather(each.own, each.arrived, self.journey.gathered, each.copies)
 
 
 class ShardedBackward(_Sharded, Backward):
@@ -76,8 +72,7 @@ class ShardedBackward(_Sharded, Backward):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
         super().__init__(plan, grad_TM, saved)
-        assert self.cut.weights is not None
-        own = sum(self.cut.weights.recv)
+        own = sum(self.journey.recv)
         self.grad_weight_leaving = self.grad_weight_rows.new_empty(own)
         self.grad_weight_parts = self.grad_weight_rows.new_empty(own * self.sharing.inside.size)
 
@@ -90,10 +85,5 @@ class ShardedBackward(_Sharded, Backward):
 
     def sum_weights(self, _: int) -> None:
         """Each shard made a part of the inner products that are the routing weights' gradients."""
-        assert self.cut.weights is not None
-        self.sharing.reduce_scatter(
-            self.grad_weight_gathered,
-            self.grad_weight_leaving,
-            self.cut.weights.gathered,
-            self.grad_weight_parts,
-        )
+        leaving, parts = self.grad_weight_leaving, self.grad_weight_parts
+        self.sharing.reduce_scatter(self.grad_weight_gathered, leaving, self.journey.gathered, parts)

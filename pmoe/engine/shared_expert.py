@@ -1,7 +1,4 @@
-"""The shared expert's tasks: it computes all tokens of its rank, none of which travels.
-
-Letters: as in `pmoe.engine.passes`.
-"""
+"""The shared expert's tasks: it computes all tokens of its rank, none of which travels."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmoe.engine.backward_pass import Backward, SavedForBackward, gradient_sums
+from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Kept, Pass, Unit
-from pmoe.engine.plan import Plan
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.tasks import Kind
@@ -61,16 +57,11 @@ class ForwardWithSharedExpert(_WithSharedExpert, Forward):
                 keep=self.keep,
             )
         if self.keep:
-            self.kept[SHARED] = Kept(hidden=hidden)
+            self.left.kept[SHARED] = Kept(hidden=hidden)
 
 
 class BackwardWithSharedExpert(_WithSharedExpert, Backward):
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
-        super().__init__(plan, grad_TM, saved)
-        self.shared_sums = gradient_sums(
-            self.saved.inputs.shared_parameters, self.wanted.shared_parameters, contributions=1
-        )
-        self.shared_pending: Any = None
+    shared_pending: Any
 
     def actions(self) -> Actions:
         return {

@@ -7,13 +7,18 @@ Letters of this folder: N rows, E experts of this rank, M = d_model, H = d_hidde
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from pmoe.experts.base import WHOLE, Experts, Shard
+import torch
+
+from pmoe.experts.base import Experts, Shard
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.stacked import StackedExperts
 
 __all__ = ["Experts", "FFNExperts", "Shard", "StackedExperts", "make_stacked"]
+
+T = TypeVar("T")
 
 
 def make_stacked(
@@ -23,15 +28,39 @@ def make_stacked(
     num_local_experts: int,
     activation: str,
     bias: bool,
-    shard: Shard = WHOLE,
     **options: Any,
 ) -> StackedExperts:
     """Experts by the name of their kind, uninitialised. Raises ValueError for another name."""
     sizes = (d_model, d_hidden, num_local_experts)
     if kind == "ffn":
-        return FFNExperts(*sizes, activation=activation, bias=bias, shard=shard, **options)
+        return FFNExperts(*sizes, activation=activation, bias=bias, **options)
     if kind == "swiglu":
         from pmoe.experts.swiglu import SwiGLUExperts
 
-        return SwiGLUExperts(*sizes, bias=bias, shard=shard, **options)
+        return SwiGLUExperts(*sizes, bias=bias, **options)
     raise ValueError(f"expert ({kind!r}) must be ffn, swiglu, or a callable that builds a module")
+
+
+def initialise(experts: StackedExperts, *, first_expert: int) -> None:
+    """Fills the stacked parameters; local expert i is global expert first_expert + i."""
+    count = 0 if experts.w1.is_meta else experts.num_local_experts
+    seeded(experts.initialise_expert, first_expert=first_expert, count=count)
+
+
+def seeded(draw: Callable[[int], T], *, first_expert: int, count: int) -> list[T]:
+    """draw(i) of each local expert i, the default generators at a seed of its global expert's own.
+
+    So its values are the same whatever the number of ranks. Every rank draws one number from the default
+    generator of the CPU: a model built under one seed on all ranks stays in step.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))  # not what torch.device("meta") would make of it
+    drawn = []
+    for i in range(count):
+        # torch.manual_seed would seed CUDA's generator for good: it takes part where CUDA is in use already.
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.default_generator.manual_seed(seed + first_expert + i)
+            if devices:
+                torch.cuda.manual_seed(seed + first_expert + i)
+            drawn.append(draw(i))
+    return drawn

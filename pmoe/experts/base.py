@@ -105,11 +105,10 @@ class Experts(nn.Module, abc.ABC):
         ``num_copies`` on b2 where experts are split: it is whole, with the same gradient, on that many ranks.
         Whatever makes new Parameter objects (copying, unpickling, to_empty, load_state_dict with assign=True)
         loses the marks, and is followed by this. Raises ValueError where they are no DTensors any more."""
-        shard: Shard = getattr(self, "shard", WHOLE)
         for name, parameter in self.named_parameters() if self.is_parallel else ():
             parameter.allreduce = False  # type: ignore[attr-defined]
-            if name == "b2" and shard.count > 1:
-                parameter.num_copies = shard.count  # type: ignore[attr-defined]
+            if name == "b2" and self.shard.count > 1:
+                parameter.num_copies = self.shard.count  # type: ignore[attr-defined]
             if self.is_parallelized and self.hidden_dims() is not None and not hasattr(parameter, "to_local"):
                 raise ValueError(
                     f"{name} (a plain tensor, assigned) must be a DTensor, as in the state dict of a "

@@ -30,7 +30,6 @@ class Shelf:
     own_storages: frozenset[int]
     rows: Tensor | None = None
     tensors: list[Tensor] = field(default_factory=list)
-    constants: list[Tensor] = field(default_factory=list)
     rows_changed: bool = False
     _known: dict[Any, int] = field(default_factory=dict)
     _versions: list[int] = field(default_factory=list)
@@ -150,7 +149,5 @@ def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Se
     assert graph.output is not None
     # The graph is retained because the caller may run backward again; it goes with the context.
     into: list[Any] = [graph.rows, *(each for each in wanted if each.requires_grad)]
-    found = torch.autograd.grad(graph.output, into, grad_output, retain_graph=True, allow_unused=True)
-    of_rows, *others = found
-    every = iter(others)
-    return [of_rows, *(next(every) if each.requires_grad else None for each in wanted)]
+    found = iter(torch.autograd.grad(graph.output, into, grad_output, retain_graph=True, allow_unused=True))
+    return [next(found), *(next(found) if each.requires_grad else None for each in wanted)]

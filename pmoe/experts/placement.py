@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def keep_part(stacked: StackedExperts, dims: Mapping[str, int | None], experts: slice, shard: Shard) -> None:
-    """As `pmoe.experts.base.Experts.keep`. dims: of `hidden_dims`."""
+def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
+    """As `pmoe.experts.base.Experts.keep`."""
     count, width = experts.stop - experts.start, stacked.all_hidden // shard.count
-    for name, dim in dims.items():
+    for name, dim in (stacked.hidden_dims() or {}).items():
         whole = getattr(stacked, name)
         parts = stacked.hidden_factor if dim == 1 else 1
         shape = [count, *whole.shape[1:]]
@@ -91,11 +90,10 @@ class Local(torch.autograd.Function):
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a gradient, as its parameter lies over the ranks."""
-    if not hasattr(like, "to_local"):
-        return gradient
     from torch.distributed.tensor import DTensor
 
-    assert isinstance(like, DTensor)
+    if not isinstance(like, DTensor):
+        return gradient
     return DTensor.from_local(
         gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

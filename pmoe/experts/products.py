@@ -131,15 +131,7 @@ def expert_input_gradient(
     way = choice("input", grad_NO, weight_EOI, groups, None, out) if way is None else way
     if way == PMOE:
         return grouped_gemm.input_gradient(grad_NO, weight_EOI, groups.ends_E, out=out)
-    if way == GROUPED_MM:
-        result = F.grouped_mm(grad_NO, weight_EOI, offs=groups.ends_E)
-        return result.contiguous() if out is None else out.copy_(result)
-    if out is None:
-        out = grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2])
-    weight_OI = weight_EOI.unbind()
-    for expert, (grad, result) in groups.parts(grad_NO, out):
-        torch.mm(grad, weight_OI[expert], out=result)
-    return out
+    return expert_product(grad_NO, weight_EOI.transpose(1, 2), groups, out=out, way=way)
 
 
 class GradientSum:
@@ -163,28 +155,23 @@ class GradientSum:
     def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, way: str | None = None) -> None:
         """total[e] += grad[rows of e]^T @ rows[rows of e]. way: as in `expert_product`."""
         way = choice("weight", grad_NO, rows_NI, groups, None, self.total) if way is None else way
-        if way == PMOE:
-            if self._first or self.total.dtype == torch.float32:  # straight into its place, rounded once
-                grouped_gemm.weight_gradient(
-                    grad_NO, rows_NI, groups.ends_E, out=self.total, accumulate=not self._first
-                )
-                self._first = False
-            else:
-                self.add(grouped_gemm.weight_gradient(grad_NO, rows_NI, groups.ends_E))
-            return
-        if way == GROUPED_MM:
-            self.add(_without_empty(F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends_E), groups))
-            return
-        if self._first and 0 in groups.counts:
-            self.total.zero_()
-        for expert, (grad, rows) in groups.parts(grad_NO, rows_NI):
-            total = self._of_expert[expert]
-            if total.dtype == rows.dtype:
-                total.addmm_(grad.t(), rows, beta=0.0 if self._first else 1.0)
-            elif self._first:
-                total.copy_(grad.t() @ rows)
-            else:
-                total.add_(grad.t() @ rows)
+        if way == PMOE and (self._first or self.total.dtype == torch.float32):
+            grouped_gemm.weight_gradient(  # straight into its place, rounded once
+                grad_NO, rows_NI, groups.ends_E, out=self.total, accumulate=not self._first
+            )
+        elif way != LOOP:
+            self.add(_weight_gradient(way, grad_NO, rows_NI, groups))
+        else:
+            if self._first and 0 in groups.counts:
+                self.total.zero_()
+            for expert, (grad, rows) in groups.parts(grad_NO, rows_NI):
+                total = self._of_expert[expert]
+                if total.dtype == rows.dtype:
+                    total.addmm_(grad.t(), rows, beta=0.0 if self._first else 1.0)
+                elif self._first:
+                    total.copy_(grad.t() @ rows)
+                else:
+                    total.add_(grad.t() @ rows)
         self._first = False
 
     def add_bias(self, grad_NO: Tensor, groups: RowGroups) -> None:
@@ -193,13 +180,8 @@ class GradientSum:
             # A product with a column of ones sums in a fixed order; scattered atomic adds would not.
             ones = grad_NO.new_ones(grad_NO.shape[0], 8)
             way = choice("weight", grad_NO, ones, groups)
-            if way == PMOE:
-                summed = grouped_gemm.weight_gradient(grad_NO, ones, groups.ends_E)
-                self.add(summed[..., 0])
-                return
-            if way == GROUPED_MM:
-                summed = F.grouped_mm(grad_NO.t(), ones, offs=groups.ends_E)
-                self.add(_without_empty(summed, groups)[..., 0])
+            if way != LOOP:
+                self.add(_weight_gradient(way, grad_NO, ones, groups)[..., 0])
                 return
         if self._first and 0 in groups.counts:
             self.total.zero_()
@@ -226,9 +208,12 @@ class GradientSum:
         return self.total.to(self._dtype)
 
 
-def _without_empty(per_expert: Tensor, groups: RowGroups) -> Tensor:
-    """per_expert with zeros where an expert has no rows: some devices leave those untouched."""
+def _weight_gradient(way: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> Tensor:
+    """(E, O, I), by one launch of pmoe's or of torch's."""
+    if way == PMOE:
+        return grouped_gemm.weight_gradient(grad_NO, rows_NI, groups.ends_E)
+    found = F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends_E)
     for expert, count in enumerate(groups.counts):
         if count == 0:
-            per_expert[expert].zero_()
-    return per_expert
+            found[expert].zero_()  # some devices leave it untouched
+    return found

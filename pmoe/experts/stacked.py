@@ -11,17 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_flag
-from pmoe.experts.base import (
-    WHOLE,
-    Allocate,
-    Experts,
-    Hidden,
-    Runs,
-    Shard,
-    fresh,
-    local_part,
-    row_dot,
-)
+from pmoe.experts.base import WHOLE, Allocate, Experts, Hidden, Runs, Shard, fresh, local_part, row_dot
 from pmoe.experts.products import (
     GradientSum,
     RowGroups,
@@ -105,11 +95,9 @@ class StackedExperts(Experts):
     def keep(self, experts: slice, shard: Shard) -> None:
         from pmoe.experts.placement import keep_part
 
-        dims = self.hidden_dims()
-        if dims is None:
+        if self.hidden_dims() is None:
             super().keep(experts, shard)  # raises
-            return
-        keep_part(self, dims, experts, shard)
+        keep_part(self, experts, shard)
 
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:
@@ -180,27 +168,11 @@ class StackedExperts(Experts):
     ) -> tuple[Tensor, Hidden | None]:
         space = fresh(rows_NM) if space is None else space
         w1, w2, b1, b2 = self.weights(parameters)
-        hidden_NG, active_NH = self._activated(rows_NM, groups, w1, b1, space, keep)
-        out = space("T_DO", rows_NM.shape[0], w2.shape[1]) if out is None else out
-        expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
-        return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
-
-    def _activated(
-        self,
-        rows_NM: Tensor,
-        groups: RowGroups,
-        w1: Tensor,
-        b1: Tensor | None,
-        space: Allocate,
-        keep: bool,
-    ) -> tuple[Tensor | None, Tensor]:
-        """(T_M where it is kept, the activated hidden), by one launch of pmoe's kernels where they are taken:
-        there a T_M that is not kept is never stored."""
         num_rows, num_hidden = rows_NM.shape[0], self.num_hidden
         in_place = not keep and self._activates_in_place(rows_NM.device.type)
+        # One launch of pmoe's kernels never stores a T_M that is not kept.
         fused = self._fused("forward", rows_NM, w1, groups, b1)
-        stored = keep or in_place or fused is None
-        hidden_NG = space("T_M", num_rows, w1.shape[1]) if stored else None
+        hidden_NG = space("T_M", num_rows, w1.shape[1]) if keep or in_place or fused is None else None
         if in_place and hidden_NG is not None:
             active_NH = _first(hidden_NG, num_hidden, 1)
         else:
@@ -214,7 +186,11 @@ class StackedExperts(Experts):
             assert hidden_NG is not None
             expert_product(rows_NM, w1, groups, b1, out=hidden_NG)
             self.activate(hidden_NG, active_NH)
-        return hidden_NG if keep else None, active_NH
+        if not keep:
+            hidden_NG = None  # what follows may take its memory
+        out = space("T_DO", num_rows, w2.shape[1]) if out is None else out
+        expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
+        return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
 
     def _fused(
         self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pmoe.experts.activations import ACTIVATIONS
+from pmoe.experts.ffn import ACTIVATIONS
 from pmoe.experts.stacked import StackedExperts
 
 

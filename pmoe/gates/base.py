@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_count, check_int, check_not_negative
+from pmoe.arguments import check_count, check_flag, check_int, check_not_negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +108,6 @@ def check_sizes(d_model: int, num_experts: int, top_k: int) -> None:
         raise ValueError(f"top_k ({top_k}) must be between 1 and num_experts ({num_experts})")
 
 
-def check_normalize(normalize: bool | None) -> None:
-    if normalize is not None and not isinstance(normalize, bool):
-        raise TypeError(f"normalize ({normalize!r}) must be None, True or False")
-
-
-def router_weight(
-    rows: int, columns: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> nn.Parameter:
-    """(rows, columns), see `draw_router_weight`."""
-    weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
-    draw_router_weight(weight)
-    return weight
-
-
 def draw_router_weight(weight: nn.Parameter) -> None:
     """Uniform within 1 / sqrt(columns), as `torch.nn.Linear` begins."""
     bound = 1 / math.sqrt(weight.shape[1])
@@ -154,11 +140,13 @@ class TopKRouter(Gate):
         super().__init__()
         self.check_options(top_k, normalize)
         check_sizes(d_model, num_experts, top_k)
-        check_normalize(normalize)
+        check_flag("normalize", normalize, or_none=True)
         check_not_negative(z_loss_weight=z_loss_weight)
         self.top_k, self.z_loss_weight = top_k, z_loss_weight
         self.normalize = self.normalizes and top_k > 1 if normalize is None else normalize
-        self.make_parameters(router_weight(num_experts, d_model, device, dtype))
+        weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        draw_router_weight(weight)
+        self.make_parameters(weight)
 
     def check_options(self, top_k: int, normalize: bool | None) -> None:
         """Raises ValueError for what a subclass does not take."""

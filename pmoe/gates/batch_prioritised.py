@@ -5,14 +5,15 @@ that need it most, not to the first ones.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmoe.arguments import check_positive
 from pmoe.gates.base import Routing
+from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.gates.topk import TopKGate
-from pmoe.gates.whole_batch import rows_for_each_expert
 
 
 class BatchPrioritisedGate(TopKGate):
@@ -24,10 +25,9 @@ class BatchPrioritisedGate(TopKGate):
     drops. capacity_factor None keeps everything (``keep`` is None). Weights are usually left unnormalised:
     normalize=False.
 
-    partition "none": tokens compete for capacity within the batch, so a part would keep other rows. The gate
-    itself says what capacity keeps; the layer drops nothing more.
+    partition "none": tokens compete for capacity within the batch. The layer drops nothing more.
 
-    Raises ValueError as `TopKGate` does, and for a capacity_factor that is not positive.
+    Raises ValueError for a capacity_factor that is not positive.
     """
 
     partition = "none"
@@ -46,24 +46,20 @@ class BatchPrioritisedGate(TopKGate):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(capacity_factor=capacity_factor)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(
-            d_model,
-            num_experts,
-            top_k,
-            normalize=normalize,
-            z_loss_weight=z_loss_weight,
-            device=device,
-            dtype=dtype,
+            d_model, num_experts, top_k, normalize=normalize, z_loss_weight=z_loss_weight, **options
         )
         self.capacity_factor = capacity_factor
 
     def forward(self, x_TM: Tensor) -> Routing:
-        routing, probability_TE = self._decide(x_TM)
+        routing = super().forward(x_TM)
         if self.capacity_factor is None:
             return routing
+        assert routing.logits is not None
         num_experts = self.weight.shape[0]
-        capacity = rows_for_each_expert(self.capacity_factor, x_TM.shape[0], self.top_k, num_experts)
-        priority_T = probability_TE.detach().amax(-1)
+        capacity = expert_capacity(self.capacity_factor, x_TM.shape[0], self.top_k, num_experts)
+        priority_T = routing.logits.detach().softmax(-1).amax(-1)
         return replace(routing, keep=keep_by_priority(routing.expert, priority_T, capacity, num_experts))
 
     def extra_repr(self) -> str:
@@ -75,18 +71,7 @@ def keep_by_priority(expert_TK: Tensor, priority_T: Tensor, capacity: int, num_e
     the highest, then of token (Algorithm 2)."""
     order_T = priority_T.argsort(descending=True, stable=True)
     queue = expert_TK[order_T].t().reshape(-1)  # (K * T): all first choices come before the second ones
-    keep_KT = (_place_in_queue(queue, num_experts) < capacity).view(expert_TK.shape[1], -1)
+    keep, _ = within_capacity(queue, capacity, queue.new_zeros(num_experts))
     keep_TK = torch.empty_like(expert_TK, dtype=torch.bool)
-    keep_TK[order_T] = keep_KT.t()
+    keep_TK[order_T] = keep.view(expert_TK.shape[1], -1).t()
     return keep_TK
-
-
-def _place_in_queue(queue: Tensor, num_experts: int) -> Tensor:
-    """How many earlier entries name the same expert. Example: 1, 0, 1, 1 -> 0, 0, 1, 2."""
-    order = queue.argsort(stable=True)
-    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=queue.device)
-    counts_E.scatter_add_(0, queue, torch.ones_like(queue))
-    first_E = counts_E.cumsum(0) - counts_E
-    place = torch.empty_like(queue)
-    place[order] = torch.arange(queue.numel(), device=queue.device) - first_E[queue[order]]
-    return place

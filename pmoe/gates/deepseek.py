@@ -30,33 +30,25 @@ class DeepSeekGate(TopKRouter):
     `update_bias`, counted before any capacity drops.
 
     Args:
-        num_groups, top_groups: the experts are ``num_groups`` equal runs of neighbours; a token goes to
-            experts of its ``top_groups`` best runs only, by the sum of the two best biased scores in each
-            (node-limited routing).
+        num_groups, top_groups: the experts are ``num_groups`` equal runs of neighbours; a token goes only to
+            its ``top_groups`` best runs, by the sum of the two best biased scores in each.
         routed_scaling: what the weights sum to; 2.5 is usual with this gate.
         update_speed: gamma, by how much one `update_bias` moves a bias.
-        sequence_length: rows of x that are one sequence, the last may be shorter; None takes the rank's
-            whole batch as one.
-        normalize: False leaves the weights as the sigmoids. None means top_k > 1, because a single normalised
-            weight is a constant and the gate would never learn from the task.
+        sequence_length: rows of x that are one sequence, the last may be shorter; None takes the whole batch.
+        normalize: False leaves the weights as the sigmoids; None means top_k > 1, as in `TopKGate`.
         z_loss_weight: adds that much of `router_z_loss` to the auxiliary loss.
 
     The auxiliary loss is the complementary sequence-wise one (Eq. 17-20) without its factor alpha, averaged
-    over sequences: E * sum_e f_e P_e, f_e the share of choices that e would have got without bias and groups,
-    P_e its mean share of a token's sigmoids. It is 1 where even, like the losses of other gates; a usual
-    alpha is 0.0001. Computed in float32, or in float64 where the tokens are.
+    over sequences (`sequence_balance_loss`), of the choices that bias and groups would not change. It is 1
+    where even, like the losses of other gates; a usual alpha is 0.0001.
 
     Call `update_bias` once an optimizer step. Recomputation under activation checkpointing counts each choice
-    twice (once under `pmoe.checkpoint_contexts`), which is harmless as long as it is so for all forwards
-    between two updates: only the sign of the difference from the mean counts.
-    `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False, or it overwrites the ranks'
-    loads with rank 0's.
+    twice (once under `pmoe.checkpoint_contexts`): harmless where it is so for all forwards between two
+    updates. `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False, or it overwrites
+    the ranks' loads with rank 0's.
 
-    partition "tokens": with the bias as it stands each token is routed alone. Capacity is the layer's.
-
-    Raises ValueError for top_k outside 1..num_experts or above the experts of top_groups groups, sizes below
-    1, num_groups that do not divide num_experts, top_groups above num_groups, a routed_scaling that is not
-    positive, a negative update_speed or z_loss_weight.
+    Raises ValueError for top_k above the experts of top_groups groups, num_groups that do not divide
+    num_experts, top_groups above num_groups, a routed_scaling that is not positive, a negative update_speed.
     """
 
     saved_scores = 3
@@ -114,7 +106,8 @@ class DeepSeekGate(TopKRouter):
             if self.z_loss_weight:
                 l_aux = l_aux + self.z_loss_weight * router_z_loss(logits_TE)
         if self.training:
-            self._count(expert_TK)
+            chosen = expert_TK.reshape(-1)
+            self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
         weight_TK = weight_TK * self.routed_scaling
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
@@ -144,11 +137,6 @@ class DeepSeekGate(TopKRouter):
         group = top_indices(group_score_TG, self.top_groups)
         outside_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(-1, group, False)
         return grouped_TGX.masked_fill(outside_TG.unsqueeze(-1), -math.inf).view(num_tokens, num_experts)
-
-    @torch.no_grad()
-    def _count(self, expert_TK: Tensor) -> None:
-        chosen = expert_TK.reshape(-1)
-        self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSeekGate:
         """Moves the module as ever, but leaves the bias in float32: in bfloat16, steps of 0.001 would be lost

@@ -5,6 +5,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pmoe.gates.base import Gate, Routing, at_least_float32, check_sizes
+
+
+class DrawnGate(Gate):
+    """K distinct experts a token, each with weight 1 / K. It has no parameters; ``device`` and ``dtype`` are
+    taken as of any gate.
+
+    Weights are float32, or float64 where the tokens are, and need no gradient. l_aux is the constant 0:
+    nothing here could learn from it.
+    """
+
+    saved_scores = 0
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int = 1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model, num_experts, top_k)
+        self.num_experts, self.top_k = num_experts, top_k
+
+    def routed(self, x_TM: Tensor, draw_TK: Tensor) -> Routing:
+        """Of the tokens x_TM (T, M) by independent draws (T, K), see `distinct`."""
+        weight_TK = at_least_float32(x_TM.new_full(draw_TK.shape, 1.0)) / self.top_k
+        expert_TK = distinct(draw_TK, self.num_experts)
+        return Routing(expert=expert_TK, weight=weight_TK, l_aux=weight_TK.new_zeros(()))
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.top_k}"
+
 
 def distinct(draw_TK: Tensor, num_experts: int) -> Tensor:
     """K distinct experts of each token from K independent draws, non-negative int64 much larger than E.

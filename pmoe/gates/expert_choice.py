@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pmoe.arguments import check_one_of, check_positive
-from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, router_weight
+from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight
+from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
-from pmoe.gates.whole_batch import attached_zero, rows_for_each_expert
 
 
 class ExpertChoiceGate(Gate):
@@ -28,20 +28,16 @@ class ExpertChoiceGate(Gate):
         capacity_factor: scales C; None means 1.
         normalize_over: "experts": scores S = softmax over a token's experts, of which each expert takes the
             largest, and the weights are S (2202.09368, Eq. 2-3). "tokens": Softmax(KeepTopK((x Wg)^T, C))
-            as FSMoE writes it (section 2.1): each expert takes the tokens with the largest products, and the
-            weights are a softmax over the tokens that it took; they sum to 1 an expert. Where C is 1, that is
-            the constant 1, and the gate learns nothing.
+            as FSMoE writes it (section 2.1): each expert takes the largest products, and the weights are a
+            softmax over the tokens that it took, which is the constant 1 where C is 1.
 
     The routing has a row for each pair of token and expert: ``token`` (S,) ascending, within a token by
-    expert; ``expert`` (S, 1), ``weight`` (S, 1). Its shapes depend on T only. Computed in float32, or in
-    float64 where the tokens are.
+    expert; ``expert`` (S, 1), ``weight`` (S, 1). Its shapes depend on T only.
 
-    partition "none": tokens compete for an expert within the batch, so what else is in the batch, later
-    tokens of the same sequence included, decides; a part would be routed differently. The gate itself says
-    what capacity keeps; the layer drops nothing more.
+    partition "none": tokens compete within the batch, later tokens of the same sequence included. The layer
+    drops nothing more.
 
-    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a capacity_factor that is not positive,
-    an unknown normalize_over.
+    Raises ValueError for a capacity_factor that is not positive, an unknown normalize_over.
     """
 
     partition = "none"
@@ -64,7 +60,8 @@ class ExpertChoiceGate(Gate):
         check_positive(capacity_factor=capacity_factor)
         check_one_of("normalize_over", normalize_over, ("experts", "tokens"))
         self.top_k, self.capacity_factor, self.normalize_over = top_k, capacity_factor, normalize_over
-        self.weight = router_weight(num_experts, d_model, device, dtype)
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         draw_router_weight(self.weight)
@@ -75,7 +72,7 @@ class ExpertChoiceGate(Gate):
     def rows_an_expert(self, num_tokens: int) -> int:
         """C."""
         factor = 1.0 if self.capacity_factor is None else self.capacity_factor
-        capacity = rows_for_each_expert(factor, num_tokens, self.top_k, self.weight.shape[0])
+        capacity = expert_capacity(factor, num_tokens, self.top_k, self.weight.shape[0])
         return min(num_tokens, capacity)
 
     def forward(self, x_TM: Tensor) -> Routing:
@@ -89,12 +86,13 @@ class ExpertChoiceGate(Gate):
             else:
                 chosen_TE = best_tokens(logits_TE, rows)
                 score_TE = logits_TE.masked_fill(~chosen_TE, -math.inf).softmax(0)
-            place_S = _places(chosen_TE, rows * num_experts)
+            # As t * E + e, ascending. Their number is known: nonzero would wait for the GPU to count them.
+            place_S = torch.nonzero_static(chosen_TE.reshape(-1), size=rows * num_experts).squeeze(1)
             weight_S1 = score_TE.reshape(-1).index_select(0, place_S).unsqueeze(1)
         return Routing(
             expert=(place_S % num_experts).unsqueeze(1),
             weight=weight_S1,
-            l_aux=attached_zero(logits_TE),
+            l_aux=logits_TE[:0].sum(),  # 0 on the graph, also where they are not finite
             logits=logits_TE,
             token=place_S // num_experts,
         )
@@ -121,13 +119,3 @@ def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
     tied_ET = score_ET == last_E1
     room_E1 = rows - above_ET.sum(-1, keepdim=True)
     return (above_ET | (tied_ET & (tied_ET.cumsum(-1) <= room_E1))).t()
-
-
-def _places(chosen_TE: Tensor, num_rows: int) -> Tensor:
-    """(S,) ascending: where chosen is true, as t * E + e. S is known, so this needs no nonzero, which waits
-    for the GPU."""
-    chosen = chosen_TE.reshape(-1)
-    row = (chosen.cumsum(0) - 1).masked_fill(~chosen, num_rows)
-    places = torch.zeros(num_rows + 1, dtype=torch.int64, device=chosen.device)
-    places.scatter_(0, row, torch.arange(chosen.numel(), device=chosen.device))  # the last takes all others
-    return places[:num_rows]

@@ -6,35 +6,27 @@ import torch
 from torch import Tensor
 
 from pmoe.arguments import check_int
-from pmoe.gates.base import Gate, Routing, at_least_float32, check_sizes
-from pmoe.gates.draws import distinct
+from pmoe.gates.base import Routing
+from pmoe.gates.draws import DrawnGate
 
-WORD = (1 << 64) - 1
-# The steps of SplitMix64 (Steele, Lea and Flood 2014): its increment, and two factors that mix.
-INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+WORD = 1 << 64
+# The steps of SplitMix64 (Steele, Lea and Flood 2014), as int64: its increment, and two factors that mix.
+INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15 - WORD, 0xBF58476D1CE4E5B9 - WORD, 0x94D049BB133111EB - WORD
 
 
-class HashGate(Gate):
-    """The experts of token id i are K distinct ones, a fixed pseudo-random function of (i, seed), each with
-    weight 1 / K: random hashing (section 3.1), with one expert for top_k = 1, several for more. It has no
-    parameters and needs no vocabulary size: ids may be any int64, negative ones included. The same on every
-    rank, device and version of Python or torch, in training and in eval mode.
+class HashGate(DrawnGate):
+    """As `DrawnGate`; the experts of token id i are a fixed pseudo-random function of (i, seed): random
+    hashing (section 3.1), with one expert for top_k = 1, several for more. It needs no vocabulary size: ids
+    may be any int64, negative ones included. The same on every rank, device and version of Python or torch,
+    in training and in eval mode.
 
     seed: any int. Give the layers of a model different ones, or they all group ids alike. It is not in the
-    state dict.
+    state dict. How even the load is depends on how often each id comes.
 
-    Weights are float32, or float64 where the tokens are, and need no gradient. l_aux is the constant 0:
-    nothing here could learn from it. How even the load is depends on how often each id comes.
-
-    partition "tokens": each token is routed alone. Capacity is the layer's. ``device`` and ``dtype`` are
-    taken as of any gate; there is nothing to place.
-
-    Raises ValueError for top_k outside 1..num_experts or sizes below 1; at the call, ValueError where
-    token_ids_T is not (T,), not int64 or not on the tokens' device.
+    Raises ValueError at the call where token_ids_T is not (T,), not int64 or not on the tokens' device.
     """
 
     needs_token_ids = True
-    saved_scores = 0
 
     def __init__(
         self,
@@ -46,52 +38,36 @@ class HashGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes(d_model, num_experts, top_k)
+        super().__init__(d_model, num_experts, top_k)
         check_int(seed=seed)
-        self.num_experts, self.top_k, self.seed = num_experts, top_k, seed
+        self.seed = seed
 
     def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:  # type: ignore[override]
         _check_ids(token_ids_T, x_TM)
-        weight_TK = at_least_float32(x_TM.new_full((x_TM.shape[0], self.top_k), 1.0)) / self.top_k
-        draw_TK = hashed(token_ids_T, self.seed, self.top_k)
-        return Routing(
-            expert=distinct(draw_TK, self.num_experts), weight=weight_TK, l_aux=weight_TK.new_zeros(())
-        )
+        return self.routed(x_TM, hashed(token_ids_T, self.seed, self.top_k))
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, top_k={self.top_k}, seed={self.seed}"
+        return f"{super().extra_repr()}, seed={self.seed}"
 
 
 def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
     """(T, draws) of 63 pseudo-random bits each: SplitMix64 begun at a mixture of seed and id."""
-    key = _signed(_mixed_int((seed + INCREMENT) & WORD))
-    state_T = _mixed(id_T ^ key)
-    step = torch.arange(1, draws + 1, device=id_T.device) * _signed(INCREMENT)
-    return _mixed(state_T.unsqueeze(1) + step) & (WORD >> 1)
+    first = (seed + INCREMENT + WORD // 2) % WORD - WORD // 2  # wrapped around to int64
+    state_T = _mixed(id_T ^ _mixed(torch.tensor(first, device="cpu")))
+    step = torch.arange(1, draws + 1, device=id_T.device) * INCREMENT
+    return _mixed(state_T.unsqueeze(1) + step) & (WORD // 2 - 1)
 
 
 def _mixed(word: Tensor) -> Tensor:
     """SplitMix64's mixing of 64 bits. int64 products and sums wrap around."""
-    word = (word ^ _shifted(word, 30)) * _signed(FIRST)
-    word = (word ^ _shifted(word, 27)) * _signed(SECOND)
+    word = (word ^ _shifted(word, 30)) * FIRST
+    word = (word ^ _shifted(word, 27)) * SECOND
     return word ^ _shifted(word, 31)
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
     """Shifted right, zeros coming in, where int64 would bring in its sign."""
-    return (word >> bits) & (WORD >> bits)
-
-
-def _mixed_int(word: int) -> int:
-    word = ((word ^ (word >> 30)) * FIRST) & WORD
-    word = ((word ^ (word >> 27)) * SECOND) & WORD
-    return word ^ (word >> 31)
-
-
-def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
-    return word - (1 << 64) if word >> 63 else word
+    return (word >> bits) & ((WORD - 1) >> bits)
 
 
 def _check_ids(token_ids_T: Tensor, x_TM: Tensor) -> None:

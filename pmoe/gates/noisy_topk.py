@@ -19,18 +19,14 @@ class NoisyTopKGate(TopKRouter):
 
     weight, noise_weight: parameters (E, M). The latter begins at 0, noise of deviation softplus(0) = 0.69
     for every token and expert, as is usual.
-    ``normalize`` True is the papers' formula. For top_k = 1 that weight is the constant 1, and the gate would
-    never learn from the task, so None means top_k > 1; where not normalised, the weight is the probability of
-    the softmax of H over all experts.
+    ``normalize`` True is the papers' formula; None means top_k > 1, as in `TopKGate`. Where not normalised,
+    the weight is the probability of the softmax of H over all experts.
     The auxiliary loss is `load_balance_loss` on the softmax of H, noise included, + z_loss_weight *
-    `router_z_loss` of H: the same numbers chose the experts, so loss and load speak of one routing, and the
-    noise's size gets its gradient from the balance too (as the importance loss of 1701.06538 does).
-    Computed in float32, or in float64 where the tokens are.
+    `router_z_loss` of H: the noise's size gets its gradient from the balance too, as by the importance loss
+    of 1701.06538.
 
     The noise is of torch's default generator of the tokens' device: a seed repeats it, and so does activation
-    checkpointing. partition "tokens": without noise each token is routed alone. Capacity is the layer's.
-
-    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
+    checkpointing.
     """
 
     @property

@@ -27,11 +27,6 @@ class SigmoidGate(TopKRouter):
     The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`, where a token's probabilities
     are its sigmoids over their sum: sigmoids alone would have the loss fall as all of them shrink. (BASE
     balances by an assignment of the whole batch instead; that is not done here.)
-    Computed in float32, or in float64 where the tokens are.
-
-    partition "tokens": each token is routed alone. Capacity is the layer's.
-
-    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
     """
 
     normalizes = False

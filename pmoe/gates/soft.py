@@ -14,7 +14,6 @@ from pmoe.arguments import check_count
 from pmoe.gates.base import Gate, Mix, Routing, check_sizes
 from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits
-from pmoe.gates.whole_batch import attached_zero
 
 
 class SoftGate(Gate):
@@ -26,19 +25,17 @@ class SoftGate(Gate):
 
     Args:
         top_k: checked and otherwise without effect: every token goes everywhere.
-        slots_per_expert: P; None means 1. It cannot depend on T, which changes from batch to batch while phi
-            does not. T / E, as many slots as tokens, is usual.
+        slots_per_expert: P; None means 1. T / E, as many slots as tokens, is usual.
 
     The routing has S rows; row s is of expert s // P, made by ``mix``, with weight 1 (the combination has
     the weights). Nothing is dropped and nothing can be out of balance: l_aux is 0, capacity means nothing
-    here. A token that is zero weighs all slots alike. Computed in float32, or in float64 where the tokens
-    are.
+    here. A token that is zero weighs all slots alike.
 
-    partition "none": a slot mixes all tokens of the rank's batch, of all its sequences, later ones included;
-    the mixture of a part is another one. The paper's models mix within one image: where that matters, call
-    the layer an image at a time; causal language models cannot use this gate.
+    partition "none": a slot mixes all tokens of the rank's batch, of all its sequences, later ones included:
+    causal language models cannot use this gate. The paper's models mix within one image: where that matters,
+    call the layer an image at a time.
 
-    Raises ValueError for top_k outside 1..num_experts, sizes or slots_per_expert below 1.
+    Raises ValueError for slots_per_expert below 1.
     """
 
     partition = "none"
@@ -75,7 +72,7 @@ class SoftGate(Gate):
         return Routing(
             expert=slot_S1 // self.weight.shape[1],
             weight=logits_TS.new_ones(num_slots, 1),
-            l_aux=attached_zero(logits_TS),
+            l_aux=logits_TS[:0].sum(),  # 0 on the graph, also where they are not finite
             logits=logits_TS,
             mix=mix,
         )

@@ -16,22 +16,14 @@ class TopKGate(TopKRouter):
 
     weight: parameter (E, M). ``normalize`` scales the k weights to sum 1; None means top_k > 1, because a
     single normalised weight is the constant 1 and the gate would never learn from the task. The auxiliary
-    loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. Computed in float32, or in float64 where
-    the tokens are.
-
-    Raises ValueError for top_k outside 1..num_experts, sizes below 1, a negative z_loss_weight.
+    loss is `load_balance_loss` + z_loss_weight * `router_z_loss`.
     """
 
     def forward(self, x_TM: Tensor) -> Routing:
-        return self._decide(x_TM)[0]
-
-    def _decide(self, x_TM: Tensor) -> tuple[Routing, Tensor]:
-        """The routing and the probabilities (T, E) that it came from."""
         with torch.autocast(x_TM.device.type, enabled=False):
             logits_TE = router_logits(x_TM, self.weight)
             probability_TE = logits_TE.softmax(-1)
             expert_TK = top_indices(logits_TE, self.top_k)
             weight_TK = scaled(probability_TE.gather(-1, expert_TK), self.normalize)
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
-        routing = Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
-        return routing, probability_TE
+        return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)

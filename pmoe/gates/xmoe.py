@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_count, check_not_negative, check_one_of, check_positive
-from pmoe.gates.base import Gate, Routing, check_normalize, check_sizes, draw_router_weight, scaled
+from pmoe.arguments import check_count, check_flag, check_not_negative, check_one_of, check_positive
+from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, scaled
 from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits, router_loss
 from pmoe.kernels.route import top_indices
@@ -40,12 +40,8 @@ class XMoEGate(Gate):
     The auxiliary loss is `load_balance_loss` on softmax(s / t) + z_loss_weight * `router_z_loss`; t is the
     constant that the temperature began at, or a rising temperature would hide an uneven load from the loss. A
     token whose projection is zero has cosine 0 with every expert and no gradient.
-    Computed in float32, or in float64 where the tokens are.
 
-    partition "tokens": each token is routed alone. Capacity is the layer's.
-
-    Raises ValueError for top_k outside 1..num_experts, sizes below 1, an unknown score, a temperature that is
-    not positive, a negative z_loss_weight.
+    Raises ValueError for an unknown score, a d_proj below 1, a temperature that is not positive.
     """
 
     saved_scores = 4
@@ -68,7 +64,7 @@ class XMoEGate(Gate):
         check_sizes(d_model, num_experts, top_k)
         check_one_of("score", score, tuple(TEMPERATURES))
         check_positive(temperature=temperature)
-        check_normalize(normalize)
+        check_flag("normalize", normalize, or_none=True)
         check_not_negative(z_loss_weight=z_loss_weight)
         if d_proj is None:
             d_proj = max(num_experts // 2, 2)

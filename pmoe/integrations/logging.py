@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import platform
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +41,16 @@ SECONDS = ("communication_seconds", "exposed_seconds")
 
 
 class Board:
-    """Writes event files to ``folder``, which the first `show` makes.
-
-    Raises ImportError where the package tensorboard is not installed.
-    """
+    """Writes event files to ``folder``, which the first `show` makes."""
 
     def __init__(self, folder: Path) -> None:
-        summary_writer()
-        self._folder = folder
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"tensorboard (True) must be False, or installed (pip install 'pmoe[tensorboard]'): {error}"
+            ) from None
+        self._made = functools.partial(SummaryWriter, str(folder))
         self._writer: SummaryWriter | None = None
 
     def show(self, scalars: Sequence[files.ScalarRow], step: int, found: Stats | None) -> None:
@@ -56,7 +58,7 @@ class Board:
         if not scalars:
             return
         if self._writer is None:
-            self._writer = summary_writer()(str(self._folder), purge_step=scalars[0].step)
+            self._writer = self._made(purge_step=scalars[0].step)
         for each in scalars:
             self._writer.add_scalar(each.name, each.value, each.step)
         for layer in () if found is None else found.layers:
@@ -66,7 +68,6 @@ class Board:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
 
 
 def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
@@ -79,22 +80,6 @@ def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
     writer.add_histogram(f"pmoe/tokens_per_expert/{layer.name}", rows_E, step)
 
 
-def summary_writer() -> type[SummaryWriter]:
-    """TensorBoard's class. Raises ImportError, with the way out, where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            f"tensorboard (True) must be False, or installed (pip install 'pmoe[tensorboard]'): {error}"
-        ) from None
-    return SummaryWriter
-
-
-SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
-OPTIONS = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
-"""Attributes of a layer that run.json holds as they are."""
-
-
 class StatsWriter:
     """Writes a training run to ``run_dir``: scalars of every step, layers' statistics every so many steps.
 
@@ -103,11 +88,10 @@ class StatsWriter:
     first if the others' matter. A tensor among them is read only when statistics are due, so that no step
     waits for the device. Of a layer that a step calls several times only the last call is logged.
 
-    A folder that has data is continued. Where the run goes on from an earlier step, the later lines hold.
-    A folder has one writer at a time: another one is refused until the first is closed or its process ends.
-
-    Once training runs, a file that cannot be written, as on a full disk, does not stop it: rank 0 warns, and
-    the lines wait for the next time. After a crash, the lines since the last statistics are lost.
+    A folder that has data is continued: where the run goes on from an earlier step, the later lines hold. It
+    has one writer at a time: another is refused until the first is closed or its process ends. Once training
+    runs, a file that cannot be written, as on a full disk, does not stop it: rank 0 warns, and the lines wait
+    for the next time. After a crash, the lines since the last statistics are lost.
 
     Args:
         run_dir: the folder; made where there is none.
@@ -145,7 +129,7 @@ class StatsWriter:
         ranks = Ranks(group)
         self.writes = ranks.rank == 0
         self._last: int | None = None
-        self._claim: BinaryIO | None = None
+        self._claim = contextlib.ExitStack()
         self._described: dict[str, Any] | None = None
         self._rows: list[files.LayerRow] = []
         self._scalars: list[tuple[int, str, float | Tensor]] = []
@@ -159,7 +143,7 @@ class StatsWriter:
                 self._open(tensorboard)
             except (OSError, TypeError, ValueError, ImportError) as error:
                 failed = error
-                self._leave()
+                self._claim.close()
         failed = from_first(ranks, failed, stage="opening a run's folder")
         if failed is not None:
             raise failed
@@ -168,7 +152,7 @@ class StatsWriter:
         if tensorboard:
             self._board = Board(self.folder / "tensorboard")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._claim = files.claim(self.folder)
+        self._claim.enter_context(files.claim(self.folder))
         files.mend(self.folder / files.SCALARS, files.ScalarRow)
         files.mend(self.folder / files.LAYERS, files.LayerRow)
         files.add_session(self.folder / files.RUN, self._session)
@@ -243,10 +227,8 @@ class StatsWriter:
 
     @contextlib.contextmanager
     def _stops_nothing(self, otherwise: str) -> Iterator[None]:
-        """Warns where a file cannot be written; ``otherwise`` says what happens to the lines.
-
-        An error on this rank alone would leave the others waiting in their next collective.
-        """
+        """Warns where a file cannot be written: an error on this rank alone would leave the others waiting.
+        otherwise: says what happens to the lines."""
         try:
             yield
         except OSError as error:
@@ -254,10 +236,7 @@ class StatsWriter:
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def close(self) -> None:
-        """Writes the lines that wait, and leaves the folder to others.
-
-        No collective: ranks may close at different times.
-        """
+        """Writes the lines that wait, and leaves the folder to others. No collective."""
         self._recording.close()
         self._journal = None
         if self.writes:
@@ -265,19 +244,12 @@ class StatsWriter:
         if self._board is not None:
             with self._stops_nothing("is lost"):
                 self._board.close()
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        self._claim.close()
 
     def __enter__(self) -> StatsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -317,14 +289,16 @@ def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> d
 
 def _describe(model: nn.Module) -> list[dict[str, Any]]:
     """How each layer was built."""
+    sizes = ("d_model", "d_hidden", "num_experts", "top_k")
+    options = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
     return [
         {
             "layer": name,
-            **{name: getattr(each, name) for name in SIZES},
+            **{size: getattr(each, size) for size in sizes},
             "gate": type(each.gate).__name__,
             "experts": type(each.experts).__name__,
             "ranks": each.ranks.size,
-            **{name: getattr(each, name) for name in OPTIONS},
+            **{option: getattr(each, option) for option in options},
             "memory_reuse": each.restore if isinstance(each.restore, bool) else str(each.restore),
         }
         for name, each in layers_of(model).items()

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import bisect
 import csv
+import fcntl
 import io
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pmoe.integrations.statistics import LayerStats
 from pmoe.measure.store import save_json
-from pmoe.planner.timeline import Overlap
 
 TENSORS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
 PREDICTED = ("saved", "temporary", "peak", "host")
@@ -75,36 +75,6 @@ class LayerRow:
     host_bytes: int | None = None
     tokens_per_expert: tuple[int, ...]
 
-    @property
-    def forward(self) -> Overlap | None:
-        """Seconds of the forward pass; None unless it was recorded."""
-        return self._recorded("forward")
-
-    @property
-    def backward(self) -> Overlap | None:
-        return self._recorded("backward")
-
-    @property
-    def passes(self) -> list[Overlap]:
-        """The recorded passes."""
-        return [each for each in (self.forward, self.backward) if each is not None]
-
-    @property
-    def tensors(self) -> dict[str, int]:
-        return self._num_bytes(TENSORS)
-
-    @property
-    def predicted(self) -> dict[str, int]:
-        return self._num_bytes(PREDICTED)
-
-    def _recorded(self, direction: str) -> Overlap | None:
-        seconds = {name: getattr(self, f"{direction}_{name}") for name in TIMES}
-        return None if None in seconds.values() else Overlap(**seconds)
-
-    def _num_bytes(self, names: Sequence[str]) -> dict[str, int]:
-        found = {name: getattr(self, f"{name}_bytes") for name in names}
-        return {name: size for name, size in found.items() if size is not None}
-
 
 AnyRow = TypeVar("AnyRow", ScalarRow, LayerRow)
 
@@ -127,23 +97,15 @@ def layer_row(step: int, each: LayerStats) -> LayerRow:
     return LayerRow(step=step, layer=each.name, **{**values, **short})
 
 
-def cells_of(row: ScalarRow | LayerRow) -> dict[str, Any]:
-    """The cells of a line by column, for `csv.DictWriter`."""
-    values = asdict(row)
-    return {name: " ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in values.items()}
-
-
-def row_of(kind: type[AnyRow], cells: Sequence[str]) -> AnyRow:
-    """The row of a line. Raises ValueError for a cell that its column does not allow."""
-    named = zip(fields(kind), cells, strict=True)
-    return kind(**{each.name: _parsed(str(each.type), cell) for each, cell in named})
+def cells_of(row: ScalarRow | LayerRow) -> list[Any]:
+    """The cells of a line, for `csv.writer`."""
+    return [" ".join(map(str, value)) if isinstance(value, tuple) else value for value in astuple(row)]
 
 
 def _parsed(annotation: str, cell: str) -> Any:
-    """The value of a cell, as the annotation of its field says."""
-    if annotation.endswith(" | None"):
-        return _parsed(annotation.removesuffix(" | None"), cell) if cell else None
-    return PARSERS[annotation](cell)
+    """The value of a cell, as the annotation of its field says; ValueError where it has none."""
+    kind, _, optional = annotation.partition(" | ")
+    return None if optional and not cell else PARSERS[kind](cell)
 
 
 PARSERS: Mapping[str, Callable[[str], Any]] = {
@@ -190,25 +152,21 @@ _claims: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 def _leave_claims() -> None:
+    """A data loader's worker must not hold the folder of a run that died."""
     for file in _claims:
         file.close()
 
 
-if hasattr(os, "register_at_fork"):  # a data loader's worker must not hold the folder of a run that died
-    os.register_at_fork(after_in_child=_leave_claims)
+os.register_at_fork(after_in_child=_leave_claims)
 
 
 def claim(folder: Path) -> BinaryIO:
     """Makes the caller the folder's only writer until the file is closed or its process ends.
 
     Other machines see that where the file system has locks that they share.
-
-    Raises ValueError where there is another writer.
     """
     file = open(folder / SCALARS, "ab")  # noqa: SIM115
     try:
-        import fcntl
-
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
@@ -216,7 +174,7 @@ def claim(folder: Path) -> BinaryIO:
             f"run_dir ({folder}) must have one writer at a time, and another StatsWriter has it: close that "
             "one, or write to another folder"
         ) from None
-    except (ImportError, OSError):  # neither Windows nor every file system has such locks
+    except OSError:  # not every file system has locks
         pass
     _claims.add(file)
     return file
@@ -228,11 +186,11 @@ def append(path: Path, kind: type[AnyRow], rows: Iterable[AnyRow]) -> None:
     Where that fails, as on a full disk, it adds nothing and raises OSError.
     """
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns(kind), lineterminator="\n")
+    writer = csv.writer(text, lineterminator="\n")
     with open(path, "ab", buffering=0) as file:  # a buffer would be written once more when it is closed
         before = file.tell()
         if not before:
-            writer.writeheader()
+            writer.writerow(columns(kind))
         writer.writerows(map(cells_of, rows))
         left = memoryview(text.getvalue().encode())
         try:
@@ -245,10 +203,7 @@ def append(path: Path, kind: type[AnyRow], rows: Iterable[AnyRow]) -> None:
 
 
 def mend(path: Path, kind: type[ScalarRow] | type[LayerRow]) -> None:
-    """Prepares a CSV file of an earlier run for `append`: cuts off half a line that a crash left at its end.
-
-    Raises ValueError where the file has other columns.
-    """
+    """Prepares a CSV file of an earlier run for `append`: cuts off half a line that a crash left."""
     if not path.exists():
         return
     header = ",".join(columns(kind))
@@ -279,9 +234,8 @@ def read_run(folder: Path) -> Run:
     """
     rule = f"must hold {SCALARS} or {LAYERS}, which pmoe.integrations.logging.StatsWriter writes"
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} {rule}: {'it is a file' if folder.exists() else 'there is no such folder'}"
-        )
+        what = "it is a file" if folder.exists() else "there is no such folder"
+        raise ValueError(f"{folder} {rule}: {what}")
     scalars: dict[str, Curve] = {}
     for row in _in_force(_read(folder / SCALARS, ScalarRow)):
         curve = scalars.setdefault(row.name, Curve())
@@ -331,6 +285,7 @@ def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text: {error}") from None
     lines, header = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), columns(kind)
+    types = [str(each.type) for each in fields(kind)]
     try:
         if next(lines, header) != header:
             wanted = ",".join(header)
@@ -338,6 +293,6 @@ def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
         for cells in lines:
             if len(cells) != len(header):
                 raise ValueError(f"{len(cells)} cells, not {len(header)}")
-            yield row_of(kind, cells)
+            yield kind(**dict(zip(header, map(_parsed, types, cells), strict=True)))
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}, line {lines.line_num}: {error}") from None

@@ -1,11 +1,7 @@
 """What the MoE layers of a model did in their last step: `stats`.
 
 Everything is read from what the layers hold anyway; nothing is measured and, on CUDA, nothing waited for
-before somebody asks. How long communication was waited for is known of steps that were recorded:
-
-    with pmoe.recording() as journal:
-        model(x).sum().backward()
-    print(pmoe.stats(model, all_ranks=True, journal=journal))
+before somebody asks. How long communication was waited for is known of steps within `pmoe.recording`.
 
 Letters: T tokens, K choices, N rows, E experts, W ranks, M = d_model.
 """
@@ -49,8 +45,7 @@ class LayerStats:
         restore: the fates of T_DI and T_M between the passes ("communicate/recompute"); None where buffers do
             not rotate (the pipeline then keeps both), or without a backward pass.
         tensors: bytes of T_I, T_DI, T_M, T_DO and T_O of this rank by row counts and types, each as a whole,
-            wherever it is and whether or not it is ever held as a whole; without T_M where experts are
-            modules.
+            whether or not it is ever held as one; without T_M where experts are modules.
         predicted: this rank's bytes of both passes (`MoELayer.predict_memory`) for the rows that came; None
             where they are not predicted. unpredicted says why, or what they do not count.
         forward, backward: seconds of the last recorded pass in each direction, of this rank, or means over
@@ -116,7 +111,7 @@ class Stats:
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(_format_stats(self))
+        return _format_stats(self)
 
 
 def stats(
@@ -146,12 +141,11 @@ def stats(
         raise ValueError("group must be None unless all_ranks is True: nothing is reduced")
     layers = layers_of(model)
     found = [_of_layer(name, layer, journal) for name, layer in layers.items()]
-    num_ranks = 1
-    if all_ranks and dist.is_available() and dist.is_initialized():
-        num_ranks = dist.get_world_size(group)
-        found = _over_ranks(found, list(layers.values()), group) if found else []
+    ranks = Ranks(group) if all_ranks else Ranks.single()
+    if found and ranks.group is not None:
+        found = _over_ranks(found, list(layers.values()), ranks)
     devices = dict.fromkeys(str(layer.ran.device) for layer in layers.values() if layer.ran is not None)
-    return Stats(layers=tuple(found), pools=tuple(map(_of_pool, devices)), num_ranks=num_ranks)
+    return Stats(layers=tuple(found), pools=tuple(map(_of_pool, devices)), num_ranks=ranks.size)
 
 
 finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
@@ -251,15 +245,13 @@ def _of_pool(device: str) -> PoolStats:
 # ---- all ranks
 
 
-def _over_ranks(
-    found: Sequence[LayerStats], layers: Sequence[MoELayer], group: dist.ProcessGroup | None
-) -> list[LayerStats]:
+def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks) -> list[LayerStats]:
     """One all-reduce of every number of every layer; float64 holds counts up to 2**53."""
     numbers = [_numbers(each) for each in found]
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)
-    with at_stage("the sum of statistics", Ranks(group)):
-        dist.all_reduce(summed, group=group)
+    with at_stage("the sum of statistics", ranks):
+        dist.all_reduce(summed, group=ranks.group)
     parts = summed.cpu().split([len(own) for own in numbers])
     return [
         _with_numbers(each, layer.num_local_experts, part.tolist())
@@ -302,20 +294,19 @@ def _mean(sums: Sequence[float]) -> Overlap | None:
 # ---- as text
 
 
-def _format_stats(found: Stats) -> list[str]:
-    whose = "this rank's tokens" if found.num_ranks == 1 else f"the tokens of {found.num_ranks} ranks"
+def _format_stats(found: Stats) -> str:
     if not found.layers:
-        return ["no MoELayer in this model"]
+        return "no MoELayer in this model"
+    whose = "this rank's tokens" if found.num_ranks == 1 else f"the tokens of {found.num_ranks} ranks"
     rows = [
         ["layer", "path", "n", "pair", "rows", "dropped", "max / mean", "of ranks", "exposed ms", "peak MiB"]
     ]
     for each in found.layers:
-        degrees = f"{each.n_forward or '-'}/{each.n_backward or '-'}"
         rows.append(
             [
                 each.name or "(the model)",
                 each.path,
-                "-" if degrees == "-/-" else degrees,
+                f"{each.n_forward or '-'}/{each.n_backward or '-'}".replace("-/-", "-"),
                 each.restore or "-",
                 f"{sum(each.tokens_per_expert):,}",
                 _number(each.drop_rate, "{:.1%}"),
@@ -325,13 +316,12 @@ def _format_stats(found: Stats) -> list[str]:
                 _number(None if each.predicted is None else each.predicted.peak, "{:,.1f}", 2**-20),
             ]
         )
-    lines = [table(rows, left=range(4))]
-    for of in found.pools:
-        lines.append(
-            f"pool of {of.device}: at most {of.device_peak_bytes / 2**20:,.1f} MiB on the device, "
-            f"{of.host_peak_bytes / 2**20:,.1f} MiB on the host"
-        )
-    return [f"the last forward pass, {whose}", *lines]
+    pools = [
+        f"pool of {of.device}: at most {of.device_peak_bytes / 2**20:,.1f} MiB on the device, "
+        f"{of.host_peak_bytes / 2**20:,.1f} MiB on the host"
+        for of in found.pools
+    ]
+    return "\n".join([f"the last forward pass, {whose}", table(rows, left=range(4)), *pools])
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:

@@ -57,11 +57,9 @@ def module() -> Any:
 def _load() -> tuple[ModuleType | None, str | None]:
     try:
         return importlib.import_module(NAME), None
-    except ModuleNotFoundError as error:
-        if error.name != NAME:
-            return None, f"{NAME} cannot be imported: {error}"
     except ImportError as error:
-        return None, f"{NAME} cannot be imported: {error}"
+        if not isinstance(error, ModuleNotFoundError) or error.name != NAME:
+            return None, f"{NAME} cannot be imported: {error}"
     others = sorted(path.name for path in Path(__file__).parents[1].glob("_cuda.*.so"))
     if others:
         here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
@@ -112,19 +110,6 @@ class LoadedKernel:
     dynamic_shared_bytes: int
     local_bytes: int
 
-    @classmethod
-    def of(
-        cls, capability: tuple[int, int], *, hopper: bool, binary_version: int, ptx_version: int, **found: Any
-    ) -> LoadedKernel:
-        """hopper: whether its body is sm_90a code. found: the other fields, as the extension lists them."""
-        return cls(
-            runs=binary_of(binary_version, ptx_version),
-            refusal=hopper_refusal(binary_version, ptx_version, capability) if hopper else None,
-            binary_version=binary_version,
-            ptx_version=ptx_version,
-            **found,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -152,26 +137,27 @@ def path(device: torch.device) -> tuple[str | None, str | None]:
     found = on_device(cuda_index(device))
     if not found.kernels:
         return None, f"device {found.index}: {found.reason}"
-    probe = found.kernels[0]
-    refusal = hopper_refusal(probe.binary_version, probe.ptx_version, found.capability)
-    return "sm_90a" if refusal is None else "sm_80", None
+    return "sm_90a" if found.kernels[0].runs == "sm_90a" else "sm_80", None
 
 
 def ask_device(index: int, only: str = "") -> Device:
     """All kernels of a device, or one. A device in trouble is one without kernels, whose reason says why."""
     capability = torch.cuda.get_device_capability(index)
     module, reason = _load()
-    kernels: tuple[LoadedKernel, ...] = ()
+    kernels: list[LoadedKernel] = []
     if module is not None:
         try:
-            kernels = tuple(LoadedKernel.of(capability, **each) for each in module.kernels(index, only))
+            for each in module.kernels(index, only):
+                versions = each["binary_version"], each["ptx_version"]
+                refusal = hopper_refusal(*versions, capability) if each.pop("hopper") else None
+                kernels.append(LoadedKernel(runs=binary_of(*versions), refusal=refusal, **each))
         except RuntimeError as error:
             reason = str(error)
     return Device(
         index=index,
         name=torch.cuda.get_device_name(index),
         capability=capability,
-        kernels=kernels,
+        kernels=tuple(kernels),
         reason=reason,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from pmoe.kernels.extension import path
+
 ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
 """As in cuda/common/activation.h. "swiglu" has hidden columns in two halves: silu(first) * second."""
 
@@ -24,6 +26,11 @@ def activation_code(activation: str) -> int:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation ({activation!r}) must be one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[activation]
+
+
+def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
+    """Why the kernels would not compute a product of these columns on this device, or None."""
+    return path(device)[1] or misfit(dtype, **columns)
 
 
 def misfit(dtype: torch.dtype, **columns: int) -> str | None:

@@ -36,8 +36,8 @@ def check_tensor(
         raise ValueError(f"{name} of dtype {tensor.dtype} must be {' or '.join(map(str, dtypes))}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} on {tensor.device} must be on {device}, where the other operands are")
-    if contiguous:
-        _raise(_gap(name, tensor))
+    if contiguous and (why := _gap(name, tensor)) is not None:
+        raise ValueError(why)
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
@@ -46,11 +46,10 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} of dtype {tensor.dtype} must be of a floating-point type")
 
 
-def check_memory(
-    *, rows: Mapping[str, Tensor | None] | None = None, dense: Mapping[str, Tensor | None] | None = None
-) -> None:
+def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
     """Raises ValueError for operands that the kernels would not read right; see `memory_misfit`."""
-    _raise(memory_misfit(rows=rows, dense=dense))
+    if (why := memory_misfit(**operands)) is not None:
+        raise ValueError(why)
 
 
 def memory_misfit(
@@ -96,11 +95,6 @@ def _gap(name: str, tensor: Tensor) -> str | None:
     return f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} must be contiguous"
 
 
-def _raise(why: str | None) -> None:
-    if why is not None:
-        raise ValueError(why)
-
-
 def _fits(sizes: Sequence[int], wanted: Sequence[int | str]) -> bool:
     return len(sizes) == len(wanted) and all(
         isinstance(size, str) or size == have for have, size in zip(sizes, wanted, strict=True)
@@ -117,6 +111,15 @@ def _listed(shape: Sequence[int | str]) -> str:
 def address(tensor: Tensor | None) -> int:
     """0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def at(**rows: Tensor | None) -> dict[str, int]:
+    """Address and row stride of each, by its name and its name with "_stride": 0 and 0 for None."""
+    found = {}
+    for name, each in rows.items():
+        found[name] = address(each)
+        found[f"{name}_stride"] = 0 if each is None else row_stride(each)
+    return found
 
 
 def row_stride(rows: Tensor) -> int:

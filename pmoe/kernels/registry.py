@@ -53,31 +53,29 @@ class MeasuredChoice:
 class Registry:
     """Candidates in the order of priority, the choices among them, and why.
 
-    The first is the challenger. The last one should refuse nothing.
+    The first is the challenger. The last one refuses nothing.
     """
 
     def __init__(self, candidates: Sequence[ProductCandidate]) -> None:
         self.candidates = tuple(candidates)
         self.challenger = candidates[0].name
-        self.forced: str | None = None
+        self.forced: ProductCandidate | None = None
+        self.measured: dict[ProductRequest, MeasuredChoice] = {}
+        self._named = {each.name: each for each in candidates}
         self._distrusted: dict[tuple[str, torch.dtype], str] = {}
-        self._measured: dict[ProductRequest, MeasuredChoice] = {}
         self._unmeasured: dict[ProductRequest, str] = {}
         self._ranked: dict[tuple[ProductRequest, bool], tuple[ProductCandidate, ...]] = {}
 
     # ---- what was measured
 
-    def measured(self, request: ProductRequest) -> MeasuredChoice | None:
-        return self._measured.get(request)
-
     def learn(self, request: ProductRequest, found: MeasuredChoice) -> None:
         """From now on the rule takes this choice."""
-        self._measured[request] = found
+        self.measured[request] = found
         self._ranked.pop((request, False), None)
 
     def learn_failure(self, request: ProductRequest, why: str) -> None:
         """From now on the request counts as not measured."""
-        self._measured.pop(request, None)
+        self.measured.pop(request, None)
         self._unmeasured[request] = why
         self._ranked.pop((request, False), None)
 
@@ -86,29 +84,23 @@ class Registry:
         self._distrusted[request.device_name, request.dtype] = why
         self._ranked.clear()
 
-    def forget(self) -> None:
-        """All that was measured, checked or chosen in this process."""
-        for held in (self._measured, self._unmeasured, self._ranked, self._distrusted):
-            held.clear()
-
     # ---- choosing
 
     def choose(self, request: ProductRequest, operands: Any = None) -> str:
         """The name of the first candidate that is willing and that the operands fit, as the rule ranks them.
 
-        Warns once for each reason for which the very first is passed over. Raises NotImplementedError, with
-        `explain`, where nobody would.
+        Warns once for each reason for which the very first is passed over.
         """
         if self.forced is not None:
-            (candidate,) = (each for each in self.candidates if each.name == self.forced)
-            fits = operands is None or candidate.misfit(operands) is None
-            return self.forced if fits else self.candidates[-1].name
-        for candidate in self._rank(request):
+            fits = operands is None or self.forced.misfit(operands) is None
+            return self.forced.name if fits else self.candidates[-1].name
+        *ranked, last = self._rank(request)
+        for candidate in ranked:
             why = None if operands is None else candidate.misfit(operands)
             if why is None:
                 return candidate.name
             self._warn_of_fallback(candidate, request, [why])
-        raise NotImplementedError(self.explain(request))
+        return last.name
 
     @contextmanager
     def forcing(self, name: str) -> Iterator[None]:
@@ -116,10 +108,9 @@ class Registry:
 
         The last candidate computes the others. This asks for kernels by name: nothing need be measured.
         """
-        names = [each.name for each in self.candidates]
-        if name not in names:
-            raise ValueError(f"name ({name!r}) must be one of {', '.join(names)}")
-        before, self.forced = self.forced, name
+        if name not in self._named:
+            raise ValueError(f"name ({name!r}) must be one of {', '.join(self._named)}")
+        before, self.forced = self.forced, self._named[name]
         try:
             yield
         finally:
@@ -138,8 +129,7 @@ class Registry:
             first, _ = self._first(request, willing)
             # Operands that do not fit the first go to plain ways, in the order of priority.
             names = [first, *(name for name in willing if name not in (first, self.challenger))]
-            by_name = {each.name: each for each in self.candidates}
-            found = self._ranked[key] = tuple(by_name[name] for name in names if name is not None)
+            found = self._ranked[key] = tuple(self._named[name] for name in names)
             self._warn_of_fallback(self.candidates[0], request, self._refusals(request)[self.challenger])
             if os.environ.get("PMOE_LOG_KERNELS", "") not in ("", "0"):
                 log.warning("%s", self.explain(request))  # a level that shows: it was asked for
@@ -153,16 +143,14 @@ class Registry:
     def _willing(self, request: ProductRequest) -> list[str]:
         return [name for name, reasons in self._refusals(request).items() if not reasons]
 
-    def _first(self, request: ProductRequest, willing: Sequence[str]) -> tuple[str | None, str]:
-        """(its name, why); None where no plain way is willing."""
-        plain = next((name for name in willing if name != self.challenger), None)
-        if plain is None:
-            return None, "nobody computes it"
+    def _first(self, request: ProductRequest, willing: Sequence[str]) -> tuple[str, str]:
+        """(its name, why)."""
+        plain = next(name for name in willing if name != self.challenger)
         if self.challenger not in willing:
             return plain, f"{self.challenger} refuses"
         if torch.are_deterministic_algorithms_enabled():
             return plain, "deterministic mode: nothing that depends on a measurement"
-        measured = self._measured.get(request)
+        measured = self.measured.get(request)
         if measured is not None and measured.choice in willing:
             rule = "as fast, or faster" if measured.choice == plain else "faster"
             return measured.choice, f"{rule}, measured {measured.when}"
@@ -178,8 +166,8 @@ class Registry:
           takes pmoe: faster, measured 2026-01-31T12:00:00+00:00
         """
         refusals = self._refusals(request)
-        first, why = self._first(request, [name for name, reasons in refusals.items() if not reasons])
-        measured, width = self._measured.get(request), max(map(len, refusals))
+        first, why = self._first(request, self._willing(request))
+        measured, width = self.measured.get(request), max(map(len, refusals))
         lines = [str(request)]
         for name, reasons in refusals.items():
             state = "willing"
@@ -188,7 +176,7 @@ class Registry:
             elif measured is not None and name in measured.seconds:
                 state = f"{measured.seconds[name] * 1e3:.3g} ms"
             lines.append(f"  {name.ljust(width)}  {state}")
-        lines.append(f"  takes {first or 'none'}: {why}")
+        lines.append(f"  takes {first}: {why}")
         return "\n".join(lines)
 
     def _warn_of_fallback(

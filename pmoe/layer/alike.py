@@ -1,8 +1,7 @@
 """What a layer was given, in words: every rank must have given the same, compared at its first call.
 
-Some options decide which collectives a call issues, and on what: ranks that differ in them would wait for
-each other until the group's timeout, or take each other's bytes for something else. Others decide what is
-computed: one model would be another on each rank.
+Ranks that differ in options would wait for each other until the group's timeout, take each other's bytes for
+something else, or hold another model each.
 """
 
 from __future__ import annotations
@@ -49,10 +48,8 @@ NO_SETTINGS = ("training", "is_parallelized", "built")
 
 
 def options_in_words(parts: Parts, *, of_users: bool = False) -> dict[str, str]:
-    """Every option of the spec by its name, and of every module its class and settings.
-
-    of_users: also the settings of classes that are not pmoe's, where ranks may differ.
-    """
+    """Every option of the spec by its name, and of every module its class and settings. of_users: also those
+    of classes that are not pmoe's, where ranks may differ."""
     spec = {field.name: getattr(parts.spec, field.name) for field in fields(parts.spec)}
     names = [field.name for field in fields(parts) if field.name not in NOT_COMPARED]
     others = {
@@ -76,6 +73,5 @@ def _described(module: object, of_users: bool) -> str:
     parameters = vars(module).get("_parameters", {}).items()
     own = vars(module) | {name: each.dtype for name, each in parameters if each is not None}
     plain = [name for name in sorted(own) if isinstance(own[name], PLAIN) and name[0] != "_"]
-    return (
-        f"{kind.__name__}({', '.join(f'{name}={own[name]!r}' for name in plain if name not in NO_SETTINGS)})"
-    )
+    settings = ", ".join(f"{name}={own[name]!r}" for name in plain if name not in NO_SETTINGS)
+    return f"{kind.__name__}({settings})"

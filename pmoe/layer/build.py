@@ -6,21 +6,18 @@ What is special (modules as experts, gates but the default) is imported where it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.arguments import check_count, check_flag, check_not_negative, is_int
+from pmoe.arguments import check_flag, check_not_negative
 from pmoe.comm.ranks import Grid, Ranks
-from pmoe.engine.arena import pool
-from pmoe.experts import make_stacked
-from pmoe.experts.activations import find_activation
-from pmoe.experts.base import Experts, Shard
-from pmoe.experts.initial import initialise
+from pmoe.experts import initialise, make_stacked
+from pmoe.experts.base import Experts
+from pmoe.experts.ffn import find_activation
 from pmoe.gates import make_gate
 from pmoe.layer.parts import Parts
 from pmoe.layer.spec import LayerSpec
@@ -28,21 +25,11 @@ from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which experts are this rank's, and which part of their hidden columns."""
-
-    first_expert: int
-    num_experts: int
-    shard: Shard
+    from pmoe.layer.module import MoELayer
 
 
 def check_arguments(
-    *,
     mesh: DeviceMesh | None,
-    group: dist.ProcessGroup | Ranks | None,
     callbacks: Sequence[Callback],
     dtype: torch.dtype | None,
     activation: str,
@@ -66,8 +53,6 @@ def check_arguments(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
-    if mesh is not None and group is not None:
-        raise ValueError("group and mesh must not be given both: a mesh brings its groups")
 
 
 def check_together(parts: Parts, device: torch.device | str | None) -> None:
@@ -83,6 +68,8 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
     if parts.shared_gate is not None and parts.shared_expert is None:
         raise ValueError("shared_gate (True) must be False without a shared_expert")
     if isinstance(pair, Restore) and pair.offloads:
+        from pmoe.layer.memory import check_host_memory
+
         check_host_memory(pair, parts.like, device)
     if spec.memory_budget is not None:
         from pmoe.layer.memory import check_budget
@@ -113,73 +100,34 @@ def make_layer_gate(
         if made.mixes_tokens and capacity_factor is not None:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
         return made
-    if not isinstance(gate, nn.Module):
-        raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
-    if normalize_gate is not None or z_loss_weight:
-        raise ValueError(
-            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
-            "where gate is a module: it normalises and adds losses itself"
-        )
-    if capacity_factor is not None and getattr(gate, "decides_capacity", False):
-        raise ValueError(
-            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
-            "decides itself what is kept"
-        )
+    from pmoe.layer.given import check_gate
+
+    check_gate(gate, capacity_factor, normalize_gate, z_loss_weight)
     return gate
 
 
 def make_experts(
-    spec: LayerSpec,
-    place: Place,
+    layer: MoELayer,
     expert: str | nn.Module | Callable[..., nn.Module],
     activation: str,
     bias: bool,
     options: dict[str, Any],
 ) -> Experts:
-    local = place.num_experts
     if isinstance(expert, str):
-        stacked = make_stacked(
-            expert, spec.d_model, spec.d_hidden, local, activation, bias, shard=place.shard, **options
-        )
-        initialise(stacked, first_expert=place.first_expert)
+        sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
+        stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
+        initialise(stacked, first_expert=layer.first_expert)
         return stacked
-    from pmoe.layer.given_experts import given_experts
+    from pmoe.layer.given import given_experts
 
-    return given_experts(spec, place, expert, options)
-
-
-def make_shared(
-    spec: LayerSpec,
-    gate: nn.Module,
-    shared: int | nn.Module | None,
-    expert: object,
-    activation: str,
-    bias: bool,
-    options: dict[str, Any],
-) -> Experts | None:
-    if shared is None:
-        return None
-    if getattr(gate, "mixes_tokens", False):
-        raise ValueError(f"shared_expert ({shared}) must be None with SoftMoE, which mixes tokens")
-    if isinstance(shared, nn.Module):
-        from pmoe.experts.modules import ModuleExperts
-
-        made = ModuleExperts([shared])
-        made.is_parallel = False
-        return made
-    if not is_int(shared):
-        raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
-    check_count(shared_expert=shared)
-    kind = expert if isinstance(expert, str) else "ffn"
-    stacked = make_stacked(kind, spec.d_model, int(shared), 1, activation, bias, **options)
-    stacked.is_parallel = False
-    initialise(stacked, first_expert=spec.num_experts)  # a seed that no routed expert has
-    return stacked
+    return given_experts(layer, expert, options)
 
 
 def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Grid:
     if mesh is None:
         return Grid.of_group(group)
+    if group is not None:
+        raise ValueError("group and mesh must not be given both: a mesh brings its groups")
     from pmoe.comm.mesh import grid_of_mesh
 
     return grid_of_mesh(mesh)
@@ -195,16 +143,4 @@ def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
     if d_hidden % grid.inside.size:
         raise ValueError(
             f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" ({grid.inside.size})'
-        )
-
-
-def check_host_memory(restore: Restore, like: Tensor | None, device: torch.device | str | None) -> None:
-    where = torch.empty(0, device=device).device if like is None else like.device
-    if where.type == "meta":
-        return  # it is not known yet where the layer will run
-    host = pool(where).host
-    if not host.free_bytes:
-        raise ValueError(
-            f"memory_reuse ({restore}) must not offload with no host memory left: {host.free_bytes} of "
-            f"{host.limit_bytes} bytes are left"
         )

@@ -10,10 +10,8 @@ from pmoe.layer.route import check_input
 
 
 def check_capturable(call: Call) -> None:
-    """Raises RuntimeError, before anything is launched, where a graph cannot hold the call.
-
-    That is where the call waits for the device, measures, or makes anything that outlasts the graph.
-    """
+    """Raises RuntimeError, before anything is launched, where a graph cannot hold the call: where it waits
+    for the device, measures, or makes anything that outlasts the graph."""
     parts = call.parts
     check_input(parts, call.x)
     if parts.spec.pad_to_capacity:

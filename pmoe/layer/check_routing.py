@@ -1,7 +1,4 @@
-"""What a gate of one's own returned, checked: its shapes and types here, its values with the row counts.
-
-Letters: T tokens of this rank, K choices, E experts.
-"""
+"""What a gate of one's own returned, checked: its shapes and types here, its values with the row counts."""
 
 from __future__ import annotations
 

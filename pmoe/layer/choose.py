@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pmoe.comm.counts import RankCounts, Slots
 from pmoe.engine.arena import pool
 from pmoe.engine.passes import Inputs
-from pmoe.layer.orders import Orders, PlanFor
+from pmoe.layer.orders import PlanFor
 from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed
 from pmoe.planner.degree import SOLVE, Choice
@@ -16,7 +16,7 @@ from pmoe.schedule.slots import ALIGNMENT
 from pmoe.warn import warn_once
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Batch:
     """A routed batch whose counts are known. plan_for: makes the plan of any choice, for trials."""
 
@@ -25,11 +25,6 @@ class Batch:
     counts: RankCounts
     inputs: Inputs
     plan_for: PlanFor
-
-    @staticmethod
-    def of(parts: Parts, routed: Routed, counts: RankCounts, inputs: Inputs, orders: Orders) -> Batch:
-        plan_for = orders.plans(counts)
-        return Batch(parts=parts, routed=routed, counts=counts, inputs=inputs, plan_for=plan_for)
 
 
 def choose(batch: Batch, restore: Restore | None = None) -> Choice:
@@ -78,25 +73,20 @@ def _pair(batch: Batch) -> Restore:
 
 def _measure_products(batch: Batch) -> None:
     """Has the ways to compute the experts' products measured where that has not been done."""
-    parts, routed, counts = batch.parts, batch.routed, batch.counts
-    max_tokens, dtype, device = counts.max_tokens, routed.dtype, routed.x.device
+    parts, counts, dtype, device = batch.parts, batch.counts, batch.routed.dtype, batch.routed.x.device
     if device.type != "cuda":  # else there is one way only
         return
     from pmoe.measure.products import measure_products
 
-    even_rows = max_tokens * parts.spec.top_k * parts.grid.inside.size
-    measure_products(parts.experts, parts.ranks, dtype, device, even_rows, needs_grad=counts.needs_grad)
-    if parts.shared_expert is not None:
-        measure_products(
-            parts.shared_expert, parts.ranks, dtype, device, max_tokens, needs_grad=counts.needs_grad
-        )
+    even_rows = counts.max_tokens * parts.spec.top_k * parts.grid.inside.size
+    for experts, rows in ((parts.experts, even_rows), (parts.shared_expert, counts.max_tokens)):
+        if experts is not None:
+            measure_products(experts, parts.ranks, dtype, device, rows, needs_grad=counts.needs_grad)
 
 
 def slots_to_ask(parts: Parts, routed: Routed) -> Slots | None:
-    """What ranks ask with the counts: how deep each n must be cut, and whether the host has room for T_DI.
-
-    None where buffers do not rotate.
-    """
+    """What ranks ask with the counts, where buffers rotate: how deep each n must be cut, and whether the host
+    has room for T_DI."""
     spec, x_TM = parts.spec, routed.x_TM
     if not spec.rotates:
         return None

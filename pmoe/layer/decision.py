@@ -5,8 +5,8 @@ Deciding may communicate and read the host; running (`run`) does neither.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,17 +24,29 @@ if TYPE_CHECKING:
     from pmoe.kernels.comet import Steps
 
 
-class CallCounts(Protocol):
-    """Row counts that a call leaves for those who ask afterwards. max_tokens: the largest of any rank."""
+@dataclass(frozen=True)
+class CallCounts:
+    """Row counts that a call leaves for those who ask afterwards.
 
-    @property
-    def max_tokens(self) -> int: ...
+    shared: as the rows travelled, on the device where one rank's kernels sorted them (a replayed CUDA graph
+    changes them there). max_tokens: the largest number of any rank. kept_device_E: (E,) on the device, the
+    rows that are no padding; None where all are that.
+    """
+
+    shared: RankCounts
+    max_tokens: int
+    kept_device_E: Tensor | None = None
 
     def rows(self) -> RankCounts:
-        """As the call's rows travelled, on the host."""
+        """On the host. Reading them may synchronize."""
+        send, recv = (each.to("cpu").long() for each in (self.shared.send, self.shared.recv))
+        return replace(self.shared, send=send, recv=recv, recv_device=recv)
 
     def kept_E(self) -> Tensor:
         """(E,) int64 on the CPU: kept rows of this rank for each expert."""
+        if self.kept_device_E is None:
+            return self.rows().send.sum(0).flatten()
+        return self.kept_device_E.to("cpu", copy=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +69,6 @@ class Decision:
 
     runner: computes T_O of ``inputs``. plan: the chunks, None where nothing is cut.
     restore: the pair of a call whose buffers rotate or whose kernels are fused.
-    needs_grad: whether backward may follow, on any rank.
     """
 
     call: Call
@@ -65,9 +76,13 @@ class Decision:
     inputs: Inputs
     runner: Runner
     counts: CallCounts
-    needs_grad: bool
     plan: Plan | None = None
     restore: Restore | None = None
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether backward may follow, on any rank."""
+        return self.counts.shared.needs_grad
 
 
 def decide(call: Call) -> Decision:
@@ -98,11 +113,8 @@ def run(decision: Decision) -> Tensor:
 
 
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
-    """The layer's output in its input's shape, behind the callbacks' last hooks.
-
-    y_TM itself where it has that shape: FSDP2 warns of a module that returns a view, for an operation in
-    place would drop its backward hook.
-    """
+    """The layer's output in its input's shape, behind the callbacks' last hooks. y_TM itself where it has
+    that: FSDP2 warns of a module that returns a view, for an operation in place would drop its hook."""
     x = decision.routed.x
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
     for callback in decision.call.parts.callbacks:
@@ -136,10 +148,7 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class LastCall:
-    """l_aux: scalar, on the call's graph. counts: the call's row counts. ran: how it was computed.
-
-    All are None before the first call.
-    """
+    """l_aux: scalar, on the call's graph. ran: how it was computed. All are None before the first call."""
 
     l_aux: Tensor | None = None
     counts: CallCounts | None = None
@@ -147,25 +156,16 @@ class LastCall:
 
     @staticmethod
     def of(decision: Decision) -> LastCall:
-        return LastCall(
-            l_aux=decision.routed.routing.l_aux, counts=decision.counts, ran=_how_it_ran(decision)
+        routed, plan, needs_grad = decision.routed, decision.plan, decision.needs_grad
+        routing, rows_TM, name = routed.routing, decision.inputs.x_TM, decision.runner.name
+        ran = Ran(
+            path=name,
+            num_tokens=routed.num_tokens,
+            num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
+            dtype=rows_TM.dtype,
+            device=rows_TM.device,
+            forward=len(plan.forward.chunks) if plan is not None and name == "pipeline" else None,
+            backward=len(plan.backward.chunks) if plan is not None and needs_grad else None,
+            restore=decision.restore if needs_grad else None,
         )
-
-
-def _how_it_ran(decision: Decision) -> Ran:
-    routed, plan, needs_grad = decision.routed, decision.plan, decision.needs_grad
-    routing, rows_TM = routed.routing, decision.inputs.x_TM
-    forward = backward = None
-    if plan is not None:
-        backward = len(plan.backward.chunks)
-        forward = len(plan.forward.chunks) if decision.runner.name == "pipeline" else None
-    return Ran(
-        path=decision.runner.name,
-        num_tokens=routed.num_tokens,
-        num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
-        dtype=rows_TM.dtype,
-        device=rows_TM.device,
-        forward=forward,
-        backward=backward if needs_grad else None,
-        restore=decision.restore if needs_grad else None,
-    )
+        return LastCall(l_aux=routing.l_aux, counts=decision.counts, ran=ran)

@@ -1,61 +1,41 @@
-"""Row counts of a call by one exchange; the rank's rows are sorted while it is under way.
-
-Letters: F bins, E experts of the group.
-"""
+"""Row counts of a call by one exchange; the rank's rows are sorted while it is under way."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.layer.choose import Batch, choose, slots_to_ask
-from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.orders import Orders
-from pmoe.layer.parts import Call, Parts, any_requires_grad
-from pmoe.layer.route import Operands, Routed, make_inputs, route_batch
+from pmoe.layer.decision import Agreed, CallCounts, Decision
+from pmoe.layer.orders import Orders, PlanFor
+from pmoe.layer.parts import Call, Parts
+from pmoe.layer.route import Routed, make_inputs, route_batch
 from pmoe.ordering.sorted import Tokens
+from pmoe.planner.degree import Choice
 from pmoe.runners.pipeline import PipelineRunner
-
-
-@dataclass(frozen=True)
-class ExactCounts:
-    """Counts that were exchanged."""
-
-    counts: RankCounts
-
-    @property
-    def max_tokens(self) -> int:
-        return self.counts.max_tokens
-
-    def rows(self) -> RankCounts:
-        return self.counts
-
-    def kept_E(self) -> Tensor:
-        return self.counts.send.sum(0).flatten()
 
 
 def decide(call: Call) -> Decision:
     """As `pmoe.layer.decision.decide`, of any layer."""
-    if call.parts.spec.fused:
+    parts = call.parts
+    if parts.spec.fused:
         from pmoe.layer import fused
 
         return fused.decide(call)
     routed, orders = sorted_rows(call)
-    operands = Operands.of(call.parts)
-    finish = start(call, routed, orders, operands)
-    inputs = make_inputs(call.parts, routed, operands)
-    sort_early(call.parts, orders)
+    exchange = start(call, routed, orders)
+    inputs = make_inputs(parts, routed)
+    sort_early(parts, orders)
 
     def agree() -> Agreed:
-        counts = finish()
-        return Agreed(counts=counts, choice=choose(Batch.of(call.parts, routed, counts, inputs, orders)))
+        counts = shared_counts(exchange, routed)
+        batch = Batch(parts, routed, counts, inputs, orders.plans(counts))
+        return Agreed(counts=counts, choice=choose(batch))
 
-    return in_chunks(call, routed, inputs, orders, call.replay.once(agree))
+    agreed = call.replay.once(agree)
+    assert agreed.counts is not None
+    counts = CallCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
+    return in_chunks(call, routed, inputs, orders.plans(agreed.counts), agreed.choice, counts)
 
 
 def sorted_rows(call: Call) -> tuple[Routed, Orders]:
@@ -63,34 +43,33 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
     routed = route_batch(call)
     routing = routed.routing
     count = routing.expert.shape[0] if routing.token is None else routed.num_tokens
-    tokens = Tokens(count, routing.token)
     kind = Orders
     if call.parts.spec.send_once:
         from pmoe.layer.once_orders import OnceOrders
 
         kind = OnceOrders
-    return routed, kind(call.parts, routing.expert, routed.gated.keep_TK, tokens)
+    return routed, kind(call.parts, routing.expert, routing.keep, Tokens(count, routing.token))
 
 
 def start(
-    call: Call, routed: Routed, orders: Orders, operands: Operands, *, asks_max_rows: bool = False
-) -> Callable[[], RankCounts]:
-    """Begins the exchange of counts, and returns what ends it. A second pass exchanges nothing.
+    call: Call, routed: Routed, orders: Orders, *, asks_max_rows: bool = False
+) -> CountsExchange | None:
+    """Begins the exchange of counts; None in a second pass, which takes over those of the first.
 
     Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
     asks_max_rows: as in `CountsExchange`.
     """
     if call.replay.is_replay:
-        return _never
-    parts, routing, x_TM = call.parts, routed.routing, routed.x_TM
+        return None
+    parts, routing = call.parts, routed.routing
     takes_k = routing.expert.shape[1] == parts.spec.top_k  # dropped rows among them
     with hidden_from_checkpoints():
-        exchange = CountsExchange(
+        return CountsExchange(
             parts.grid,
             orders.count(parts.num_bins),
             num_tokens=orders.tokens.count,
             fault=routed.gated.fault,
-            needs_grad=any_requires_grad(x_TM, routing.weight, *operands),
+            needs_grad=parts.asks_for_gradients(routed.x_TM, routing.weight),
             dtype=routed.dtype,
             traffic=parts.traffic,
             slots=slots_to_ask(parts, routed),
@@ -101,17 +80,14 @@ def start(
             one_row_a_choice=takes_k and routing.mix is None and routing.token is None,
         )
 
-    def finish() -> RankCounts:
-        try:
-            return exchange.finish()
-        except FaultError as error:
-            raise (routed.failure or error) from None
 
-    return finish
-
-
-def _never() -> RankCounts:
-    raise AssertionError("a second pass takes over the counts of the first one")
+def shared_counts(exchange: CountsExchange | None, routed: Routed) -> RankCounts:
+    """Ends the exchange. Raises FaultError where a rank reports a fault, or what is behind its own."""
+    assert exchange is not None
+    try:
+        return exchange.finish()
+    except FaultError as error:
+        raise (routed.failure or error) from None
 
 
 def sort_early(parts: Parts, orders: Orders) -> None:
@@ -121,19 +97,19 @@ def sort_early(parts: Parts, orders: Orders) -> None:
         orders.of(degrees[0])
 
 
-def in_chunks(call: Call, routed: Routed, inputs: Inputs, orders: Orders, agreed: Agreed) -> Decision:
+def in_chunks(
+    call: Call, routed: Routed, inputs: Inputs, plan_for: PlanFor, choice: Choice | None, counts: CallCounts
+) -> Decision:
     """The decision to run by the pipeline engine."""
-    counts, choice = agreed.counts, agreed.choice
-    assert counts is not None and choice is not None
+    assert choice is not None
     with hidden_from_checkpoints():  # trials may have made parts of it
-        plan = orders.plans(counts)(choice.forward, choice.backward, choice.restore)
+        plan = plan_for(choice.forward, choice.backward, choice.restore)
     return Decision(
         call=call,
         routed=routed,
         inputs=inputs,
         runner=PipelineRunner(plan),
-        counts=ExactCounts(counts.on_host()),
-        needs_grad=counts.needs_grad,
+        counts=counts,
         plan=plan,
         restore=plan.restore if call.parts.spec.rotates else None,
     )

@@ -16,13 +16,12 @@ from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.choose import Batch, choose
-from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.exact_counts import ExactCounts, in_chunks, sort_early, sorted_rows, start
-from pmoe.layer.orders import Orders
+from pmoe.layer.decision import Agreed, CallCounts, Decision
+from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
 from pmoe.layer.parts import Call, Parts
-from pmoe.layer.route import Operands, Routed, make_inputs
+from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
-from pmoe.runners.fused import FusedCall, FusedRunner
+from pmoe.runners.fused import FusedRunner
 from pmoe.runners.fused_forward import FusedForwardRunner
 from pmoe.runners.one_rank import activation_of
 from pmoe.schedule.restore import KEEP, Restore
@@ -45,11 +44,6 @@ def stacked(parts: Parts) -> StackedExperts:
 def fused_pair(parts: Parts) -> Restore | None:
     """The layer's restore pair, or the one that does not offload where it may choose."""
     return next((pair for pair in parts.pairs if not pair.offloads), None)
-
-
-def is_fusible(parts: Parts) -> bool:
-    """Whether any step of this layer may be computed by the fused kernels."""
-    return bool(parts.spec.fused) and layer_refusal(parts) is None and fused_pair(parts) is not None
 
 
 def may_fuse(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
@@ -75,10 +69,9 @@ def decide(call: Call) -> Decision:
     """As `pmoe.layer.decision.decide`, of a layer that asks for fused kernels."""
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
-    operands = Operands.of(parts)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    finish = start(call, routed, orders, operands, asks_max_rows=fuses)
-    inputs = make_inputs(parts, routed, operands)
+    exchange = start(call, routed, orders, asks_max_rows=fuses)
+    inputs = make_inputs(parts, routed)
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
     if fuses:
@@ -87,56 +80,54 @@ def decide(call: Call) -> Decision:
         sort_early(parts, orders)
 
     def agree() -> Agreed:
-        counts = finish()
+        counts = shared_counts(exchange, routed)
         steps = _steps(parts, inputs, counts) if fuses else None
         if steps is not None and not (parts.spec.fused == "forward" and counts.needs_grad):
             return Agreed(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(parts)
-        batch = Batch.of(parts, routed, counts, inputs, orders)
+        batch = Batch(parts, routed, counts, inputs, orders.plans(counts))
         return Agreed(counts=counts, steps=steps, choice=choose(batch, restore))
 
     agreed = replay.once(agree)
-    if agreed.steps is None:
-        return in_chunks(call, routed, inputs, orders, agreed)
-    assert agreed.counts is not None
+    shared, choice, steps = agreed.counts, agreed.choice, agreed.steps
+    assert shared is not None
+    counts, plan_for = CallCounts(shared.on_host(), shared.max_tokens), orders.plans(shared)
+    if steps is None:
+        return in_chunks(call, routed, inputs, plan_for, choice, counts)
     counts_FE = orders.count(parts.num_bins)
-    journey = fused.make_journey(expert_TK, sort(), counts_FE, agreed.counts, parts.ranks.rank)
-    return _fused_decision(call, routed, inputs, orders, agreed, fused_call(parts, agreed.steps, journey))
-
-
-def _fused_decision(
-    call: Call, routed: Routed, inputs: Inputs, orders: Orders, agreed: Agreed, fused_call: FusedCall
-) -> Decision:
-    counts, choice = agreed.counts, agreed.choice
-    assert counts is not None
-    runner: Runner = FusedRunner(fused_call)
+    journey = fused.make_journey(expert_TK, sort(), counts_FE, shared, parts.ranks.rank)
+    by_kernels = fused_runner(parts, steps, journey)
+    runner: Runner = by_kernels
     plan = None
     if choice is not None:
         with hidden_from_checkpoints():
-            plan = orders.plans(counts)(choice.backward, choice.backward, choice.restore)
-        runner = FusedForwardRunner(fused_call, plan, counts.recv_device)
+            plan = plan_for(choice.backward, choice.backward, choice.restore)
+        runner = FusedForwardRunner(by_kernels, plan, shared.recv_device)
     return Decision(
         call=call,
         routed=routed,
         inputs=inputs,
         runner=runner,
-        counts=ExactCounts(counts.on_host()),
-        needs_grad=counts.needs_grad,
+        counts=counts,
         plan=plan,
-        restore=fused_call.restore,
+        restore=by_kernels.restore,
     )
 
 
-def fused_call(parts: Parts, steps: Steps, journey: Journey) -> FusedCall:
+def fused_runner(parts: Parts, steps: Steps, journey: Journey) -> FusedRunner:
     restore = fused_pair(parts) or KEEP  # of a call without a backward pass
-    return FusedCall(steps=steps, journey=journey, activation=activation_of(stacked(parts)), restore=restore)
+    activation = activation_of(stacked(parts))
+    return FusedRunner(steps=steps, journey=journey, activation=activation, restore=restore)
 
 
 def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
-    why = _counts_refusal(parts, counts)
-    if why is None:
-        assert counts.max_rows is not None
+    if counts.max_rows is None:
+        name, top_k = type(parts.gate).__name__, parts.spec.top_k
+        why = f"the gate ({name}) does not give every token top_k ({top_k}) rows"
+    elif counts.needs_grad and fused_pair(parts) is None:
+        why = f"memory_reuse ({parts.spec.restore}) offloads"
+    else:
         device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
         request = make_request(parts, device, dtype, counts.max_tokens, counts.max_rows, counts.needs_grad)
         if parts.spec.fused == "auto" and not fused_steps.is_faster(request):
@@ -146,16 +137,6 @@ def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
             return found
         why = found
     _warn_unfused(parts, why)
-    return None
-
-
-def _counts_refusal(parts: Parts, counts: RankCounts) -> str | None:
-    """Why a call is not fused, as far as sizes on a device have no part in it. The same on every rank."""
-    if counts.max_rows is None:
-        name, top_k = type(parts.gate).__name__, parts.spec.top_k
-        return f"the gate ({name}) does not give every token top_k ({top_k}) rows"
-    if counts.needs_grad and fused_pair(parts) is None:
-        return f"memory_reuse ({parts.spec.restore}) offloads"
     return None
 
 

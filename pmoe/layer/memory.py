@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from pmoe.arguments import MOST, is_int
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.hierarchical import HierarchicalExchange
+from pmoe.engine.arena import pool
 from pmoe.experts.base import Experts, local_part
 from pmoe.gates.base import Gate
 from pmoe.layer.parts import Parts
@@ -35,7 +37,6 @@ def predict_memory(
     parts: Parts,
     num_tokens: int,
     row_counts: RankCounts | None,
-    *,
     pipeline: int | None,
     pipeline_backward: int | None,
     memory_reuse: str | Restore | None,
@@ -64,9 +65,10 @@ def check_predictable(parts: Parts) -> None:
     feature takes."""
     why = parts.refusal("memory")
     if why is None and parts.spec.fused:
-        from pmoe.layer.fused import is_fusible
+        from pmoe.layer.fused import fused_pair, layer_refusal
 
-        why = f"kernels are fused (fused={parts.spec.fused!r})" if is_fusible(parts) else None
+        if layer_refusal(parts) is None and fused_pair(parts) is not None:
+            why = f"kernels are fused (fused={parts.spec.fused!r})"
     if why is not None:
         raise ValueError(f"predict_memory must not be called where {why}: its memory is not predicted")
 
@@ -123,7 +125,7 @@ def _of_way(
     sizes = replace(sizes, rotates=sizes.rotates or way.forward != way.backward)
     degrees, restore = (way.forward, way.backward), way.restore
     if counts is None:
-        return bound(sizes, call.tokens, *degrees, restore, parts.spec.slack, parts.num_bins, call)
+        return bound(sizes, call, *degrees, restore, parts.spec.slack, parts.num_bins)
     bins = counts.send.shape[0]
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
@@ -173,7 +175,7 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
         bypass_local=parts.stages.local,
         inside=parts.grid.inside.size,
-        has_drops=parts.has_external_routing
+        has_drops=Feature.EXTERNAL_ROUTING in parts.features
         or (spec.capacity_factor is not None and not spec.pad_to_capacity),
         gate_scores=getattr(parts.gate, "saved_scores", 1) + bool(getattr(parts.gate, "z_loss_weight", 0)),
         cast_from=wide if wide != size else 0,
@@ -187,3 +189,16 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
 
 def _elements_of(experts: Experts) -> int:
     return sum(local_part(each).numel() for each in experts.parameters())
+
+
+def check_host_memory(restore: Restore, like: Tensor | None, device: torch.device | str | None) -> None:
+    """Raises ValueError where a layer that offloads is built with no host memory left."""
+    where = torch.empty(0, device=device).device if like is None else like.device
+    if where.type == "meta":
+        return  # it is not known yet where the layer will run
+    host = pool(where).host
+    if not host.free_bytes:
+        raise ValueError(
+            f"memory_reuse ({restore}) must not offload with no host memory left: {host.free_bytes} of "
+            f"{host.limit_bytes} bytes are left"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,16 @@ from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
 from pmoe.comm.base import FlatDispatch
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.ranks import Ranks
-from pmoe.experts.base import Shard
+from pmoe.experts.base import Experts, Shard
 from pmoe.layer import build
 from pmoe.layer.decision import LastCall, Ran, decide, run, shaped_output
 from pmoe.layer.parts import Call, Known, Parts
-from pmoe.layer.spec import LayerSpec, Option, Switches, check_no_switch
+from pmoe.layer.spec import LayerSpec, Switches, check_no_switch, option
 from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
-    from pmoe.engine.carried_gradients import Gradients
     from pmoe.planner.memory import PredictedMemory
 
 
@@ -91,21 +90,21 @@ class MoELayer(nn.Module):
     Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """
 
-    d_model = Option[int]()
-    d_hidden = Option[int]()
-    num_experts = Option[int]()
-    top_k = Option[int]()
-    capacity_factor = Option["float | None"]()
-    pad_to_capacity = Option[bool]()
-    pipeline = Option["bool | int | str"]()
-    memory_reuse = Option["bool | str | Restore"]()
-    pipeline_backward = Option["int | None"]()
-    slack = Option[float]()
-    memory_budget = Option["int | str | None"]()
-    fused = Option["bool | str"]()
-    send_once = Option[bool]()
-    check_finite = Option["bool | None"]()
-    switches = Option[Switches]()
+    d_model: int = option("d_model")
+    d_hidden: int = option("d_hidden")
+    num_experts: int = option("num_experts")
+    top_k: int = option("top_k")
+    capacity_factor: float | None = option("capacity_factor")
+    pad_to_capacity: bool = option("pad_to_capacity")
+    pipeline: bool | int | str = option("pipeline")
+    memory_reuse: bool | str | Restore = option("memory_reuse")
+    pipeline_backward: int | None = option("pipeline_backward")
+    slack: float = option("slack")
+    memory_budget: int | str | None = option("memory_budget")
+    fused: bool | str = option("fused")
+    send_once: bool = option("send_once")
+    check_finite: bool | None = option("check_finite")
+    switches: Switches = option("switches")
 
     spec: LayerSpec
     last: LastCall
@@ -147,31 +146,14 @@ class MoELayer(nn.Module):
         z_loss_weight: float = 0.0,
         check_finite: bool | None = None,
     ) -> None:
+        given, names = dict(locals()), LayerSpec.__dataclass_fields__
         super().__init__()
-        self.spec = LayerSpec(
-            d_model=d_model,
-            d_hidden=d_hidden,
-            num_experts=num_experts,
-            top_k=top_k,
-            capacity_factor=capacity_factor,
-            pad_to_capacity=pad_to_capacity,
-            pipeline=pipeline,
-            memory_reuse=memory_reuse,
-            pipeline_backward=pipeline_backward,
-            slack=slack,
-            memory_budget=memory_budget,
-            fused=fused,
-            send_once=send_once,
-            check_finite=check_finite,
-        )
-        build.check_arguments(
-            mesh=mesh, group=group, callbacks=callbacks, dtype=dtype, activation=activation,
-            shared_gate=shared_gate, z_loss_weight=z_loss_weight,
-        )  # fmt: skip
+        self.spec = LayerSpec(**{name: given[name] for name in names if name in given})
+        build.check_arguments(mesh, callbacks, dtype, activation, shared_gate, z_loss_weight)
         self.grid = build.make_grid(group, mesh)
         build.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()
-        self.gradients: Gradients | None = None  # set by `pmoe.GradientReducer`
+        self.gradients: Any = None  # set by `pmoe.GradientReducer`
         self.order = make_order(order)
         self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
         self.scalars = FlatDispatch()
@@ -181,12 +163,13 @@ class MoELayer(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.trusts_gate = isinstance(gate, str)  # a gate that the layer made returns what it should
         self.gate = build.make_layer_gate(self.spec, gate, normalize_gate, z_loss_weight, options)
-        place = build.Place(self.first_expert, self.num_local_experts, self.shard)
-        self.experts = build.make_experts(self.spec, place, expert, activation, bias, options)
+        self.experts = build.make_experts(self, expert, activation, bias, options)
         self.experts.mark_parameters()
-        self.shared_expert = build.make_shared(
-            self.spec, self.gate, shared_expert, expert, activation, bias, options
-        )
+        self.shared_expert: Experts | None = None
+        if shared_expert is not None:
+            from pmoe.layer.given import make_shared
+
+            self.shared_expert = make_shared(self, shared_expert, expert, activation, bias, options)
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
         if self.ranks.size > 1:
@@ -198,13 +181,13 @@ class MoELayer(nn.Module):
     def parts(self) -> Parts:
         """The layer's modules with what follows from them and its options, kept until one changes."""
         if self._parts is None:
-            self._parts = Parts(**{name: getattr(self, name) for name in PARTS})
+            self._parts = Parts(**{name: getattr(self, name) for name in Parts.__dataclass_fields__})
         return self._parts
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_no_switch(name, value)
         super().__setattr__(name, value)
-        if name in PARTS:
+        if name in Parts.__dataclass_fields__:
             self.__dict__["_parts"] = None
 
     @property
@@ -242,8 +225,7 @@ class MoELayer(nn.Module):
         Ranks may hold different numbers of tokens, none included. Raises ValueError on every rank, before
         any row travels, where any rank's input has another last dimension, dtype or device than the layer,
         or its gate failed; RuntimeError naming stage and rank where a peer is missing. While a CUDA graph is
-        captured, RuntimeError before anything is launched where the graph could not hold the call: where its
-        row counts are read on the host, or something would still have to be measured.
+        captured, RuntimeError before anything is launched where the graph could not hold the call.
 
         Under activation checkpointing `pmoe.checkpoint_contexts` keeps the routing. Without it, a second pass
         that routes any rank's tokens otherwise than the first raises ValueError on every rank.
@@ -291,7 +273,7 @@ class MoELayer(nn.Module):
         return self.spec.restore
 
     def check_spread(self, mesh: DeviceMesh) -> None:
-        """Raises ValueError or TypeError, naming what is wrong, where `spread` would. Changes nothing."""
+        """Raises ValueError or TypeError where the layer cannot be spread so. Changes nothing."""
         from pmoe.layer import spread
 
         spread.check_spread(self.parts, mesh)
@@ -301,8 +283,7 @@ class MoELayer(nn.Module):
         as mesh. This rank keeps its own experts as new Parameters, so optimizers come after. On the meta
         device the layer may be of any ranks: there are no values to lose.
 
-        Every rank must call it. Raises ValueError or TypeError, before anything is changed, where the layer
-        cannot be spread so.
+        Every rank must call it. Raises, before anything is changed, what `check_spread` raises.
         """
         self.check_spread(mesh)
         self.grid = build.make_grid(None, mesh)
@@ -362,12 +343,7 @@ class MoELayer(nn.Module):
         from pmoe.layer import memory
 
         return memory.predict_memory(
-            self.parts,
-            num_tokens,
-            row_counts,
-            pipeline=pipeline,
-            pipeline_backward=pipeline_backward,
-            memory_reuse=memory_reuse,
+            self.parts, num_tokens, row_counts, pipeline, pipeline_backward, memory_reuse
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -383,7 +359,3 @@ class MoELayer(nn.Module):
             f"d_model={self.d_model}, d_hidden={self.d_hidden}, num_experts={self.num_experts}, "
             f"top_k={self.top_k}, pipeline={self.pipeline}, {reuse}{self.ranks}"
         )
-
-
-PARTS = frozenset(field.name for field in fields(Parts))
-"""Attributes of the layer that `Parts` takes."""

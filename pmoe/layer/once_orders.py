@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from pmoe.engine.cut import Ordered
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Parts
-from pmoe.ordering.sorted import LocalExperts, Tokens, count_rows, sort_rows
+from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
 
 
 def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -39,9 +41,9 @@ class OnceOrders(Orders):
         return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
 
     def _sort(self, n: int) -> Ordered:
-        ranks, tokens, nowhere = self._num_ranks, self.tokens, LocalExperts(0, 0)
-        return Ordered(
-            slots=self.sort_slots(n),
+        ranks, tokens, nowhere = self._num_ranks, self.tokens, range(0, 0)
+        return replace(
+            super()._sort(n),
             sent=sort_rows(self._rank_TK, self._carries_TK, n, ranks, nowhere, 0, tokens),
             carrier_TK=self._carrier_TK,
             sent_nP=self.count_once(n),

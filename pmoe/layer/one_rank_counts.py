@@ -1,13 +1,9 @@
 """A call of one rank whose routing kernel sorts the rows: no counts reach the host.
 
 The kernels are those of `pmoe.runners.one_rank`, or COMET's fused ones.
-
-Letters: T tokens, E experts of the group, M = d_model.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,35 +14,12 @@ from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route import Routes
-from pmoe.layer.decision import Agreed, Decision
-from pmoe.layer.fused import fused_call, fused_pair, make_request, may_fuse, stacked
+from pmoe.layer.decision import Agreed, CallCounts, Decision
+from pmoe.layer.fused import fused_pair, fused_runner, make_request, may_fuse, stacked
 from pmoe.layer.parts import Call, Parts, autocast_dtype
-from pmoe.layer.route import Gated, Operands, Routed, make_inputs, started
+from pmoe.layer.route import Gated, Routed, make_inputs, started
 from pmoe.runners import fused, fused_steps, one_rank
-from pmoe.runners.fused import FusedRunner
 from pmoe.runners.one_rank import OneRankRunner
-
-
-@dataclass(frozen=True)
-class OneRankCounts:
-    """(E,) counts still on the device. Reading them synchronizes; a replayed CUDA graph changes them."""
-
-    device_E: Tensor
-    max_tokens: int
-    needs_grad: bool
-
-    def rows(self) -> RankCounts:
-        counts = self.device_E.to("cpu").long().view(1, 1, -1)
-        return RankCounts(
-            send=counts,
-            recv=counts,
-            recv_device=counts,
-            max_tokens=self.max_tokens,
-            needs_grad=self.needs_grad,
-        )
-
-    def kept_E(self) -> Tensor:
-        return self.rows().send.flatten()
 
 
 def decide(call: Call) -> Decision | None:
@@ -55,7 +28,7 @@ def decide(call: Call) -> Decision | None:
     x = started(call)
     x_TM = x.reshape(-1, parts.spec.d_model)
     if replay.is_replay:
-        agreed: Agreed | None = replay.recorded
+        agreed: Agreed | None = replay.once(lambda: None)
         if agreed is None or agreed.counts is not None or agreed.choice is not None:
             return None
     else:
@@ -67,19 +40,24 @@ def decide(call: Call) -> Decision | None:
     with torch.autocast(x.device.type, enabled=False):
         routes = replay.route(x_TM, lambda: _routes(call, x_TM))
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
-    autocast = autocast_dtype(x)
     runner: Runner = OneRankRunner(routes, one_rank.activation_of(stacked(parts)))
     if agreed.steps is not None:
-        runner = FusedRunner(fused_call(parts, agreed.steps, fused.one_rank_journey(routes)))
-    routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast)
-    needs_grad = parts.asks_for_gradients(x)
+        runner = fused_runner(parts, agreed.steps, fused.one_rank_journey(routes))
+    routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast_dtype(x))
+    counts_E = routes.counts_nE[0].view(1, 1, -1)
+    counts = RankCounts(
+        send=counts_E,
+        recv=counts_E,
+        recv_device=counts_E,
+        max_tokens=x_TM.shape[0],
+        needs_grad=parts.asks_for_gradients(x, *parts.gate.parameters()),
+    )
     return Decision(
         call=call,
         routed=routed,
-        inputs=make_inputs(parts, routed, Operands.of(parts)),
+        inputs=make_inputs(parts, routed),
         runner=runner,
-        counts=OneRankCounts(routes.counts_nE[0], x_TM.shape[0], needs_grad),
-        needs_grad=needs_grad,
+        counts=CallCounts(counts, counts.max_tokens),
         restore=None if agreed.steps is None else fused_pair(parts),
     )
 
@@ -89,7 +67,7 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
     parts, dtype = call.parts, autocast_dtype(x_TM) or x_TM.dtype
     if not may_fuse(parts, x_TM.device, dtype):
         return Agreed() if kernels_refusal(parts, x_TM) is None else None
-    needs_grad = parts.asks_for_gradients(x_TM)
+    needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
     if parts.refusal("one rank's counts") is not None or fused_pair(parts) is None:
         return None
     if parts.spec.fused == "forward" and needs_grad:
@@ -102,16 +80,13 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
 
 def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
     """Why a call is not computed by one rank's kernels; None where it is."""
-    why = parts.refusal("one rank")
-    if why is not None:
-        return why
-    return one_rank.kernel_refusal(
+    return parts.refusal("one rank") or one_rank.kernel_refusal(
         _gate(parts),
         stacked(parts),
         x_TM,
         autocast_dtype(x_TM) or x_TM.dtype,
         ranks=parts.ranks,
-        needs_grad=parts.asks_for_gradients(x_TM),
+        needs_grad=parts.asks_for_gradients(x_TM, *parts.gate.parameters()),
     )
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.cut import Degrees, Ordered, make_plan
+from pmoe.engine.cut import Ordered, make_plan
 from pmoe.engine.plan import Plan
 from pmoe.layer.parts import Parts
-from pmoe.ordering.sorted import SortedRows, Tokens, count_rows, sort_rows
+from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
@@ -52,37 +52,34 @@ class Orders:
         return None
 
     def _sort(self, n: int) -> Ordered:
-        slots = self.sort_slots(n)
-        return Ordered(slots=slots, sent=slots)
-
-    def sort_slots(self, n: int) -> SortedRows:
         """All kept slots by chunk and expert."""
-        parts, tokens = self.parts, self.tokens
+        parts, expert_TK, keep_TK, tokens = self.parts, self.expert_TK, self.keep_TK, self.tokens
         pieces, num_experts = parts.num_pieces(n), parts.spec.num_experts
-        return sort_rows(self.expert_TK, self.keep_TK, n, num_experts, parts.staying, pieces, tokens)
+        slots = sort_rows(expert_TK, keep_TK, n, num_experts, parts.staying, pieces, tokens)
+        return Ordered(
+            n=n,
+            pieces=pieces,
+            expert_TK=expert_TK,
+            tokens=tokens,
+            has_drops=keep_TK is not None,
+            slots=slots,
+            sent=slots,
+        )
 
     def plans(self, counts: RankCounts, padding: Padding | None = None) -> PlanFor:
         """What cuts these rows into chunks, for any degrees and pair."""
 
         def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
-            degrees = _degrees(self.parts, forward, backward, restore, counts.depth)
-            plan = make_plan(
-                self.parts.modules,
-                order=self.of(degrees.forward),
-                backward_order=self.of(degrees.backward),
-                expert_TK=self.expert_TK,
-                tokens=self.tokens,
-                shared=counts,
-                degrees=degrees,
-                restore=restore,
-                has_drops=self.keep_TK is not None,
-            )
+            forward, backward = _deep_enough(self.parts, forward, backward, restore, counts.depth)
+            plan = make_plan(self.parts.modules, self.of(forward), self.of(backward), counts, restore)
             return plan if padding is None else replace(plan, padding=padding)
 
         return plan_for
 
 
-def _degrees(parts: Parts, forward: int, backward: int, restore: Restore, depth: dict[int, int]) -> Degrees:
+def _deep_enough(
+    parts: Parts, forward: int, backward: int, restore: Restore, depth: dict[int, int]
+) -> tuple[int, int]:
     """Numbers of chunks, as deep as every rank's slots need them."""
     if depth:
         forward, backward = forward << depth[forward], backward << depth[backward]
@@ -90,4 +87,4 @@ def _degrees(parts: Parts, forward: int, backward: int, restore: Restore, depth:
         backward = forward  # a saved graph cannot be split
     if parts.hooks is not None or parts.spec.send_once:
         backward = forward
-    return Degrees(forward=forward, backward=backward, pieces=parts.num_pieces(forward))
+    return forward, backward

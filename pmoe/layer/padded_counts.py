@@ -3,8 +3,6 @@
 No counts are exchanged and the host waits for nothing. Ranks compare the number of tokens, and tell each
 other of faults, at every call on the CPU, and on CUDA at the first call of a kind or where a checkpoint
 routes again.
-
-Letters: N padded rows, T tokens of this rank, K choices, E experts of the group.
 """
 
 from __future__ import annotations
@@ -15,33 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Traffic
-from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
-from pmoe.comm.ranks import Grid
+from pmoe.comm.counts import CountsExchange
 from pmoe.engine.padding import Splits, make_padding
+from pmoe.gates.capacity import expert_capacity
 from pmoe.layer.choose import Batch, choose
-from pmoe.layer.decision import Agreed, Decision
+from pmoe.layer.decision import Agreed, CallCounts, Decision
+from pmoe.layer.exact_counts import in_chunks, shared_counts
 from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Call, Parts
-from pmoe.layer.route import Operands, Routed, make_inputs, route_batch
-from pmoe.ordering.capacity import expert_capacity
+from pmoe.layer.route import Routed, make_inputs, route_batch
 from pmoe.ordering.sorted import Tokens
-from pmoe.runners.pipeline import PipelineRunner
-
-
-@dataclass(frozen=True)
-class PaddedCounts:
-    """Counts of padded rows, and (E,) those of them that are no padding, on the device."""
-
-    counts: RankCounts
-    kept_device_E: Tensor
-    max_tokens: int
-
-    def rows(self) -> RankCounts:
-        return self.counts
-
-    def kept_E(self) -> Tensor:
-        return self.kept_device_E.to("cpu", copy=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +36,13 @@ class PaddedKind:
 
 def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
     """dtype: of the rows as the experts get them."""
-    return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=parts.asks_for_gradients(x_TM), dtype=dtype)
+    needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
+    return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
 
 
 def decide(call: Call) -> Decision:
     """As `pmoe.layer.decision.decide`."""
-    parts, spec = call.parts, call.parts.spec
+    parts = call.parts
     routed = route_batch(call)
     expert_TK, device = routed.routing.expert, routed.x_TM.device
     kind = kind_of(parts, routed.x_TM, routed.dtype)
@@ -69,26 +51,16 @@ def decide(call: Call) -> Decision:
     max_tokens = -(-splits.num_rows // expert_TK.shape[1])
     counts = splits.counts(parts.ranks.size, device, max_tokens=max_tokens, needs_grad=kind.needs_grad)
     orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
-    inputs = make_inputs(parts, routed, Operands.of(parts))
+    inputs = make_inputs(parts, routed)
     plan_for = orders.plans(counts, padding)
 
     def agree() -> Agreed:
         _compare(call, routed, kind)
-        batch = Batch(parts=parts, routed=routed, counts=counts, inputs=inputs, plan_for=plan_for)
-        return Agreed(choice=choose(batch))
+        return Agreed(choice=choose(Batch(parts, routed, counts, inputs, plan_for)))
 
     choice = call.replay.once(agree).choice
-    assert choice is not None
-    plan = plan_for(choice.forward, choice.backward, choice.restore)
-    return Decision(
-        call=call,
-        routed=routed,
-        inputs=inputs,
-        runner=PipelineRunner(plan),
-        counts=PaddedCounts(counts.on_host(), kept_E, kind.num_tokens),
-        needs_grad=kind.needs_grad,
-        plan=plan,
-        restore=plan.restore if spec.rotates else None,
+    return in_chunks(
+        call, routed, inputs, plan_for, choice, CallCounts(counts.on_host(), kind.num_tokens, kept_E)
     )
 
 
@@ -100,17 +72,7 @@ def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
     if kind in known and not (always or is_again):
         return
     if parts.ranks.size > 1 or is_again:
-        try:
-            compare_ranks(
-                parts.grid,
-                kind,
-                num_experts=parts.spec.num_experts,
-                device=routed.x_TM.device,
-                fault=routed.gated.fault,
-                traffic=parts.traffic,
-            )
-        except FaultError as error:
-            raise (routed.failure or error) from None
+        compare_ranks(parts, kind, routed)
     known.add(kind)
 
 
@@ -131,29 +93,21 @@ def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
     )
 
 
-def compare_ranks(
-    grid: Grid,
-    kind: PaddedKind,
-    *,
-    num_experts: int,
-    device: torch.device,
-    fault: Tensor | Fault,
-    traffic: Traffic,
-) -> None:
-    """Raises ValueError, on every rank, where ranks do not make the same call, and FaultError where any
-    reports a fault. Collective, with one host synchronisation."""
-    facts_FE = torch.empty(2, num_experts, dtype=torch.int64, device=device)
+def compare_ranks(parts: Parts, kind: PaddedKind, routed: Routed) -> None:
+    """Raises ValueError, on every rank, where ranks do not make the same call, or any reports a fault.
+    Collective, with one host synchronisation."""
+    facts_FE = torch.empty(2, parts.spec.num_experts, dtype=torch.int64, device=routed.x_TM.device)
     facts_FE[0], facts_FE[1] = kind.num_tokens, kind.needs_grad
     exchange = CountsExchange(
-        grid,
+        parts.grid,
         facts_FE,
         num_tokens=kind.num_tokens,
-        fault=fault,
+        fault=routed.gated.fault,
         needs_grad=kind.needs_grad,
         dtype=kind.dtype,
-        traffic=traffic,
+        traffic=parts.traffic,
     )
-    tokens, needs_grad = exchange.finish().recv[:, :, 0].tolist()
+    tokens, needs_grad = shared_counts(exchange, routed).recv[:, :, 0].tolist()
     if len(set(tokens)) > 1:
         told = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(tokens))
         raise ValueError(

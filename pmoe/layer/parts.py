@@ -1,13 +1,11 @@
-"""A layer's modules and its place among the ranks, with what follows from them and from its options.
-
-Letters: E experts of the group, W ranks.
-"""
+"""A layer's modules and its place among the ranks, with what follows from them and from its options."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,30 +20,26 @@ from pmoe.engine.plan import Modules
 from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
 from pmoe.experts.base import Experts, local_part
 from pmoe.layer.spec import LayerSpec
-from pmoe.ordering.base import Order
-from pmoe.ordering.sorted import LocalExperts, SortedOrder
+from pmoe.ordering import Order
+from pmoe.ordering.sorted import SortedOrder
 from pmoe.runners.features import Feature, refused
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages, local_pieces
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback, Hooks
-    from pmoe.engine.carried_gradients import Gradients
     from pmoe.layer.padded_counts import PaddedKind
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
-"""Modules of the gates that the kernels compute; subclasses elsewhere may compute otherwise."""
-
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
-"""Modules of the experts that the kernels compute; subclasses elsewhere may compute otherwise."""
+"""Modules of what the kernels compute; subclasses elsewhere may compute otherwise."""
 
 
 @dataclass
 class Known:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
-    is_compared: whether ranks have compared their options.
-    padded_kinds: the kinds of padded calls that ranks have compared.
+    is_compared, padded_kinds: whether ranks have compared their options, and which kinds of padded calls.
     choosers: what chooses n and the pair, by what it depends on.
     """
 
@@ -74,7 +68,7 @@ class Parts:
     combine: Combine
     scalars: FlatDispatch
     callbacks: tuple[Callback, ...]
-    gradients: Gradients | None
+    gradients: Any
     traffic: Traffic
     known: Known
 
@@ -84,32 +78,28 @@ class Parts:
 
     @property
     def like(self) -> Tensor | None:
-        """A parameter that says of what type and device rows are; None where there is none.
-
-        The gate's come second: a router is often left in float32.
-        """
+        """A parameter that says of what type and device rows are; None where there is none. The gate's come
+        second: a router is often left in float32."""
         parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
         found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
         return None if found is None else local_part(found)
 
-    def asks_for_gradients(self, x: Tensor) -> bool:
-        """Whether a call on x may be differentiated, of layers without shared expert and callbacks."""
-        return any_requires_grad(x, *self.gate.parameters(), *self.experts.parameters())
-
-    @property
-    def has_external_routing(self) -> bool:
-        """Whether the routing comes from outside."""
-        return bool(getattr(self.gate, "has_external_routing", False))
+    def asks_for_gradients(self, *tensors: Tensor) -> bool:
+        """Whether a call may be differentiated: in these tensors, or in a parameter that runners take."""
+        shared: Iterable[Tensor] = () if self.shared_expert is None else self.shared_expert.parameters()
+        hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
+        operands = itertools.chain(tensors, self.experts.parameters(), shared, hooks)
+        return torch.is_grad_enabled() and any(each.requires_grad for each in operands)
 
     @property
     def num_local_experts(self) -> int:
         return self.spec.num_experts // self.grid.across.size
 
     @functools.cached_property
-    def staying(self) -> LocalExperts:
+    def staying(self) -> range:
         """The experts whose rows of this rank do not travel."""
         first = self.grid.across.rank * self.num_local_experts
-        return LocalExperts(first, first + self.num_local_experts * self.stages.local)
+        return range(first, first + self.num_local_experts * self.stages.local)
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:
@@ -123,14 +113,13 @@ class Parts:
     @functools.cached_property
     def stages(self) -> Stages:
         """The stages that every call has: the same on every rank, whatever rows it has."""
-        spec, sharded = self.spec, self.grid.is_sharded
-        seen = self.hooks is not None
+        spec, sharded, seen = self.spec, self.grid.is_sharded, self.hooks is not None
         local = spec.switches.bypass_local and not (sharded or seen or spec.send_once)
         return Stages(
             local=local,
             remote=self.ranks.size > 1 or not local,
             sharded=sharded,
-            hooked=sharded and self.hooks is not None,
+            hooked=sharded and seen,
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=spec.switches.one_lane,
@@ -139,10 +128,9 @@ class Parts:
     @functools.cached_property
     def num_bins(self) -> int:
         """F, the bins in which row counts travel."""
-        spec = self.spec
-        if not spec.rotates:
-            return math.lcm(*spec.degrees)
-        return num_bins(spec.degrees, self.ranks.size, spec.num_experts)
+        if not self.spec.rotates:
+            return math.lcm(*self.spec.degrees)
+        return num_bins(self.spec.degrees, self.ranks.size, self.spec.num_experts)
 
     def num_pieces(self, n: int) -> int:
         """Into how many pieces the rows that stay are cut, for n chunks."""
@@ -185,10 +173,8 @@ class Parts:
     @functools.cached_property
     def may_run_on_one_rank(self) -> bool:
         """Whether one rank's kernels may take a call, as far as the layer says."""
-        if self.ranks.size > 1:
-            return False
-        takers = ("one rank",) if not self.spec.fused else ("one rank", "one rank's counts")
-        return any(self.refusal(taker) is None for taker in takers)
+        takers = ("one rank", "one rank's counts") if self.spec.fused else ("one rank",)
+        return self.ranks.size == 1 and any(self.refusal(taker) is None for taker in takers)
 
     def refusal(self, taker: str) -> str | None:
         """Why a runner, a source of counts or a prediction does not take this layer; None where it does."""
@@ -208,7 +194,7 @@ class Parts:
 
     def _asked(self) -> dict[Feature, bool]:
         spec, gate, switches = self.spec, self.gate, self.spec.switches
-        is_given = self.has_external_routing
+        is_given = bool(getattr(gate, "has_external_routing", False))
         picks = bool(getattr(gate, "picks_tokens", False))
         in_steps = self.dispatch.in_steps or self.combine.in_steps
         is_flat = type(self.dispatch) is FlatDispatch and type(self.combine) is FlatCombine
@@ -245,10 +231,6 @@ class Parts:
         }
 
 
-def any_requires_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The type that autocast gives rows; None where it leaves them as they are, as it does float64."""
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
@@ -261,10 +243,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a call is given. replay: decides, or takes what a checkpoint's first pass decided.
-
-    x: (..., d_model), not yet checked: what is wrong on one rank alone is told to all with the row counts.
-    """
+    """What a call is given. replay: decides, or takes what a checkpoint's first pass decided. x: (..., M),
+    not yet checked: what is wrong on one rank alone is told to all with the row counts."""
 
     layer: nn.Module
     parts: Parts

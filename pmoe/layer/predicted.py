@@ -18,10 +18,9 @@ from pmoe.schedule.restore import Restore
 def chooser_of(batch: Batch) -> Chooser:
     """The layer's for these options and this type of rows, which remembers what it has chosen."""
     parts, spec = batch.parts, batch.parts.spec
-    choosers, key = parts.known.choosers, ("predicted", spec, batch.inputs.x_TM.dtype)
-    if key not in choosers:
-        choosers[key] = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
-    found: Chooser = choosers[key]
+    new = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
+    key = ("predicted", spec, batch.inputs.x_TM.dtype)
+    found: Chooser = parts.known.choosers.setdefault(key, new)
     return found
 
 
@@ -33,10 +32,8 @@ def pair_of_batch(batch: Batch) -> Restore:
 
 
 def choice_within_budget(batch: Batch) -> Choice:
-    """The fastest n and pair whose bytes hold the budget for any routing.
-
-    Raises ValueError, on every rank, that says what the least budget would be.
-    """
+    """The fastest n and pair whose bytes hold the budget for any routing. Raises ValueError, on every rank,
+    that says what the least budget would be."""
     parts, spec, counts, rows_TM = batch.parts, batch.parts.spec, batch.counts, batch.inputs.x_TM
     profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
     pool(rows_TM.device).device.keep_at_most(spec.budget or 0)
@@ -57,11 +54,8 @@ def solved_degrees(batch: Batch, restore: Restore) -> PassDegrees:
     if parts.ranks.size == 1:
         return PassDegrees(1, 1)
     key = ("solved", parts.spec, restore, rows_TM.dtype)
-    if key not in parts.known.choosers:
-        parts.known.choosers[key] = Solver(
-            parts.grid, restore if parts.spec.rotates else None, parts.spec.switches.one_lane
-        )
-    solver: Solver = parts.known.choosers[key]
+    new = Solver(parts.grid, restore if parts.spec.rotates else None, parts.spec.switches.one_lane)
+    solver: Solver = parts.known.choosers.setdefault(key, new)
     modules = parts.experts.as_modules()
     t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
     return solver.degrees(memory_shape(parts, rows_TM), rows_TM, batch.counts.max_tokens, t_gar, modules)

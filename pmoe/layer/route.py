@@ -1,14 +1,10 @@
 """The first stage of a call: a checked input, and what the gate makes of it.
 
 What is wrong on one rank becomes a `Fault`, which travels with the row counts: all ranks raise together.
-
-Letters: T tokens of this rank, K choices, E experts, M = d_model.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -28,13 +24,12 @@ from pmoe.layer.parts import Call, Parts, autocast_dtype
 class Gated:
     """What the gate said, checked: all that a checkpoint keeps of it.
 
-    keep_TK: bool, the slots within capacity; None where all are.
+    routing: its keep is what is within capacity, the layer's or the gate's own.
     fault: a `Fault`, on the device where it is found there.
     is_again: whether the gate has routed these tokens before, for a checkpoint.
     """
 
     routing: Routing
-    keep_TK: Tensor | None = None
     fault: Tensor | Fault = Fault.NONE
     is_again: bool = False
 
@@ -74,11 +69,8 @@ class Routed:
 
 
 def route_batch(call: Call) -> Routed:
-    """Checks the input and lets the gate decide.
-
-    One rank alone raises at once; among several a rank that failed takes part with no tokens in the exchange
-    that tells the others.
-    """
+    """Checks the input and lets the gate decide. One rank alone raises at once; among several a rank that
+    failed takes part with no tokens in the exchange that tells the others."""
     parts = call.parts
     try:
         x = started(call)
@@ -128,9 +120,8 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
     if changed is not None:
         with hidden_from_checkpoints():
             fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
-    keep_TK = _kept(parts, routing, x_TM)
-    routing = replace(routing, logits=None)
-    return Gated(routing=routing, keep_TK=keep_TK, fault=fault, is_again=changed is not None)
+    routing = replace(routing, logits=None, keep=_kept(parts, routing, x_TM))
+    return Gated(routing=routing, fault=fault, is_again=changed is not None)
 
 
 def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
@@ -141,7 +132,7 @@ def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
         return routing.keep
     if spec.capacity_factor is None or spec.pad_to_capacity:
         return None
-    from pmoe.ordering.capacity import expert_capacity, within_capacity
+    from pmoe.gates.capacity import expert_capacity, within_capacity
 
     top_k = routing.expert.shape[1]
     capacity = expert_capacity(spec.capacity_factor, x_TM.shape[0], top_k, spec.num_experts)
@@ -150,18 +141,17 @@ def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
 
 
 def _ask_gate(call: Call, x_TM: Tensor) -> Routing:
-    gate, token_ids = call.parts.gate, call.token_ids
-    if not getattr(gate, "needs_token_ids", False):
-        routing: Routing = gate(x_TM)
-        return routing
-    if not isinstance(token_ids, Tensor) or token_ids.numel() != x_TM.shape[0]:
-        shown = tuple(token_ids.shape) if isinstance(token_ids, Tensor) else token_ids
-        raise ValueError(
-            f"token_ids ({shown}) must be given, one for each of the {x_TM.shape[0]} tokens: the gate "
-            f"({type(gate).__name__}) routes by them"
-        )
-    by_ids: Routing = gate(x_TM, token_ids.reshape(-1))
-    return by_ids
+    gate, ids, given = call.parts.gate, call.token_ids, [x_TM]
+    if getattr(gate, "needs_token_ids", False):
+        if not isinstance(ids, Tensor) or ids.numel() != x_TM.shape[0]:
+            shown = tuple(ids.shape) if isinstance(ids, Tensor) else ids
+            raise ValueError(
+                f"token_ids ({shown}) must be given, one for each of the {x_TM.shape[0]} tokens: the gate "
+                f"({type(gate).__name__}) routes by them"
+            )
+        given.append(ids.reshape(-1))
+    routing: Routing = gate(*given)
+    return routing
 
 
 def _nothing_routed(parts: Parts, error: Exception) -> Routed:
@@ -204,53 +194,34 @@ def check_input(parts: Parts, x: Tensor) -> None:
 # ---- the tensors of a call that have gradients, as the runners take them. S mixtures of tokens
 
 
-@dataclass(frozen=True)
-class Operands:
-    """What backward may differentiate beside rows and routing weights."""
-
-    experts: list[Tensor]
-    shared: list[Tensor]
-    hooks: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(parts: Parts) -> Operands:
-        """The parameters as they are now: modules may have other ones at the next call."""
-        shared = [] if parts.shared_expert is None else list[Tensor](parts.shared_expert.parameters())
-        hooks = () if parts.hooks is None else parts.hooks.parameters
-        return Operands(parts.experts.local_parameters(), shared, hooks)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return itertools.chain(self.experts, self.shared, self.hooks)
-
-
-def make_inputs(parts: Parts, routed: Routed, operands: Operands) -> Inputs:
-    """Under autocast rows and parameters are cast."""
-    rows_TM, mix = routed.x_TM, routed.routing.mix
-    experts, shared = operands.experts, operands.shared
-    if routed.autocast is not None:
-        rows_TM = rows_TM.to(routed.autocast)
-        experts = cast_parameters(parts.experts, experts, routed.autocast)
-        if parts.shared_expert is not None:
-            shared = cast_parameters(parts.shared_expert, shared, routed.autocast)
+def make_inputs(parts: Parts, routed: Routed) -> Inputs:
+    """Under autocast rows and parameters are cast. The parameters are those of now: modules may have other
+    ones at the next call."""
+    rows_TM, mix, dtype = routed.x_TM, routed.routing.mix, routed.autocast
+    if dtype is not None:
+        rows_TM = rows_TM.to(dtype)
     if mix is not None:
         rows_TM = mix.dispatch.to(rows_TM.dtype).t() @ rows_TM
     return Inputs(
         x_TM=rows_TM,
         weight_TK=routed.routing.weight,
-        parameters=experts,
-        shared_weight_T=shared_weight(parts, routed.x_TM),
-        shared_parameters=shared,
-        hook_parameters=operands.hooks,
-        autocast=routed.autocast,
+        parameters=_operands(parts.experts, dtype),
+        shared_weight_T=_shared_weight(parts, routed.x_TM),
+        shared_parameters=() if parts.shared_expert is None else _operands(parts.shared_expert, dtype),
+        hook_parameters=() if parts.hooks is None else parts.hooks.parameters,
+        autocast=dtype,
     )
 
 
-def cast_parameters(experts: Experts, parameters: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _operands(experts: Experts, dtype: torch.dtype | None) -> list[Tensor]:
     """Parameters as autocast hands them to operators; modules meet autocast by themselves."""
-    return parameters if experts.runs_under_autocast else [each.to(dtype) for each in parameters]
+    parameters = experts.local_parameters()
+    if dtype is None or experts.runs_under_autocast:
+        return parameters
+    return [each.to(dtype) for each in parameters]
 
 
-def shared_weight(parts: Parts, x_TM: Tensor) -> Tensor | None:
+def _shared_weight(parts: Parts, x_TM: Tensor) -> Tensor | None:
     """(T,) the factor of the shared expert's output; None where there is none."""
     if parts.shared_expert is None:
         return None

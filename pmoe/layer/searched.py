@@ -13,11 +13,21 @@ from pmoe.layer.alike import options_in_words
 from pmoe.layer.choose import Batch
 from pmoe.layer.parts import Parts
 from pmoe.measure.bench import identity
-from pmoe.planner.degree import MIN_ROWS, adaptive_degree
+from pmoe.planner.degree import DEGREES
 from pmoe.planner.granularity import PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
 from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, save_degrees, search
 from pmoe.schedule.restore import Restore
+
+MIN_ROWS = 1024
+"""Below this many rows a chunk, smaller products cost more than finer overlap hides
+(bench/bench_overlap.py: n = 2 to 4 is best at 4096 rows a rank)."""
+
+
+def adaptive_degree(max_rows: int, num_ranks: int) -> int:
+    """n by a rule, from numbers that all ranks share: the largest that leaves MIN_ROWS a chunk; 1 where
+    nothing travels. max_rows: the largest T * K of a rank."""
+    return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
 
 def degrees(batch: Batch, restore: Restore) -> PassDegrees:
@@ -83,14 +93,12 @@ def key_of(parts: Parts) -> dict[str, Any]:
     """All that changes the time of a layer's trials, beside what `Learnt.table` takes: layers of one key
     learn together."""
     like = torch.empty(0) if parts.like is None else parts.like
+    options = options_in_words(parts, of_users=True)
+    del options["pipeline"]
     topologies = [getattr(each, "topology", None) for each in (parts.dispatch, parts.combine)]
     return {
         **asdict(identity(parts.ranks, like.device, like.dtype)),
-        **{
-            name: value
-            for name, value in options_in_words(parts, of_users=True).items()
-            if name != "pipeline"
-        },
+        **options,
         "mesh": [parts.grid.across.size, parts.grid.inside.size],
         "nodes": [None if each is None else each.members for each in topologies],
         "deterministic": torch.are_deterministic_algorithms_enabled(),

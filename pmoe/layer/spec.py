@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from pmoe.arguments import check_count, check_flag, check_number, check_positive, plain_int
-from pmoe.planner.degree import DEGREES, check_backward, check_pipeline, fixed_degree
+from pmoe.planner.degree import DEGREES, check_backward, check_pipeline
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
 
 if TYPE_CHECKING:
@@ -38,18 +38,12 @@ class Switches:
             check_flag(each.name, getattr(self, each.name))
 
 
-NAMES = frozenset(each.name for each in fields(Switches))
-
-
 def check_no_switch(name: str, value: object) -> None:
     """Raises AttributeError where ``name``, which is set on a layer, is a switch: it would have no effect."""
-    if name in NAMES:
+    if name in Switches.__dataclass_fields__:
         raise AttributeError(
             f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
         )
-
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +87,7 @@ class LayerSpec:
         check_backward(self.pipeline, self.pipeline_backward)
         for name in ("send_once", "pad_to_capacity"):
             check_flag(name, getattr(self, name))
-        if self.check_finite is not None and not isinstance(self.check_finite, bool):
-            raise TypeError(f"check_finite ({self.check_finite!r}) must be None, True or False")
+        check_flag("check_finite", self.check_finite, or_none=True)
         if not isinstance(self.switches, Switches):
             raise TypeError(f"switches ({self.switches!r}) must be a pmoe.layer.spec.Switches")
         self.budget  # noqa: B018 - it raises for what is no number of bytes
@@ -119,8 +112,10 @@ class LayerSpec:
 
     @functools.cached_property
     def fixed_degree(self) -> int | None:
-        """n of the forward pass where ``pipeline`` alone says it."""
-        return fixed_degree(self.pipeline)
+        """n of the forward pass where ``pipeline`` alone says it; None where it depends on the batch."""
+        if self.pipeline is True or isinstance(self.pipeline, str):
+            return None
+        return int(self.pipeline) or 1
 
     @functools.cached_property
     def rotates(self) -> bool:
@@ -150,22 +145,13 @@ class LayerSpec:
         return tuple(STRATEGIES.values()) if self.memory_budget is None else ALL_PAIRS
 
 
-class Option(Generic[V]):
+def option(name: str) -> Any:
     """An option as an attribute of the layer: read from its spec; setting it replaces the spec."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def read(layer: MoELayer) -> Any:
+        return getattr(layer.spec, name)
 
-    @overload
-    def __get__(self, layer: None, owner: type) -> Option[V]: ...
-    @overload
-    def __get__(self, layer: MoELayer, owner: type) -> V: ...
-    def __get__(self, layer: MoELayer | None, owner: type) -> V | Option[V]:
-        if layer is None:
-            return self
-        value: V = getattr(layer.spec, self._name)
-        return value
+    def change(layer: MoELayer, value: Any) -> None:
+        layer.spec = replace(layer.spec, **{name: value})
 
-    def __set__(self, layer: MoELayer, value: V) -> None:
-        changed: dict[str, Any] = {self._name: value}
-        layer.spec = replace(layer.spec, **changed)
+    return property(read, change, doc=f"The argument ``{name}``. It may be set: all ranks must set the same.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm.mesh import grid_of_mesh
-from pmoe.experts.initial import draw_seed, generators_at, initialise
+from pmoe.experts import initialise, seeded
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.layer.build import check_fit
@@ -53,18 +53,11 @@ def reset_parameters(parts: Parts) -> None:
         if isinstance(experts, StackedExperts):
             initialise(experts, first_expert=first)
         elif experts is not None and experts.are_modules:
-            initialise_modules(experts.as_modules(), first_expert=first)
+            resets = [functools.partial(reset_modules, each) for each in experts.as_modules()]
+            seeded(lambda i: resets[i](), first_expert=first, count=len(resets))  # noqa: B023
     if parts.shared_gate is not None:
         parts.shared_gate.reset_parameters()
     parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else 0.0
-
-
-def initialise_modules(modules: Iterable[nn.Module], *, first_expert: int) -> None:
-    """Has each module, and all in it, reset its parameters under its global expert's seed."""
-    seed = draw_seed()
-    for i, module in enumerate(modules):
-        with generators_at(seed + first_expert + i):
-            reset_modules(module)
 
 
 def reset_modules(module: nn.Module) -> None:

@@ -60,10 +60,6 @@ class Allocations:
         names = {each.name for each in self.found} - set(without)
         return max(held for _, held in self.live_bytes(names))
 
-    def bytes_named(self, name: str) -> int:
-        """Of all allocations of a name together."""
-        return sum(each.num_bytes for each in self.found if each.name == name)
-
 
 def mark(tensor: Tensor, name: str) -> None:
     """Names the memory behind a tensor, unless it has a name. Costs next to nothing where nobody watches."""
@@ -127,21 +123,22 @@ def _fill(seen: Allocations, events: Sequence[Any], device_type: str) -> None:
 class StepMemory:
     """Bytes of one forward and backward, beyond what was held before it.
 
-    peak: at most, at once. without_gradients: the same, but for those of the parameters. forward: while the
-    forward pass ran. gradients: of the parameters. seconds: of the step as measured, with the measuring.
+    peak: at most, at once. without_gradients: the same, but for those of the parameters. seconds: of the step
+    as measured, with the measuring.
     """
 
     peak: int
     without_gradients: int
-    forward: int
-    gradients: int
     seconds: float
 
 
 GRADIENTS = "parameters' gradients"
 
+MakeInputs = Callable[[], tuple[Tensor, Tensor]]
+"""Makes x and dy of a step."""
 
-def step_memory(module: nn.Module, make_inputs: Callable[[], tuple[Tensor, Tensor]]) -> StepMemory:
+
+def step_memory(module: nn.Module, make_inputs: MakeInputs) -> StepMemory:
     """Runs module(x) and its backward, with (x, dy) = make_inputs(), and counts.
 
     x, y, dy and the gradients are held until the end. Inputs that make_inputs allocates are counted, those
@@ -151,36 +148,23 @@ def step_memory(module: nn.Module, make_inputs: Callable[[], tuple[Tensor, Tenso
     module.zero_grad(set_to_none=True)
     counted = _step_on_cuda if device.type == "cuda" else _step_on_cpu
     begin = time.perf_counter()
-    peak, without_gradients, forward, gradients = counted(module, make_inputs, device)
+    peak, without_gradients = counted(module, make_inputs, device)
     module.zero_grad(set_to_none=True)
-    return StepMemory(peak, without_gradients, forward, gradients, time.perf_counter() - begin)
+    return StepMemory(peak, without_gradients, time.perf_counter() - begin)
 
 
-def _step_on_cpu(
-    module: nn.Module, make_inputs: Callable[[], tuple[Tensor, Tensor]], device: torch.device
-) -> tuple[int, int, int, int]:
+def _step_on_cpu(module: nn.Module, make_inputs: MakeInputs, device: torch.device) -> tuple[int, int]:
     with watched(device.type) as seen:
         x, dy = make_inputs()
-        mark(x, "x")
-        mark(dy, "dy")
-        moment("forward")
         y = module(x)
-        mark(y, "T_O")
-        moment("backward")
         y.backward(dy)
-        moment("end")
-        if x.grad is not None:
-            mark(x.grad, "dT_I")
         for parameter in module.parameters():
             if parameter.grad is not None:
                 mark(parameter.grad, GRADIENTS)
-    forward = max(held for when, held in seen.live_bytes() if when <= seen.moments["backward"])
-    return seen.peak_bytes(), seen.peak_bytes(without=(GRADIENTS,)), forward, seen.bytes_named(GRADIENTS)
+    return seen.peak_bytes(), seen.peak_bytes(without=(GRADIENTS,))
 
 
-def _step_on_cuda(
-    module: nn.Module, make_inputs: Callable[[], tuple[Tensor, Tensor]], device: torch.device
-) -> tuple[int, int, int, int]:
+def _step_on_cuda(module: nn.Module, make_inputs: MakeInputs, device: torch.device) -> tuple[int, int]:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -194,4 +178,4 @@ def _step_on_cuda(
     backward = torch.cuda.max_memory_allocated(device) - before
     # Backward makes them when it begins, and holds them to its end.
     gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
-    return max(forward, backward), max(forward, backward - gradients), forward, gradients
+    return max(forward, backward), max(forward, backward - gradients)

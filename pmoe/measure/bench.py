@@ -6,7 +6,6 @@ from its own clock: actions may be collectives.
 
 from __future__ import annotations
 
-import abc
 import os
 import platform
 import re
@@ -15,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,88 +39,74 @@ TimedCall = Callable[[], object]
 Marks = list[float]
 """Seconds on some clock: when a lane began, and when it ended each of its actions."""
 
+LaneRuns = Mapping[str, tuple[TimedCall, int]]
+"""By lane its action, and how often it is repeated."""
 
-class Bench(abc.ABC):
-    """Runs actions on three lanes, as the engine would."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
+@dataclass(frozen=True)
+class Bench:
+    """Runs actions on three lanes, as the engine would.
+
+    run: each lane repeats its action so many times, one after another; the lanes side by side.
+    """
+
+    ranks: Ranks
+    device: torch.device
+    run: Callable[[LaneRuns], dict[str, Marks]]
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest that a rank has. Every rank gives as many. Also a barrier."""
         return largest(self.ranks, self.device, values, stage=AGREEING)
 
-    @abc.abstractmethod
-    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
-        """Each lane repeats its action so many times, one after another; the lanes side by side."""
-
-    @abc.abstractmethod
     def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
         """On the host, already touched, and such that copies there need not wait."""
-
-
-class _CpuBench(Bench):
-    """Computes on the calling thread; messages and copies have a thread each."""
-
-    def __init__(self, ranks: Ranks, device: torch.device, threads: Mapping[str, ThreadPoolExecutor]) -> None:
-        super().__init__(ranks, device)
-        self._threads = threads
-
-    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
-        started = {
-            lane: self._threads[lane].submit(_repeat, *todo) for lane, todo in work.items() if lane != COMPUTE
-        }
-        marks = {COMPUTE: _repeat(*work[COMPUTE])} if COMPUTE in work else {}
-        return marks | {lane: future.result() for lane, future in started.items()}
-
-    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.ones(elements, dtype=dtype, device="cpu")
-
-
-class _CudaBench(Bench):
-    """Computes on the current stream; messages and copies have a stream each. The host runs ahead."""
-
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        super().__init__(ranks, device)
-        self._streams = {
-            COMPUTE: torch.cuda.current_stream(device),
-            COMMUNICATE: torch.cuda.Stream(device),
-            COPY: torch.cuda.Stream(device),
-        }
-
-    def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
-        def mark(lane: str) -> torch.cuda.Event:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self._streams[lane])
-            return event
-
-        torch.cuda.synchronize(self.device)  # what the caller enqueued, and the buffers' first values
-        origin = mark(COMPUTE)
-        for lane in work:
-            self._streams[lane].wait_event(origin)
-        events = {lane: [mark(lane)] for lane in work}
-        for i in range(max(count for _, count in work.values())):
-            for lane, (action, count) in work.items():
-                if i < count:
-                    with torch.cuda.stream(self._streams[lane]):
-                        action()
-                    events[lane].append(mark(lane))
-        torch.cuda.synchronize(self.device)  # so the actions' buffers are free to go, too
-        return {lane: [origin.elapsed_time(event) / 1e3 for event in row] for lane, row in events.items()}
-
-    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.ones(elements, dtype=dtype, device="cpu", pin_memory=True)
+        pinned = self.device.type == "cuda"
+        return torch.ones(elements, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 @contextmanager
 def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
-    """The bench of a device. On a CPU it has two threads of its own until the block ends."""
+    """The bench of a device. Computes on the calling thread, or on its stream; messages and copies have a
+    thread or a stream each, the threads until the block ends."""
     if device.type == "cuda":
         with torch.cuda.device(device):
-            yield _CudaBench(ranks, device)
+            streams = {lane: torch.cuda.Stream(device) for lane in (COMMUNICATE, COPY)}
+            streams[COMPUTE] = torch.cuda.current_stream(device)
+            yield Bench(ranks, device, partial(_run_on_streams, device, streams))
     else:
         with ThreadPoolExecutor(1) as communicate, ThreadPoolExecutor(1) as copy:
-            yield _CpuBench(ranks, device, {COMMUNICATE: communicate, COPY: copy})
+            yield Bench(ranks, device, partial(_run_on_threads, {COMMUNICATE: communicate, COPY: copy}))
+
+
+def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -> dict[str, Marks]:
+    started = {lane: threads[lane].submit(_repeat, *todo) for lane, todo in work.items() if lane != COMPUTE}
+    marks = {COMPUTE: _repeat(*work[COMPUTE])} if COMPUTE in work else {}
+    return marks | {lane: future.result() for lane, future in started.items()}
+
+
+def _run_on_streams(
+    device: torch.device, streams: Mapping[str, torch.cuda.Stream], work: LaneRuns
+) -> dict[str, Marks]:
+    """The host runs ahead."""
+
+    def mark(lane: str) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(streams[lane])
+        return event
+
+    torch.cuda.synchronize(device)  # what the caller enqueued, and the buffers' first values
+    origin = mark(COMPUTE)
+    for lane in work:
+        streams[lane].wait_event(origin)
+    events = {lane: [mark(lane)] for lane in work}
+    for i in range(max(count for _, count in work.values())):
+        for lane, (action, count) in work.items():
+            if i < count:
+                with torch.cuda.stream(streams[lane]):
+                    action()
+                events[lane].append(mark(lane))
+    torch.cuda.synchronize(device)  # so the actions' buffers are free to go, too
+    return {lane: [origin.elapsed_time(event) / 1e3 for event in row] for lane, row in events.items()}
 
 
 def _repeat(action: TimedCall, count: int) -> Marks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,19 +57,16 @@ def profile_module(
         raise ValueError(f"rows ({list(rows)}) must be two or more distinct numbers of at least 1")
     if isinstance(make_input, int):
         make_input = _random_input(module, make_input)
-    samples: tuple[list[tuple[float, float]], ...] = ([], [])
+    samples = []
     with _left_as_it_was(module), torch.inference_mode(False), torch.enable_grad():
         for count in rows:
             arguments = _arguments(make_input(count))
             tensors = (each for each in (*arguments, *module.parameters()) if isinstance(each, Tensor))
             clock = now or clock_of(*(tensor.device for tensor in tensors))
-            (medians,) = median_seconds([functools.partial(_timed_run, module, arguments, clock)], RUNS)
-            for direction, seconds in zip(samples, medians, strict=True):
-                direction.append((float(count), seconds))
-    return fit(samples[0]), fit(samples[1])
-
-
-# ---- one run
+            run = functools.partial(_timed_run, module, arguments, clock)
+            ((ahead, back),) = median_seconds([run], RUNS)
+            samples.append((float(count), ahead, back))
+    return fit((n, ahead) for n, ahead, _ in samples), fit((n, back) for n, _, back in samples)
 
 
 def _timed_run(
@@ -100,17 +97,17 @@ def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
 
 def _tensors_in(found: Any) -> Iterator[Tensor]:
     """All that lie in tuples, lists, mappings and dataclasses."""
+    inner: Iterable[Any] = ()
     if isinstance(found, Tensor):
         yield found
     elif isinstance(found, Mapping):
-        for each in found.values():
-            yield from _tensors_in(each)
+        inner = found.values()
     elif isinstance(found, (tuple, list)):
-        for each in found:
-            yield from _tensors_in(each)
+        inner = found
     elif dataclasses.is_dataclass(found) and not isinstance(found, type):
-        for field in dataclasses.fields(found):
-            yield from _tensors_in(getattr(found, field.name))
+        inner = (getattr(found, field.name) for field in dataclasses.fields(found))
+    for each in inner:
+        yield from _tensors_in(each)
 
 
 def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
@@ -120,16 +117,13 @@ def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
     return lambda count: torch.randn(count, columns, dtype=like.dtype, device=like.device)
 
 
-# ---- what is put back
-
-
 @contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
     """Attributes, buffers and their values, and torch's random numbers, on every device that has any."""
-    parts = list(module.modules())
-    attributes = [dict(part.__dict__) for part in parts]
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (table, dict(table)) for part in attributes for table in (part[name] for name in TABLES)
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table))
+        for part in module.modules()
+        for table in (vars(part), *(vars(part)[name] for name in TABLES))
     ]
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     on_gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -137,10 +131,7 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(on_gpus):
             yield
     finally:
-        for part, held in zip(parts, attributes, strict=True):
-            part.__dict__.clear()
-            part.__dict__.update(held)
-        for table, entries in tables:
+        for table, entries in held:
             table.clear()
             table.update(entries)
         with torch.inference_mode(False), torch.no_grad():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,27 +46,25 @@ AGREEING = "agreeing on divisions of the fused kernels"
 SECONDS = tuple(each.name for each in fields(LayerSeconds))
 UNKNOWN = -1.0
 
-_divisions: dict[tuple[str, FusedKernelSizes, PathLike | None], Division] = {}
-_layers: dict[tuple[str, FusedLayerSizes, PathLike | None], LayerSeconds | None] = {}
+_agreed: dict[tuple[str, FusedLayerSizes], list[float]] = {}
+"""By group and kernel or layer, the numbers of rank 0."""
 
 
 def fused_layer_sizes(
     device: torch.device,
     *,
-    d_model: int,
-    d_hidden: int,
     num_experts: int,
     tokens: int,
     top_k: int,
     num_ranks: int,
-    gated: bool,
     dtype: torch.dtype,
-    virtual: bool = False,
+    **sizes: Any,
 ) -> FusedLayerSizes:
     """Of a layer on this CUDA device, whose rank receives as many rows as it sends: tokens * top_k.
 
-    Raises ValueError where num_ranks does not divide num_experts, for top_k above num_experts, and as
-    `FusedLayerSizes` does.
+    sizes: d_model, d_hidden, gated and virtual, as `FusedLayerSizes` has them, and raising as it does.
+
+    Raises ValueError where num_ranks does not divide num_experts, and for top_k above num_experts.
     """
     check_fits(num_experts, top_k, num_ranks)
     return FusedLayerSizes(
@@ -75,95 +73,77 @@ def fused_layer_sizes(
         num_ranks=num_ranks,
         experts=num_experts // num_ranks,
         rows=bucket(tokens * top_k),
-        d_model=d_model,
-        d_hidden=d_hidden,
-        gated=gated,
         dtype=str(dtype).removeprefix("torch."),
-        virtual=virtual,
+        **sizes,
     )
 
 
-def agreed(
-    ranks: Ranks, kernel: FusedKernelSizes, device: torch.device, *, folder: PathLike | None = None
-) -> Division:
+def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Division:
     """The division of rank 0's table for this kernel, see `DivisionTable.find`, on every rank.
 
     Collective the first time that a kernel comes: one reduction on ``device``. Later it is known, until
-    `forget`. folder: of the tables (default $PMOE_CACHE, ~/.cache/pmoe).
+    `forget`.
 
     Raises ValueError on every rank where their sizes differ: rows must be a number that all ranks share.
     RuntimeError naming stage and rank where a peer is missing.
     """
-    key = (ranks.name, kernel, folder)
-    if key not in _divisions:
 
-        def found() -> list[float]:
-            division, why = load_divisions(folder).find(kernel)
-            log.info("%s: %d blocks, %d columns; %s", kernel, division.n_c, division.chunk_columns, why)
-            return [division.n_c, division.chunk_columns]
+    def found(table: DivisionTable) -> list[float]:
+        division, why = table.find(kernel)
+        log.info("%s: %d blocks, %d columns; %s", kernel, division.n_c, division.chunk_columns, why)
+        return [division.n_c, division.chunk_columns]
 
-        n_c, columns = _of_rank_0(ranks, device, kernel, 2, found)
-        _divisions[key] = Division(int(n_c), int(columns))
-    return _divisions[key]
+    n_c, columns = _of_rank_0(ranks, device, kernel, 2, found)
+    return Division(int(n_c), int(columns))
 
 
-def agreed_layer(
-    ranks: Ranks, sizes: FusedLayerSizes, device: torch.device, *, folder: PathLike | None = None
-) -> LayerSeconds | None:
+def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> LayerSeconds | None:
     """Seconds of the fused and of the chunked layer in rank 0's table, on every rank; None without any.
 
     See `DivisionTable.find_layer_times`. Collective and raising as `agreed`.
     """
     sizes = sizes_of(sizes)
-    key = (ranks.name, sizes, folder)
-    if key not in _layers:
 
-        def found() -> list[float]:
-            times = load_divisions(folder).find_layer_times(sizes)
-            if times is None:
-                return [UNKNOWN] * len(SECONDS)
-            return [getattr(times.seconds, name) for name in SECONDS]
+    def found(table: DivisionTable) -> list[float]:
+        times = table.find_layer_times(sizes)
+        return [UNKNOWN] * len(SECONDS) if times is None else list(astuple(times.seconds))
 
-        of_rank_0 = _of_rank_0(ranks, device, sizes, len(SECONDS), found)
-        known = UNKNOWN not in of_rank_0
-        _layers[key] = LayerSeconds(**dict(zip(SECONDS, of_rank_0, strict=True))) if known else None
-    return _layers[key]
+    seconds = _of_rank_0(ranks, device, sizes, len(SECONDS), found)
+    return None if UNKNOWN in seconds else LayerSeconds(**dict(zip(SECONDS, seconds, strict=True)))
 
 
 def forget() -> None:
     """Everything agreed in this process: the next call reads rank 0's table. All ranks forget, or none."""
-    _divisions.clear()
-    _layers.clear()
+    _agreed.clear()
 
 
 def _of_rank_0(
-    ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, count: int, found: Callable[[], list[float]]
+    ranks: Ranks,
+    device: torch.device,
+    sizes: FusedLayerSizes,
+    count: int,
+    found: Callable[[DivisionTable], list[float]],
 ) -> list[float]:
     """A maximum in which the others have least: so one reduction also shows whether sizes are the same."""
-    here = float(digest([str(sizes)]))
-    own = found() if ranks.rank == 0 else [-math.inf] * count
-    highest, minus_lowest, *values = largest(ranks, device, [here, -here, *own], stage=AGREEING)
-    if highest != -minus_lowest:
-        raise ValueError(f"shape ({sizes}) must be the same on every rank, and another rank has another")
-    return values
-
-
-# ---- files
+    key = (ranks.name, sizes)
+    if key not in _agreed:
+        here = float(digest([str(sizes)]))
+        own = found(load_divisions()) if ranks.rank == 0 else [-math.inf] * count
+        highest, minus_lowest, *values = largest(ranks, device, [here, -here, *own], stage=AGREEING)
+        if highest != -minus_lowest:
+            raise ValueError(f"shape ({sizes}) must be the same on every rank, and another rank has another")
+        _agreed[key] = values
+    return _agreed[key]
 
 
 FORMAT = 1
 """Of the file. Rises with every change of what a field means."""
 
-AGAIN = "measure again with: pmoe profile --kernels"
-
 T = TypeVar("T")
 
 
 def division_path(device_name: str, folder: PathLike | None = None) -> Path:
-    """The file of devices of this name: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe.
-
-    Raises RuntimeError where there is no home.
-    """
+    """The file of devices of this name in the `cache_folder`. Raises RuntimeError where there is no home."""
     return cache_path(("division", device_name, f"v{FORMAT}"), folder)
 
 
@@ -187,24 +167,19 @@ def load_divisions(folder: PathLike | None = None) -> DivisionTable:
     return DivisionTable(entries, layers)
 
 
-def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> list[Path]:
-    """Merges ``found`` into the files of its devices, in the place of older entries of the same kernels.
+def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path:
+    """Merges ``found``, all of one device, into its file, in the place of older entries of the same kernels.
 
-    Returns those files. A reader never sees half of one. Of two writers at once one may lose what it added.
+    Returns the file. A reader never sees half of it. Of two writers at once one may lose what it added.
     Warns about a file of this format's name that cannot be used, and replaces it.
 
-    Raises OSError or RuntimeError where one cannot be written.
+    Raises OSError or RuntimeError where it cannot be written.
     """
-    paths = [division_path(each.device_name, folder) for each in (*found.entries, *found.layers)]
-    paths = list(dict.fromkeys(paths))
-    for path in paths:
-        held = _usable(path) if path.exists() else DivisionTable()
-        # Names that differ in a space alone share a file.
-        entries = {k: v for k, v in found.entries.items() if division_path(k.device_name, folder) == path}
-        layers = {k: v for k, v in found.layers.items() if division_path(k.device_name, folder) == path}
-        merged = DivisionTable({**held.entries, **entries}, {**held.layers, **layers})
-        save_json(path, {"format": FORMAT, **as_fields(merged)})
-    return paths
+    (path,) = {division_path(each.device_name, folder) for each in (*found.entries, *found.layers)}
+    held = _usable(path) if path.exists() else DivisionTable()
+    merged = DivisionTable({**held.entries, **found.entries}, {**held.layers, **found.layers})
+    save_json(path, {"format": FORMAT, **as_fields(merged)})
+    return path
 
 
 def read_divisions(path: PathLike) -> DivisionTable:
@@ -217,31 +192,27 @@ def _usable(path: Path) -> DivisionTable:
     try:
         return read_divisions(path)
     except (OSError, ValueError) as error:
-        warnings.warn(f"pmoe: measured division points are not used: {error}; {AGAIN}", stacklevel=3)
+        again = "measure again with: pmoe profile --kernels"
+        warnings.warn(f"pmoe: measured division points are not used: {error}; {again}", stacklevel=3)
         return DivisionTable()
-
-
-# ---- as JSON
 
 
 def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
     """The table as JSON has it, sorted by the text of its sizes."""
-    entries = sorted(table.entries.values(), key=lambda each: str(each.sizes))
-    layers = sorted(table.layers.values(), key=lambda each: str(each.sizes))
+
+    def rows(held: Mapping[Any, Any], numbers: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+        in_order = sorted(held.values(), key=lambda each: str(each.sizes))
+        return [{**asdict(each.sizes), **numbers(each), "when": each.when} for each in in_order]
+
     return {
-        "entries": [_entry_fields(each) for each in entries],
-        "layers": [{**asdict(each.sizes), **asdict(each.seconds), "when": each.when} for each in layers],
+        "entries": rows(table.entries, _entry_numbers),
+        "layers": rows(table.layers, lambda times: asdict(times.seconds)),
     }
 
 
-def _entry_fields(entry: Entry) -> dict[str, Any]:
-    return {
-        **asdict(entry.sizes),
-        "n_c": entry.division.n_c,
-        "chunk_columns": entry.division.chunk_columns,
-        "seconds": [[each.n_c, each.chunk_columns, took] for each, took in sorted(entry.seconds.items())],
-        "when": entry.when,
-    }
+def _entry_numbers(entry: Entry) -> dict[str, Any]:
+    seconds = [[*astuple(each), took] for each, took in sorted(entry.seconds.items())]
+    return {**asdict(entry.division), "seconds": seconds}
 
 
 def _table_from(held: Mapping[str, Any]) -> DivisionTable:
@@ -267,22 +238,16 @@ def _made(make: Callable[[Mapping[str, Any]], T], name: str, value: object) -> T
         raise ValueError(f"{name}: {error}") from None
 
 
-def _fields_of(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:
-    return {each.name: value[each.name] for each in fields(kind)}
+def _part(kind: Any, value: Mapping[str, Any]) -> Any:
+    return kind(**{each.name: value[each.name] for each in fields(kind)})
 
 
 def _entry(value: Mapping[str, Any]) -> Entry:
-    return Entry(
-        sizes=FusedKernelSizes(**_fields_of(FusedKernelSizes, value)),
-        division=Division(value["n_c"], value["chunk_columns"]),
-        seconds={Division(n_c, columns): took for n_c, columns, took in value["seconds"]},
-        when=str(value["when"]),
-    )
+    sizes, division = _part(FusedKernelSizes, value), _part(Division, value)
+    seconds = {Division(n_c, columns): took for n_c, columns, took in value["seconds"]}
+    return Entry(sizes=sizes, division=division, seconds=seconds, when=str(value["when"]))
 
 
 def _layer(value: Mapping[str, Any]) -> LayerTimes:
-    return LayerTimes(
-        sizes=FusedLayerSizes(**_fields_of(FusedLayerSizes, value)),
-        seconds=LayerSeconds(**_fields_of(LayerSeconds, value)),
-        when=str(value["when"]),
-    )
+    sizes, seconds = _part(FusedLayerSizes, value), _part(LayerSeconds, value)
+    return LayerTimes(sizes=sizes, seconds=seconds, when=str(value["when"]))

@@ -9,10 +9,10 @@ w1.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from pmoe.comm.ranks import Agree, Ranks, digest, largest
 from pmoe.kernels import comet, status
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes, route
-from pmoe.measure.division import AGREEING
+from pmoe.measure.division import AGREEING, SECONDS
 from pmoe.measure.rounds import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.planner.division import (
@@ -44,10 +44,7 @@ WARM_UP, ROUNDS = 2, 7
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
-    """The journeys of these ranks' rows, for a routing of all ranks' tokens with a chunk a rank.
-
-    num_received is the heap's rows.
-    """
+    """The journeys of these ranks' rows, for a routing of all ranks' tokens with a chunk a rank."""
     experts, top_k = shape.experts, routes.expert_TK.shape[1]
     first = chunk_bounds(routes.expert_TK.shape[0], shape.num_ranks)
     return [
@@ -75,9 +72,6 @@ def even_routes(
     expert_TK = (slot % num_experts).view(num_tokens, top_k)
     logits_TE = torch.zeros(num_tokens, num_experts, device=device).scatter_(1, expert_TK, 1.0)
     return route(logits_TE, top_k, normalize=True, num_chunks=num_ranks)
-
-
-# ---- timing a division point
 
 
 def time_division(
@@ -132,31 +126,25 @@ def _launches(
     weight_TK: Tensor,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """The launch before the kernel that is timed, and that kernel's. w1 (E, G, M), w2 (E, M, H): by rank."""
-    activation, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
-
-    def hidden() -> tuple[list[Tensor] | None, list[Tensor]]:
-        return comet.dispatch_hidden(
-            launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=activation, keep=True
-        )
-
+    act, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
+    hidden = partial(
+        comet.dispatch_hidden, launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=act, keep=True
+    )
     kept, active = hidden()
     assert kept is not None
-
-    def gradient() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        return comet.dispatch_hidden_gradient(
-            launcher, journeys, x_TM, weight_TK, w2, no_bias, kept, activation=activation
-        )
-
+    gradient = partial(
+        comet.dispatch_hidden_gradient, launcher, journeys, x_TM, weight_TK, w2, no_bias, kept, activation=act
+    )
     if kernel.kernel == "dispatch":
         return (lambda: None), (hidden if kernel.direction == "forward" else gradient)
     if kernel.direction == "forward":
-        return hidden, lambda: comet.product_combine(launcher, journeys, active, w2, no_bias)
+        return hidden, partial(comet.product_combine, launcher, journeys, active, w2, no_bias)
     of_hidden, _, dots = gradient()
-    return gradient, lambda: comet.gradient_combine(launcher, journeys, of_hidden, w1, dots)
+    return gradient, partial(comet.gradient_combine, launcher, journeys, of_hidden, w1, dots)
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
-    return functools.partial(largest, ranks, device, stage=AGREEING)
+    return partial(largest, ranks, device, stage=AGREEING)
 
 
 def timing_refusal(device: torch.device) -> str | None:
@@ -174,9 +162,6 @@ def timing_refusal(device: torch.device) -> str | None:
     return found.devices[index].reason or comet.path(torch.device("cuda", index))[1]
 
 
-# ---- kernels
-
-
 def measure_kernels(
     layers: Sequence[FusedLayerSizes], ranks: Ranks, device: torch.device, *, top_k: int
 ) -> DivisionTable:
@@ -184,10 +169,7 @@ def measure_kernels(
 
     Collective; see `sweep`. Warns about divisions that cannot be measured, and leaves them out.
     """
-
-    def seconds(kernel: FusedKernelSizes, division: Division) -> float:
-        return time_division(kernel, division, top_k=top_k, device=device, group=ranks)
-
+    seconds = partial(time_division, top_k=top_k, device=device, group=ranks)
     kernels = [kernel for each in dict.fromkeys(layers) for kernel in all_kernel_sizes(each)]
     entries = sweep(kernels, seconds, _agree_among(ranks, device))
     return DivisionTable({each.sizes: each for each in entries})
@@ -214,10 +196,11 @@ def sweep(
     found = []
     for kernel in kernels:
         columns = kernel.d_model if kernel.kernel == "combine" else None
-        tried = sorted(
-            {clamped(each, kernel) for each in candidates(kernel.num_blocks, columns)} | {rule(kernel)}
+        divisions = candidates(kernel.num_blocks, columns)
+        tried = sorted({clamped(each, kernel) for each in divisions} | {rule(kernel)})
+        slowest = agree(
+            [_seconds_or_inf(partial(time, kernel, each), f"{each} of {kernel}", warned) for each in tried]
         )
-        slowest = agree([_seconds_or_inf(kernel, each, time, warned) for each in tried])
         seconds = {each: took for each, took in zip(tried, slowest, strict=True) if math.isfinite(took)}
         if seconds:
             best = min(seconds, key=lambda each: (seconds[each], each))
@@ -225,25 +208,17 @@ def sweep(
     return found
 
 
-def _seconds_or_inf(
-    kernel: FusedKernelSizes,
-    division: Division,
-    time: Callable[[FusedKernelSizes, Division], float],
-    warned: set[str],
-) -> float:
+def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> float:
     """Infinite where it cannot be measured here, with one warning for each reason."""
     try:
-        seconds = float(time(kernel, division))
+        seconds = float(time())
         check_seconds("seconds", seconds)
         return seconds
     except Exception as error:
         if str(error) not in warned:
             warned.add(str(error))
-            warnings.warn(f"pmoe: {division} of {kernel} could not be measured: {error}", stacklevel=4)
+            warnings.warn(f"pmoe: {name} could not be measured: {error}", stacklevel=4)
         return math.inf
-
-
-# ---- layers
 
 
 def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks) -> LayerSeconds:
@@ -267,18 +242,11 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
         work(layer)
         return (clock() - begin,)
 
-    runs = [
-        functools.partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)
-    ]
+    # in the order of SECONDS
+    runs = [partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)]
     medians = median_seconds(
         runs, ROUNDS, warm_up=WARM_UP, begin=begin_together(ranks), agree=_agree_among(ranks, x_TM.device)
     )
     for layer in (fused, chunked):
         layer.zero_grad(set_to_none=True)
-    (fused_forward,), (fused_step,), (chunked_forward,), (chunked_step,) = medians
-    return LayerSeconds(
-        fused_forward=fused_forward,
-        fused_step=fused_step,
-        chunked_forward=chunked_forward,
-        chunked_step=chunked_step,
-    )
+    return LayerSeconds(**dict(zip(SECONDS, (seconds for (seconds,) in medians), strict=True)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -73,13 +72,12 @@ def measure_operations(
     identity(ranks, device, dtype)  # refuses what cannot be measured
     if not line_seconds >= 0:
         raise ValueError(f"line_seconds ({line_seconds}) must be at least 0")
-    across, inside = (
-        part_of(ranks, device, name, part) for name, part in (("across", across), ("inside", inside))
-    )
+    named = (("across", across), ("inside", inside))
+    across, inside = (part_of(ranks, device, name, part) for name, part in named)
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         lines = {
-            name: _operation_line(bench, operation, line_seconds)
-            for name, operation in _operations(device, dtype, across, inside).items()
+            name: _operation_line(bench, among, make, line_seconds)
+            for name, (among, make) in _operations(device, dtype, across, inside).items()
         }
     [seconds] = largest(ranks, device, [time.perf_counter() - begin], stage=AGREEING)
     return Operations(num_across=across.size, num_inside=inside.size, seconds=seconds, **lines)
@@ -105,25 +103,14 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
     return part
 
 
-# ---- the operations
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Operation:
-    """``steps`` sizes from ``step`` in steps of it. make(size) gives a piece of work of about that size, and
-    the size that it has. lane: of the bench. travels: whether there is anything to do."""
-
-    lane: str
-    step: int
-    steps: int
-    make: Callable[[int], tuple[float, TimedCall]]
-    travels: bool = True
+PieceMaker = Callable[[int], tuple[float, TimedCall]]
+"""Makes a piece of work of about a size; returns the size that it has, and the piece."""
 
 
 def _operations(
     device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks
-) -> dict[str, _Operation]:
-    """By the name of their line in `Operations`."""
+) -> dict[str, tuple[Ranks | None, PieceMaker]]:
+    """By the name of their line in `Operations`, the ranks among which something travels; None: a product."""
     width = WIDTH[device.type]
     generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay as they are
 
@@ -165,17 +152,13 @@ def _operations(
         gradient = zeros(size // dtype.itemsize)
         return float(size), _staged(across, lambda: dist.all_reduce(gradient, group=across.group))
 
-    found = {"gemm": _Operation(lane=COMPUTE, step=GEMM_STEP, steps=GEMM_STEPS, make=make_gemm)}
-    for name, ranks, make in (
-        ("all_to_all", across, make_all_to_all),
-        ("all_gather", inside, make_all_gather),
-        ("reduce_scatter", inside, make_reduce_scatter),
-        ("all_reduce", across, make_all_reduce),
-    ):
-        found[name] = _Operation(
-            lane=COMMUNICATE, step=MESSAGE_STEP_BYTES, steps=MESSAGE_STEPS, make=make, travels=ranks.size > 1
-        )
-    return found
+    return {
+        "gemm": (None, make_gemm),
+        "all_to_all": (across, make_all_to_all),
+        "all_gather": (inside, make_all_gather),
+        "reduce_scatter": (inside, make_reduce_scatter),
+        "all_reduce": (across, make_all_reduce),
+    }
 
 
 def _staged(ranks: Ranks, collective: TimedCall) -> TimedCall:
@@ -186,18 +169,19 @@ def _staged(ranks: Ranks, collective: TimedCall) -> TimedCall:
     return run
 
 
-# ---- their lines
-
-
-def _operation_line(bench: Bench, operation: _Operation, line_seconds: float) -> Fit:
-    if not operation.travels:
+def _operation_line(bench: Bench, among: Ranks | None, make: PieceMaker, line_seconds: float) -> Fit:
+    if among is None:
+        lane, step, steps = COMPUTE, GEMM_STEP, GEMM_STEPS
+    elif among.size > 1:
+        lane, step, steps = COMMUNICATE, MESSAGE_STEP_BYTES, MESSAGE_STEPS
+    else:
         return FREE
-    _, first = operation.make(operation.step)
-    first_seconds = seconds_of(bench, operation.lane, first, RUNS, min)  # interruptions would cost sizes
+    _, first = make(step)
+    first_seconds = seconds_of(bench, lane, first, RUNS, min)  # interruptions would cost sizes
     samples = []
-    for multiple in multiples(operation.steps, first_seconds, line_seconds):
-        size, piece = operation.make(multiple * operation.step)
-        samples.append((size, seconds_of(bench, operation.lane, piece, RUNS)))
+    for multiple in multiples(steps, first_seconds, line_seconds):
+        size, piece = make(multiple * step)
+        samples.append((size, seconds_of(bench, lane, piece, RUNS)))
     return fit(samples, relative=True)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
-from pmoe.kernels.extension import Architecture, loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.rounds import event_seconds, marked, median_seconds
 
 WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
@@ -20,52 +18,36 @@ WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
 LEAD_CYCLES = 3_000_000
 """The device sleeps so long, some 2 ms, while the host enqueues what is timed: the device's time counts."""
 
-Works = Mapping[str, Callable[[], object]]
-"""By candidate, one product."""
+
+def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[float]:
+    """Of each of these candidates the median for the product that is asked for, on the current stream.
+
+    They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
+    """
+    operands, groups = random_operands(request)
+    runs = [partial(marked, partial(compute, name, operands, groups)) for name in names]
+
+    def medians(rounds: int, warm_up: int = 0) -> list[float]:
+        torch.cuda.synchronize(request.device)
+        torch.cuda._sleep(LEAD_CYCLES)
+        return [part for (part,) in median_seconds(runs, rounds, warm_up=warm_up, seconds=event_seconds)]
+
+    with torch.cuda.device(request.device):
+        span = sum(medians(1, WARM_UP - 1))
+        rounds = int(SPAN_SECONDS / span) if span > 0 else MAX_ROUNDS
+        return medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
 
 
-class ProductBench:
-    """What measuring needs of a device and of this installation. Tests put another in its place."""
+def free_bytes(device: torch.device) -> int:
+    """What a tensor may still take: the device's own, and what torch holds without using it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
-    def works(self, request: ProductRequest, names: tuple[str, str]) -> Works:
-        """The product that is asked for, computed by each of these candidates on the same operands."""
-        operands, groups = random_operands(request)
-        return {name: functools.partial(compute, name, operands, groups) for name in names}
 
-    def seconds(self, works: Works, device: torch.device) -> dict[str, float]:
-        """Of each the median, on the current stream.
-
-        They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
-        """
-        runs = [functools.partial(marked, work) for work in works.values()]
-
-        def medians(rounds: int, warm_up: int = 0) -> list[float]:
-            torch.cuda.synchronize(device)
-            torch.cuda._sleep(LEAD_CYCLES)
-            return [part for (part,) in median_seconds(runs, rounds, warm_up=warm_up, seconds=event_seconds)]
-
-        with torch.cuda.device(device):
-            span = sum(medians(1, WARM_UP - 1))
-            rounds = int(SPAN_SECONDS / span) if span > 0 else MAX_ROUNDS
-            counted = medians(min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
-        return dict(zip(works, counted, strict=True))
-
-    def mismatch(self, case: KernelCase) -> str | None:
-        """As `pmoe.measure.kernel_check`."""
-        return mismatch(case)
-
-    def free_bytes(self, device: torch.device) -> int:
-        """What a tensor may still take: the device's own, and what torch holds without using it."""
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-    def release(self, device: torch.device) -> None:
-        """After measuring: torch need not hold what the operands took."""
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
-
-    def architecture(self, device: torch.device) -> Architecture:
-        return loaded_architecture(device)
+def release_memory(device: torch.device) -> None:
+    """After measuring: torch need not hold what the operands took."""
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 
 from pmoe.comm.ranks import Agree, digest
-from pmoe.kernels.extension import Architecture
+from pmoe.kernels.extension import Architecture, loaded_architecture
 from pmoe.kernels.product_request import ProductRequest
 from pmoe.kernels.registry import MeasuredChoice, Registry
-from pmoe.measure.kernel_check import KernelCase
-from pmoe.measure.product_bench import ProductBench, needed_bytes
+from pmoe.measure.kernel_check import KernelCase, mismatch
+from pmoe.measure.product_bench import candidate_seconds, free_bytes, needed_bytes, release_memory
 from pmoe.measure.rounds import timestamp
 from pmoe.warn import warn_once
 
@@ -34,33 +34,29 @@ class ProductMeasurer:
     """Measures for a registry, which then knows what was found. faults: by case, what is computed wrongly."""
 
     registry: Registry
-    bench: ProductBench
     faults: dict[KernelCase, str | None] = field(default_factory=dict)
 
     def measure(self, requests: Sequence[ProductRequest], agree: Agree, case: KernelCase) -> None:
         """Has the registry know, of each request for which two candidates compete, which one is faster.
 
         Collective: one reduction where all ranks know the same, else up to three; between them the ranks
-        measure, each what it can. What not all ranks know, or know differently, is measured on all.
+        measure, each what it can. What not all ranks know, or know differently, is measured on all. Nothing
+        happens in deterministic mode, which must be on for all ranks or for none.
 
-        requests: all of one device, and the same on every rank; where ranks come with different ones
-        nevertheless, nothing is measured, and a warning says so.
-        case: of the kernels that these requests use. Where it is wrong on any rank, the registry distrusts
-        them on all.
+        requests: all of one device, and the same on every rank, or nothing is measured, with a warning.
+        case: of the kernels that they use. Where it is wrong on any rank, the registry distrusts them on all.
 
-        Nothing happens in deterministic mode, which must be on for all ranks or for none. Trouble on one rank
-        (no memory left) leaves requests unmeasured; it warns and never raises on one rank alone.
-
-        Raises ValueError on every rank where kernels are loaded on some and the ranks' code or compute
+        Trouble on one rank (no memory left) leaves requests unmeasured; it warns and never raises on one rank
+        alone. Raises ValueError on every rank where kernels are loaded on some and the ranks' code or compute
         capability differs.
         """
         if not requests or torch.are_deterministic_algorithms_enabled():
             return
-        here, fault = self.bench.architecture(requests[0].device), self._fault(case, requests)
-        codes = [self._code(request) for request in requests]
+        pairs = [self.registry.competing(request) for request in requests]
+        here, fault = loaded_architecture(requests[0].device), self._fault(case) if any(pairs) else None
+        codes = [self._code(request, pair) for request, pair in zip(requests, pairs, strict=True)]
         of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
-        code = [here.binary_version, here.ptx_version, here.capability]
-        facts = [*code, of_requests, of_codes, float(fault is not None)]
+        facts = [*astuple(here), of_requests, of_codes, float(fault is not None)]
         lowest_facts, highest_facts = _range(facts, agree)
         _check_architectures(here, lowest_facts, highest_facts)
         if lowest_facts[3] != highest_facts[3]:
@@ -71,72 +67,67 @@ class ProductMeasurer:
             return
         low, high = (codes, codes) if lowest_facts[4] == highest_facts[4] else _range(codes, agree)
         unknown = [
-            request
-            for request, lowest, highest in zip(requests, low, high, strict=True)
-            if highest != UNWILLING and (lowest != highest or highest == UNKNOWN)
+            (request, pair)
+            for request, pair, lowest, highest in zip(requests, pairs, low, high, strict=True)
+            if pair and highest != UNWILLING and (lowest != highest or highest == UNKNOWN)
         ]
         if unknown:
             self._measure(unknown, agree)
 
-    def _code(self, request: ProductRequest) -> int:
-        names, found = self.registry.competing(request), self.registry.measured(request)
-        if names is None:
+    def _code(self, request: ProductRequest, pair: tuple[str, str] | None) -> int:
+        if pair is None:
             return UNWILLING
-        return 1 + names.index(found.choice) if found and set(found.seconds) == set(names) else UNKNOWN
+        found = self.registry.measured.get(request)
+        return 1 + pair.index(found.choice) if found and set(found.seconds) == set(pair) else UNKNOWN
 
-    def _fault(self, case: KernelCase, requests: Sequence[ProductRequest]) -> str | None:
-        """What the kernels compute wrongly here; None where they do not, or take none of the requests. Raises
-        nothing: the others wait."""
-        if not any(map(self.registry.competing, requests)):
-            return None
+    def _fault(self, case: KernelCase) -> str | None:
+        """What the kernels compute wrongly here; None where they do not. Raises nothing: the others wait."""
         if case not in self.faults:
             try:
-                with self._plain(case.device):
-                    self.faults[case] = self.bench.mismatch(case)
+                with _plain(case.device):
+                    self.faults[case] = mismatch(case)
             except Exception as error:
                 self.faults[case] = f"a small case failed: {error}"
         return self.faults[case]
 
-    @contextmanager
-    def _plain(self, device: torch.device) -> Iterator[None]:
-        """Whatever the layer runs under."""
-        no_grad, no_autocast = torch.no_grad(), torch.autocast(device.type, enabled=False)
-        with torch.inference_mode(False), no_grad, no_autocast:
-            yield
-
-    def _measure(self, requests: Sequence[ProductRequest], agree: Agree) -> None:
+    def _measure(self, unknown: Sequence[tuple[ProductRequest, tuple[str, str]]], agree: Agree) -> None:
         failures: dict[ProductRequest, str] = {}
-        own = [second for request in requests for second in self._seconds(request, failures)]
-        self.bench.release(requests[0].device)
-        slowest = agree(own)
-        when = timestamp()
-        for i, request in enumerate(requests):
-            names = self.registry.competing(request)
-            seconds = dict(zip(names or (), slowest[2 * i : 2 * i + 2], strict=False))
-            if names and all(map(math.isfinite, seconds.values())):
-                challenger, plain = names
+        own = [second for request, pair in unknown for second in _seconds(request, pair, failures)]
+        release_memory(unknown[0][0].device)
+        slowest, when = iter(agree(own)), timestamp()
+        for request, (challenger, plain) in unknown:
+            seconds = {challenger: next(slowest), plain: next(slowest)}
+            if all(map(math.isfinite, seconds.values())):
                 faster = challenger if seconds[challenger] < (1 - TIE) * seconds[plain] else plain
                 self.registry.learn(request, MeasuredChoice(choice=faster, seconds=seconds, when=when))
             else:
                 why = failures.get(request, "could not be measured on every rank")
                 self.registry.learn_failure(request, why)
 
-    def _seconds(self, request: ProductRequest, failures: dict[ProductRequest, str]) -> list[float]:
-        """Of the two, here; infinite where they cannot be measured. Raises nothing: the others wait."""
-        names, device = self.registry.competing(request), request.device
-        try:
-            assert names is not None, "the ranks agreed that there are two"
-            wanted, free = needed_bytes(request), self.bench.free_bytes(device)
-            if wanted > free // 2:
-                raise MemoryError(f"{wanted} bytes are needed, and half of {free} free ones may be used")
-            with self._plain(device):
-                found = self.bench.seconds(self.bench.works(request, names), device)
-            return [found[name] for name in names]
-        except Exception as error:
-            failures[request] = f"not measured: {error}"
-            message = f"some products could not be measured, and pmoe's kernels do not compute them: {error}"
-            warn_once(message, for_each_reason=True)
-            return [math.inf, math.inf]
+
+def _seconds(
+    request: ProductRequest, pair: tuple[str, str], failures: dict[ProductRequest, str]
+) -> list[float]:
+    """Of the two, here; infinite where they cannot be measured. Raises nothing: the others wait."""
+    try:
+        wanted, free = needed_bytes(request), free_bytes(request.device)
+        if wanted > free // 2:
+            raise MemoryError(f"{wanted} bytes are needed, and half of {free} free ones may be used")
+        with _plain(request.device):
+            return candidate_seconds(request, pair)
+    except Exception as error:
+        failures[request] = f"not measured: {error}"
+        message = f"some products could not be measured, and pmoe's kernels do not compute them: {error}"
+        warn_once(message, for_each_reason=True)
+        return [math.inf, math.inf]
+
+
+@contextmanager
+def _plain(device: torch.device) -> Iterator[None]:
+    """Whatever the layer runs under."""
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.no_grad(), no_autocast:
+        yield
 
 
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:

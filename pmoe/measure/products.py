@@ -9,6 +9,7 @@ Letters: E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,25 +33,16 @@ _measured: set[tuple[object, ...]] = set()
 
 
 def measure_products(
-    experts: Experts,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_rows: int,
-    *,
-    needs_grad: bool = True,
+    experts: Experts, ranks: Ranks, dtype: torch.dtype, device: torch.device, max_rows: int, needs_grad: bool
 ) -> None:
     """Has the products of these experts measured, the first time for so many rows.
 
     Collective over ``ranks`` then. Later, or for as many rows up to the next power of two, it does nothing.
 
-    dtype: of the rows.
-    max_rows: of the rank with most tokens, in even routing.
-    needs_grad: whether a backward may follow.
-
-    All of these, and the experts' sizes, must be the same on every rank. Nothing is measured on the CPU, in
-    deterministic mode (which must be on for all ranks or for none), while a CUDA graph is captured, for
-    modules, and for types and sizes that pmoe's kernels do not take.
+    dtype: of the rows. max_rows: of the rank with most tokens, in even routing. needs_grad: whether there may
+    be a backward. All of these, and the experts' sizes, must be the same on every rank. Nothing is measured
+    on the CPU, in deterministic mode (which must be on for all ranks or for none), while a CUDA graph is
+    captured, for modules, and for types and sizes that pmoe's kernels do not take.
 
     Raises ValueError on every rank where their kernels are of different architectures.
     """
@@ -72,32 +64,24 @@ def measure_products(
 @functools.cache
 def measurer() -> ProductMeasurer:
     """Measures for the choices of this process."""
-    from pmoe.measure.product_bench import ProductBench
     from pmoe.measure.product_choices import ProductMeasurer
 
-    return ProductMeasurer(PRODUCTS, ProductBench())
+    return ProductMeasurer(PRODUCTS)
 
 
 def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
     """A product of these experts for which pmoe's kernels are not chosen, in words; None if there is none."""
-    for (name, shape), bias in zip(experts.shapes().items(), (experts.b1, experts.b2), strict=True):
-        for form in _forms(needs_grad):
-            biased = form == "forward" and bias is not None
-            chosen = PRODUCTS.choose(_request(form, device, dtype, shape, rows, bias=biased))
-            if chosen != PMOE:
-                return f"{chosen} is chosen for the {form} product of {name} with {rows} rows"
+    for name, shape, form, bias in _products(experts, needs_grad):
+        chosen = PRODUCTS.choose(_request(form, device, dtype, shape, rows, bias))
+        if chosen != PMOE:
+            return f"{chosen} is chosen for the {form} product of {name} with {rows} rows"
     return None
 
 
 def product_requests(
-    experts: StackedExperts,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_rows: int,
-    *,
-    needs_grad: bool = True,
+    experts: StackedExperts, dtype: torch.dtype, device: torch.device, max_rows: int, *, needs_grad: bool
 ) -> list[ProductRequest]:
     """Every product of these experts. Empty where the kernels do not take the type or the sizes."""
     if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.num_hidden) is not None:
@@ -105,31 +89,25 @@ def product_requests(
     max_bucket = LARGEST * bucket(max_rows)
     buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]
     found = []
-    for name, shape in experts.shapes().items():
-        for form in _forms(needs_grad):
-            biases = {form == "forward" and experts.b1 is not None}
-            if name == "w2" and experts.shard.count > 1:
-                biases.add(False)  # b2 is added by the first shard alone, and all shards ask for the same
-            found += [
-                _request(form, device, dtype, shape, rows, bias)
-                for bias in sorted(biases)
-                for rows in buckets
-            ]
+    for name, shape, form, bias in _products(experts, needs_grad):
+        # b2 is added by the first shard alone, and all shards ask for the same
+        biases = {bias, False} if name == "w2" and experts.shard.count > 1 else {bias}
+        found += [
+            _request(form, device, dtype, shape, rows, bias) for bias in sorted(biases) for rows in buckets
+        ]
     return found
 
 
-def _forms(needs_grad: bool) -> tuple[Form, ...]:
-    return ("forward", "input", "weight") if needs_grad else ("forward",)
+def _products(experts: StackedExperts, needs_grad: bool) -> Iterator[tuple[str, tuple[int, ...], Form, bool]]:
+    """Of each weight its name, its shape (E, O, I), a form of its product, and whether a bias is added."""
+    forms: tuple[Form, ...] = ("forward", "input", "weight") if needs_grad else ("forward",)
+    for name, shape in experts.shapes().items():
+        for form in forms:
+            yield name, shape, form, form == "forward" and experts.b1 is not None
 
 
 def _request(
-    form: Form,
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    rows: int,
-    bias: bool = False,
+    form: Form, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], rows: int, bias: bool
 ) -> ProductRequest:
-    """shape: of the weight, (E, O, I)."""
     sizes = dict(zip(("experts", "out_features", "in_features"), shape, strict=True))
     return ProductRequest.of(form, device, dtype, rows=rows, bias=bias, **sizes)

@@ -34,7 +34,6 @@ def load_or_measure(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     *,
-    folder: PathLike | None = None,
     operations: bool = False,
     across: Ranks | None = None,
     inside: Ranks | None = None,
@@ -52,8 +51,7 @@ def load_or_measure(
     Raises as `identity` and `measure_operations` do.
     """
     device = torch.device(device)
-    profile = _found_by_all(ranks, device, identity(ranks, device, dtype), folder)
-    known = profile is not None
+    profile = found = _found_by_all(ranks, device, identity(ranks, device, dtype))
     if profile is None:
         log.info("measuring %s with %d ranks, once: some seconds", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True)
@@ -64,11 +62,11 @@ def load_or_measure(
         if held is None or [held.num_across, held.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
-            profile, known = replace(profile, operations=measured), False
-    if ranks.rank == 0 and not known:
+            profile = replace(profile, operations=measured)
+    if ranks.rank == 0 and profile is not found:
         try:
-            save_profile(profile, profile_path(profile, folder))
-            log.info("measured, and kept in %s", profile_path(profile, folder))
+            save_profile(profile, profile_path(profile))
+            log.info("measured, and kept in %s", profile_path(profile))
         except OSError as error:  # must not stop one rank alone
             warnings.warn(
                 f"the profile could not be saved, and will be measured again: {error}", stacklevel=2
@@ -76,13 +74,11 @@ def load_or_measure(
     return profile
 
 
-def _found_by_all(
-    ranks: Ranks, device: torch.device, here: Identity, folder: PathLike | None
-) -> Profile | None:
+def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile | None:
     """Rank 0's, where every rank has one that is of what is here. Collective."""
     found, fault = None, None
     try:
-        found = load_profile(profile_path(here, folder), expected=here)
+        found = load_profile(profile_path(here), expected=here)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
@@ -111,13 +107,6 @@ def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profil
                 f"{found.r_squared:.2f}), so choices may be wrong: `pmoe profile` measures it again"
             )
     return _profiles[key]
-
-
-# ---- the files
-
-
-class NoProfileError(LookupError):
-    """No stored profile fits, or more than one does."""
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
@@ -162,7 +151,7 @@ def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | Valu
 def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
     """The one stored profile for so many ranks and this dtype.
 
-    Raises NoProfileError where none fits or several do, with a line for each stored profile and how to
+    Raises ValueError where none fits or several do, with a line for each stored profile and how to
     measure one.
     """
     stored = stored_profiles(folder)
@@ -173,21 +162,13 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
     ]
     if len(fitting) == 1:
         return fitting[0]
-    wanted = f"{num_ranks} rank{'s' * (num_ranks > 1)} and {dtype}"
     count = f"{len(fitting)} profiles fit" if fitting else "no profile fits"
-    lines = [
-        f"{count} {wanted} in {cache_folder(folder)}",
-        *(f"  {path.name}: {profile}" for path, profile in stored.items()),
-    ]
-    if fitting:
-        lines.append("name one of them with --profile FILE")
-    else:
-        launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
-        lines.append(f"measure one with: {launch} -m pmoe profile --dtype {dtype}")
-    raise NoProfileError("\n".join(lines))
-
-
-# ---- from JSON
+    wanted = f"{num_ranks} rank{'s' * (num_ranks > 1)} and {dtype}"
+    held = [f"  {path.name}: {profile}" for path, profile in stored.items()]
+    launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
+    measure_one = f"measure one with: {launch} -m pmoe profile --dtype {dtype}"
+    advice = "name one of them with --profile FILE" if fitting else measure_one
+    raise ValueError("\n".join([f"{count} {wanted} in {cache_folder(folder)}", *held, advice]))
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:
@@ -211,13 +192,12 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
     if dataclasses.is_dataclass(kind):
         return _typed_record(kind, value, name)
-    if kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
-            return float(value)
+    if kind is not float:
+        if type(value) is not kind:
+            raise CorruptFileError(f"{name} ({value!r}) is of the wrong type")
+    elif type(value) not in (int, float) or not 0 <= value < math.inf:
         raise CorruptFileError(f"{name} ({value!r}) must be a finite number of at least 0")
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise CorruptFileError(f"{name} ({value!r}) is of the wrong type")
-    return value
+    return kind(value)
 
 
 def _typed_record(kind: Any, value: Any, name: str) -> Any:

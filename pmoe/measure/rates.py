@@ -7,13 +7,12 @@ W ranks, WIDTH the columns and rows of the measured weight.
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -35,7 +34,7 @@ from pmoe.measure.bench import (
 from pmoe.measure.rounds import timestamp
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import FREE, Fit, LineCost, fit
-from pmoe.planner.profile import GOOD_FIT, WIDTH, Identity, Profile
+from pmoe.planner.profile import GOOD_FIT, WIDTH, Profile
 
 MAX_ROWS = {"cpu": 8192, "cuda": 16384}
 FIRST_ROWS = {"cpu": 64, "cuda": 256}
@@ -78,7 +77,7 @@ def measure(
     begin = time.perf_counter()
     device = torch.device(device)
     who, effort = identity(ranks, device, dtype), QUICK if quick else FULL
-    lines: dict[str, Fit] = {}
+    lines: dict[str, Fit] = {"message": FREE}
     pieces: dict[str, TimedCall] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         for name, kind in _kinds(bench, dtype).items():
@@ -86,12 +85,9 @@ def measure(
             lines[name] = _rate_line(bench, kind, units, effort)
             pieces[name] = kind.make(units)
         interference = _interference(bench, _by_lane(pieces), effort)
+    costs = {name: found.line for name, found in lines.items()}
     profile = Profile(
-        **{field.name: getattr(who, field.name) for field in dataclasses.fields(Identity)},
-        compute=lines["compute"].line,
-        message=lines.get("message", FREE).line,
-        copy_out=lines["copy_out"].line,
-        copy_in=lines["copy_in"].line,
+        **(vars(who) | costs),
         r_squared=min(line.r_squared for line in lines.values()),
         interference=interference,
         seconds=time.perf_counter() - begin,
@@ -131,13 +127,14 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
         sent, received = made(elements * others), made(elements * others)
         return lambda: exchange(ranks, sent, received, elements)
 
-    def copy_out(elements: int) -> TimedCall:
+    def copy(elements: int, *, out: bool) -> TimedCall:
         inside, outside = made(elements), bench.host_buffer(elements, dtype)
-        return lambda: outside.copy_(inside, non_blocking=True)
+        target, source = (outside, inside) if out else (inside, outside)
+        return lambda: target.copy_(source, non_blocking=True)
 
-    def copy_in(elements: int) -> TimedCall:
-        inside, outside = made(elements), bench.host_buffer(elements, dtype)
-        return lambda: inside.copy_(outside, non_blocking=True)
+    def transfer(lane: str, size: int, first_bytes: int, make: Callable[[int], TimedCall]) -> _LaneWork:
+        first, most = max(16, first_bytes // size), max(64, MAX_BYTES // size)
+        return _LaneWork(lane=lane, size=size, first_units=first, max_units=most, make=make)
 
     kinds = {
         "compute": _LaneWork(
@@ -149,22 +146,9 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
         )
     }
     if others:
-        size = others * dtype.itemsize
-        kinds["message"] = _LaneWork(
-            lane=COMMUNICATE,
-            size=size,
-            first_units=max(16, FIRST_MESSAGE_BYTES // size),
-            max_units=max(64, MAX_BYTES // size),
-            make=message,
-        )
-    for name, make in (("copy_out", copy_out), ("copy_in", copy_in)):
-        kinds[name] = _LaneWork(
-            lane=COPY,
-            size=dtype.itemsize,
-            first_units=FIRST_COPY_BYTES // dtype.itemsize,
-            max_units=MAX_BYTES // dtype.itemsize,
-            make=make,
-        )
+        kinds["message"] = transfer(COMMUNICATE, others * dtype.itemsize, FIRST_MESSAGE_BYTES, message)
+    kinds["copy_out"] = transfer(COPY, dtype.itemsize, FIRST_COPY_BYTES, partial(copy, out=True))
+    kinds["copy_in"] = transfer(COPY, dtype.itemsize, FIRST_COPY_BYTES, partial(copy, out=False))
     return kinds
 
 
@@ -233,11 +217,8 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: _Effort
     def run(lanes: Sequence[str]) -> dict[str, float]:
         bench.largest([0.0])  # begin together
         longer = 2 if COMMUNICATE in lanes and len(lanes) > 1 else 1
-        return speeds(
-            bench.run(
-                {lane: (pieces[lane], count[lane] * (1 if lane == COMMUNICATE else longer)) for lane in lanes}
-            )
-        )
+        counts = {lane: count[lane] * (1 if lane == COMMUNICATE else longer) for lane in lanes}
+        return speeds(bench.run({lane: (pieces[lane], counts[lane]) for lane in lanes}))
 
     together = [lanes for several in (2, 3) for lanes in combinations(pieces, several)]
     relative: dict[tuple[str, tuple[str, ...]], list[float]] = {}
@@ -262,17 +243,10 @@ def speeds(marks: Mapping[str, Marks]) -> dict[str, float]:
 
     Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 pieces, 0.5 a second, b: 1 piece, 0.25 a second.
     """
+    import numpy as np  # not needed to import pmoe
+
     begin, end = max(row[0] for row in marks.values()), min(row[-1] for row in marks.values())
     if end <= begin:
         begin, end = min(row[0] for row in marks.values()), max(row[-1] for row in marks.values())
-    return {lane: (_done(row, end) - _done(row, begin)) / (end - begin) for lane, row in marks.items()}
-
-
-def _done(marks: Marks, moment: float) -> float:
-    """How many pieces had ended by then."""
-    if moment >= marks[-1]:
-        return len(marks) - 1
-    i = bisect.bisect_right(marks, moment)
-    if i == 0:
-        return 0.0
-    return i - 1 + (moment - marks[i - 1]) / (marks[i] - marks[i - 1])
+    done = {lane: np.interp([begin, end], row, range(len(row))) for lane, row in marks.items()}
+    return {lane: float(at_end - at_begin) / (end - begin) for lane, (at_begin, at_end) in done.items()}

@@ -7,6 +7,7 @@ never from a clock, so that runs may be collectives.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -90,14 +91,9 @@ def median_seconds(
     return [list(itertools.islice(slowest, len(parts))) for parts in medians]
 
 
-def begin_together(ranks: Ranks) -> Callable[[], object]:
-    """A barrier of these ranks, as the ``begin`` of rounds; nothing for one rank."""
-
-    def barrier() -> None:
-        if ranks.size > 1:
-            dist.barrier(group=ranks.group)
-
-    return barrier
+def begin_together(ranks: Ranks) -> Callable[[], object] | None:
+    """A barrier of these ranks, as the ``begin`` of rounds; None for one rank."""
+    return functools.partial(dist.barrier, group=ranks.group) if ranks.size > 1 else None
 
 
 def clock_of(*devices: torch.device) -> Callable[[], float]:

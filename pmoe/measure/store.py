@@ -44,7 +44,13 @@ def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T]) -> T:
     ValueError of ``parse``, with the path in front.
     """
     try:
-        return parse(_object(Path(path).read_bytes()))
+        found = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path}: no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise CorruptFileError(f"{path}: must be an object, not {type(found).__name__}")
+    try:
+        return parse(found)
     except ValueError as error:
         raise type(error)(f"{path}: {error}") from None
 
@@ -68,13 +74,3 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise CorruptFileError(f"must be an object, not {type(found).__name__}")
-    return found

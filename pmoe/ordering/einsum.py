@@ -1,14 +1,12 @@
-"""GShard's ordering: products with matrices of zeros and ones. The readable reference; it costs T times more.
-
-Letters: T tokens, N rows, S slots of K choices, M = d_model.
-"""
+"""GShard's ordering: products with matrices of zeros and ones. The readable reference; it costs T times
+more."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pmoe.ordering.base import Order
+from pmoe.ordering import Order
 
 
 class EinsumOrder(Order):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.ordering.base import Order
+from pmoe.ordering import Order
 
 
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
@@ -26,17 +26,6 @@ def chunk_bounds(num_tokens: int, n: int) -> list[int]:
     Example: (10, 4) -> [0, 2, 5, 7, 10]; with T < n some chunks are empty.
     """
     return [i * num_tokens // n for i in range(n + 1)]
-
-
-@dataclass(frozen=True)
-class LocalExperts:
-    """The experts [start, end) that this rank computes without sending; empty where all rows travel."""
-
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +66,17 @@ def sort_rows(
     keep_TK: Tensor | None,
     n: int,
     num_experts: int,
-    local: LocalExperts,
+    local: range,
     m: int,
     tokens: Tokens | None = None,
 ) -> SortedRows:
     """Sorts the slots by (chunk, expert), those that stay by (piece, expert), dropped ones last; token order
-    within."""
+    within. local: the experts that this rank computes without sending; empty where all rows travel."""
     expert = expert_TK.reshape(-1)
     chunk = _chunks(expert_TK, n, tokens)
     block: Tensor | None = chunk
-    if len(local):
-        stays = (expert >= local.start) & (expert < local.end)
+    if local:
+        stays = (expert >= local.start) & (expert < local.stop)
         if m == n:
             block = stays.long() if chunk is None else 2 * chunk + stays
         elif chunk is not None:

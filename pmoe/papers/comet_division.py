@@ -5,22 +5,21 @@ Letters: n_c communicating blocks, T_N columns of a chunk.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pmoe.papers import comet_tasks
-from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning
+from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Returning
 from pmoe.planner.division import COLUMNS, Division, all_columns
 from pmoe.planner.simulator import Simulated, makespan, simulate
-from pmoe.planner.timeline import Bar
+from pmoe.planner.timeline import FUSED_LANES, Bar
 
 
 def fused_run(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> list[Simulated[comet_tasks.FusedTask]]:
-    """A fused kernel, simulated; chunk_columns is for layer 1. Raises ValueError as its tasks do."""
+    """A fused kernel, simulated; chunk_columns is for layer 1."""
     if isinstance(layer, Arriving):
         tasks = comet_tasks.fused_dispatch_tasks(layer, device, n_c)
     else:
@@ -31,58 +30,42 @@ def fused_run(
 def fused_seconds(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> float:
-    """Of one fused kernel. Raises ValueError as its tasks do."""
+    """Of one fused kernel."""
     return makespan(fused_run(layer, device, n_c, chunk_columns))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BestDivision:
-    """A division of a kernel's blocks and its seconds (of layer 0, chunk_columns mean nothing). simulated:
-    how many divisions were simulated to find it."""
+    """A division of a kernel's blocks and its seconds; of layer 0, chunk_columns mean nothing."""
 
     division: Division
     seconds: float
-    simulated: int
 
 
 def best_division(
-    layer: Arriving | Returning,
-    device: DeviceRates,
-    *,
-    divisions: Iterable[int] | None = None,
-    chunks: Iterable[int] | None = None,
+    layer: Arriving | Returning, device: DeviceRates, *, chunks: Sequence[int] | None = None
 ) -> BestDivision:
     """The fastest n_c, for layer 1 with its T_N: that of all candidates on the simulator; of equals the least
     n_c, then the fewest chunks (the division point of section 3.2.2, simulated where COMET profiles).
 
-    divisions: n_c to choose from, default 1 to blocks - 1. chunks: T_N, default 256, 512, ... and all
-    columns. Candidates are simulated in the order of `min_seconds` until that exceeds what has been found.
-    Raises ValueError for none to choose from, chunks for layer 0, and bad ones among them.
+    chunks: T_N to choose from, of layer 1, by default `all_chunks`. Candidates are simulated in the order of
+    `min_seconds` until that exceeds what has been found.
     """
     if isinstance(layer, Arriving):
-        if chunks is not None:
-            raise ValueError(f"chunks ({chunks}) must be left out for layer 0, which has none")
-        widths = [TILE_COLUMNS]
-    else:
-        widths = list(all_chunks(layer.columns) if chunks is None else chunks)
-    allowed = list(range(1, device.blocks) if divisions is None else divisions)
-    if not allowed or not widths:
-        raise ValueError(f"divisions ({allowed}) and chunks ({widths}) must hold something to choose from")
+        chunks = [TILE_COLUMNS]
     candidates = sorted(
         (min_seconds(layer, device, n_c, width), n_c, -width)
-        for n_c in dict.fromkeys(allowed)
-        for width in dict.fromkeys(widths)
+        for n_c in range(1, device.blocks)
+        for width in chunks or all_chunks(layer.columns)
     )
     best = (math.inf, 0, 0)
-    simulated = 0
     for min_rows, n_c, negative in candidates:
         if min_rows * (1 - 1e-9) > best[0]:  # sums in another order differ by rounding
             break
-        simulated += 1
         best = min(best, (fused_seconds(layer, device, n_c, -negative), n_c, negative))
     seconds, n_c, negative = best
     division = Division(n_c) if isinstance(layer, Arriving) else Division(n_c, -negative)
-    return BestDivision(division=division, seconds=seconds, simulated=simulated)
+    return BestDivision(division=division, seconds=seconds)
 
 
 def all_chunks(columns: int) -> list[int]:
@@ -91,80 +74,40 @@ def all_chunks(columns: int) -> list[int]:
     Example: 1100 -> 256, 512, 1024, 1280.
     """
     every = all_columns(columns)
-    doubled = (COLUMNS << i for i in itertools.count())
-    return [*itertools.takewhile(lambda width: width < every, doubled), every]
+    return [*(COLUMNS << i for i in range(every.bit_length()) if COLUMNS << i < every), every]
 
 
 def min_seconds(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> float:
-    """What no simulation of a division falls below: the computing blocks' work with what must come before or
-    after it, that of the communicating blocks, and the link's.
+    """What no simulation of a division falls below: the computing blocks' work, that of the communicating
+    blocks, and the link's, each with what must come before or after it."""
+    tile = device.tile_seconds(layer.reduction)
 
-    Raises ValueError as the kernels' tasks do.
-    """
-    comet_tasks.check_division(n_c, device)
+    def computed(columns: int) -> float:
+        tiles = comet_tasks.row_tiles(layer.rows_E) * math.ceil(columns / TILE_COLUMNS)
+        return math.ceil(tiles / (device.blocks - n_c)) * tile
+
+    whole = computed(layer.columns)
     if isinstance(layer, Arriving):
-        return _min_of_layer_0(layer, device, n_c)
-    comet_tasks.check_chunk(chunk_columns)
-    return _min_of_layer_1(layer, device, n_c, comet_tasks.chunk_widths(layer, chunk_columns))
-
-
-def _min_of_layer_0(layer: Arriving, device: DeviceRates, n_c: int) -> float:
-    tile, local = device.tile_seconds(layer.reduction), device.block_local_bytes
-    tiles = sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
-    tiles *= math.ceil(layer.columns / TILE_COLUMNS)
-    if not tiles:
-        return 0.0
-    here, away = sum(layer.rows_WE[0]), sum(map(sum, layer.rows_WE[1:]))
-    written = layer.row_bytes * (here * 2 / local + away * (1 / local + 1 / device.block_peer_bytes))
-    return max(
-        device.signal_seconds + math.ceil(tiles / (device.blocks - n_c)) * tile,
-        written / n_c + device.signal_seconds + tile,
-        layer.row_bytes * away / device.link_bytes + (device.signal_seconds + tile) * (away > 0),
-    )
-
-
-def _min_of_layer_1(layer: Returning, device: DeviceRates, n_c: int, widths: Sequence[int]) -> float:
-    tile, computing = device.tile_seconds(layer.reduction), device.blocks - n_c
-    here, partials = layer.partials_W[0], sum(layer.partials_W)
-    sums, outputs = _seconds_a_column(layer, device, n_c)
-    busiest = max(one + other for one, other in zip(sums, outputs, strict=True))
-    tiles, free, done, first = 0, 0.0, 0.0, 0.0
-    for columns in widths:
-        tiles += comet_tasks.row_tiles(layer) * math.ceil(columns / TILE_COLUMNS)
-        done = math.ceil(tiles / computing) * tile
-        first = first or done
-        free = max(free, done) + columns * busiest
-    sent = max(
-        done + widths[-1] * max(sums),
-        first + layer.columns * layer.element_size * (partials - here) / device.link_bytes,
-    )
-    return max(free, sent + device.signal_seconds * (partials > 0) + widths[-1] * max(outputs))
-
-
-def _seconds_a_column(layer: Returning, device: DeviceRates, n_c: int) -> tuple[list[float], list[float]]:
-    """Of each communicating block, for each column: to sum and send rows, and to sum this rank's tokens. A
-    block has as much to do in every chunk."""
-    local, partials = device.block_local_bytes, sum(layer.partials_W)
-    sums_WB = comet_tasks.dealt(layer.partials_W, n_c, comet_tasks.PIECE_ROWS)
-    (tokens_B,) = comet_tasks.dealt([layer.tokens], n_c, 1)
-    read = sum(layer.rows_E) / partials if partials else 0.0
-    sums: list[float] = [
-        layer.element_size
-        * (sum(each) * read / local + each[0] / local + sum(each[1:]) / device.block_peer_bytes)
-        for each in zip(*sums_WB, strict=True)
-    ]
-    outputs = [
-        layer.element_size * comet_tasks.touched_elements(layer, tokens) / local for tokens in tokens_B
-    ]
-    return sums, outputs
+        here, away = sum(layer.rows_WE[0]), sum(map(sum, layer.rows_WE[1:]))
+        local_bytes, peer_bytes = layer.row_bytes * (2 * here + away), layer.row_bytes * away
+        beside, last_share = min(tile, whole), 0.0  # a tile behind the last piece
+    else:
+        here, away = layer.partials_W[0], sum(layer.partials_W[1:])
+        row_bytes = layer.columns * layer.element_size
+        local_bytes = row_bytes * (sum(layer.rows_E) + 2 * here + away + layer.tokens)
+        peer_bytes = row_bytes * away
+        beside = computed(min(chunk_columns, layer.columns))  # the first chunk
+        last_share = comet_tasks.chunk_widths(layer, chunk_columns)[-1] / layer.columns
+    moved = (local_bytes / device.block_local_bytes + peer_bytes / device.block_peer_bytes) / n_c
+    return max(whole + moved * last_share, beside + moved, beside + peer_bytes / device.link_bytes)
 
 
 # ---- a simulated kernel as bars of a timeline
 
 
-_RESOLUTION = 200
+_RESOLUTION, _ALIKE, _IDLE = 200, 0.04, 1e-9
 
 
 def busy_bars(
@@ -177,13 +120,8 @@ def busy_bars(
     """
     total = makespan(run)
     drawn: list[Bar] = []
-    if not total:
-        return drawn
-    for lane, prefix, size in (
-        ("link", "link", 1),
-        ("communicating blocks", "comm ", n_c),
-        ("computing blocks", "block ", device.blocks - n_c),
-    ):
+    prefixes, sizes = ("link", "comm ", "block "), (1, n_c, device.blocks - n_c)
+    for lane, prefix, size in zip(FUSED_LANES, prefixes, sizes, strict=True):
         here = [item for item in run if item.task.lane.startswith(prefix) and item.end > item.start]
         work: dict[tuple[str, int], list[float]] = {}
         for item in here:
@@ -198,37 +136,28 @@ def busy_bars(
 def _bars_of_lane(
     work: dict[tuple[str, int], list[float]], lane: str, origin: float, seconds: float
 ) -> list[Bar]:
-    open_bars: dict[tuple[str, int], tuple[int, float, float]] = {}  # -> first step, base, share
     drawn = []
-
-    def close(key: tuple[str, int], end: int) -> None:
-        first, base, share = open_bars.pop(key)
-        kind, part = key
-        drawn.append(
-            Bar(
-                direction="forward",
-                name=kind if kind == "L" else f"{kind}{part}",
-                kind=kind,
-                chunk=part,
-                lane=lane,
-                start=origin + first * seconds,
-                end=origin + end * seconds,
-                base=base,
-                share=share,
-            )
-        )
-
-    for step in range(_RESOLUTION):
-        base = 0.0
-        for key, busy in work.items():
-            share = busy[step]
-            if key in open_bars:
-                _, was_base, was_share = open_bars[key]
-                if max(abs(was_base - base), abs(was_share - share)) > 0.04 or share < 1e-9:
-                    close(key, step)
-            if share >= 1e-9 and key not in open_bars:
-                open_bars[key] = (step, base, share)
-            base += share
-    for key in list(open_bars):
-        close(key, _RESOLUTION)
+    base = [0.0] * _RESOLUTION
+    for (kind, part), busy in work.items():
+        first = 0
+        for step in range(1, _RESOLUTION + 1):
+            if step < _RESOLUTION:
+                apart = max(abs(base[first] - base[step]), abs(busy[first] - busy[step]))
+                if apart <= _ALIKE and min(busy[first], busy[step]) >= _IDLE:
+                    continue
+            if busy[first] >= _IDLE:
+                bar = Bar(
+                    direction="forward",
+                    name=kind if kind == "L" else f"{kind}{part}",
+                    kind=kind,
+                    chunk=part,
+                    lane=lane,
+                    start=origin + first * seconds,
+                    end=origin + step * seconds,
+                    base=base[first],
+                    share=busy[first],
+                )
+                drawn.append(bar)
+            first = step
+        base = [below + share for below, share in zip(base, busy, strict=True)]
     return sorted(drawn, key=lambda bar: bar.start)

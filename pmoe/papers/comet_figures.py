@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pmoe.papers.comet_division import BestDivision, best_division, busy_bars, fused_run, fused_seconds
-from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Returning, even_layer
+from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Model, Returning, even_layer
+from pmoe.papers.comet_tasks import row_tiles
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
 from pmoe.planner.timeline import Bar, simulated_bars
 from pmoe.schedule.straight import forward_schedule
-from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces
+from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, piece_of
 
 ASSUMPTIONS: Mapping[str, str] = {
     "machine": "8 H800 (section 5.1) with 132 multiprocessors (Fig. 8), one block each, all ranks alike "
@@ -62,18 +63,6 @@ H800 = DeviceRates(
 )
 """One of the paper's eight devices, by ASSUMPTIONS."""
 
-ELEMENT_SIZE = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A row of Table 2, in the paper's letters."""
-
-    E: int
-    topk: int
-    N: int
-    K: int
-
 
 MODELS: Mapping[str, Model] = {
     "Mixtral 8x7B": Model(E=8, topk=2, N=4096, K=14336),
@@ -98,7 +87,7 @@ PAPER_MB: Mapping[tuple[str, int], int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A cell of Table 3: the buffer's bytes, and the paper's MB (2^20 bytes)."""
+    """A cell of Table 3: bytes of the shared communication buffer, and the paper's MB (2^20 bytes)."""
 
     model: str
     tokens: int
@@ -106,15 +95,10 @@ class Size:
     paper_mb: int
 
 
-def buffer_bytes(tokens: int, width: int) -> int:
-    """Of the shared communication buffer: M N elements of two bytes (section 5.5)."""
-    return ELEMENT_SIZE * tokens * width
-
-
 def table3() -> list[Size]:
-    """Table 3 and what section 5.5's formula gives."""
+    """Table 3 and what section 5.5's formula gives: M N elements of two bytes."""
     return [
-        Size(model=name, tokens=tokens, num_bytes=buffer_bytes(tokens, MODELS[name].N), paper_mb=paper)
+        Size(model=name, tokens=tokens, num_bytes=2 * tokens * MODELS[name].N, paper_mb=paper)
         for (name, tokens), paper in PAPER_MB.items()
     ]
 
@@ -147,28 +131,27 @@ class Case:
 
 
 @functools.cache
-def figure8(device: DeviceRates = H800) -> tuple[Case, ...]:
+def figure8() -> tuple[Case, ...]:
     """The moves of n_c in Fig. 8, by model."""
+    return tuple(_case(tp, tokens, paper) for (tp, tokens), paper in PAPER_N_C.items())
+
+
+def _case(tp: int, tokens: int, paper: int | None) -> Case:
     slower = replace(
-        device, block_local_bytes=device.block_local_bytes / 2, block_peer_bytes=device.block_peer_bytes / 2
+        H800, block_local_bytes=H800.block_local_bytes / 2, block_peer_bytes=H800.block_peer_bytes / 2
     )
-    cases = []
-    for (tp, tokens), paper in PAPER_N_C.items():
-        _, layer = _mixtral(tokens, tp)
-        best = _at_one_tile(layer, device)
-        cases.append(
-            Case(
-                tp=tp,
-                tokens=tokens,
-                paper=paper,
-                model=best.division.n_c,
-                seconds=best.seconds,
-                paper_seconds=None if paper is None else fused_seconds(layer, device, paper),
-                half_rate=_at_one_tile(layer, slower).division.n_c,
-                per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], device).division.n_c,
-            )
-        )
-    return tuple(cases)
+    _, layer = _mixtral(tokens, tp)
+    best = _at_one_tile(layer, H800)
+    return Case(
+        tp=tp,
+        tokens=tokens,
+        paper=paper,
+        model=best.division.n_c,
+        seconds=best.seconds,
+        paper_seconds=None if paper is None else fused_seconds(layer, H800, paper),
+        half_rate=_at_one_tile(layer, slower).division.n_c,
+        per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800).division.n_c,
+    )
 
 
 WHY = (
@@ -181,16 +164,7 @@ WHY = (
 
 
 def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
-    model = MODELS["Mixtral 8x7B"]
-    return even_layer(
-        tokens=tokens,
-        top_k=model.topk,
-        num_experts=model.E,
-        d_model=model.N,
-        d_hidden=model.K,
-        ep=RANKS // tp,
-        tp=tp,
-    )
+    return even_layer(MODELS["Mixtral 8x7B"], tokens, ep=RANKS // tp, tp=tp)
 
 
 @functools.cache  # with TP = 8 both readings of M are one
@@ -218,7 +192,6 @@ def moves(cases: Sequence[Case]) -> list[str]:
 
 # ---- the fused layer beside the chunked one
 
-DEGREES = (1, 2, 4, 8)
 DRAWN_TOKENS = 16384
 """M of the layer that is drawn: that of Fig. 11, Mixtral 8x7B with EP = 8 and TP = 1."""
 
@@ -226,12 +199,7 @@ DRAWN_TOKENS = 16384
 def chunked_run(
     arriving: Arriving, returning: Returning, device: DeviceRates, n: int
 ) -> list[Simulated[Task]]:
-    """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer.
-
-    Raises ValueError for n below 1, and layers of unlike rows.
-    """
-    if arriving.rows_E != returning.rows_E:
-        raise ValueError(f"rows_E ({arriving.rows_E}) must be those of layer 1 ({returning.rows_E})")
+    """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer."""
     here, away = arriving.rows_WE[0], tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
     remote = sum(away) > 0
     stages = Stages(local=sum(here) > 0 or not remote, remote=remote)
@@ -242,16 +210,14 @@ def chunked_run(
 
     def products(rows_E: Sequence[int]) -> float:
         """Seconds of both grouped products, in whole waves of tiles."""
-        row_tiles = sum(math.ceil(rows / TILE_ROWS) for rows in rows_E)
         return sum(
-            math.ceil(row_tiles * math.ceil(layer.columns / TILE_COLUMNS) / device.blocks)
+            math.ceil(row_tiles(rows_E) * math.ceil(layer.columns / TILE_COLUMNS) / device.blocks)
             * device.tile_seconds(layer.reduction)
             for layer in (arriving, returning)
         )
 
     def local(task: Task) -> float:
-        # the last of two pieces has the last chunk's rows (`pmoe.schedule.tasks.piece_of`)
-        chunks = [i for i in range(n) if (i if pieces == n else int(i == n - 1)) == task.chunk]
+        chunks = [i for i in range(n) if piece_of(i, n, pieces) == task.chunk]
         return products([sum(_rows_of_chunk(rows, i, n) for i in chunks) for rows in here])
 
     def sent(task: Task) -> int:
@@ -290,36 +256,31 @@ class Beside:
     def fused(self) -> float:
         return self.dispatch.seconds + self.combine.seconds
 
-    @property
-    def best_n(self) -> int:
-        return min(self.chunked, key=self.chunked.__getitem__)
-
 
 @functools.cache
-def beside(tokens: int = DRAWN_TOKENS, device: DeviceRates = H800) -> Beside:
+def beside() -> Beside:
     """Mixtral's layer with EP = 8: one fused kernel after the other, and chunked in 1, 2, 4 and 8."""
-    arriving, returning = _mixtral(tokens, tp=1)
+    arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     return Beside(
-        tokens=tokens,
-        dispatch=best_division(arriving, device),
-        combine=best_division(returning, device),
-        chunked={n: makespan(chunked_run(arriving, returning, device, n)) for n in DEGREES},
+        tokens=DRAWN_TOKENS,
+        dispatch=best_division(arriving, H800),
+        combine=best_division(returning, H800),
+        chunked={n: makespan(chunked_run(arriving, returning, H800, n)) for n in (1, 2, 4, 8)},
     )
 
 
-def panels(found: Beside, device: DeviceRates = H800) -> dict[str, list[Bar]]:
+def panels(found: Beside) -> dict[str, list[Bar]]:
     """The drawing of `beside`: fused, and chunked in n = 2 and the best n."""
     arriving, returning = _mixtral(found.tokens, tp=1)
     first, second = found.dispatch.division, found.combine.division
-    run = fused_run(arriving, device, first.n_c)
-    fused = busy_bars(run, device, first.n_c)
-    run = fused_run(returning, device, second.n_c, second.chunk_columns)
-    fused += busy_bars(run, device, second.n_c, origin=found.dispatch.seconds)
+    run = fused_run(arriving, H800, first.n_c)
+    fused = busy_bars(run, H800, first.n_c)
+    run = fused_run(returning, H800, second.n_c, second.chunk_columns)
+    fused += busy_bars(run, H800, second.n_c, origin=found.dispatch.seconds)
     drawn = {
-        f"fused, n_c = {first.n_c} of {device.blocks} in layer 0, {second.n_c} in layer 1 "
+        f"fused, n_c = {first.n_c} of {H800.blocks} in layer 0, {second.n_c} in layer 1 "
         f"(T_N = {second.chunk_columns})": fused
     }
-    for n in dict.fromkeys((2, found.best_n)):
-        run_in_chunks = chunked_run(arriving, returning, device, n)
-        drawn[f"chunked, n = {n}"] = simulated_bars("forward", run_in_chunks)
+    for n in dict.fromkeys((2, min(found.chunked, key=found.chunked.__getitem__))):
+        drawn[f"chunked, n = {n}"] = simulated_bars("forward", chunked_run(arriving, returning, H800, n))
     return drawn

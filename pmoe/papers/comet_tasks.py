@@ -36,10 +36,6 @@ BAND = 16
 PIECE_ROWS = 16
 """Rows that are signalled together."""
 
-MAX_TILES = 20_000
-MAX_PIECES = 8_192
-"""Beyond these, neighbouring tiles and pieces are one task: see `tile_order` and `piece_rows`."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedTask:
@@ -59,7 +55,6 @@ class Launch:
     """The tasks of one launch, as they are added."""
 
     def __init__(self, device: DeviceRates, n_c: int) -> None:
-        check_division(n_c, device)
         self.tasks: list[FusedTask] = []
         self._device = device
         self._on_link: list[list[str]] = [[] for _ in range(n_c)]  # by block: what it has sent
@@ -108,27 +103,20 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """level: of the source that completes its rows. row: of its expert's row tiles. ``width`` tiles of
-    columns from ``column`` on are one task."""
+    """level: of the source that completes its rows. row, column: of its expert's tiles."""
 
     level: int
     expert: int
     row: int
     column: int
-    width: int = 1
 
 
 def tile_order(layer: Arriving) -> list[Tile]:
     """Layer 0's tiles in the order in which blocks take them: by level, inside it by expert, inside that in
     bands of 16 row tiles, column after column (section 3.1.2 and Fig. 5: what needs no other rank goes
     first). An expert's last tile, where it is not full, goes with the last level, as in cuda/comet/order.h.
-
-    Beyond 20,000 tiles neighbouring columns are one task, as few as it takes to stay below: loads of blocks,
-    over 150 tasks each on 132, are then less even by about a task.
     """
-    height = sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
-    parts = min(column_tiles, max(1, MAX_TILES // max(height, 1)))
     arrived = [0] * len(layer.rows_E)
     complete = [0] * len(layer.rows_E)  # row tiles of each expert
     order = []
@@ -139,37 +127,24 @@ def tile_order(layer: Arriving) -> list[Tile]:
             first, end = complete[expert], arrived[expert] // TILE_ROWS
             complete[expert] = end = end + (last and arrived[expert] % TILE_ROWS > 0)
             for band in range(first, end, BAND):
-                for part in range(parts):
-                    column, after = column_tiles * part // parts, column_tiles * (part + 1) // parts
-                    order += [
-                        Tile(level=level, expert=expert, row=row, column=column, width=after - column)
-                        for row in range(band, min(band + BAND, end))
-                    ]
+                order += [
+                    Tile(level=level, expert=expert, row=row, column=column)
+                    for column in range(column_tiles)
+                    for row in range(band, min(band + BAND, end))
+                ]
     return order
 
 
-def piece_rows(layer: Arriving) -> int:
-    """Rows of a piece: 16, doubled until there are at most 8,192 pieces or a piece is as high as a tile."""
-    rows = PIECE_ROWS
-    counts = [count for level in layer.rows_WE for count in level]
-    while rows < TILE_ROWS and sum(math.ceil(count / rows) for count in counts) > MAX_PIECES:
-        rows *= 2
-    return rows
-
-
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
-    """Layer 0 with ``n_c`` communicating blocks, which take pieces in turn.
-
-    Raises ValueError for an n_c that leaves no block to compute or to communicate.
-    """
+    """Layer 0 with ``n_c`` communicating blocks, which take pieces in turn."""
     kernel = Launch(device, n_c)
     landed: dict[tuple[int, int], list[str]] = {}  # (expert, row tile) -> what its rows wait for
-    height, piece = piece_rows(layer), itertools.count()
+    piece = itertools.count()
     before = [0] * len(layer.rows_E)  # rows of each expert from lower levels
     for level, rows_E in enumerate(layer.rows_WE):
         for expert, rows in enumerate(rows_E):
-            for first in range(0, rows, height):
-                p, count = next(piece), min(height, rows - first)
+            for first in range(0, rows, PIECE_ROWS):
+                p, count = next(piece), min(PIECE_ROWS, rows - first)
                 size = count * layer.row_bytes
                 end = kernel.write(f"S{p}", p % n_c, level, "S", level, read_bytes=size, write_bytes=size)
                 at = before[expert] + first
@@ -180,14 +155,8 @@ def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list
         kernel.meet(f"A{expert}.{row}", "S", 0, device.signal_seconds, ends)
     seconds = device.tile_seconds(layer.reduction)
     for i, tile in enumerate(tile_order(layer)):
-        kernel.add(
-            f"T{i}",
-            f"block {i % (device.blocks - n_c)}",
-            "C" if tile.level else "L",
-            tile.level,
-            seconds * tile.width,
-            (f"A{tile.expert}.{tile.row}",),
-        )
+        lane, kind = f"block {i % (device.blocks - n_c)}", "C" if tile.level else "L"
+        kernel.add(f"T{i}", lane, kind, tile.level, seconds, (f"A{tile.expert}.{tile.row}",))
     return kernel.tasks
 
 
@@ -202,11 +171,8 @@ def fused_combine_tasks(
     Sums leave in pieces of 16, which blocks take in turn, for this rank first; this rank's tokens are dealt
     out singly. What a block does without waiting between is one task: its tiles of a chunk, at no loss, and
     its pieces for one rank, which pass the link together.
-    Raises ValueError for an n_c that leaves no block to compute or to communicate, and for a T_N that is no
-    multiple of 256.
     """
     kernel = Launch(device, n_c)
-    check_chunk(chunk_columns)
     computing = device.blocks - n_c
     tile_seconds = device.tile_seconds(layer.reduction)
     rows, partials = sum(layer.rows_E), sum(layer.partials_W)
@@ -217,18 +183,14 @@ def fused_combine_tasks(
     def sum_at_home(c: int) -> None:
         for block, tokens in enumerate(tokens_B):
             if tokens:
-                seconds = (
-                    widths[c]
-                    * layer.element_size
-                    * touched_elements(layer, tokens)
-                    / device.block_local_bytes
-                )
+                touched = tokens * (partials / layer.tokens + 1)  # elements of a column, read and written
+                seconds = widths[c] * layer.element_size * touched / device.block_local_bytes
                 kernel.add(f"O{c}.{block}", f"comm {block}", "O", c, seconds, (f"A{c}",))
 
     tiles = 0
     for c, columns in enumerate(widths):
-        first, tiles = tiles, tiles + row_tiles(layer) * math.ceil(columns / TILE_COLUMNS)
-        counts = [_congruent(tiles, b, computing) - _congruent(first, b, computing) for b in range(computing)]
+        first, tiles = tiles, tiles + row_tiles(layer.rows_E) * math.ceil(columns / TILE_COLUMNS)
+        counts = [len(range(b, tiles, computing)) - len(range(b, first, computing)) for b in range(computing)]
         computed = [
             kernel.add(f"E{c}.{block}", f"block {block}", "E", c, count * tile_seconds)
             for block, count in enumerate(counts)
@@ -242,11 +204,10 @@ def fused_combine_tasks(
                     size = sums * columns * layer.element_size
                     read = size * rows / partials
                     name = f"R{c}.{level}.{block}"
-                    sent.append(
-                        kernel.write(
-                            name, block, level, "R", c, read_bytes=read, write_bytes=size, waits=(done,)
-                        )
+                    end = kernel.write(
+                        name, block, level, "R", c, read_bytes=read, write_bytes=size, waits=(done,)
                     )
+                    sent.append(end)
         kernel.meet(f"A{c}", "R", c, device.signal_seconds if sent else 0.0, sent)
         if c > 0:
             sum_at_home(c - 1)
@@ -260,7 +221,7 @@ def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
     dealt, turn = [], 0
     for count in counts:
         pieces = math.ceil(count / height)
-        share = [height * _congruent(pieces, (block - turn) % blocks, blocks) for block in range(blocks)]
+        share = [height * len(range((block - turn) % blocks, pieces, blocks)) for block in range(blocks)]
         if pieces:
             share[(turn + pieces - 1) % blocks] -= pieces * height - count
         turn += pieces
@@ -268,29 +229,9 @@ def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
     return dealt
 
 
-def _congruent(end: int, block: int, blocks: int) -> int:
-    """How many of 0 ... end - 1 are ``block`` modulo ``blocks``."""
-    return (end - block + blocks - 1) // blocks if end > block else 0
-
-
 def chunk_widths(layer: Returning, chunk_columns: int) -> list[int]:
     return [min(chunk_columns, layer.columns - begin) for begin in range(0, layer.columns, chunk_columns)]
 
 
-def touched_elements(layer: Returning, tokens: int) -> float:
-    """Elements of a column that are read and written to sum so many of this rank's tokens."""
-    return tokens * (sum(layer.partials_W) / layer.tokens + 1) if tokens else 0.0
-
-
-def row_tiles(layer: Returning) -> int:
-    return sum(math.ceil(rows / TILE_ROWS) for rows in layer.rows_E)
-
-
-def check_chunk(chunk_columns: int) -> None:
-    if chunk_columns < TILE_COLUMNS or chunk_columns % TILE_COLUMNS:
-        raise ValueError(f"chunk_columns ({chunk_columns}) must be a multiple of {TILE_COLUMNS}, and not 0")
-
-
-def check_division(n_c: int, device: DeviceRates) -> None:
-    if not 1 <= n_c < device.blocks:
-        raise ValueError(f"n_c ({n_c}) must be at least 1 and below blocks ({device.blocks})")
+def row_tiles(rows_E: Sequence[int]) -> int:
+    return sum(math.ceil(rows / TILE_ROWS) for rows in rows_E)

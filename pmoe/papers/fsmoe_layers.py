@@ -187,20 +187,17 @@ class Table2Row:
 
 def table2() -> list[Table2Row]:
     """Table 2's operations beside what ASSUMPTIONS give for them, the dense part's collectives included."""
-    found = []
-    for (model, direction), measured in MEASURED.items():
-        modelled = _modelled(MODELS[model], direction == "backward")
-        for name, milliseconds in measured.items():
-            found.append(
-                Table2Row(
-                    model=model,
-                    direction=direction,
-                    name=name,
-                    measured=milliseconds * MS,
-                    modelled=modelled[name],
-                )
-            )
-    return found
+    return [
+        Table2Row(
+            model=model,
+            direction=direction,
+            name=name,
+            measured=milliseconds * MS,
+            modelled=_modelled(MODELS[model], direction == "backward")[name],
+        )
+        for (model, direction), measured in MEASURED.items()
+        for name, milliseconds in measured.items()
+    ]
 
 
 def _modelled(layer: Configured, backward: bool) -> dict[str, float]:

@@ -8,7 +8,6 @@ Letters: n chunks.
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,16 +56,16 @@ class SystemPlan:
     end_bytes: int = 0
 
 
+@functools.cache
 def plans(layer: Configured) -> dict[str, SystemPlan]:
     """Each system's plan, from ideal lanes."""
     costs, total = moe_costs(layer), layer.gradient_bytes
     dense = attention(layer)
     tutel = _one_degree(costs)
-    improved = SystemPlan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total)
     found = {
         "DeepSpeed-MoE": SystemPlan(one_lane=True, forward=0, backward=0, end_bytes=total),
         "Tutel": SystemPlan(one_lane=True, forward=tutel, backward=tutel, end_bytes=total),
-        "Tutel-Improved": improved,
+        "Tutel-Improved": SystemPlan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total),
     }
     for name, one_lane in (("FSMoE-No-IIO", True), ("FSMoE", False)):
         seconds = 2 * dense.compute + (0 if one_lane else dense.all_gather + dense.reduce_scatter)
@@ -86,6 +85,7 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
     return found
 
 
+@functools.cache
 def plan_seconds(layer: Configured, plan: SystemPlan, contention: float = 1.0) -> float:
     """Forward and backward of attention and MoE with a plan, and the gradients that travel in it."""
     costs, dense = moe_costs(layer), attention(layer)
@@ -125,10 +125,8 @@ def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeS
 
 @functools.cache
 def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, contention: float) -> float:
-    tasks = options.schedule(n).tasks
-    return makespan(
-        simulate_slowed(tasks, stage_seconds(costs, n, options, t_gar), _contended_speeds(contention))
-    )
+    seconds = stage_seconds(costs, n, options, t_gar)
+    return makespan(simulate_slowed(options.schedule(n).tasks, seconds, _contended_speeds(contention)))
 
 
 @functools.cache
@@ -157,8 +155,7 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
     """Both communication lanes slow each other; see ASSUMPTIONS."""
     lanes = (Lane.COMMUNICATE, Lane.INTRA_NODE)
     both: Mapping[str, float] = dict.fromkeys(lanes, 1 / contention)
-    alone: Mapping[str, float] = {}
-    return lambda busy: both if busy.issuperset(lanes) else alone
+    return lambda busy: both if busy.issuperset(lanes) else {}
 
 
 # ---- the table
@@ -189,19 +186,14 @@ class Table5:
 
 
 def table5(contention: float = CONTENTION) -> Table5:
-    """Simulates all layers under one contention; 1 is ideal lanes.
-
-    Raises ValueError for a contention below 1.
-    """
-    if not 1 <= contention < math.inf:
-        raise ValueError(f"contention ({contention}) must be a finite number of at least 1")
+    """Simulates all layers under one contention, of at least 1; 1 is ideal lanes."""
     layers = [replace(layer, heads=1) for layer in table4()]  # heads change no cost: a third is simulated
-    planned = [_plans(layer) for layer in layers]
+    planned = [(layer, plans(layer)) for layer in layers]
     seconds = {
-        name: [_step(layer, plan[name], contention) for layer, plan in zip(layers, planned, strict=True)]
-        for name in planned[0]
+        name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned]
+        for name in planned[0][1]
     }
-    chosen = [plan["FSMoE"] for plan in planned]
+    chosen = [plan["FSMoE"] for _, plan in planned]
     return Table5(
         contention=contention,
         num_layers=len(layers),
@@ -213,10 +205,6 @@ def table5(contention: float = CONTENTION) -> Table5:
         ),
         at_largest=sum(DEGREES[-1] in (plan.forward, plan.backward) for plan in chosen),
     )
-
-
-_plans = functools.cache(plans)
-_step = functools.cache(plan_seconds)
 
 
 def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> Table5Row:

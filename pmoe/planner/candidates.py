@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
 from pmoe.planner.degree import DEGREES, Choice
-from pmoe.planner.layer_seconds import simulated_pass, step_seconds
+from pmoe.planner.layer_seconds import simulated_step, step_seconds
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import worst_rows
@@ -41,23 +41,20 @@ class PricedChoice(Choice):
 
 def bound(
     sizes: LayerSizes,
-    num_tokens: int,
+    call: CallRows,
     forward: int,
     backward: int,
     restore: Restore,
     slack: float,
     bins: int | None = None,
-    call: CallRows | None = None,
 ) -> PredictedMemory:
     """The most bytes that any routing needs.
 
-    num_tokens: the largest number of a rank. call: where its rows are not those tokens' choices.
-    forward, backward: n of each pass. slack: rows of a slot over the balanced share. bins: into which rows
-    are counted, by default as for these two degrees.
+    call: of the rank with most tokens. forward, backward: n of each pass. slack: rows of a slot over the
+    balanced share. bins: into which rows are counted, by default as for these two degrees.
     """
     bins = num_bins((forward, backward), sizes.num_ranks, sizes.num_experts) if bins is None else bins
-    call = sizes.call(num_tokens) if call is None else call
-    limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.inside, num_tokens)
+    limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.inside, call.tokens)
     rows = {n: worst_rows(sizes, call, n, bins, limit(n)) for n in (forward, backward)}
     return predict(sizes, call, rows[forward], rows[backward], restore, rearranged=forward != backward)
 
@@ -84,7 +81,7 @@ def evaluate(
             seconds=0.0
             if profile is None
             else step_seconds(sizes, profile, num_tokens, forward, backward, pair),
-            memory=bound(sizes, num_tokens, forward, backward, pair, slack, bins),
+            memory=bound(sizes, sizes.call(num_tokens), forward, backward, pair, slack, bins),
         )
         for forward, backward in degrees
         for pair in pairs
@@ -163,9 +160,8 @@ def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: Pric
     """When each task of a step would run: forward, and backward right behind it."""
     drawn: list[Bar] = []
     origin = 0.0
-    for direction, n in (("forward", chosen.forward), ("backward", chosen.backward)):
-        rearranged = chosen.forward != chosen.backward
-        ran = simulated_pass(sizes, profile, num_tokens, n, direction, chosen.restore, rearranged)
+    step = simulated_step(sizes, profile, num_tokens, chosen.forward, chosen.backward, chosen.restore)
+    for direction, ran in step.items():
         drawn += simulated_bars(direction, ran, origin)
         origin += makespan(ran)
     return drawn

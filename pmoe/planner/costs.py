@@ -9,14 +9,11 @@ seconds of other layers' gradients.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import NamedTuple
-
-from pmoe.arguments import check_int, check_not_negative
 
 
 @dataclass(frozen=True)
@@ -57,17 +54,11 @@ def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fi
     r squared is 1 - (sum of squared errors) / (sum of squares about the mean), of the line that is returned,
     at least 0. A flat line describes seconds that do not vary in full: 1.
 
-    Raises ValueError with fewer than two distinct sizes, or a number that is negative or not finite.
     Example: sizes 0, 1, 2 and seconds 1, 3, 4 -> alpha 7/6, beta 3/2, r squared 27/28.
     """
     by_size: dict[float, list[float]] = {}
     for size, seconds in samples:
-        for name, value in (("sizes", size), ("seconds", seconds)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} ({value} among them) must be finite and at least 0")
         by_size.setdefault(size, []).append(seconds)
-    if len(by_size) < 2:
-        raise ValueError(f"sizes ({sorted(by_size)}) must have two distinct values for a line")
     points = {size: statistics.median(seconds) for size, seconds in by_size.items()}
     line = _nearest(points, relative)
     return Fit(line=line, r_squared=_r_squared(line, points), num_sizes=len(points))
@@ -102,21 +93,10 @@ def _r_squared(line: LineCost, points: Mapping[float, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Work of a stage in one pass: ``size`` on ``line``. A chunk of r takes alpha + size / r * beta (Eq. 1).
-
-    Raises ValueError for a number that is negative or not finite; `pmoe.planner.costs.fit` fits no such line.
-    """
+    """Work of a stage in one pass: ``size`` on ``line``. A chunk of r takes alpha + size / r * beta."""
 
     line: LineCost
     size: float
-
-    def __post_init__(self) -> None:
-        check_not_negative(**vars(self.line), size=self.size)
-
-    def twice(self) -> StageWork:
-        """The same work two times in each chunk."""
-        line = LineCost(2 * self.line.alpha_seconds, 2 * self.line.beta_seconds)
-        return StageWork(line=line, size=self.size)
 
 
 class ChunkSeconds(NamedTuple):
@@ -139,20 +119,16 @@ class LayerCosts:
 
     def chunk(self, r: float) -> ChunkSeconds:
         """Eq. 1: seconds of a chunk of r."""
-        return ChunkSeconds(*(alpha + whole / r for alpha, whole in self._pairs))
+        works = (self.a2a, self.ag, self.rs, self.exp)
+        return ChunkSeconds(*(w.line.alpha_seconds + w.line.beta_seconds * w.size / r for w in works))
 
     def backward(self) -> LayerCosts:
         """The backward pass of a layer whose forward pass this is: experts take twice as long (Section 4.4).
 
-        They make the gradients of their inputs and those of their weights. The paper doubles alpha, beta and
-        n, which read literally is four times; its Table 2 measures twice, so alpha and beta double here.
+        The paper doubles alpha, beta and n, which read literally is four times; its Table 2 measures twice.
         """
-        return LayerCosts(a2a=self.a2a, ag=self.ag, rs=self.rs, exp=self.exp.twice())
-
-    @functools.cached_property
-    def _pairs(self) -> tuple[tuple[float, float], ...]:
-        works = (getattr(self, field.name) for field in fields(self))
-        return tuple((w.line.alpha_seconds, w.line.beta_seconds * w.size) for w in works)
+        line = LineCost(2 * self.exp.line.alpha_seconds, 2 * self.exp.line.beta_seconds)
+        return replace(self, exp=StageWork(line=line, size=self.exp.size))
 
 
 class DegreeSeconds(NamedTuple):
@@ -174,24 +150,16 @@ class DegreeSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GeneralizedLayer:
-    """An MoE layer and the dense part up to the next one (Section 5.2), in the backward pass.
+    """An MoE layer and the dense part up to the next one, in the backward pass.
 
     degrees: its MoE part's seconds by degree, see `pmoe.planner.degree_search.simulated_degrees`.
     dense_seconds: of the dense part, that an all-reduce may run beside.
     gradient_bytes: made in this layer, and there when its backward pass has ended.
-
-    Raises ValueError for no degrees and for a negative number, TypeError for bytes that are no int.
     """
 
     degrees: tuple[DegreeSeconds, ...]
     dense_seconds: float
     gradient_bytes: int
-
-    def __post_init__(self) -> None:
-        if not self.degrees:
-            raise ValueError("degrees (none) must hold at least one")
-        check_int(gradient_bytes=self.gradient_bytes)
-        check_not_negative(dense_seconds=self.dense_seconds, gradient_bytes=self.gradient_bytes)
 
     def best(self, t_gar: float) -> DegreeSeconds:
         """The fastest degree that carries t_gar; of equals the lower: what Algorithm 1 is asked in Eq. 5."""
@@ -215,7 +183,7 @@ class Share:
 
 
 def all_reduce_seconds(all_reduce: LineCost, num_bytes: int) -> float:
-    """t_ar (Section 5.1); nothing is sent, and takes no time, where there are no bytes."""
+    """t_ar (Section 5.1); no bytes are no message."""
     return all_reduce(num_bytes) if num_bytes else 0.0
 
 

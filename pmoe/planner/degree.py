@@ -10,11 +10,6 @@ from pmoe.schedule.restore import Restore
 DEGREES = (1, 2, 4, 8, 16)
 """What pipeline=True chooses from; each divides the next."""
 
-MIN_ROWS = 1024
-"""Below this many rows a chunk, smaller products cost more than finer overlap hides
-(bench/bench_overlap.py: n = 2 to 4 is best at 4096 rows a rank)."""
-
-
 SOLVE = "solve"
 """The argument that asks FSMoE's solver for the degrees."""
 
@@ -45,23 +40,6 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
         raise ValueError(
             f"pipeline_backward ({pipeline_backward}) must divide pipeline ({n}) or be a multiple of it"
         )
-
-
-def fixed_degree(pipeline: bool | int | str) -> int | None:
-    """n where the argument alone decides it, None where it depends on the batch."""
-    if pipeline is True or isinstance(pipeline, str):
-        return None
-    return 1 if pipeline is False else int(pipeline)
-
-
-def adaptive_degree(max_rows: int, num_ranks: int) -> int:
-    """The n for pipeline=True, from numbers that all ranks share: max_rows is the largest T * K of a rank.
-
-    The largest of DEGREES that leaves MIN_ROWS a chunk; 1 where nothing travels.
-    """
-    if num_ranks == 1:
-        return 1
-    return max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)

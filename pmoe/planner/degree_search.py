@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pmoe.arguments import check_not_negative
 from pmoe.planner.costs import DegreeSeconds, LayerCosts
 from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
 from pmoe.planner.simulator import LOCAL_TWIN, makespan, simulate, task_seconds
@@ -22,55 +21,47 @@ from pmoe.schedule.rings import rotating
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, local_pieces
 
-WGRAD_SHARE = 0.5
-"""Of experts' backward, what its weight gradients take: the layer makes them in tasks of their own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """Which schedule a pass has. The costs of a backward pass are `LayerCosts.backward` of its forward's.
+    """Which schedule a pass has.
 
-    direction: of the pass.
     one_lane: collectives inside the node wait for those between nodes (FSMoE-No-IIO, Tutel).
-    wgrad_share: of the experts' seconds in backward, those of tasks of their own; 0 is the paper's schedule,
-        where experts' backward is one task.
+    wgrad_share: of the experts' seconds in backward, those of weight gradients, which the layer makes in
+        tasks of their own; 0 is the paper's schedule, where experts' backward is one task.
     restore: of a layer whose buffers rotate; its copies to the host and back are taken to be free.
     stays: the share of rows that stay on their rank, and are computed while others travel.
-
-    Raises ValueError for a wgrad_share or a share that stays outside 0 to 1.
     """
 
     direction: PassDirection
     one_lane: bool = False
-    wgrad_share: float = WGRAD_SHARE
+    wgrad_share: float = 0.5
     restore: Restore | None = None
     stays: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name, share in (("wgrad_share", self.wgrad_share), ("stays", self.stays)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} ({share}) must be between 0 and 1")
-
     def schedule(self, n: int) -> Schedule:
         """Of the pass in n chunks."""
-        return _schedule(n, self.direction, self.one_lane, self.restore, self.stays > 0)
-
-    def pieces(self, n: int) -> int:
-        """Into how many the rows that stay are cut."""
-        return n if self.restore is not None else local_pieces(n, local=True, remote=True)
+        local, backward = self.stays > 0, self.direction == "backward"
+        stages = Stages(
+            local=local, remote=True, sharded=not local, gradients=backward, one_lane=self.one_lane
+        )
+        if self.restore is not None:
+            return rotating(self.direction, n, stages, restore=self.restore)
+        return (backward_schedule if backward else forward_schedule)(n, stages)
 
 
 def stage_seconds(
     costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float = 0.0
 ) -> Callable[[Task], float]:
-    """Seconds of each task in n chunks. Tasks that the paper's model has no term for take none: arranging
-    rows, the routing weights, the sum of returned rows."""
+    """Seconds of each task in n chunks of a pass with these costs; none where the paper's model has no term:
+    arranging rows, the routing weights, the sum of returned rows."""
     a2a, ag, rs, _ = costs.chunk(n)
     apart = options.wgrad_share if options.direction == "backward" else 0.0
     alpha, whole = costs.exp.line.alpha_seconds, costs.exp.line.beta_seconds * costs.exp.size
     remote = alpha + whole * (1 - options.stays) / n
+    pieces = n if options.restore is not None else local_pieces(n, local=True, remote=True)
     # The first piece is what is not in pieces of a chunk each.
-    first = alpha + whole * options.stays * (1 - (options.pieces(n) - 1) / n)
+    first = alpha + whole * options.stays * (1 - (pieces - 1) / n)
     other = alpha + whole * options.stays / n
 
     def experts(share: float) -> tuple[float, Callable[[Task], float]]:
@@ -90,11 +81,7 @@ def stage_seconds(
 
 
 def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float = 0.0) -> float:
-    """Simulated seconds of a pass in n chunks.
-
-    Raises ValueError for n below 1, t_gar below 0, and t_gar above 0 in a forward pass, which carries none.
-    """
-    _check_options(options, t_gar)
+    """Simulated seconds of a pass in n chunks. t_gar: 0 in a forward pass, which carries no gradients."""
     return makespan(simulate(options.schedule(n).tasks, stage_seconds(costs, n, options, t_gar)))
 
 
@@ -121,17 +108,11 @@ def best_degree(
 ) -> int:
     """Algorithm 1's degree, made better on the simulator: a neighbour is taken while it is faster.
 
-    degrees: those allowed, in rising order, such as `pmoe.planner.degree.DEGREES`. Algorithm 1's own need not
-    be among them: the search begins at the allowed ones below and above it. All ranks that share the costs
-    find the same degree. On 4,000 random layers it is the fastest of all 16, for 4 simulations on average
-    (tests/unit/test_pipeline_degree.py).
-
-    Raises ValueError as `pass_seconds` does, and for degrees that do not rise from 1 on.
+    degrees: those allowed, in rising order. Algorithm 1's own need not be among them: the search begins at
+    the allowed ones below and above it. All ranks that share the costs find the same degree.
     """
-    _check_options(options, t_gar)
-    _check_degrees(degrees)
     asked = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
-    found = find_degree(costs, t_gar, degrees[-1]).degree
+    found = find_degree(costs, t_gar, degrees[-1])
     below = max((at for at, n in enumerate(degrees) if n <= found), default=0)
     at = min((below, min(below + 1, len(degrees) - 1)), key=asked)
     while True:
@@ -140,25 +121,3 @@ def best_degree(
         if best == at:
             return degrees[at]
         at = best
-
-
-@functools.lru_cache(maxsize=256)
-def _schedule(
-    n: int, direction: PassDirection, one_lane: bool, restore: Restore | None, local: bool
-) -> Schedule:
-    backward = direction == "backward"
-    stages = Stages(local=local, remote=True, sharded=not local, gradients=backward, one_lane=one_lane)
-    if restore is not None:
-        return rotating(direction, n, stages, restore=restore)
-    return (backward_schedule if backward else forward_schedule)(n, stages)
-
-
-def _check_options(options: ScheduleOptions, t_gar: float) -> None:
-    check_not_negative(t_gar=t_gar)
-    if t_gar and options.direction == "forward":
-        raise ValueError(f"t_gar ({t_gar}) must be 0 in a forward pass: gradients travel in backward")
-
-
-def _check_degrees(degrees: Sequence[int]) -> None:
-    if not degrees or degrees[0] < 1 or any(a >= b for a, b in zip(degrees, degrees[1:], strict=False)):
-        raise ValueError(f"degrees ({list(degrees)}) must rise from at least 1 on")

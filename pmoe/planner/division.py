@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -97,8 +97,6 @@ class FusedKernelSizes(FusedLayerSizes):
 
     kernel: "dispatch", where rows travel and then are multiplied, or "combine", a product whose sums travel
     back. direction: "forward", or "backward" for the gradients.
-
-    Raises ValueError as `FusedLayerSizes` does.
     """
 
     kernel: FusedKernel
@@ -116,21 +114,17 @@ class FusedKernelSizes(FusedLayerSizes):
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
     """Those of the layer that a kernel is part of; equal to those of its other kernels."""
-    return FusedLayerSizes(**_layer_fields(sizes))
+    return FusedLayerSizes(**{each.name: getattr(sizes, each.name) for each in fields(FusedLayerSizes)})
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
     """One of the kernels of a layer."""
-    return FusedKernelSizes(kernel=kernel, direction=direction, **_layer_fields(layer))
+    return FusedKernelSizes(kernel=kernel, direction=direction, **vars(layer))
 
 
 def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
     """Every fused kernel of a layer: dispatch and combine, each forward and backward."""
     return [kernel_sizes(layer, kernel, way) for kernel in KERNELS for way in DIRECTIONS]
-
-
-def _layer_fields(sizes: FusedLayerSizes) -> dict[str, Any]:
-    return {each.name: getattr(sizes, each.name) for each in fields(FusedLayerSizes)}
 
 
 @dataclass(frozen=True, order=True)
@@ -155,10 +149,7 @@ class Division:
 
 
 def rule(sizes: FusedKernelSizes) -> Division:
-    """Where nothing is measured: a twelfth of the blocks, at least one, and chunks of 512 columns.
-
-    Example: 132 blocks -> n_c=11.
-    """
+    """Where nothing is measured: a twelfth of the blocks, at least one, and chunks of 512 columns."""
     return clamped(Division(max(1, sizes.num_blocks // RULE_PART), RULE_COLUMNS), sizes)
 
 
@@ -178,9 +169,7 @@ def all_columns(d_model: int) -> int:
 def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     """The divisions of a sweep: `BLOCK_COUNTS` and on, below half of the blocks (1 always).
 
-    With ``d_model`` each of them with each of `CHUNKS` and all columns, as the combining kernel needs it;
-    without, the dispatching kernel's, whose chunk_columns are the rule's.
-
+    d_model: of the combining kernel, which tries each of them with each of `CHUNKS` and all columns.
     Example: 8 blocks, 1024 columns -> n_c 1, 2 with chunks 256, 512, 1024.
     """
     counts = [*BLOCK_COUNTS, *range(BLOCK_COUNTS[-1] + BLOCK_STEP, num_blocks, BLOCK_STEP)]
@@ -247,11 +236,7 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class DivisionTable:
-    """The measurements of any devices: entries by kernel, times by layer.
-
-    COMET measures divisions before deployment for each shape, parallelism and device, and looks them up as
-    metadata. `pmoe.measure.fused_kernels` measures entries; `pmoe.measure.division` keeps them.
-    """
+    """The measurements of any devices, by kernel and by layer: what COMET looks up as metadata."""
 
     entries: Mapping[FusedKernelSizes, Entry] = field(default_factory=dict)
     layers: Mapping[FusedLayerSizes, LayerTimes] = field(default_factory=dict)
@@ -291,9 +276,8 @@ class DivisionTable:
 
         Where both were measured those of more rows count, which favour fusion less (COMET, Section 5.3).
         """
-        plain = sizes_of(sizes)
         for rows in (sizes.rows, 2 * sizes.rows, sizes.rows // 2):
-            found = self.layers.get(replace(plain, rows=rows)) if rows else None
+            found = self.layers.get(replace(sizes, rows=rows)) if rows else None
             if found is not None:
                 return found
         return None
@@ -305,9 +289,7 @@ class DivisionTable:
 def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
     """Between two sizes, in powers of two: the sum of |log2 of the ratio| over five of them.
 
-    They are rows, d_model, d_hidden, experts and num_ranks. Gated beside plain is one more: w1 has twice as
-    many rows.
-
+    Gated beside plain is one more: w1 has twice as many rows.
     Example: twice the rows and a quarter of the experts -> 3.
     """
     names = ("rows", "d_model", "d_hidden", "experts", "num_ranks")

@@ -11,8 +11,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from pmoe.planner.timeline import ON_COLOUR
 
@@ -104,13 +103,6 @@ class Point:
     chosen: bool = False
 
 
-def scatter(
-    path: str | Path | IO[bytes], points: Sequence[Point], title: str, budget: int | None = None
-) -> None:
-    """Draws `scatter_figure` as a PNG. Needs matplotlib."""
-    scatter_figure(points, title, budget).savefig(path, dpi=130, format="png")
-
-
 def scatter_figure(points: Sequence[Point], title: str, budget: int | None = None) -> Figure:
     """Bytes to the right, seconds upwards, one line a group through its points. Needs matplotlib."""
     from matplotlib.figure import Figure
@@ -154,10 +146,6 @@ def _draw_group(axis: Axes, points: Sequence[Point], colour: str, layer: float) 
 
 VARIABLES = {colour: f"var(--{name})" for name, (colour, _) in THEME.items()} | {"#000000": "var(--ink)"}
 
-AS_TEXT: Mapping[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False}
-
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-
 ATTRIBUTE = re.compile(r' (id|style|d)="([^"]*)"')
 OF_A_CLIP_OR_MARKER = re.compile(r"[mp][0-9a-f]{10}")
 NUMBERED = re.compile(r"[\w.]+_\d+")
@@ -174,8 +162,10 @@ def inline_svg(figure: Figure, label: str) -> str:
     file = io.StringIO()
     size = " ".join(f"{inches * 72:g}" for inches in figure.get_size_inches())
     # Ids differ between figures of a page, and are the same each time that the page is made.
-    with rc_context({**AS_TEXT, "svg.hashsalt": f"{label} {size}"}):
-        figure.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
+    style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": f"{label} {size}"}
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context(style):
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     drawn = re.search(r'(<g id="figure_1">.*)</svg>', file.getvalue(), re.DOTALL)
     assert drawn is not None
     body = ATTRIBUTE.sub(_on_a_page, drawn[1])

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pmoe.arguments import check_int, check_not_negative
+import numpy as np
+from numpy.typing import NDArray
+
 from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_seconds, bytes_within
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +46,9 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     all_reduce: seconds of bytes. ready_bytes: gradients that are there before the first layer, such as those
     of the model's head. Dozens of layers take a tenth of a second.
 
-    Raises ValueError for no layers, negative bytes, or a line with a negative number.
     Example: one layer, 1000 bytes ready, 1 s a byte, 300 s dense, nothing idle beside its experts -> 300
     bytes beside the dense part, 700 at the end.
     """
-    if not layers:
-        raise ValueError("layers (none) must hold at least one")
-    check_int(ready_bytes=ready_bytes)
-    check_not_negative(ready_bytes=ready_bytes, **vars(all_reduce))
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     made = list(itertools.accumulate(sources))[:-1]  # bytes that are there when a layer's backward begins
     dense, moe = _filled(layers, all_reduce, made)
@@ -68,11 +60,7 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     plain = ExposedSeconds(layers, all_reduce, nothing, nothing, sum(sources))
     candidates = [(filled, nothing), (filled, evolve(filled, rooms)), (plain, nothing)]
     chosen, extra = min(candidates, key=lambda each: each[0].exposed(each[1]))
-    shares = [chosen.share(at, more) for at, more in enumerate(extra)]
-    left = chosen.left(extra)
-    if chosen.joins(left):
-        shares[-1] = replace(shares[-1], dense_bytes=shares[-1].dense_bytes + left)
-        left = 0
+    shares, left = chosen.placed(extra)
     return Partition(
         shares=tuple(shares),
         end_bytes=left,
@@ -107,51 +95,43 @@ GENERATIONS = 100
 """At most; it ends earlier where all candidates are equal."""
 
 
+@dataclass(frozen=True)
 class ExposedSeconds:
-    """Eq. 5: exposed seconds as a function of the bytes that each MoE part carries beyond step 1."""
+    """Eq. 5: exposed seconds as a function of the bytes that each MoE part carries beyond step 1.
 
-    def __init__(
-        self,
-        layers: Sequence[GeneralizedLayer],
-        all_reduce: LineCost,
-        dense: Sequence[int],
-        moe: Sequence[int],
-        total: int,
-    ) -> None:
-        self.layers, self.all_reduce = layers, all_reduce
-        self.dense, self.moe, self.total = list(dense), list(moe), total
+    dense, moe: bytes of each part after step 1. total: bytes of all gradients.
+    """
 
-    def share(self, at: int, more: int) -> Share:
-        t_gar = all_reduce_seconds(self.all_reduce, self.moe[at] + more)
-        degree = self.layers[at].best(t_gar).degree
-        return Share(moe_bytes=self.moe[at] + more, dense_bytes=self.dense[at], t_gar=t_gar, degree=degree)
+    layers: Sequence[GeneralizedLayer]
+    all_reduce: LineCost
+    dense: Sequence[int]
+    moe: Sequence[int]
+    total: int
+
+    def placed(self, extra: Sequence[int]) -> tuple[list[Share], int]:
+        """What each layer carries, and the bytes that are left for the end."""
+        shares = []
+        for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
+            t_gar = all_reduce_seconds(self.all_reduce, moe + more)
+            degree = layer.best(t_gar).degree
+            shares.append(Share(moe_bytes=moe + more, dense_bytes=dense, t_gar=t_gar, degree=degree))
+        left, last = self.left(extra), self.layers[-1]
+        joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + left) - last.dense_seconds
+        # One message behind the last dense part, unless the last layer's own gradients come after that.
+        if not last.gradient_bytes and max(0.0, joined) < all_reduce_seconds(self.all_reduce, left):
+            return [*shares[:-1], replace(shares[-1], dense_bytes=self.dense[-1] + left)], 0
+        return shares, left
 
     def exposed(self, extra: Sequence[int]) -> float:
         """Seconds over those of a backward pass without gradients."""
-        import numpy as np
-
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def left(self, extra: Sequence[int]) -> int:
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 
-    def joins(self, left: int) -> bool:
-        """Does what is left better follow the last dense part's bytes, in one message?"""
-        return left > 0 and self.joined_seconds(left) < all_reduce_seconds(self.all_reduce, left)
-
-    def joined_seconds(self, left: int) -> float:
-        """Of that message, what is longer than the dense part; no way where the last layer makes gradients of
-        its own, for those come after its dense part."""
-        if self.layers[-1].gradient_bytes:
-            return math.inf
-        whole = all_reduce_seconds(self.all_reduce, self.dense[-1] + left)
-        return max(0.0, whole - self.layers[-1].dense_seconds)
-
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
         """Of many candidates at once: extra bytes (D, S) -> seconds (S,)."""
-        import numpy as np
-
         line, last = self.all_reduce, self.layers[-1]
         alone_D = np.array([layer.best(0.0).alone for layer in self.layers])[:, None]
         moe_D = np.array(self.moe, dtype=float)[:, None]
@@ -189,7 +169,6 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     """
     if not any(rooms):
         return [0] * len(rooms)
-    import numpy as np
     from scipy.optimize import differential_evolution  # not needed to import pmoe
 
     seconds = problem.of_candidates
@@ -217,8 +196,6 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
 
 def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
     """Each layer in turn takes the end of that plateau which helps most, until none does."""
-    import numpy as np
-
     seconds, best = problem.of_candidates, problem.exposed(extra)
     for _ in range(len(rooms) + 1):
         before = best

@@ -1,16 +1,14 @@
 """The granularity search (MPipeMoE, Algorithm 1): which degrees are fastest for B tokens, learnt by trials.
 
 A trial costs whole training steps and B changes from step to step, so few B can be measured. The paper's
-hypothesis, n never falls as B grows, lets two measurements answer for every B between them. Three answers are
-asked for, the cheapest first: a hash table of every B asked so far, ranges of B, trials. The first two are
-`GranularityTable`; trials run collectives, in `pmoe.runners.searched.search` (the paper's searchBestGran).
+hypothesis, n never falls as B grows, lets two measurements answer for every B between them. Ranges of B are
+asked first: `GranularityTable`. Else trials run, in `pmoe.runners.searched.search` (searchBestGran).
 
 B tokens of a batch. What is searched for is a pair of degrees, where the paper's n is one number.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,20 +32,24 @@ class PassDegrees:
             raise ValueError(f"degrees ({self.forward}, {self.backward}) must be at least 1")
 
 
-class RangeSet:
-    """Disjoint ranges of B with the degrees that are fastest there.
+class GranularityTable:
+    """Algorithm 1's memory: disjoint ranges of B with the degrees that trials found fastest there.
 
     Only the measured points are stored, sorted by B; a range is a longest run of neighbouring points of equal
     value, from its first to its last. Where the hypothesis holds, these are Algorithm 1's ranges: a point
     between two of value n has value n too, so all points of n are one run, and from its least to its greatest
-    B is what merging (min(B, lower), max(B, upper)) ends with, in whatever order the points came.
+    B is what merging (min(B, lower), max(B, upper)) ends with, in whatever order the points came. The paper's
+    hash table of answers is not needed beside them.
 
     Where it does not hold, Algorithm 1's merged range would reach over another value's. Here the point in
     between cuts the run: ranges stay disjoint, a value may own several, and what was measured last stands.
     ``contradictions`` counts such measurements: one whose value is not between those of its neighbours, and
     one that replaces another value at the same B. It is 0 as long as what was measured is monotone.
 
-    Example: 100 -> 2, 400 -> 2, 900 -> 4 gives (100..400: 2), (900..900: 4); find(300) is 2, find(500) None.
+    On several ranks every rank holds its own table. They answer alike where all record the same seconds and
+    start from the same table.
+
+    Example: 100 -> 2, 400 -> 2, 900 -> 4 gives (100..400: 2), (900..900: 4); of 300 it is 2, of 500 None.
     Then 200 -> 4 gives (100: 2), (200: 4), (400: 2), (900: 4) and one contradiction.
     """
 
@@ -55,88 +57,43 @@ class RangeSet:
         self.points = SortedDict()  # measured B -> PassDegrees
         self.contradictions = 0
 
-    def find(self, B: int) -> PassDegrees | None:
-        """The value of the range that holds B, in O(log k) for k measured points; None between ranges."""
+    def lookup(self, B: int) -> PassDegrees | None:
+        """The value of the range that holds B, in O(log k) for k measured points; None: a search is due."""
         exact: PassDegrees | None = self.points.get(B)
         if exact is not None:
             return exact
         below, above = self._neighbours(B)
         return below if below == above else None
 
+    def record(self, B: int, seconds: Mapping[PassDegrees, float]) -> PassDegrees:
+        """Learns and returns the fastest degrees at B; of equal ones, those with fewer chunks."""
+        fastest = min(seconds, key=lambda each: (seconds[each], each.forward + each.backward, each))
+        self.insert(B, fastest)
+        return fastest
+
     def insert(self, B: int, value: PassDegrees) -> None:
-        """``value`` was measured to be the fastest at B. Raises ValueError for a negative B."""
-        if B < 0:
-            raise ValueError(f"B ({B}) must be at least 0")
-        before = self.points.get(B)
-        if before == value:
+        """``value`` was measured to be the fastest at B."""
+        if self.points.get(B) == value:
             return
-        if before is not None:
-            self.contradictions += 1
-        else:
-            below, above = self._neighbours(B)
-            if (below is not None and below > value) or (above is not None and above < value):
-                self.contradictions += 1
+        below, above = self._neighbours(B)
+        falls = (below is not None and below > value) or (above is not None and above < value)
+        self.contradictions += B in self.points or falls
         self.points[B] = value
 
     def _neighbours(self, B: int) -> tuple[PassDegrees | None, PassDegrees | None]:
-        """The values measured next below and next above B, which itself was not measured."""
+        """The values measured next below B, and at or next above it."""
         at = self.points.bisect_left(B)
         below = self.points.peekitem(at - 1)[1] if at > 0 else None
         above = self.points.peekitem(at)[1] if at < len(self.points) else None
         return below, above
-
-
-class GranularityTable:
-    """Algorithm 1's memory: the degrees that trials found fastest, by the number of tokens B.
-
-    On several ranks every rank holds its own table. They answer alike where all record the same seconds and
-    start from the same table.
-    """
-
-    def __init__(self) -> None:
-        self.ranges = RangeSet()
-        self.cache_table: dict[int, PassDegrees] = {}
-
-    def lookup(self, B: int) -> PassDegrees | None:
-        """The degrees known for B; None where a search is due."""
-        found = self.cache_table.get(B)
-        if found is None:
-            found = self.ranges.find(B)
-            if found is not None:
-                self.cache_table[B] = found
-        return found
-
-    def record(self, B: int, seconds: Mapping[PassDegrees, float]) -> PassDegrees:
-        """Learns and returns the fastest degrees at B; of equal ones, those with fewer chunks.
-
-        Infinite seconds mark degrees that cannot run. Raises ValueError for NaN or negative seconds, and
-        where no degrees are left.
-        """
-        for degrees, value in seconds.items():
-            if not value >= 0:
-                raise ValueError(f"seconds of {degrees} at B = {B} ({value}) must be at least 0")
-        fastest = min(
-            (degrees for degrees, value in seconds.items() if value < math.inf),
-            key=lambda degrees: (seconds[degrees], degrees.forward + degrees.backward, degrees),
-            default=None,
-        )
-        if fastest is None:
-            raise ValueError(f"no degrees ran at B = {B}: {dict(seconds)}")
-        before = self.ranges.contradictions
-        self.ranges.insert(B, fastest)
-        if self.ranges.contradictions > before:  # it cuts a range or moves its end: cached answers may fall
-            find = self.ranges.find
-            self.cache_table = {b: known for b, known in self.cache_table.items() if find(b) == known}
-        self.cache_table[B] = fastest
-        return fastest
 
     def to_fields(self) -> dict[str, Any]:
         """Everything that was measured, as JSON can hold it.
 
         Example: {"contradictions": 0, "points": [[100, 2, 2]]}: n = 2 in both passes for B = 100.
         """
-        points = [[B, value.forward, value.backward] for B, value in self.ranges.points.items()]
-        return {"contradictions": self.ranges.contradictions, "points": points}
+        points = [[B, value.forward, value.backward] for B, value in self.points.items()]
+        return {"contradictions": self.contradictions, "points": points}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> GranularityTable:
@@ -144,8 +101,8 @@ class GranularityTable:
         table = cls()
         try:
             for B, forward, backward in fields["points"]:
-                table.ranges.insert(_count(B), PassDegrees(_count(forward), _count(backward)))
-            table.ranges.contradictions = _count(fields["contradictions"])
+                table.insert(_count(B), PassDegrees(_count(forward), _count(backward)))
+            table.contradictions = _count(fields["contradictions"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no granularity table: {error!r}") from error
         return table

@@ -23,14 +23,13 @@ def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int
     crossing = (sizes.num_across - 1) / sizes.num_across  # what a rank sends to itself crosses no link
     travelling = crossing if sizes.bypass_local else 1.0
     shared = profile.message(rows * (sizes.inside - 1) * sizes.d_model * sizes.element_size)
-    remote = _costs_of_rows(sizes, profile, rows * travelling * sizes.inside)
     local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.inside)
     return {
         Kind.DISPATCH: profile.message(rows * crossing * sizes.d_model * sizes.element_size),
         Kind.ALL_GATHER: shared,
         Kind.REDUCE_SCATTER: shared,
         Kind.WEIGHTS: profile.message(n * (rows * travelling) * sizes.weight_size),
-        **remote,
+        **_costs_of_rows(sizes, profile, rows * travelling * sizes.inside),
         **{LOCAL_TWIN[kind]: seconds for kind, seconds in local.items()},
     }
 
@@ -50,29 +49,22 @@ def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kin
     }
 
 
-def simulated_pass(
-    sizes: LayerSizes,
-    profile: Profile,
-    num_tokens: int,
-    n: int,
-    direction: str,
-    restore: Restore,
-    rearranged: bool,
-) -> list[Simulated[Task]]:
-    """The schedule of a pass on the lanes of ``profile``, which slow each other while they are busy (Fig. 3).
-
-    direction: "forward" or "backward". rearranged: the passes have different chunks.
-    """
-    schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
-    alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
-    return simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
+def simulated_step(
+    sizes: LayerSizes, profile: Profile, num_tokens: int, forward: int, backward: int, restore: Restore
+) -> dict[str, list[Simulated[Task]]]:
+    """By direction, a forward in ``forward`` chunks and a backward in ``backward`` chunks on the lanes of
+    ``profile``, which slow each other while they are busy (Fig. 3)."""
+    found = {}
+    for direction, n in (("forward", forward), ("backward", backward)):
+        schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=forward != backward)
+        alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
+        found[direction] = simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
+    return found
 
 
 def step_seconds(
     sizes: LayerSizes, profile: Profile, num_tokens: int, forward: int, backward: int, restore: Restore
 ) -> float:
-    """Simulated seconds of a forward in ``forward`` chunks and a backward in ``backward`` chunks."""
-    return sum(
-        makespan(simulated_pass(sizes, profile, num_tokens, n, direction, restore, forward != backward))
-        for direction, n in (("forward", forward), ("backward", backward))
-    )
+    """Of `simulated_step`, one pass behind the other."""
+    passes = simulated_step(sizes, profile, num_tokens, forward, backward, restore)
+    return sum(map(makespan, passes.values()))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from pmoe.arguments import check_count
-from pmoe.experts import FFNExperts
-from pmoe.experts.swiglu import SwiGLUExperts
+from pmoe.experts import make_stacked
 from pmoe.schedule.slots import HiddenColumns
 from pmoe.schedule.tasks import Stages
 
@@ -99,8 +96,8 @@ class LayerSizes:
 # ---- the sizes of a layer that nobody has built, for `pmoe plan` and `pmoe memory`
 
 
-STACKED: dict[str, Callable[..., FFNExperts | SwiGLUExperts]] = {"ffn": FFNExperts, "swiglu": SwiGLUExperts}
-"""Experts that a layer makes itself, by the name in its options."""
+STACKED = ("ffn", "swiglu")
+"""Experts that a layer makes itself, by their names in its options."""
 
 
 def check_fits(num_experts: int, top_k: int, num_ranks: int) -> None:
@@ -126,15 +123,11 @@ def sizes_from_options(
 
     num_ranks: that share the experts. device_type: "cpu" or "cuda"; experts hold more for a row on one.
 
-    Raises TypeError for a number that is no int; ValueError for one below 1, top_k above num_experts,
-    num_experts that num_ranks does not divide, and an unknown expert.
+    Raises ValueError for top_k above num_experts, and num_experts that num_ranks does not divide.
     """
-    check_count(d_model=d_model, d_hidden=d_hidden, num_experts=num_experts, top_k=top_k, num_ranks=num_ranks)
     check_fits(num_experts, top_k, num_ranks)
-    if expert not in STACKED:
-        raise ValueError(f"expert ({expert!r}) must be one of {', '.join(STACKED)}")
     local = num_experts // num_ranks
-    experts = STACKED[expert](d_model, d_hidden, local, bias=bias, device="meta", dtype=dtype)
+    experts = make_stacked(expert, d_model, d_hidden, local, "gelu", bias, device="meta", dtype=dtype)
     return LayerSizes(
         d_model=d_model,
         num_experts=num_experts,

@@ -8,13 +8,12 @@ Letters: n chunks, m pieces of the rows that stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.pass_rows import PassRows
-from pmoe.schedule.restore import KEEP
 from pmoe.schedule.slots import BufferSizes
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, local_pieces
@@ -35,12 +34,6 @@ class Makes:
     result: tuple[str, ...] = ()
 
 
-FROM_THE_START = {
-    "forward": ("send", "arrived", "copies", "T_DI"),
-    "backward": ("send", "arrived", "copies", "dT_DO"),
-}
-"""Beside the rows that come home."""
-
 MAKES: Mapping[str, Mapping[Kind, Makes]] = {
     "forward": {
         Kind.COMPUTE: Makes(stay=("T_DO", "leaving", "parts"), brief=("active",), result=("T_DO_sorted",)),
@@ -60,20 +53,12 @@ ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
 
 class Held(NamedTuple):
     """What the buffers of a pass hold: at first, at most while experts compute, at most when they are done
-    and results are made ready to leave, and while a token's rows are summed."""
+    and results are made ready to leave, and while a token's rows are summed. In bytes."""
 
     first: int
     computing: int
     leaving: int
     summing: int
-
-    @property
-    def most(self) -> int:
-        return max(self)
-
-    def times(self, size: int) -> Held:
-        """In bytes, of elements of this size."""
-        return Held(*(each * size for each in self))
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
@@ -86,41 +71,34 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
     return replace(rows, extent=replace(rows.extent, local=(sum(local[:joined]), *local[joined:])))
 
 
-def without_rings(sizes: LayerSizes, rows: PassRows, direction: str) -> Held:
-    """Elements of the buffers of a pass. rows: `in_pieces`."""
+def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Held:
+    """Of the buffers of a pass. rows: `in_pieces`."""
+    direction, n = buffers.direction, rows.num_chunks
     build = forward_schedule if direction == "forward" else backward_schedule
-    n = rows.num_chunks
-    buffers = BufferSizes(
-        direction=direction,
-        extent=rows.extent,
-        d_model=sizes.d_model,
-        columns=sizes.columns,
-        restore=KEEP,
-    )
 
-    def elements(names: tuple[str, ...], chunk: int) -> int:
+    def num_bytes(names: Iterable[str], chunk: int) -> int:
         shapes = (buffers.shape(f"{name}.{chunk}") for name in names)
-        return sum(rows * columns for rows, columns in shapes)
+        return sum(rows * columns for rows, columns in shapes) * sizes.element_size
 
     sharded = sizes.inside > 1
-    start = [name for name in FROM_THE_START[direction] if sharded or name not in ("arrived", "copies")]
+    start = ["send", "T_DI" if direction == "forward" else "dT_DO"] + ["arrived", "copies"] * sharded
     home = sum(rows.extent.send) + sum(rows.extent.local) + sizes.has_drops
-    live = home * sizes.d_model + sum(elements(tuple(start), i) for i in range(n))
+    live = home * sizes.d_model * sizes.element_size + sum(num_bytes(start, i) for i in range(n))
     first = computing = leaving = live
     makes = MAKES[direction]
     for task in build(n, sizes.stages).tasks:
         i = task.chunk
         if task.kind in ENDS:
-            live -= elements(makes[ENDS[task.kind]].pending, i)
+            live -= num_bytes(makes[ENDS[task.kind]].pending, i)
         made = makes.get(task.kind)
         if made is None:
             continue
-        live += elements(made.pending, i)
+        live += num_bytes(made.pending, i)
         early, late = made.stay[:1], made.stay[1:] if sharded else ()
         if made.stay and rows.extent.regrouped[i]:
             early, late = (), (*early, *late)
-        live += elements(early, i)
-        computing = max(computing, live + elements(made.brief, i) + elements(made.result, i))
-        live += elements(late, i)
-        leaving = max(leaving, live + elements(made.result, i))
+        live += num_bytes(early, i)
+        computing = max(computing, live + num_bytes(made.brief, i) + num_bytes(made.result, i))
+        live += num_bytes(late, i)
+        leaving = max(leaving, live + num_bytes(made.result, i))
     return Held(first, computing, leaving, live)

@@ -18,7 +18,7 @@ from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.lifetimes import Held, in_pieces, without_rings
 from pmoe.planner.pass_rows import PassRows
-from pmoe.schedule.restore import Restore
+from pmoe.schedule.restore import KEEP, Restore
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.slots import BufferSizes, arena_elements, slot_elements
 
@@ -91,7 +91,9 @@ def predict(
     parameters = sizes.expert_parameters + sizes.shared_parameters
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
     wide_dx = call.tokens * sizes.d_model * sizes.cast_from
-    saved = rows_T + sum(kept.values()) + shared + small + cast + _saved_mixtures(call, made, restore)
+    # Where rows are mixtures: their results, and the mixtures themselves where they are sent again.
+    mixtures = made * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
+    saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
@@ -129,22 +131,12 @@ def predict(
             "dT_I": rows_T,
             **kept,
             "routing": small,
-            "forward buffers": forward_held.most,
-            "backward buffers": backward_held.most,
+            "forward buffers": max(forward_held),
+            "backward buffers": max(backward_held),
             "parameters' gradients": expert_gradients,
         }
         | ({"shared T_M": shared} if shared else {}),
     )
-
-
-# ---- rows that are no tokens: padded to capacity, or mixtures
-
-
-def _saved_mixtures(call: CallRows, made: int, restore: Restore) -> int:
-    """Where rows are mixtures: their results, and the mixtures themselves where they are sent again."""
-    if call.spread != "mixed":
-        return 0
-    return made * (2 if restore.dispatched == "communicate" else 1)
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
@@ -158,17 +150,17 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
 def _held(sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> Held:
     """Bytes of a pass's buffers: all ring slots, the whole time, where there are rings."""
     size = sizes.element_size
-    if not sizes.rotates:
-        return without_rings(sizes, rows, direction).times(size)
-    schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     buffers = BufferSizes(
         direction=direction,
         extent=rows.extent,
         d_model=sizes.d_model,
         columns=sizes.columns,
-        restore=restore,
+        restore=restore if sizes.rotates else KEEP,
         rearranged=rearranged,
     )
+    if not sizes.rotates:
+        return without_rings(sizes, rows, buffers)
+    schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     num_bytes = arena_elements(slot_elements(schedule, buffers), size)[1] * size
     return Held(num_bytes, num_bytes, num_bytes, num_bytes)
 
@@ -188,13 +180,7 @@ def _forward_work(
         held.first + shared,
         held.leaving,
     )
-    return (
-        largest
-        + weights
-        + _unit_bytes(sizes, forward)
-        + _shared_result(sizes, call)
-        + _relayed(sizes, forward)
-    )
+    return largest + weights + _unit_bytes(sizes, forward) + _whole_rows(sizes, call, forward)
 
 
 def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: Held) -> int:
@@ -215,12 +201,14 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: 
     elif sizes.element_size < WIDE:  # an expert's gradient is made before it is added
         num_local = sizes.num_experts // sizes.num_across
         unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
-    return largest + weights + unit + _shared_result(sizes, call) + _relayed(sizes, backward)
+    return largest + weights + unit + _whole_rows(sizes, call, backward)
 
 
-def _shared_result(sizes: LayerSizes, call: CallRows) -> int:
-    """What the shared expert adds to all tokens of a pass."""
-    return call.tokens * sizes.d_model * sizes.element_size * bool(sizes.shared_parameters)
+def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
+    """What the shared expert adds to all tokens, and two copies of what a rank carries for others, a part of
+    the way, in one collective."""
+    num_rows = call.tokens * bool(sizes.shared_parameters) + 2 * rows.relayed
+    return num_rows * sizes.d_model * sizes.element_size
 
 
 def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
@@ -230,11 +218,6 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
     columns, size = sizes.shared_columns, sizes.element_size
     elements = call.tokens * (sizes.d_model + columns.hidden + columns.scratch)
     return elements * size + min(columns.scratch_rows, call.tokens) * columns.scratch * max(size, WIDE)
-
-
-def _relayed(sizes: LayerSizes, rows: PassRows) -> int:
-    """Two copies of what a rank carries for others, a part of the way, in one collective."""
-    return 2 * rows.relayed * sizes.d_model * sizes.element_size
 
 
 def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:

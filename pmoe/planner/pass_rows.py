@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pmoe.comm.counts import without_own
+from pmoe.comm.counts import RankCounts, without_own
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.schedule.slots import ChunkRows
-
-if TYPE_CHECKING:
-    from pmoe.comm.counts import RankCounts
 
 
 @dataclass(frozen=True, kw_only=True)

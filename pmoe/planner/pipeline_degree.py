@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from pmoe.arguments import check_not_negative
 from pmoe.planner.costs import LayerCosts
 
 MAX_DEGREE = 16
@@ -34,27 +33,11 @@ TOLERANCE = 1e-7
 """Of a constraint, as a share of the time in one chunk: SLSQP ends that far outside at times."""
 
 
-class Solved(NamedTuple):
-    """What Algorithm 1 found: the degree, the case that holds there and its formula's seconds.
-
-    continuous: the minimum before it was rounded, and ``case_before`` the case that it came from.
-    """
-
-    degree: int
-    seconds: float
-    case: int
-    continuous: float
-    case_before: int
-
-
 # ---- the paper's cases
 
 
 def margins(costs: LayerCosts, r: float, t_gar: float) -> Mapping[int, float]:
-    """Left side less right side of the constraints Q1 to Q7: Q is true where its margin is above 0.
-
-    Q5 and Q7 are one inequality, for Q1 true and Q1 false.
-    """
+    """Left side less right side of the constraints Q1 to Q7: Q is true where its margin is above 0."""
     a2a, ag, rs, exp = costs.chunk(r)
     experts = r * exp - 2 * (r - 1) * a2a
     return {
@@ -68,7 +51,9 @@ def margins(costs: LayerCosts, r: float, t_gar: float) -> Mapping[int, float]:
     }
 
 
-BRANCHES: tuple[tuple[int, Mapping[int, bool]], ...] = (
+Branch = tuple[int, Mapping[int, bool]]
+
+BRANCHES: tuple[Branch, ...] = (
     (1, {1: True, 2: False, 4: True}),
     (1, {1: True, 2: True, 5: True}),
     (1, {1: False, 3: False, 6: True}),
@@ -84,11 +69,11 @@ BRANCHES: tuple[tuple[int, Mapping[int, bool]], ...] = (
 def case_of(costs: LayerCosts, r: float, t_gar: float = 0.0) -> int:
     """Which of the four cases r chunks are: 1 inter-node lane and gradients, 2 experts, 3 all-to-alls, 4
     intra-node lane."""
-    return BRANCHES[_branch_of(costs, r, t_gar)][0]
+    return _branch_of(costs, r, t_gar)[0]
 
 
 def case_seconds(case: int, costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
-    """f1 to f4 of Section 4.2. Raises ValueError for another case."""
+    """f1 to f4 of Section 4.2."""
     a2a, ag, rs, exp = costs.chunk(r)
     match case:
         case 1:
@@ -97,9 +82,8 @@ def case_seconds(case: int, costs: LayerCosts, r: float, t_gar: float = 0.0) -> 
             return 2 * a2a + ag + rs + r * exp
         case 3:
             return 2 * r * a2a + ag + rs
-        case 4:
+        case _:  # 4
             return 2 * a2a + r * (ag + rs)
-    raise ValueError(f"case ({case}) must be 1, 2, 3 or 4")
 
 
 def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
@@ -107,7 +91,7 @@ def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
     return case_seconds(case_of(costs, r, t_gar), costs, r, t_gar)
 
 
-def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> Solved:
+def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> int:
     """Algorithm 1: the degree that is fastest by the four formulas, each minimised by SLSQP where it holds.
 
     The constraints of a case are a disjunction, so its branches are solved apart, and a branch that holds in
@@ -115,40 +99,26 @@ def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEG
     two whole numbers, which its neighbours bring in. Of both whole numbers around the best r, the one with
     fewer `formula_seconds` is taken; of equals the lower.
 
-    Raises ValueError for t_gar below 0 or not finite, and max_degree below 1.
     Example: experts of 8 s whatever r is, all else free -> degree 1; experts of 8 s in all and two
     all-to-alls of 4 s, nothing per chunk -> the largest degree.
     """
-    check_not_negative(t_gar=t_gar)
-    if max_degree < 1:
-        raise ValueError(f"max_degree ({max_degree}) must be at least 1")
-    best, before, case = math.inf, 1.0, 0
-    for branch, stretch in itertools.groupby(
-        range(1, max_degree + 1), key=lambda r: _branch_of(costs, r, t_gar)
-    ):
-        r = _solved(branch, list(stretch), costs, t_gar, max_degree)
-        seconds = case_seconds(BRANCHES[branch][0], costs, r, t_gar)
-        if seconds < best:
-            best, before, case = seconds, r, BRANCHES[branch][0]
+    branches = itertools.groupby(range(1, max_degree + 1), key=lambda r: _branch_of(costs, r, t_gar))
+    solved = [(each[0], _solved(each, list(stretch), costs, t_gar, max_degree)) for each, stretch in branches]
+    _, before = min(solved, key=lambda each: case_seconds(each[0], costs, each[1], t_gar))
     whole = {min(max(side(before), 1), max_degree) for side in (math.floor, math.ceil)}
-    degree = min(sorted(whole), key=lambda r: formula_seconds(costs, r, t_gar))
-    return Solved(degree, formula_seconds(costs, degree, t_gar), case_of(costs, degree, t_gar), before, case)
+    return min(sorted(whole), key=lambda r: formula_seconds(costs, r, t_gar))
 
 
 # ---- SLSQP
 
 
-def _branch_of(costs: LayerCosts, r: float, t_gar: float) -> int:
-    """Which of BRANCHES holds at r."""
+def _branch_of(costs: LayerCosts, r: float, t_gar: float) -> Branch:
+    """That of BRANCHES which holds at r."""
     found = margins(costs, r, t_gar)
-    return next(
-        at
-        for at, (_, wants) in enumerate(BRANCHES)
-        if all((found[q] > 0) is true for q, true in wants.items())
-    )
+    return next(each for each in BRANCHES if all((found[q] > 0) is true for q, true in each[1].items()))
 
 
-def _solved(branch: int, stretch: Sequence[int], costs: LayerCosts, t_gar: float, max_degree: int) -> float:
+def _solved(branch: Branch, stretch: list[int], costs: LayerCosts, t_gar: float, max_degree: int) -> float:
     """Where the case's formula is least on a branch, from the best of a stretch of whole r where it holds.
 
     Any other start may be cut off from the minimum: a branch may fail to hold between two whole numbers.
@@ -157,7 +127,7 @@ def _solved(branch: int, stretch: Sequence[int], costs: LayerCosts, t_gar: float
     time in one chunk, so that no tolerance depends on the unit. A margin of 0 counts as inside: the formulas
     of neighbouring branches agree there. Where SLSQP ends outside, or higher, the start stands.
     """
-    case, wants = BRANCHES[branch]
+    case, wants = branch
     unit = sum(costs.chunk(1)) + costs.chunk(1).a2a + t_gar
     start = float(min(stretch, key=lambda r: case_seconds(case, costs, r, t_gar)))
     if not unit or max_degree == 1:

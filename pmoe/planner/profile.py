@@ -5,10 +5,9 @@ Nothing is measured and no file is read here: `pmoe.measure.rates` and `pmoe.mea
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pmoe.planner.cost_model import Interference, Rates
@@ -74,14 +73,11 @@ class Operations:
 
     gemm: multiply-adds of one product. Those that an expert has several of, count several times.
     all_to_all: bytes that a rank sends to others, among num_across ranks, with equal splits.
-    all_gather: bytes that a rank sends to others, among num_inside ranks, each of which sends all its rows to
-        every other: num_inside - 1 times the bytes of its own rows.
-    reduce_scatter: bytes that a rank sends to others, among num_inside ranks, each of which sends its part of
-        every other's sum and adds up what it gets: num_inside - 1 times the bytes of its own sum.
+    all_gather, reduce_scatter: bytes that a rank sends to others, among num_inside ranks: num_inside - 1
+        times the bytes of its own rows, or of its own sum.
     all_reduce: bytes of the tensor that num_across ranks add up, as gradients are.
 
     Among one rank nothing travels: the line is zero, over no sizes. seconds: how long measuring took.
-
     Example: 4 ranks inside, 1 MB of rows on each: the all-gather and the reduce-scatter have size 3e6.
     """
 
@@ -100,14 +96,12 @@ class Profile(Identity):
     """Measured costs, and whose they are.
 
     compute: seconds by multiply-adds.
-    message: seconds by bytes that a rank sends to others, in an all-to-all with equal splits; zero where
-        num_ranks is 1.
+    message: seconds by bytes that a rank sends to others, in an even all-to-all; zero where num_ranks is 1.
     copy_out, copy_in: seconds by bytes from the device to the host and back.
     interference: how much the lanes slow each other.
     seconds: how long measuring took. when: the end of it, ISO 8601, UTC.
     r_squared: the least of its lines.
-    operations: None until somebody asks for them, and then measured for one way of arranging the ranks in
-        nodes.
+    operations: None until somebody asks for them; of one way of arranging the ranks in nodes.
     """
 
     compute: LineCost
@@ -128,7 +122,7 @@ class Profile(Identity):
 
     @property
     def identity(self) -> Identity:
-        return Identity(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Identity)})
+        return Identity(**{field.name: getattr(self, field.name) for field in fields(Identity)})
 
     def products(self, multiply_adds: float, weights: float) -> float:
         """Seconds of a task that reads ``weights`` elements once."""
@@ -156,10 +150,10 @@ def _rate(beta_seconds: float) -> float:
     return min(1 / beta_seconds, sys.float_info.max) if beta_seconds else sys.float_info.max
 
 
-def _by_path(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _by_path(record: Mapping[str, Any]) -> dict[str, Any]:
     """{"versions": {"torch": t}} -> {"versions.torch": t}"""
     found: dict[str, Any] = {}
-    for name, value in fields.items():
+    for name, value in record.items():
         if isinstance(value, dict):
             found |= {f"{name}.{inner}": deeper for inner, deeper in _by_path(value).items()}
         else:

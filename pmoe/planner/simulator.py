@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -44,15 +44,11 @@ def simulate(tasks: Iterable[T], seconds: Callable[[T], float]) -> list[Simulate
     """Start and end of each task, in list order.
 
     Example: S (2 s, communicate), L (1 s, compute), C (3 s, compute, waits for S) -> C runs from 2 to 5.
-    Raises ValueError for a task that waits for one not before it.
     """
     end_of: dict[str, float] = {}
     lane_free: dict[str, float] = {}
     done = []
     for task in tasks:
-        unknown = [name for name in task.waits if name not in end_of]
-        if unknown:
-            raise ValueError(f"task {task.name} waits for {unknown[0]}, which is not before it")
         ready = max((end_of[name] for name in task.waits), default=0.0)
         start = max(ready, lane_free.get(task.lane, 0.0))
         end = start + seconds(task)
@@ -62,25 +58,23 @@ def simulate(tasks: Iterable[T], seconds: Callable[[T], float]) -> list[Simulate
 
 
 def simulate_slowed(
-    tasks: Iterable[T], seconds: Callable[[T], float], speeds: Callable[[frozenset[str]], Mapping[str, float]]
+    tasks: Sequence[T], seconds: Callable[[T], float], speeds: Callable[[frozenset[str]], Mapping[str, float]]
 ) -> list[Simulated[T]]:
     """`simulate` where lanes slow each other: seconds are those of a task that runs alone.
 
     speeds: from the lanes that are busy to the speed of each, over 0; 1.0 for a lane that it leaves out. With
     no lane slowed the result is that of `simulate`.
     Example: S (2 s) and L (3 s) on two lanes, each at half speed beside the other -> S to 4, L to 5.
-    Raises ValueError as `simulate` does.
     """
-    alone = simulate(tasks, seconds)  # checks what they wait for
     speeds = functools.cache(speeds)
     waiting: dict[str, deque[T]] = {}
-    for item in alone:
-        waiting.setdefault(item.task.lane, deque()).append(item.task)
+    for task in tasks:
+        waiting.setdefault(task.lane, deque()).append(task)
     running: dict[str, tuple[T, float]] = {}  # lane -> its task and the seconds alone that are left of it
     start: dict[str, float] = {}
     end: dict[str, float] = {}
     now = 0.0
-    while len(end) < len(alone):
+    while len(end) < len(tasks):
         for lane, queue in waiting.items():
             if lane not in running and queue and all(name in end for name in queue[0].waits):
                 task = queue.popleft()
@@ -95,7 +89,7 @@ def simulate_slowed(
                 del running[lane]
             else:
                 running[lane] = (task, left - step * speed.get(lane, 1.0))
-    return [Simulated(task=item.task, start=start[item.task.name], end=end[item.task.name]) for item in alone]
+    return [Simulated(task=task, start=start[task.name], end=end[task.name]) for task in tasks]
 
 
 def makespan(simulated: Iterable[Simulated[T]]) -> float:

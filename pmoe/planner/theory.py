@@ -8,33 +8,24 @@ B tokens of a rank, M = d_model, H = d_hidden, E experts in all, n chunks (which
 
 from __future__ import annotations
 
-from pmoe.arguments import check_count
-
 
 def model_states(M: int, H: int, E: int) -> int:
     """Eq. 1: 4 (E M + 2 H M), the gate and one expert: parameters, gradients, momentum, variance."""
-    check_count(M=M, H=H, E=E)
     return 4 * (E * M + 2 * H * M)
 
 
 def activations(B: int, M: int, H: int) -> int:
-    """Eq. 2: 4 B M + B H, that is T_I, T_DI, T_DO, T_O and T_M, all at once."""
-    check_count(B=B, M=M, H=H)
+    """Eq. 2: 4 B M + B H, that is T_I, T_DI, T_DO, T_O and T_M, all at once.
+
+    Also Eq. 4, of a pipeline without reuse, and again of its buffers: since all chunks are in flight, every
+    tensor has its gradient.
+    """
     return 4 * B * M + B * H
 
 
 def buffers(B: int, M: int, H: int) -> int:
     """Eq. 3: B M + B H, the gradients of two neighbouring tensors, where one runs after the other."""
-    check_count(B=B, M=M, H=H)
     return B * M + B * H
-
-
-def pipelined_activations(B: int, M: int, H: int) -> int:
-    """Eq. 4: 4 B M + B H, of the activations of a pipeline without reuse, and again of its buffers.
-
-    The activations are those of Eq. 2. Since all chunks are in flight, every tensor has its gradient.
-    """
-    return activations(B, M, H)
 
 
 def saved_each(B: int, M: int, H: int, n: int) -> int | float:
@@ -45,7 +36,6 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
     be more than there is to share and the saving negative, so the saving of a tensor is at least 0 here.
     Example: B = 16384, M = 2048, H = 8192, n = 8 -> 16384 (3072 + 7168) = 167772160.
     """
-    check_count(B=B, M=M, H=H, n=n)
     saved_n_times = B * (2 * M * max(n - 2, 0) + H * (n - 1))
     whole, rest = divmod(saved_n_times, n)
     return saved_n_times / n if rest else whole
@@ -56,7 +46,7 @@ def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
 
     For H = 4 M and large B it nears 1/4 at n = 2, 1/2 at n = 4 and 5/8 at n = 8.
     """
-    return 2 * saved_each(B, M, H, n) / (model_states(M, H, E) + 2 * pipelined_activations(B, M, H))
+    return 2 * saved_each(B, M, H, n) / (model_states(M, H, E) + 2 * activations(B, M, H))
 
 
 def theory(B: int, M: int, H: int, E: int, n: int) -> dict[str, int | float]:
@@ -65,8 +55,8 @@ def theory(B: int, M: int, H: int, E: int, n: int) -> dict[str, int | float]:
         "model_states": model_states(M, H, E),
         "activations": activations(B, M, H),
         "buffers": buffers(B, M, H),
-        "activations_pipelined": pipelined_activations(B, M, H),
-        "buffers_pipelined": pipelined_activations(B, M, H),
+        "activations_pipelined": activations(B, M, H),
+        "buffers_pipelined": activations(B, M, H),
         "saved": 2 * saved_each(B, M, H, n),
         "saving_ratio": saving_ratio(B, M, H, E, n),
     }

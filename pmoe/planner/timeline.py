@@ -1,17 +1,14 @@
-"""The timeline: draws when each task ran, measured above predicted.
-
-It reads spans only: anything with direction, name, kind, chunk, lane, start and end (seconds).
-"""
+"""The timeline: draws when each task ran, measured above predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
 from pmoe.planner.simulator import Simulated
-from pmoe.schedule.tasks import Lane, Task
+from pmoe.schedule.tasks import Kind, Lane, Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,23 +18,17 @@ ON_COLOUR = "#101010"
 """Text on a coloured mark: dark on dark pages, too."""
 
 
-class TimedTask(Protocol):
-    """What the timeline reads of a span."""
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """When one task ran: seconds on a clock that all tasks of a journal share."""
 
-    @property
-    def direction(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def lane(self) -> str: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
+    direction: str
+    name: str
+    kind: Kind
+    chunk: int
+    lane: Lane
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +49,7 @@ class Bar:
     base: float = 0.0
 
 
-def bars(spans: Iterable[TimedTask]) -> list[Bar]:
+def bars(spans: Iterable[Span | Bar]) -> list[Bar]:
     """Spans as bars from time 0, each starting when its lane was free.
 
     A communication span begins when it is issued; the time until the message before it has ended is
@@ -80,7 +71,7 @@ def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin:
     return [_bar(direction, each.task, origin + each.start, origin + each.end) for each in simulated]
 
 
-def _bar(direction: str, task: TimedTask | Task, start: float, end: float) -> Bar:
+def _bar(direction: str, task: Span | Bar | Task, start: float, end: float) -> Bar:
     kind, lane = (str(getattr(each, "value", each)) for each in (task.kind, task.lane))
     return Bar(
         direction=direction, name=task.name, kind=kind, chunk=task.chunk, lane=lane, start=start, end=end
@@ -144,11 +135,10 @@ def drawing(panels: Mapping[str, Sequence[Bar]], title: str) -> Figure:
     inches = [0.9 + (0.8 if _fused(each) else 0.4) * len(_lanes(each)) for each in panels.values()]
     figure = Figure(figsize=(13, 1.2 + sum(inches)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=inches)
-    kinds: dict[str, None] = {}
     for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
         _draw_panel(axis, name, content)
-        shown = [bar for bar in content if bar.end > bar.start]
-        kinds.update(dict.fromkeys(SHARED.get(bar.kind, bar.kind) for bar in shown))
+    shown = (bar for content in panels.values() for bar in content if bar.end > bar.start)
+    kinds = {SHARED.get(bar.kind, bar.kind) for bar in shown}
     axes[-1, 0].set_xlabel("milliseconds")
     handles = [Patch(color=colour, label=told) for kind, (colour, told) in LEGEND.items() if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
@@ -201,8 +191,6 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
 # ---- how much communication is hidden behind computation, and how much is waited for
 
 
-Interval = tuple[float, float]
-
 LINKS = (Lane.COMMUNICATE, Lane.INTRA_NODE)
 
 
@@ -224,34 +212,29 @@ class Overlap:
         return self.communication - self.exposed
 
 
-def overlap(spans: Sequence[TimedTask]) -> Overlap:
+def overlap(spans: Sequence[Span]) -> Overlap:
     """What the spans of one pass say.
 
     Example: S from 0 to 3 s, C from 2 to 6 s, R from 5 to 8 s: 8 s, of which something travels in 6, and
     nothing is computed in 2 + 2 of these.
     """
-    travelling = union((span.start, span.end) for span in spans if span.lane in LINKS)
-    computing = union((span.start, span.end) for span in spans if span.lane == Lane.COMPUTE)
+    travelling = [(span.start, span.end) for span in spans if span.lane in LINKS]
+    computing = [(span.start, span.end) for span in spans if span.lane == Lane.COMPUTE]
     start = min((span.start for span in spans), default=0.0)
     return Overlap(
         seconds=max((span.end for span in spans), default=0.0) - start,
-        communication=total_length(travelling),
+        communication=union_length(travelling),
         # What travels or computes, without what computes: what travels alone.
-        exposed=total_length(union([*travelling, *computing])) - total_length(computing),
+        exposed=union_length([*travelling, *computing]) - union_length(computing),
     )
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in intervals that do not touch, ascending."""
-    joined: list[Interval] = []
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Of all points that lie in any of the intervals."""
+    joined: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
             joined.append((start, end))
-    return joined
-
-
-def total_length(intervals: Iterable[Interval]) -> float:
-    """Of intervals that do not overlap."""
-    return sum((end - start for start, end in intervals), 0.0)
+    return sum((end - start for start, end in joined), 0.0)

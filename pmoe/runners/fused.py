@@ -19,7 +19,6 @@ G = H or 2H rows of w1, n chunks, m pieces, S rows that leave.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,23 +32,13 @@ from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.kernels.route import Routes
-from pmoe.ordering.sorted import LocalExperts, SortedRows, sort_rows
+from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.schedule.restore import Restore
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusedCall:
-    """What both passes need beside tensors with gradients. restore: a pair that offloads nothing."""
-
-    steps: Steps
-    journey: Journey
-    activation: str
-    restore: Restore
 
 
 def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedRows:
     """The rows that a rank sends, by expert of all ranks and token; int32, and -1 where a slot is dropped."""
-    rows = sort_rows(expert_TK, keep_TK, 1, num_experts, LocalExperts(0, 0), 0)
+    rows = sort_rows(expert_TK, keep_TK, 1, num_experts, range(0, 0), 0)
     position = rows.position.int()
     if keep_TK is not None:
         position = position.masked_fill(~keep_TK.reshape(-1), -1)
@@ -86,28 +75,6 @@ def one_rank_journey(routes: Routes) -> Journey:
     )
 
 
-def _forward(
-    call: FusedCall,
-    x_TM: Tensor,
-    weight_TK: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    *,
-    keeps_hidden: bool,
-    keeps_rows: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """T_O, and T_M and T_DI where they are kept."""
-    steps, journey = call.steps, call.journey
-    with all_or_give_up(steps):
-        hidden_NG, active_NH = steps.dispatch_hidden(
-            journey, dense(x_TM), weight_TK, w1, b1, activation=call.activation, keep=keeps_hidden
-        )
-        rows_NM = steps.rows(journey).clone() if keeps_rows else None
-        return steps.product_combine(journey, active_NH, w2, b2), hidden_NG, rows_NM
-
-
 @contextlib.contextmanager
 def all_or_give_up(steps: Steps) -> Iterator[None]:
     """Takes all steps of a pass, or gives the heap up: memory may run out between two, on this rank alone."""
@@ -124,75 +91,74 @@ def dense(rows: Tensor) -> Tensor:
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FusedRunner:
-    """Both passes of a call by the fused kernels."""
+    """Both passes of a call by the fused kernels. restore: a pair that offloads nothing."""
 
-    call: FusedCall
+    steps: Steps
+    journey: Journey
+    activation: str
+    restore: Restore
     name: ClassVar[Path] = "fused"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        restore = self.call.restore
-        sends_again = restore.dispatched == "communicate"
-        weights = (inputs.weight_TK, *split_parameters(inputs.parameters))
-        y_TM, hidden_NG, rows_NM = _forward(
-            self.call,
-            inputs.x_TM,
-            *weights,
-            keeps_hidden=keep and restore.hidden == "keep",
-            keeps_rows=keep and not sends_again,
-        )
+        steps, journey, activation = self.steps, self.journey, self.activation
+        sends_again = self.restore.dispatched == "communicate"
+        keeps_hidden = keep and self.restore.hidden == "keep"
+        weight_TK, w1, w2, b1, b2 = (inputs.weight_TK, *split_parameters(inputs.parameters))
+        with all_or_give_up(steps):
+            hidden_NG, active_NH = steps.dispatch_hidden(
+                journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
+            )
+            rows_NM = steps.rows(journey).clone() if keep and not sends_again else None
+            y_TM = steps.product_combine(journey, active_NH, w2, b2)
         if not keep:
             return y_TM, None
-        tensors = [inputs.x_TM if sends_again else None, *weights, hidden_NG, rows_NM]
-        return y_TM, Saved(tensors, functools.partial(_backward, self.call))
+        x_TM = inputs.x_TM if sends_again else None
+        return y_TM, Saved([x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM], self._backward)
 
+    def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+        with all_or_give_up(self.steps):
+            of_x, of_weight, *of_parameters = self._gradients(tensors, wanted[3:], grad_TM)
+        return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
 
-def _backward(
-    call: FusedCall, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
-) -> list[Tensor | None]:
-    with all_or_give_up(call.steps):
-        of_x, of_weight, *of_parameters = _gradients(call, tensors, wanted[3:], grad_TM)
-    return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
+    def _gradients(
+        self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weight, w1, w2, b1 and b2. needs: which of the parameters' are wanted.
 
-
-def _gradients(
-    call: FusedCall, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight, w1, w2, b1 and b2. needs: which of the parameters' are wanted.
-
-    A rank's own tensors that need no gradient save it products, but no step: the other ranks' tensors may.
-    """
-    x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
-    tensors.clear()
-    steps, journey, ends_E, activation = call.steps, call.journey, call.journey.ends_E, call.activation
-    needs_w1, needs_w2, needs_b1, needs_b2 = (*needs, False, False)[:4]
-    if hidden_NG is None and rows_NM is not None:
-        hidden_NG = grouped_gemm.product(rows_NM, w1, ends_E, bias_EO=b1)
-    elif hidden_NG is None:
-        hidden_NG, _ = steps.dispatch_hidden(
-            journey, dense(x_TM), weight_TK, w1, b1, activation=activation, keep=True
+        A rank's own tensors that need no gradient save it products, but no step: the other ranks' tensors
+        may."""
+        x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
+        tensors.clear()
+        steps, journey, ends_E, activation = self.steps, self.journey, self.journey.ends_E, self.activation
+        needs_w1, needs_w2, needs_b1, needs_b2 = (*needs, False, False)[:4]
+        if hidden_NG is None and rows_NM is not None:
+            hidden_NG = grouped_gemm.product(rows_NM, w1, ends_E, bias_EO=b1)
+        elif hidden_NG is None:
+            hidden_NG, _ = steps.dispatch_hidden(
+                journey, dense(x_TM), weight_TK, w1, b1, activation=activation, keep=True
+            )
+            rows_NM = steps.rows(journey).clone()  # the gradients come to the same place
+        # Products that only the parameters wait for come as soon as their operands can then be let go of: the
+        # kernels leave no communication that they could fill the time of.
+        of_w1 = of_w2 = of_b1 = of_b2 = None
+        grad_hidden_NG, active_NH, dots_PN = steps.dispatch_hidden_gradient(
+            journey, dense(grad_TM), weight_TK, w2, b2, hidden_NG, activation=activation
         )
-        rows_NM = steps.rows(journey).clone()  # the gradients come to the same place
-    # Products that only the parameters wait for come as soon as their operands can then be let go of: the
-    # kernels leave no communication that they could fill the time of.
-    of_w1 = of_w2 = of_b1 = of_b2 = None
-    grad_hidden_NG, active_NH, dots_PN = steps.dispatch_hidden_gradient(
-        journey, dense(grad_TM), weight_TK, w2, b2, hidden_NG, activation=activation
-    )
-    del hidden_NG
-    if needs_w2:
-        of_w2 = grouped_gemm.weight_gradient(steps.rows(journey), active_NH, ends_E)
-    del active_NH
-    if needs_b2:
-        of_b2 = grouped_gemm.sum_by_expert(steps.rows(journey), ends_E, steps.row_weight(journey))
-    if rows_NM is None:
-        steps.dispatch(journey, dense(x_TM), weight_TK)
-        rows_NM = steps.rows(journey)
-    if needs_w1:
-        of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, rows_NM, ends_E)
-    del rows_NM
-    if needs_b1:
-        of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
-    of_x, of_weight = steps.gradient_combine(journey, grad_hidden_NG, w1, dots_PN)
-    return of_x, of_weight.to(weight_TK.dtype), of_w1, of_w2, of_b1, of_b2
+        del hidden_NG
+        if needs_w2:
+            of_w2 = grouped_gemm.weight_gradient(steps.rows(journey), active_NH, ends_E)
+        del active_NH
+        if needs_b2:
+            of_b2 = grouped_gemm.sum_by_expert(steps.rows(journey), ends_E, steps.row_weight(journey))
+        if rows_NM is None:
+            steps.dispatch(journey, dense(x_TM), weight_TK)
+            rows_NM = steps.rows(journey)
+        if needs_w1:
+            of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, rows_NM, ends_E)
+        del rows_NM
+        if needs_b1:
+            of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
+        of_x, of_weight = steps.gradient_combine(journey, grad_hidden_NG, w1, dots_PN)
+        return of_x, of_weight.to(weight_TK.dtype), of_w1, of_w2, of_b1, of_b2

@@ -13,57 +13,51 @@ from pmoe.engine.passes import Forwarded, Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden
 from pmoe.experts.stacked import split_parameters
-from pmoe.runners.fused import FusedCall, all_or_give_up, dense
+from pmoe.runners.fused import FusedRunner, all_or_give_up, dense
 from pmoe.runners.pipeline import keep_for_backward
 
 
 @dataclass(frozen=True)
 class FusedForwardRunner:
-    """Forward by the steps of ``call``, backward by ``plan``, whose two passes have the same chunks.
+    """Forward by the steps of ``fused``, backward by ``plan``, whose two passes have the same chunks.
 
     recv_FWE: rows that come to this rank by bin, source rank and expert, on their device.
     """
 
-    call: FusedCall
+    fused: FusedRunner
     plan: Plan
     recv_FWE: Tensor
     name: ClassVar[Path] = "fused forward"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        with all_or_give_up(self.call.steps):
-            done = self._take_steps(inputs)
-        return keep_for_backward(self.plan, inputs, done) if keep else (done.y_TM, None)
+        with all_or_give_up(self.fused.steps):
+            y_TM, left = self._take_steps(inputs)
+        return y_TM, keep_for_backward(self.plan, inputs, left) if keep else None
 
-    def _take_steps(self, inputs: Inputs) -> Forwarded:
-        call, plan = self.call, self.plan
-        steps, journey, cut = call.steps, call.journey, plan.forward
+    def _take_steps(self, inputs: Inputs) -> tuple[Tensor, Forwarded]:
+        plan, cut = self.plan, self.plan.forward
+        steps, journey, activation = self.fused.steps, self.fused.journey, self.fused.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
+        weight_TK, keeps_hidden = inputs.weight_TK, plan.restore.hidden == "keep"
         hidden_NG, active_NH = steps.dispatch_hidden(
-            journey, dense(inputs.x_TM), inputs.weight_TK, w1, b1,
-            activation=call.activation, keep=plan.restore.hidden == "keep",
-        )  # fmt: skip
-        n, m = len(cut.chunks), len(cut.pieces)
-        index_N = unit_index(
-            self.recv_FWE.unflatten(0, (n, -1)).sum(1),
-            journey.rank,
-            num_pieces=m,
-            num_rows=journey.num_received,
+            journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
         )
+        recv_nWE, m = self.recv_FWE.unflatten(0, (len(cut.chunks), -1)).sum(1), len(cut.pieces)
+        index_N = unit_index(recv_nWE, journey.rank, num_pieces=m, num_rows=journey.num_received)
         received = [chunk.received.num_rows for chunk in cut.chunks]
         units: dict[Unit, int] = {(i, ""): rows for i, rows in enumerate(received)}
         units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}
         rows_NM = steps.rows(journey) if plan.restore.dispatched == "keep" else None
-        kept: dict[Unit, Kept] = {}
+        left = Forwarded()
         for unit, at in zip(units, index_N.split(list(units.values())), strict=True):
-            kept[unit] = Kept(rows_NM=None if rows_NM is None else rows_NM.index_select(0, at))
+            kept = left.kept[unit] = Kept()
+            kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, at)
             if hidden_NG is not None:
-                kept[unit].hidden = Hidden(tensors=[hidden_NG.index_select(0, at)])
-        weight_received = None
+                kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, at)])
         if cut.weights is not None:
-            weight_N = steps.row_weight(journey).to(inputs.weight_TK.dtype)
-            weight_received = weight_N.index_select(0, index_N[: sum(received)])
-        y_TM = steps.product_combine(journey, active_NH, w2, b2)
-        return Forwarded(y_TM=y_TM, kept=kept, weight_received=weight_received)
+            weight_N = steps.row_weight(journey).to(weight_TK.dtype)
+            left.weight_received = weight_N.index_select(0, index_N[: sum(received)])
+        return steps.product_combine(journey, active_NH, w2, b2), left
 
 
 def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:

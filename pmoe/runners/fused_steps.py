@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 
-from pmoe.comm.heap import Heap, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
+from pmoe.comm.heap import HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks, digest, largest, same
 from pmoe.kernels import comet as kernels
 from pmoe.kernels.comet import Steps
@@ -66,7 +67,11 @@ def steps_for(request: Request) -> Steps | str:
     why = why or kernels.ranks_refusal(device, request.ranks.size, experts)
     why = why or kernels.loading_refusal(device, request.ranks.size)
     key = ("refused", request.ranks.name, device, dtype, request.d_model, request.d_hidden, experts)
-    if _any(key, request, why is not None):
+    if key not in _agreed:  # asked once for a key, which is as new on all ranks
+        refuses = [float(why is not None)]
+        (is_any,) = largest(request.ranks, device, refuses, stage="agreeing on fused kernels")
+        _agreed[key] = bool(is_any)
+    if _agreed[key]:
         return why or "another rank refuses the fused kernels: it says why"
     return _kernel_steps(request)
 
@@ -79,12 +84,9 @@ def _kernel_steps(request: Request) -> Steps | str:
     if request.max_rows > shape.rows:
         return f"more rows arrive at a rank than its heap holds: {request.max_rows}, of {shape.rows}"
     make = nvshmem_heap if _spans_nodes(request) else process_heap
-
-    def find_heap() -> Heap:
-        return heap_for(ranks, request.device, shape, make=make)
-
+    find_heap = functools.partial(heap_for, ranks, request.device, shape, make=make)
     try:
-        return kernels.KernelSteps(find_heap, lambda kernel, direction: _division(request, kernel, direction))
+        return Steps(find_heap, lambda kernel, direction: _division(request, kernel, direction))
     except HeapError:
         raise
     except RuntimeError as error:
@@ -144,11 +146,3 @@ def layer_sizes_of(request: Request) -> FusedLayerSizes:
         gated=request.activation == "swiglu",
         dtype=request.dtype,
     )
-
-
-def _any(key: tuple[object, ...], request: Request, here: bool) -> bool:
-    """Whether it holds on any rank. Asked once for a key, which must be as new on all ranks alike."""
-    if key not in _agreed:
-        (is_any,) = largest(request.ranks, request.device, [float(here)], stage="agreeing on fused kernels")
-        _agreed[key] = bool(is_any)
-    return _agreed[key]

@@ -80,7 +80,6 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
     if key not in _checked:
         if torch.cuda.is_current_stream_capturing():
             return "one rank's kernels were not checked before the capture"
-
         _checked[key] = why = one_rank_mismatch(*key)
         if why is not None:
             warn_once(f"one rank's kernels are not used: {why}", for_each_reason=True)
@@ -95,33 +94,8 @@ def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:
 
 def aligned_rows(rows_TM: Tensor) -> Tensor:
     """The same rows, as the kernels can read them."""
-    if not rows_TM.numel():
-        return rows_TM
-    if strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0:
-        return rows_TM
-    return rows_TM.clone(memory_format=torch.contiguous_format)
-
-
-def _forward(
-    x_TM: Tensor,
-    weight_TK: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    routes: Routes,
-    activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """T_O, and T_M where it is kept."""
-    ends_E = routes.ends_nE.view(-1)
-    slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
-    hidden_NG, active_NH = grouped_gemm.hidden(
-        x_TM, w1, ends_E, activation=activation, bias_EG=b1, slots=slots, gathered=True, keep=keep
-    )
-    out_NM = grouped_gemm.product(active_NH, w2, ends_E, bias_EO=b2, scale=weight_TK.view(-1), slots=slots)
-    del active_NH
-    return permute.unpermute(out_NM, routes.position_TK), hidden_NG
+    fits = not rows_TM.numel() or (strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0)
+    return rows_TM if fits else rows_TM.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -137,12 +111,19 @@ class OneRankRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         x_TM, weight_TK, routes = aligned_rows(inputs.x_TM), inputs.weight_TK, self.routes
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
-        y_TM, hidden_NG = _forward(x_TM, weight_TK, w1, w2, b1, b2, routes, self.activation, keep)
+        ends_E, position_TK = routes.ends_nE.view(-1), routes.position_TK
+        slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
+        hidden_NG, active_NH = grouped_gemm.hidden(
+            x_TM, w1, ends_E, activation=self.activation, bias_EG=b1, slots=slots, keep=keep
+        )
+        scale = weight_TK.view(-1)
+        out_NM = grouped_gemm.product(active_NH, w2, ends_E, bias_EO=b2, scale=scale, slots=slots)
+        del active_NH
+        y_TM = permute.unpermute(out_NM, position_TK)
         if not keep:
             return y_TM, None
         expert_TK = routes.expert_TK if b2 is not None else None
-        places = (expert_TK, routes.position_TK, routes.ends_nE.view(-1))
-        tensors = [x_TM, weight_TK, w1, w2, b2, hidden_NG, *places]
+        tensors = [x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E]
         # Not this runner: slot_N is not kept.
         return y_TM, Saved(tensors, functools.partial(_backward, self.activation))
 

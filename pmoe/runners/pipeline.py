@@ -1,20 +1,22 @@
-"""The pipeline runner: both passes by the engine, in micro-batches (MPipeMoE, section III.B and III.D)."""
+"""The pipeline runner: both passes by the engine, in micro-batches (MPipeMoE, section III.B and III.D).
+
+A pass is made of the plain one (`Forward`, `Backward`) and of what only some layers need, a file each.
+"""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from pmoe.engine.autograd import Path, Saved
-from pmoe.engine.backward_pass import SavedForBackward
+from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.forward_pass import Forward
 from pmoe.engine.passes import Forwarded, Inputs, Kept
 from pmoe.engine.plan import Plan
-from pmoe.engine.specialised import backward_of, forward_of
 
 
 @dataclass(frozen=True)
@@ -26,64 +28,81 @@ class PipelineRunner:
     plan: Plan
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        forward = forward_of(self.plan, keep)(self.plan, inputs, keep)
+        plan = self.plan
+        parts = _special_parts(plan, moves=keep and plan.restore.offloads)
+        forward = _together((*(part for part, _ in parts), Forward))(plan, inputs, keep)
         y_TM = forward.run()
-        return keep_for_backward(self.plan, inputs, forward.done(y_TM)) if keep else (y_TM, None)
+        return y_TM, keep_for_backward(plan, inputs, forward.left) if keep else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rest:
-    """What a forward pass leaves beside tensors.
+def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
+    """moves: T_DI or T_M is copied away, or fetched from where forward kept it."""
+    parts: list[tuple[type[Forward], type[Backward]]] = []
+    if plan.modules.hooks is not None:
+        from pmoe.engine.hooked import HookedBackward, HookedForward
 
-    inputs: without tensors. units, passed: what each unit and each hook point kept, emptied, with its number
-    of tensors.
-    """
+        parts.append((HookedForward, HookedBackward))
+    if plan.modules.shared is not None:
+        from pmoe.engine.shared_expert import BackwardWithSharedExpert, ForwardWithSharedExpert
 
-    inputs: Inputs
-    units: list[tuple[Any, ...]]
-    passed: list[tuple[Any, ...]]
+        parts.append((ForwardWithSharedExpert, BackwardWithSharedExpert))
+    if plan.modules.stages.sharded:
+        from pmoe.engine.sharded import ShardedBackward, ShardedForward
+
+        parts.append((ShardedForward, ShardedBackward))
+    if plan.forward.once is not None:
+        from pmoe.engine.once import OnceBackward, OnceForward
+
+        parts.append((OnceForward, OnceBackward))
+    if moves:
+        from pmoe.engine.offloaded import FetchingBackward, OffloadingForward
+
+        parts.append((OffloadingForward, FetchingBackward))
+    return parts
 
 
-def keep_for_backward(plan: Plan, inputs: Inputs, done: Forwarded) -> tuple[Tensor, Saved]:
-    """T_O, and what the engine's backward pass needs, its tensors in one list.
+@functools.cache
+def _together(parts: tuple[type, ...]) -> type[Any]:
+    """A class of several, each of which does its own and hands on to the next."""
+    return parts[0] if len(parts) == 1 else type(parts[-1].__name__, parts[:-1], {})
 
-    Their order: inputs, routing weights received, units, hooks, regroups."""
+
+def keep_for_backward(plan: Plan, inputs: Inputs, left: Forwarded) -> Saved:
+    """What the engine's backward pass needs, its tensors in one list: inputs, then those of ``left``."""
     needs_x = plan.restore.dispatched == "communicate" or plan.modules.stages.shared
-    tensors = [*inputs.all, done.weight_received]
-    tensors[0] = inputs.x_TM if needs_x else None
-    units: list[tuple[Any, ...]] = []
-    for unit, kept in done.kept.items():
-        hidden_tensors = kept.hidden.tensors if kept.hidden is not None else ()
-        emptied = None if kept.hidden is None else replace(kept.hidden, tensors=())
-        units.append((unit, kept.recipe, emptied, len(hidden_tensors)))
-        tensors += [kept.rows_NM, *hidden_tensors]
-    passed: list[tuple[Any, ...]] = []
-    for point, each in done.passed.items():
-        passed.append((point, each.emptied(), len(each.tensors)))
-        tensors += each.tensors
-    tensors += done.regroup  # which rows are whose was not known when the plan was made
-    rest = _Rest(inputs=inputs.like([None] * len(inputs.all)), units=units, passed=passed)
-    return done.y_TM, Saved(tensors, functools.partial(_backward, plan, rest))
+    tensors = inputs.all
+    without = inputs.like([None] * len(tensors))
+    if not needs_x:
+        tensors[0] = None
+    emptied = _swapped(left, tensors.append)
+    return Saved(tensors, functools.partial(_backward, plan, without, emptied))
 
 
 def _backward(
-    plan: Plan, rest: _Rest, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
+    plan: Plan, inputs: Inputs, left: Forwarded, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
-    return backward_of(plan)(plan, grad_TM, _restored(plan, rest, iter(tensors), wanted)).run()
+    """inputs, left: what `keep_for_backward` emptied."""
+    found = iter(tensors)
+    given = inputs.like([next(found) for _ in inputs.all])
+    filled = _swapped(left, lambda _: next(found))
+    saved = SavedForBackward(inputs=given, wanted=wanted, **vars(filled))
+    parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
+    backward = _together((*(part for _, part in parts), Backward))(plan, grad_TM, saved)
+    gradients: list[Tensor | None] = backward.run()
+    return gradients
 
 
-def _restored(plan: Plan, rest: _Rest, tensors: Iterator[Any], wanted: Sequence[bool]) -> SavedForBackward:
-    """What `keep_for_backward` laid out in one list."""
-    found = SavedForBackward(
-        inputs=rest.inputs.like(list(itertools.islice(tensors, len(rest.inputs.all)))),
-        weight_received=next(tensors),
-        kept={},
-        wanted=wanted,
-    )
-    for unit, recipe, hidden, count in rest.units:
-        rows_NM, hidden_tensors = next(tensors), list(itertools.islice(tensors, count))
-        restored = None if hidden is None else replace(hidden, tensors=hidden_tensors)
-        found.kept[unit] = Kept(rows_NM, restored, recipe)
-    for point, each, count in rest.passed:
-        found.passed[point] = replace(each, tensors=tuple(itertools.islice(tensors, count)))
-    return replace(found, regroup=list(tensors)) if plan.forward.once is not None else found
+def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
+    """The same with what ``swap`` gives for each tensor, and for each that there might be, always in one
+    order."""
+    found = Forwarded(weight_received=swap(left.weight_received))
+    for unit, kept in left.kept.items():
+        rows_NM, hidden = swap(kept.rows_NM), kept.hidden
+        if hidden is not None:
+            hidden = replace(hidden, tensors=[swap(tensor) for tensor in hidden.tensors])
+        found.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
+    for point, each in left.passed.items():
+        found.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
+    # Which rows are whose was not known when the plan was made.
+    found.regroup = [swap(each) for each in left.regroup]
+    return found

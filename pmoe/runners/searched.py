@@ -40,17 +40,16 @@ def kept_path(key: Mapping[str, Any]) -> Path | None:
     if not os.environ.get("PMOE_CACHE"):
         return None
     whose = [key["device"], f"{key['num_ranks']} ranks", key["backend"], f"torch {key['versions']['torch']}"]
-    return cache_path(["degrees", *whose, f"{digest([_text(key)]):x}", f"v{FORMAT}"])
+    text = json.dumps(dict(key), sort_keys=True)
+    return cache_path(["degrees", *whose, f"{digest([text]):x}", f"v{FORMAT}"])
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
-    """Writes the whole file or none.
-
-    key: says where the numbers hold (device, ranks, options); anything that JSON can hold.
+    """Writes the whole file or none. key: says where the numbers hold (device, ranks, options).
 
     Raises OSError where it cannot be written, TypeError for a key that JSON cannot hold.
     """
-    held = {name: table.to_fields() for name, table in tables.items() if table.ranges.points}
+    held = {name: table.to_fields() for name, table in tables.items() if table.points}
     save_json(path, {"format": FORMAT, "key": dict(key), "tables": held})
 
 
@@ -60,7 +59,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
     Raises ValueError, naming the path, for a file that holds no tables, of another format or another key;
     OSError where it cannot be read.
     """
-    here = json.loads(_text(key))
+    here = json.loads(json.dumps(dict(key)))
 
     def parse(fields: Mapping[str, Any]) -> Tables:
         if fields.get("format") != FORMAT:
@@ -70,16 +69,12 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
         if not isinstance(tables, dict):
             raise ValueError(f"no granularity table: tables ({tables!r}) must be an object")
         found = {name: GranularityTable.from_fields(table) for name, table in tables.items()}
-        for degrees in (each for table in found.values() for each in table.ranges.points.values()):
+        for degrees in (each for table in found.values() for each in table.points.values()):
             if candidates is not None and not {degrees.forward, degrees.backward} <= set(candidates):
                 raise ValueError(f"found {degrees}, expected degrees among {tuple(candidates)}")
         return found
 
     return load_json(path, parse)
-
-
-def _text(key: Mapping[str, Any]) -> str:
-    return json.dumps(dict(key), sort_keys=True)
 
 
 def _check_key(found: Any, here: Mapping[str, Any]) -> None:
@@ -197,13 +192,13 @@ def search(
     if apart not in seconds and runner_of(apart) is not None:
         ((ahead, back),) = _trials([apart], runner_of, inputs, ranks)
         seconds[apart] = ahead + back
-    before = known.ranges.contradictions
+    before = known.contradictions
     best = known.record(max_tokens, seconds)
     told = ", ".join(f"{d.forward}/{d.backward}: {s * 1e3:.3g} ms" for d, s in seconds.items())
     log.info(
         "pipeline=True takes n=%d/%d for %d tokens a rank (%s)", best.forward, best.backward, max_tokens, told
     )
-    if known.ranges.contradictions > before:
+    if known.contradictions > before:
         log.info("n does not grow with the number of tokens here; the latest measurement holds")
     return best
 
@@ -217,22 +212,16 @@ def _trials(
     """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns."""
     device = inputs.x_TM.device
     clock = clock_of(device)
-
-    def trial(degrees: PassDegrees) -> Callable[[], tuple[float, float]]:
-        runner = runner_of(degrees)
-        assert runner is not None
-        return functools.partial(_run_both, runner, inputs, clock)
-
+    trials = [functools.partial(_run_both, runner_of(degrees), inputs, clock) for degrees in candidates]
     agree = functools.partial(largest, ranks, device, stage="agreeing on a number of chunks")
-    medians = median_seconds(
-        [trial(degrees) for degrees in candidates], REPEATS, begin=begin_together(ranks), agree=agree
-    )
+    medians = median_seconds(trials, REPEATS, begin=begin_together(ranks), agree=agree)
     return [(ahead, back) for ahead, back in medians]
 
 
 @torch.no_grad()
-def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
+def _run_both(runner: Runner | None, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
     """Runs both passes, T_O as its own gradient, and drops all results: the seconds of each."""
+    assert runner is not None
     start = now()
     y_TM, saved = runner.forward(inputs, keep=True)
     middle = now()

@@ -9,8 +9,8 @@ Letters: B tokens of the fullest rank, K choices, P ranks across nodes, L inside
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Operations, alphas
 from pmoe.schedule.restore import Restore
-from pmoe.schedule.tasks import PassDirection
 
 BLACK_BOX_ROWS = (64, 256, 1024)
 """Over which an expert that is a module is profiled."""
@@ -101,18 +100,14 @@ class Solver:
     def _solve(
         self, shape: LayerSizes, operations: Operations, num_tokens: int, device_type: str, t_gar: float
     ) -> PassDegrees:
-        ahead, back = (None, None) if self._black_box is None else self._black_box
-        forward = layer_costs(shape, operations, num_tokens, device_type, ahead)
-        if back is None:
-            backward = forward.backward()
-        else:
-            backward = layer_costs(shape, operations, num_tokens, device_type, back)
-        way, way_back = (
-            ScheduleOptions(
-                direction=direction, one_lane=self._one_lane, restore=self._restore, stays=shape.stays
-            )
-            for direction in get_args(PassDirection)
+        ahead, back = self._black_box or (None, None)
+        costs = functools.partial(layer_costs, shape, operations, num_tokens, device_type)
+        forward = costs(ahead)
+        backward = forward.backward() if back is None else costs(back)
+        options = functools.partial(
+            ScheduleOptions, one_lane=self._one_lane, restore=self._restore, stays=shape.stays
         )
+        way, way_back = options(direction="forward"), options(direction="backward")
         if self._restore is not None:
             found = best_degree(forward, way, degrees=DEGREES)
             return PassDegrees(found, best_degree(backward, way_back, t_gar, DEGREES))

@@ -76,19 +76,7 @@ KEEP = Restore("keep", "keep")
 ALL_PAIRS: tuple[Restore, ...] = tuple(
     Restore(dispatched, hidden) for dispatched in get_args(DispatchedFate) for hidden in get_args(HiddenFate)
 )
-"""All nine, in the order of the fates (T_DI, then T_M):
-
-    pair                        saved a row (large n)  added in forward     added in backward
-    keep/keep                   0                      none                 none
-    keep/offload                C s                    C s out              C s in
-    keep/recompute              C s                    none                 first product
-    offload/keep                M s                    M s out              M s in
-    offload/offload        S1   (M + C) s              (M + C) s out        (M + C) s in
-    offload/recompute      S3   (M + C) s              M s out              M s in, first product
-    communicate/keep            M s                    none                 dispatch
-    communicate/offload    S2   (M + C) s              C s out              C s in, dispatch
-    communicate/recompute  S4   (M + C) s              none                 dispatch, first product
-"""
+"""All nine, in the order of the fates (T_DI, then T_M)."""
 
 
 def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import (
@@ -40,23 +40,28 @@ from pmoe.schedule.tasks import (
     finished,
     make_task,
     open_tasks,
+    output_task,
     return_weights,
     send_weights,
     shared_backward,
-    with_gradients,
 )
 
 
-class _Rings:
-    """Which slot each buffer lies in: the buffers of a ring take its slots in turn."""
+def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]) -> dict[str, str]:
+    """The slot of each buffer: those of a ring take its slots in turn, as they are first written.
 
-    def __init__(self, sizes: dict[str, int]) -> None:
-        self._sizes, self._used = sizes, Counter[str]()
-        self.slots: dict[str, str] = {}
-
-    def put(self, ring: str, buffer: str) -> None:
-        self.slots[buffer] = f"{ring}[{self._used[ring] % self._sizes[ring]}]"
-        self._used[ring] += 1
+    sizes: slots by ring; buffers of a ring without any have memory of their own. A buffer's ring has its
+    name, or its name without "_L" or "_again". homes: what comes home, of which rows that stay are a part.
+    """
+    used = Counter[str]()
+    slots: dict[str, str] = {}
+    for buffer in (*homes, *(buffer for task in tasks for buffer in task.writes)):
+        name = buffer.rpartition(".")[0]
+        ring = name if name in sizes else name.removesuffix("_L").removesuffix("_again")
+        if buffer not in slots and sizes.get(ring):
+            slots[buffer] = f"{ring}[{used[ring] % sizes[ring]}]"
+            used[ring] += 1
+    return slots
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,59 +71,38 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     S of chunk i + 1 is issued before R of chunk i (Fig. 7a): two slots of T_DI allow no more.
     """
     check_degree(n)
-    local, remote = stages.local, stages.remote
-    offloads_rows = restore is not None and restore.dispatched == "offload"
-    offloads_hidden = restore is not None and restore.hidden == "offload"
-    keeps_rows = restore is not None and restore.dispatched == "keep"
-    keeps_hidden = restore is not None and restore.hidden == "keep"
-    rings = _Rings(
-        {
-            **dict.fromkeys(("send", "arrived", "T_DI", "T_DO", "leaving"), 2),
-            **dict.fromkeys(("T_DI_sorted", "T_DI_L"), 2 if offloads_rows else 1),
-            "T_M": 2 if offloads_hidden else 1,
-            **dict.fromkeys(("T_M_L", "active", "T_DO_sorted", "copies", "parts"), 1),
-            **dict.fromkeys(("home", "home_L"), 2 if remote else 1),
-        }
-    )
-    hidden_L = "T_M_L" if offloads_hidden and remote else "T_M"
+    remote = stages.remote
+    dispatched, hidden_fate = (None, None) if restore is None else (restore.dispatched, restore.hidden)
+    of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}  # else one
+    sizes = {
+        **dict.fromkeys(("send", "arrived", "T_DI", "T_DO", "leaving"), 2),
+        **dict.fromkeys(("T_DI_sorted", "T_DI_L"), of_fate.get(dispatched, 1)),
+        "T_M": of_fate.get(hidden_fate, 1),
+        **({"T_M_L": 1} if hidden_fate == "offload" and remote else {}),
+        **dict.fromkeys(("active", "T_DO_sorted", "copies", "parts"), 1),
+        **dict.fromkeys(("home", "home_L"), 2 if remote else 1),
+    }
     tasks: list[Task] = []
 
     def dispatch(i: int) -> None:
         if i < n:
-            rings.put("send", f"send.{i}")
-            if stages.sharded:
-                rings.put("arrived", f"arrived.{i}")
-                rings.put("copies", f"copies.{i}")
-            rings.put("T_DI", f"T_DI.{i}")
             tasks.extend(dispatch_tasks(i, stages, "T_I", "T_DI"))
 
     def compute(i: int, at: str) -> None:
         """L or C of a chunk, and D of what it leaves to be offloaded."""
         rows = [f"T_DI_L.{i}"] if at else [f"T_DI.{i}", f"T_DI_sorted.{i}"]
         hidden, active = f"T_M{at}.{i}", f"active{at}.{i}"
-        if not keeps_rows:
-            rings.put("T_DI_L" if at else "T_DI_sorted", rows[-1])
-        if not keeps_hidden:
-            rings.put(hidden_L if at else "T_M", hidden)
-        rings.put("active", active)
         if at:
             reads, writes = [f"T_I_L.{i}", "weight"], [*rows, hidden, active, f"home_L.{i}"]
         else:
-            rings.put("T_DO_sorted", f"T_DO_sorted.{i}")
-            rings.put("T_DO", f"T_DO.{i}")
             reads = [rows[0], "weight_DI"]
             writes = [rows[1], hidden, active, f"T_DO_sorted.{i}", f"T_DO.{i}"]
         tasks.append(make_task(Kind.LOCAL if at else Kind.COMPUTE, i, reads, writes))
-        if offloads_rows:
-            kind = Kind.LOCAL_COPY_ROWS_OUT if at else Kind.COPY_ROWS_OUT
-            tasks.append(make_task(kind, i, rows, [f"host_T_DI{at}.{i}"]))
-        if offloads_hidden:
-            kind = Kind.LOCAL_COPY_HIDDEN_OUT if at else Kind.COPY_HIDDEN_OUT
-            tasks.append(make_task(kind, i, [hidden], [f"host_T_M{at}.{i}"]))
+        if dispatched == "offload":
+            tasks.append(make_task(Kind.COPY_ROWS_OUT.at(at), i, rows, [f"host_T_DI{at}.{i}"]))
+        if hidden_fate == "offload":
+            tasks.append(make_task(Kind.COPY_HIDDEN_OUT.at(at), i, [hidden], [f"host_T_M{at}.{i}"]))
 
-    for i in range(n):
-        rings.put("home", f"home.{i}")
-        rings.put("home_L", f"home_L.{i}")
     if remote:
         dispatch(0)
         tasks += send_weights(stages)
@@ -127,29 +111,27 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
         tasks.append(make_task(Kind.SHARED, -1, ["T_I"], ["T_S"]))
     if stages.hooked:
         tasks += open_tasks(0, "T_DI")
-    for i, at in _units(range(n), local, remote):
+    for i, at in _units(range(n), stages):
         if stages.hooked and i + 1 < n:
             tasks += open_tasks(i + 1, "T_DI")
         compute(i, at)
         if not remote:
-            tasks.append(_output("T_O", i, stages))
+            tasks.append(output_task("T_O", i, i, stages))
         elif not at:
-            if stages.sharded:
-                rings.put("leaving", f"leaving.{i}")
-                rings.put("parts", f"parts.{i}")
             tasks += combine_tasks(i, stages, "T_DO", "home")
             if stages.hooked and i > 0:
                 tasks += close_tasks(i - 1, "home")
             dispatch(i + 2)
             done = i - 1 - stages.hooked
             if done >= 0:
-                tasks.append(_output("T_O", done, stages))
+                tasks.append(output_task("T_O", done, done, stages))
     if stages.hooked:
         tasks += close_tasks(n - 1, "home")
-        tasks += [_output("T_O", n - 2, stages)] if n > 1 else []
+        tasks += [output_task("T_O", n - 2, n - 2, stages)] if n > 1 else []
     if remote:
-        tasks.append(_output("T_O", n - 1, stages))
-    return finished("forward", tasks, stages, rings.slots)
+        tasks.append(output_task("T_O", n - 1, n - 1, stages))
+    homes = [f"{home}.{i}" for i in range(n) for home in ("home", "home_L")]
+    return finished("forward", tasks, stages, _turns(tasks, sizes, homes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -160,109 +142,73 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     Weight gradients follow their chunk at once: what they need is in slots that the next chunk takes.
     """
     check_degree(n)
-    local, remote = stages.local, stages.remote
+    remote = stages.remote
     dispatched, hidden_fate = restore.dispatched, restore.hidden
-    rings = _Rings(
-        {
-            **dict.fromkeys(("send", "send_again", "arrived", "arrived_again", "leaving"), 2),
-            **dict.fromkeys(("dT_DO", "T_DI", "dT_DI"), 2),
-            **dict.fromkeys(("dT_DO_sorted", "T_DI_sorted", "dT_DI_sorted", "dT_DO_L"), 1),
-            "T_DI_L": 2 if dispatched == "offload" else 1,
-            "T_M": 2 if hidden_fate == "offload" else 1,
-            **dict.fromkeys(("T_M_L", "dT_M", "active", "scratch", "copies", "parts"), 1),
-            **dict.fromkeys(("dhome", "dhome_L"), 2 if remote else 1),
-        }
-    )
-    hidden_L = "T_M_L" if hidden_fate == "offload" and remote else "T_M"
+    sends_again = dispatched == "communicate"
+    sizes = {
+        **dict.fromkeys(("send", "send_again", "arrived", "arrived_again", "leaving"), 2),
+        **dict.fromkeys(("dT_DO", "T_DI", "dT_DI"), 2),
+        **dict.fromkeys(("dT_DO_sorted", "T_DI_sorted", "dT_DI_sorted", "dT_DO_L"), 1),
+        "T_DI_L": 2 if dispatched == "offload" else 1,
+        "T_M": 2 if hidden_fate == "offload" else 1,
+        **({"T_M_L": 1} if hidden_fate == "offload" and remote else {}),
+        **dict.fromkeys(("dT_M", "active", "scratch", "copies", "parts"), 1),
+        **dict.fromkeys(("dhome", "dhome_L"), 2 if remote else 1),
+    }
     chunks = range(n - 1, -1, -1)
-    units = _units(chunks, local, remote)
+    units = _units(chunks, stages)
     tasks: list[Task] = []
 
     def dispatch(place: int) -> None:
         """The chunk at that place of the order: its gradients, and before them its T_DI, if sent again."""
-        if place >= n:
-            return
-        i = chunks[place]
-        if dispatched == "communicate":
-            rings.put("send_again", f"send_again.{i}")
-            if stages.sharded:
-                rings.put("arrived_again", f"arrived_again.{i}")
-                rings.put("copies", f"copies_again.{i}")
-            rings.put("T_DI", f"T_DI.{i}")
-            tasks.extend(dispatch_tasks(i, stages, "T_I", "T_DI", again=True))
-        rings.put("send", f"send.{i}")
-        if stages.sharded:
-            rings.put("arrived", f"arrived.{i}")
-            rings.put("copies", f"copies.{i}")
-        rings.put("dT_DO", f"dT_DO.{i}")
-        tasks.extend(dispatch_tasks(i, stages, "dT_O", "dT_DO"))
+        if place < n:
+            if sends_again:
+                tasks.extend(dispatch_tasks(chunks[place], stages, "T_I", "T_DI", again=True))
+            tasks.extend(dispatch_tasks(chunks[place], stages, "dT_O", "dT_DO"))
 
     def unpack(place: int) -> None:
         """The callbacks of the chunk at that place, and its AGs."""
         if stages.hooked and place < n:
-            if dispatched == "communicate":
+            if sends_again:
                 tasks.extend(open_tasks(chunks[place], "T_DI", again=True))
             tasks.extend(open_tasks(chunks[place], "dT_DO"))
 
     def fetch(i: int, at: str) -> None:
         """H of what forward offloaded of a unit."""
         if dispatched == "offload":
-            rings.put("T_DI" + at, f"T_DI{at}.{i}")
-            kind = Kind.LOCAL_COPY_ROWS_IN if at else Kind.COPY_ROWS_IN
-            tasks.append(make_task(kind, i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"]))
+            tasks.append(make_task(Kind.COPY_ROWS_IN.at(at), i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"]))
         if hidden_fate == "offload":
-            rings.put(hidden_L if at else "T_M", f"T_M{at}.{i}")
-            kind = Kind.LOCAL_COPY_HIDDEN_IN if at else Kind.COPY_HIDDEN_IN
-            tasks.append(make_task(kind, i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"]))
+            tasks.append(make_task(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"]))
 
     def compute(i: int, at: str) -> None:
         """T_M made again, L or C with its R, and the weight gradients."""
         rows, hidden = [f"T_DI{at}.{i}"], f"T_M{at}.{i}"
-        if not at and (dispatched == "communicate" or (dispatched == "keep" and not rearranged)):
+        if not at and (sends_again or (dispatched == "keep" and not rearranged)):
             rows.append(f"T_DI_sorted.{i}")
-        arranged = []  # T_DI as the chunk's first task makes it, of kept chunks, of what arrived, or of T_I
-        if dispatched == "communicate":
-            arranged = rows[-1:]
-            rings.put("T_DI_L" if at else "T_DI_sorted", rows[-1])
-        elif dispatched == "keep" and rearranged:
-            arranged = rows
-            rings.put("T_DI" + at, rows[0])
-        if hidden_fate == "recompute" or (hidden_fate == "keep" and rearranged):
-            rings.put("T_M", hidden)
+        # T_DI as the chunk's first task makes it, of kept chunks, of what arrived, or of T_I
+        arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
             given = [buffer for buffer in rows if buffer not in arranged]
-            kind = Kind.LOCAL_RECOMPUTE if at else Kind.RECOMPUTE
-            tasks.append(make_task(kind, i, given, [*arranged, hidden]))
+            tasks.append(make_task(Kind.RECOMPUTE.at(at), i, given, [*arranged, hidden]))
             arranged = []
         elif hidden_fate == "keep" and rearranged:
             arranged = [*arranged, hidden]
         work = [f"{name}{at}.{i}" for name in ("dT_M", "active", "scratch")]
-        for buffer, ring in zip(work, ("dT_M", "active", "scratch"), strict=True):
-            rings.put(ring, buffer)
         if at:
-            rings.put("dT_DO_L", f"dT_DO_L.{i}")
             grads, source, result = [f"dT_DO_L.{i}"], [f"dT_O_L.{i}"], [f"dhome_L.{i}"]
         else:
-            for ring in ("dT_DO_sorted", "dT_DI_sorted", "dT_DI"):
-                rings.put(ring, f"{ring}.{i}")
             grads, source = [f"dT_DO_sorted.{i}"], [f"dT_DO.{i}"]
             result = [f"dT_DI_sorted.{i}", f"dT_DI.{i}", f"dweight_DI.{i}"]
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
-        if hidden in rings.slots:  # the activated hidden takes its place
-            arranged = [*arranged, hidden] if hidden not in arranged else arranged
-        kind, weight_kind = (Kind.LOCAL, Kind.LOCAL_WGRAD) if at else (Kind.COMPUTE, Kind.WGRAD)
+        if hidden_fate != "keep":  # the activated hidden takes its place
+            arranged = [*arranged, hidden]
+        kind = Kind.LOCAL if at else Kind.COMPUTE
         tasks.append(make_task(kind, i, reads, [*arranged, *work, *grads, *result]))
         if not at:
-            if stages.sharded:
-                rings.put("leaving", f"leaving.{i}")
-                rings.put("parts", f"parts.{i}")
             tasks.extend(combine_tasks(i, stages, "dT_DI", "dhome"))
         given = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
-        tasks.append(make_task(weight_kind, i, [*given, "dw"], ["dw"]))
+        tasks.append(make_task(Kind.WGRAD.at(at), i, [*given, "dw"], ["dw"]))
 
-    for i in chunks:
-        rings.put("dhome", f"dhome.{i}")
-        rings.put("dhome_L", f"dhome_L.{i}")
     if remote:
         dispatch(0)
         dispatch(1)
@@ -271,30 +217,28 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     fetch(*units[0])
     unpack(0)
     for place, (i, at) in enumerate(units):
-        if stages.hooked:
-            unpack(place + 1)
+        unpack(place + 1)
         for unit in units[place + 1 : place + 2]:
             fetch(*unit)
         compute(i, at)
         if not remote:
-            tasks.append(_output("dT_I", i, stages))
+            tasks.append(output_task("dT_I", i, i, stages))
         elif not at:
             if stages.hooked and i < n - 1:
                 tasks += close_tasks(i + 1, "dhome")
             dispatch(n - 1 - i + 2)
             done = i + 1 + stages.hooked
             if done < n:
-                tasks.append(_output("dT_I", done, stages))
+                tasks.append(output_task("dT_I", done, done, stages))
             if i == 0:
                 tasks += return_weights(chunks, stages)
     if stages.hooked:
         tasks += close_tasks(0, "dhome")
-        tasks += [_output("dT_I", 1, stages)] if n > 1 else []
+        tasks += [output_task("dT_I", 1, 1, stages)] if n > 1 else []
     if remote:
-        tasks.append(_output("dT_I", 0, stages))
-    if stages.gradients:
-        tasks = with_gradients(tasks)
-    return finished("backward", tasks, stages, rings.slots)
+        tasks.append(output_task("dT_I", 0, 0, stages))
+    homes = [f"{home}.{i}" for i in chunks for home in ("dhome", "dhome_L")]
+    return finished("backward", tasks, stages, _turns(tasks, sizes, homes))
 
 
 def rotating(
@@ -308,17 +252,11 @@ def rotating(
     return rotating_backward(n, stages, restore=restore, rearranged=rearranged)
 
 
-def _units(chunks: Sequence[int], local: bool, remote: bool) -> list[tuple[int, str]]:
+def _units(chunks: Sequence[int], stages: Stages) -> list[tuple[int, str]]:
     """In which order the experts compute: (chunk, "_L" for its rows that stay, else ""). Rows that stay fill
     the time until their chunk arrives; the last chunk's cover its R."""
     units = []
     for i in chunks:
-        unit = [(i, "_L")] * local + [(i, "")] * remote
+        unit = [(i, "_L")] * stages.local + [(i, "")] * stages.remote
         units += unit[::-1] if i == chunks[-1] else unit
     return units
-
-
-def _output(result: str, i: int, stages: Stages) -> Task:
-    home, shared = ("dhome", "dT_S") if result == "dT_I" else ("home", "T_S")
-    reads = [f"{home}_L.{i}"] * stages.local + [f"{home}.{i}"] * stages.remote + [shared] * stages.shared
-    return make_task(Kind.OUTPUT, i, reads, [f"{result}.{i}"])

@@ -107,12 +107,12 @@ class BufferSizes:
         by_link = name in ("T_DO", "dT_DO", "dT_DI") or (name == "T_DI" and self._restores_by_link)
         if by_link and not stays and extent.gathered is not None:
             rows = extent.gathered
-        if name.endswith("_sorted") or (name == "T_DI" and not stays and self._keeps_what_arrives):
+        if name.endswith("_sorted") or (name == "T_DI" and not stays and self.keeps_what_arrives):
             return [of * sorts for of, sorts in zip(rows, extent.regrouped, strict=True)], width
         return rows, width
 
     @property
-    def _keeps_what_arrives(self) -> bool:
+    def keeps_what_arrives(self) -> bool:
         """Forward's T_DI is kept: where it arrives in expert order, no slot holds it."""
         kept = self.restore is not None and self.restore.dispatched == "keep"
         return self.direction == "forward" and kept
@@ -127,9 +127,8 @@ class BufferSizes:
     @property
     def _restores_by_link(self) -> bool:
         """Whether T_DI is what a collective brings: in forward, and where backward sends it again."""
-        if self.direction == "forward":
-            return True
-        return self.restore is not None and self.restore.dispatched == "communicate"
+        sends_again = self.restore is not None and self.restore.dispatched == "communicate"
+        return self.direction == "forward" or sends_again
 
     @property
     def _expendable(self) -> bool:

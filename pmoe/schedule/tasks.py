@@ -80,6 +80,10 @@ class Kind(str, enum.Enum):
     # An enum's own is a function of Python, and every task is looked up by its kind.
     __hash__ = str.__hash__
 
+    def at(self, place: str) -> Kind:
+        """What does the same to rows that stay, where ``place`` is "_L"."""
+        return Kind("L" + self.value) if place else self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -156,21 +160,17 @@ class Stages:
     def __post_init__(self) -> None:
         if not (self.local or self.remote):
             raise ValueError("local (False) or remote (False) must be True: a layer's rows stay or travel")
-        if self.sharded and (self.local or not self.remote):
-            raise ValueError(
-                f"local ({self.local}) must be False and remote ({self.remote}) True where experts are "
-                "sharded: their rows all pass the ranks of the node"
-            )
-        if self.hooked and not self.sharded:
-            raise ValueError(
-                "hooked (True) must be False where experts are not sharded: C holds the hooks then"
-            )
 
 
 def finished(
     direction: str, tasks: list[Task], stages: Stages, slots: Mapping[str, str] | None = None
 ) -> Schedule:
-    """The schedule of these tasks, linked, on as many communication lanes as there are."""
+    """The schedule of these tasks, with GAR where backward has it, linked, on as many communication lanes as
+    there are."""
+    if stages.gradients and direction == "backward":
+        # Behind the last S, before any R that is issued later: there the link waits for the experts.
+        last = max((at for at, task in enumerate(tasks) if task.kind is Kind.DISPATCH), default=-1)
+        tasks[last + 1 : last + 1] = [make_task(Kind.GRADIENTS, -1, [], ["gradients"])]
     if stages.one_lane:
         one = Lane.COMMUNICATE
         tasks = [replace(task, lane=one) if task.lane is Lane.INTRA_NODE else task for task in tasks]
@@ -228,34 +228,24 @@ def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple
     return tuple(linked)
 
 
-_COMMUNICATED = {Kind.WEIGHTS, Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE, Kind.GRADIENTS}
-_INTRA_NODE = {Kind.ALL_GATHER, Kind.ALL_GATHER_AGAIN, Kind.REDUCE_SCATTER, Kind.SHARE_WEIGHTS}
-_COPIED_OUT = {
-    Kind.COPY_ROWS_OUT,
-    Kind.COPY_HIDDEN_OUT,
-    Kind.LOCAL_COPY_ROWS_OUT,
-    Kind.LOCAL_COPY_HIDDEN_OUT,
-}
-_COPIED_IN = {Kind.COPY_ROWS_IN, Kind.COPY_HIDDEN_IN, Kind.LOCAL_COPY_ROWS_IN, Kind.LOCAL_COPY_HIDDEN_IN}
 _LANES = {
-    **dict.fromkeys(_COMMUNICATED, Lane.COMMUNICATE),
-    **dict.fromkeys(_INTRA_NODE, Lane.INTRA_NODE),
-    **dict.fromkeys(_COPIED_OUT, Lane.COPY_OUT),
-    **dict.fromkeys(_COPIED_IN, Lane.COPY_IN),
+    **dict.fromkeys(("P", "S", "SI", "R", "GAR"), Lane.COMMUNICATE),
+    **dict.fromkeys(("AG", "AGI", "RS", "PG"), Lane.INTRA_NODE),
+    **dict.fromkeys(("DI", "DM", "LDI", "LDM"), Lane.COPY_OUT),
+    **dict.fromkeys(("HI", "HM", "LHI", "LHM"), Lane.COPY_IN),
 }
+"""By the kind of a task; all others compute."""
 
 
-def check_degree(n: int, ahead: int | None = None) -> None:
+def check_degree(n: int) -> None:
     """Raises ValueError for what no schedule can be built of."""
     if n < 1:
         raise ValueError(f"n ({n}) must be at least 1")
-    if ahead is not None and ahead < 0:
-        raise ValueError(f"ahead ({ahead}) must be None or at least 0")
 
 
 def make_task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
     """A task on its kind's lane, not yet linked."""
-    lane = _LANES.get(kind, Lane.COMPUTE)
+    lane = _LANES.get(kind.value, Lane.COMPUTE)
     return Task(kind=kind, chunk=chunk, lane=lane, reads=tuple(reads), writes=tuple(writes))
 
 
@@ -335,8 +325,8 @@ def shared_backward() -> list[Task]:
     ]
 
 
-def with_gradients(tasks: Sequence[Task]) -> list[Task]:
-    """GAR behind the last S, before any R that is issued later: there the link waits for the experts."""
-    last = max((at for at, task in enumerate(tasks) if task.kind is Kind.DISPATCH), default=-1)
-    gradients = make_task(Kind.GRADIENTS, -1, [], ["gradients"])
-    return [*tasks[: last + 1], gradients, *tasks[last + 1 :]]
+def output_task(result: str, i: int, piece: int, stages: Stages) -> Task:
+    """O of a chunk. piece: which of the pieces has its rows that stay."""
+    home, shared = ("dhome", "dT_S") if result == "dT_I" else ("home", "T_S")
+    reads = [f"{home}_L.{piece}"] * stages.local + [f"{home}.{i}"] * stages.remote + [shared] * stages.shared
+    return make_task(Kind.OUTPUT, i, reads, [f"{result}.{i}"])

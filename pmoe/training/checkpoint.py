@@ -1,11 +1,9 @@
 """Checkpoints that any number of ranks can load, and that a kill at any moment leaves whole.
 
 All ranks need one file system, and each run that saves needs a folder of its own: what is unfinished in it is
-taken for left behind, and removed. `pmoe.training.checkpoint_files` lists the files.
-
-Experts that `pmoe.parallelize` laid out are saved as the DTensors that they are, each rank its part; the file
-holds the experts of one process. Of its pickles only plain data and DCP's records are read: nothing in a
-checkpoint is run.
+taken for left behind, and removed. Experts that `pmoe.parallelize` laid out are saved as the DTensors that
+they are, each rank its part; the files (`pmoe.training.checkpoint_files`) hold the experts of one process. Of
+their pickles only plain data and DCP's records are read: nothing in a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -31,7 +30,7 @@ from pmoe.arguments import is_int, plain_int
 from pmoe.comm.ranks import Ranks, from_first, gathered
 from pmoe.training import checkpoint_files as files
 from pmoe.training import checkpoint_state as states
-from pmoe.training.checkpoint_files import CheckpointError, SavedRun
+from pmoe.training.checkpoint_files import CheckpointError
 
 __all__ = ["CheckpointError", "Loaded", "load_checkpoint", "save_checkpoint"]
 
@@ -71,8 +70,7 @@ def save_checkpoint(
         step: its number, at least 0.
         extra: plain data of the run (a scheduler's state, the place in the data), rank 0's.
         keep: how many of the newest checkpoints stay, at least 1.
-        group: the ranks that hold the model together; None is all ranks, or this process alone without a
-            process group.
+        group: the ranks that hold the model together; None is all ranks, or this process alone.
 
     Every rank must call it; returns when the checkpoint is on the disk and is the one to load. However it
     ends before (a kill, a full disk), the checkpoint before is untouched and still the one to load.
@@ -85,12 +83,12 @@ def save_checkpoint(
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         _check_arguments(step, extra, keep)
         names = states.Names(model)
-        of_model = states.model_state(model, names)
-        of_optimizer = states.optimizer_state(names, _listed(optimizer))
-        own = {"step": step, "extra": dict(extra or {}) if ranks.rank == 0 else {}, "model": of_model.plain}
-        own |= of_optimizer.plain
-        files.check_plain(own)  # here: a rank that could not send it would leave the others waiting
-        return of_model.tensors | of_optimizer.tensors, own
+        tensors, of_modules = states.model_state(model, names)
+        of_optimizer, plain = states.optimizer_state(names, _listed(optimizer))
+        given = dict(extra or {}) if ranks.rank == 0 else {}
+        plain |= {"step": step, "extra": given, "model": of_modules}
+        files.check_plain(plain)  # here: a rank that could not send it would leave the others waiting
+        return tensors | of_optimizer, plain
 
     tensors, own = _on_all(ranks, "collecting", collect)
     plain = _joined(gathered(ranks, own, stage="collecting a checkpoint")) | {"ranks": ranks.size}
@@ -128,24 +126,25 @@ def load_checkpoint(
     """
     ranks, folder, optimizers = Ranks(group), Path(folder), _listed(optimizer)
     path = folder / _on_first(ranks, "looking for it", lambda: files.find(folder, plain_int(step)))
-    saved = _on_all(ranks, f"reading {path}", lambda: files.read(path, ranks.rank, ranks.size))
+    plain, metadata, random = _on_all(
+        ranks, f"reading {path}", lambda: files.read(path, ranks.rank, ranks.size)
+    )
 
     def collect() -> tuple[states.Names, dict[str, Tensor]]:
         names = states.Names(model)
-        return names, states.model_state(model, names).tensors
+        return names, states.model_state(model, names)[0]
 
     names, tensors = _on_all(ranks, "collecting", collect)
-    _check_fit(ranks, path, names, tensors, saved, "model")
+    _check_fit(ranks, path, names, tensors, metadata, "model")
     if optimizers:
-        tensors |= _states_to_fill(ranks, path, names, optimizers, saved)
+        tensors |= _states_to_fill(ranks, path, names, optimizers, plain, metadata)
     with _by_dcp(ranks, f"reading {path}") as peers:
         load(states.in_boxes(tensors), storage_reader=FileSystemReader(path), **peers)
-    states.set_model_state(model, names, saved.plain["model"])
-    states.set_optimizer_state(names, optimizers, saved.plain, saved.metadata)
-    if saved.random is not None:
-        files.set_random(saved.random)
-    step, extra = saved.plain["step"], saved.plain["extra"]
-    return Loaded(path=path, step=step, extra=extra, random=saved.random is not None)
+    states.set_model_state(model, names, plain["model"])
+    states.set_optimizer_state(names, optimizers, plain, metadata)
+    if random is not None:
+        files.set_random(random)
+    return Loaded(path=path, step=plain["step"], extra=plain["extra"], random=random is not None)
 
 
 def _check_arguments(step: object, extra: object, keep: object) -> None:
@@ -158,9 +157,7 @@ def _check_arguments(step: object, extra: object, keep: object) -> None:
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -175,19 +172,24 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _states_to_fill(
-    ranks: Ranks, path: Path, names: states.Names, optimizers: Sequence[Optimizer], saved: SavedRun
+    ranks: Ranks,
+    path: Path,
+    names: states.Names,
+    optimizers: Sequence[Optimizer],
+    plain: states.Plain,
+    metadata: Metadata,
 ) -> dict[str, Tensor]:
     """Of the optimizers, made where there is none yet; as before where the checkpoint does not fit."""
     before = [dict(each.state) for each in optimizers]
 
     def collect() -> tuple[dict[str, Tensor], list[str]]:
         states.make_states(optimizers)
-        tensors = states.of_saved(states.optimizer_state(names, optimizers).tensors, saved.metadata)
-        return tensors, states.option_problems(names, optimizers, saved.plain)
+        tensors = states.of_saved(states.optimizer_state(names, optimizers)[0], metadata)
+        return tensors, states.option_problems(names, optimizers, plain)
 
     try:
         tensors, problems = _on_all(ranks, "collecting the optimizer's state", collect)
-        _check_fit(ranks, path, names, tensors, saved, "optimizer", problems)
+        _check_fit(ranks, path, names, tensors, metadata, "optimizer", problems)
     except BaseException:
         for each, state in zip(optimizers, before, strict=True):
             each.state.clear()
@@ -201,13 +203,13 @@ def _check_fit(
     path: Path,
     names: states.Names,
     tensors: Mapping[str, Tensor],
-    saved: SavedRun,
+    metadata: Metadata,
     part: str,
     more: Sequence[str] = (),
 ) -> None:
     """CheckpointError on every rank where the checkpoint is not of these tensors on any."""
     of_some_ranks = gathered(ranks, names.of_this_rank(tensors), stage="comparing names")
-    problems = [*more, *states.problems_of(tensors, set(tensors).union(*of_some_ranks), saved.metadata, part)]
+    problems = [*more, *states.problems_of(tensors, set(tensors).union(*of_some_ranks), metadata, part)]
     of_ranks = gathered(ranks, problems, stage="comparing what does not fit")
     found = list(dict.fromkeys(problem for each in of_ranks for problem in each))
     if found:
@@ -257,7 +259,6 @@ def _raise(stage: str, errors: Sequence[str | None]) -> None:
     """One message for all ranks: the error that all have in common, or each rank's."""
     if not any(errors):
         return
-    if len(set(errors)) == 1:
-        raise CheckpointError(f"checkpoint: {stage}: {errors[0]}")
-    text = "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None)
-    raise CheckpointError(f"checkpoint: {stage}: {text}")
+    told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    common = len(set(errors)) == 1
+    raise CheckpointError(f"checkpoint: {stage}: {errors[0] if common else '; '.join(told)}")

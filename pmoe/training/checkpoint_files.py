@@ -22,7 +22,6 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,19 +45,6 @@ RECORDS = frozenset(
 
 class CheckpointError(ValueError):
     """A checkpoint could not be saved, is not there, is damaged, or is of another model: on every rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedRun:
-    """What one rank reads of a checkpoint before its tensors.
-
-    plain: of plain.pt. metadata: DCP's list of tensors. random: the states of this rank's random generators,
-    None where another number of ranks saved it.
-    """
-
-    plain: dict[str, Any]
-    metadata: Metadata
-    random: dict[str, Any] | None
 
 
 # ---- writing
@@ -98,8 +84,9 @@ def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
     generators: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
-    _write_to_disk(_random_file(part, rank), lambda file: torch.save(generators, file))
-    own = [*part.glob(f"__{rank}_*"), _random_file(part, rank)]
+    path = part / f"random_{rank}.pt"
+    _write_to_disk(path, lambda file: torch.save(generators, file))
+    own = [*part.glob(f"__{rank}_*"), path]
     if rank == 0:
         _write_to_disk(part / PLAIN, lambda file: torch.save(plain, file))
         own += [part / PLAIN, part / LIST]
@@ -147,8 +134,10 @@ def find(folder: Path, step: int | None) -> str:
     return numbered[max(numbered)]
 
 
-def read(path: Path, rank: int, num_ranks: int) -> SavedRun:
-    """Reads all but the tensors. Raises OSError or ValueError for a file missing, damaged or too short.
+def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadata, dict[str, Any] | None]:
+    """All but the tensors: plain.pt, DCP's list of tensors, and the states of this rank's random generators,
+    None where another number of ranks saved them. Raises OSError or ValueError for a file missing, damaged or
+    too short.
 
     The ranks share the work of looking at the sums: torch does not.
     """
@@ -157,9 +146,8 @@ def read(path: Path, rank: int, num_ranks: int) -> SavedRun:
             if _sum(path / Path(name).name) != expected:
                 raise ValueError(f"{path / name} is damaged: its sum is not the one in {file.name}")
     plain = _read_plain(path / PLAIN)
-    same_ranks = plain["ranks"] == num_ranks
-    generators = _read_plain(_random_file(path, rank)) if same_ranks else None
-    return SavedRun(plain=plain, metadata=_read_metadata(path), random=generators)
+    generators = _read_plain(path / f"random_{rank}.pt") if plain["ranks"] == num_ranks else None
+    return plain, _read_metadata(path), generators
 
 
 def set_random(generators: Mapping[str, Any]) -> None:
@@ -172,12 +160,11 @@ def set_random(generators: Mapping[str, Any]) -> None:
 
 def _last(pointer: Path) -> str:
     try:
-        found = json.loads(pointer.read_text())
+        name = load_json(pointer, lambda found: found["folder"])
     except FileNotFoundError:
         raise CheckpointError(f"there is no {pointer}") from None
-    except ValueError:  # no JSON, or no text at all
-        found = None
-    name = found.get("folder") if isinstance(found, dict) else None
+    except (ValueError, KeyError):
+        name = None
     if not isinstance(name, str) or Path(name).name != name:
         raise CheckpointError(f"{pointer} is damaged: it must name a folder beside it")
     return name
@@ -235,10 +222,6 @@ def _sum(path: Path) -> int:
         while part := file.read(1 << 22):
             found = zlib.crc32(part, found)
     return found
-
-
-def _random_file(path: Path, rank: int) -> Path:
-    return path / f"random_{rank}.pt"
 
 
 # ---- the disk

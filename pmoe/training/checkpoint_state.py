@@ -4,28 +4,21 @@ Tensors are DCP's (torch.distributed.checkpoint) to write and read in place, eac
 and the name of a parameter or buffer; "optimizer.", the name of a parameter and that of its state. All else
 is plain: options of optimizers, by parameter, so that groups may be cut otherwise when it is loaded.
 
-Names are those of one process: wrappers leave no trace in them, and experts that are modules are numbered
-among all experts, not among this rank's.
+Names are those of one process: wrappers leave no trace, and experts that are modules are numbered among all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    _init_optim_state,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pmoe.experts.base import local_part
@@ -36,18 +29,6 @@ Plain = dict[str, Any]
 
 RUN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Options of optimizers that say how a step is computed, not which: they stay those of the new run."""
-
-WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""What activation checkpointing and torch.compile add to names."""
-
-
-@dataclass(frozen=True)
-class State:
-    """One rank's part. tensors: by their names in the checkpoint, the memory of the model and the optimizers
-    itself. plain: the rest, to be pickled."""
-
-    tensors: dict[str, Tensor]
-    plain: Plain
 
 
 class Names:
@@ -95,17 +76,19 @@ class Names:
 # ---- the model
 
 
-def model_state(model: nn.Module, names: Names) -> State:
-    """Parameters and buffers; extra states of modules are plain."""
-    state = {f"model.{names.stored(name)}": value for name, value in get_model_state_dict(model).items()}
+def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plain]:
+    """Parameters and buffers, the model's own memory, by their names in the checkpoint; and, as plain data,
+    extra states of modules."""
+    found = state_dict.get_model_state_dict(model).items()
+    state = {f"model.{names.stored(name)}": value for name, value in found}
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-    return State(tensors, {name: value for name, value in state.items() if name not in tensors})
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
 def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) -> None:
     """After the tensors were read in place: hands the model all of its state, extra states included."""
-    state = get_model_state_dict(model)
-    set_model_state_dict(
+    state = state_dict.get_model_state_dict(model)
+    state_dict.set_model_state_dict(
         model, {name: plain.get(f"model.{names.stored(name)}", value) for name, value in state.items()}
     )
 
@@ -113,8 +96,8 @@ def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) ->
 # ---- optimizers
 
 
-def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> State:
-    """Of the parameters that have any state. Raises ValueError where a parameter is not the model's."""
+def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], Plain]:
+    """As `model_state`, of parameters that have any state. Raises ValueError where one is not the model's."""
     tensors, values, options = dict[str, Tensor](), dict[str, Plain](), dict[str, Plain]()
     for optimizer, group, parameter in _parameters_of(optimizers):
         name = names.of(parameter)
@@ -124,7 +107,7 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> State:
                 tensors[f"optimizer.{name}.{key}"] = value.detach()
             else:
                 values.setdefault(name, {})[key] = value
-    return State(tensors, {"options": options, "values": values})
+    return tensors, {"options": options, "values": values}
 
 
 def set_optimizer_state(
@@ -132,15 +115,13 @@ def set_optimizer_state(
 ) -> None:
     """After the tensors were read in place: options, plain values, and no state where none was saved."""
     saved = _owners(metadata)
-    for optimizer, _, parameter in _parameters_of(optimizers):
+    for optimizer, group, parameter in _parameters_of(optimizers):
         name = names.of(parameter)
         if name in plain["values"]:
             optimizer.state[parameter].update(plain["values"][name])
         elif f"optimizer.{name}" not in saved:
             optimizer.state.pop(parameter, None)
-    for group in (each for optimizer in optimizers for each in optimizer.param_groups):
-        options = plain["options"][names.of(group["params"][0])] if group["params"] else {}
-        for key, value in options.items():
+        for key, value in plain["options"][name].items():
             if isinstance(group.get(key), Tensor):
                 group[key].copy_(torch.as_tensor(value))
             else:
@@ -178,7 +159,7 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
         for each in parameters:
             each.grad = None
         try:
-            _init_optim_state(optimizer)
+            state_dict._init_optim_state(optimizer)
         finally:
             optimizer.state.update(states)
             for each, gradient in zip(parameters, gradients, strict=True):
@@ -237,8 +218,7 @@ def _in_boxes(tensor: Tensor) -> Tensor:
             first[along] = at * parts[0].shape[along]
     half = tensor.shape[dim] // count
     offsets = [(*first[:dim], first[dim] + number * half, *first[dim + 1 :]) for number in range(count)]
-    boxes = LocalShardsWrapper(parts, offsets)
-    return DTensor(boxes, tensor._spec, requires_grad=False)
+    return DTensor(LocalShardsWrapper(parts, offsets), tensor._spec, requires_grad=False)
 
 
 # ---- names and walks
@@ -257,12 +237,8 @@ def _check_names_differ(name: str, layer: MoELayer) -> None:
 
 def _unwrapped(model: nn.Module, name: str) -> str:
     """Without what DistributedDataParallel, torch.compile and checkpoint_wrapper add, in any order."""
-    module, kept = model, []
-    for part in name.split("."):
-        if part not in WRAPPERS and not (part == "module" and isinstance(module, DistributedDataParallel)):
-            kept.append(part)
-        module = getattr(module, part, module) if part else module
-    return ".".join(kept)
+    (found,) = state_dict._get_fqns(model, name)
+    return found
 
 
 def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:

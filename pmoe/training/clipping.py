@@ -2,8 +2,6 @@
 
 The norm is not `torch.nn.utils.get_total_norm`, which adds up in the gradients' own type: bfloat16 has
 three digits, and float16 overflows. The scaling is torch's.
-
-Letters: P ranks that hold the model together.
 """
 
 from __future__ import annotations
@@ -45,12 +43,11 @@ def clip_grad_norm_(
 
     Args:
         parameters: a model or parameters. Plain tensors are the same on all ranks; DTensors may be of any
-            meshes (FSDP2's, `parallelize`'s). Experts of layers that were not parallelized need the model:
-            only it says how many copies of them there are.
+            meshes. Experts of layers that were not parallelized need the model: only it says how many copies
+            of them there are.
         max_norm: at least 0.
         norm_type: the order, positive or inf.
-        group: the ranks that hold the model together. None is the default group, or this process alone
-            without one.
+        group: the ranks that hold the model together. None is the default group, or this process alone.
 
     Returns the norm before clipping, a scalar of float32 or wider: the same on every rank and, to rounding,
     that of one process. One all-reduce of one number, or of two for norm_type inf.
@@ -64,8 +61,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
     ranks, named = Ranks(group), _named(parameters)
-    copies = _copies_of_experts(parameters, named, ranks.size)
-    gradients = _grouped(named, copies, ranks.size)
+    gradients = _grouped(named, _copies_of_experts(parameters, named, ranks.size), ranks.size)
     norm = _norm(gradients, norm_type, _scalar_device(named, ranks), ranks, foreach)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -204,8 +200,7 @@ class GradScaler(torch.amp.GradScaler):
     A gradient that overflows on one rank, say of its own experts, skips the step on all ranks, and all go on
     with the same scale. One optimizer may have plain tensors and DTensors of any meshes.
 
-    group: the ranks that hold the model together. None is the default group, or this process alone without
-        one.
+    group: the ranks that hold the model together. None is the default group, or this process alone.
 
     Every rank must call ``unscale_`` (or `step`, which does it) for the same optimizers, once gradients are
     reduced: one all-reduce of one number each. A rank may have no gradients.

@@ -1,7 +1,5 @@
 """Expert parallelism beside DistributedDataParallel or FSDP2, which keep the dense part.
 
-One call spreads the experts; optimizers, gradient clipping and checkpoints understand their parameters.
-
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
     model = DistributedDataParallel(pmoe.parallelize(model, mesh))
     # or, with FSDP2, after parallelize, for each block and for the model:
@@ -18,7 +16,6 @@ each gradient is the ranks' sum divided by their number.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
 from pmoe.comm.ranks import Grid, Ranks, at_stage
@@ -38,6 +34,9 @@ from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
 
 M = TypeVar("M", bound=nn.Module)
+
+WRAPPERS = {"DistributedDataParallel", "FSDPModule"}
+"""By name: torch's FSDP is loaded only where a script uses it."""
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """Where DistributedDataParallel looks for the names of parameters and buffers that it must not touch."""
@@ -53,23 +52,22 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
             within each backward pass, before they are added to what earlier passes left. False leaves that to
             `pmoe.training.parallel.reduce_gradients`.
 
-    A layer that each rank built by itself, with all experts, is spread: the rank keeps its share
-    (`MoELayer.spread`). One that was built over the mesh's "ep" (and "esp") stays as it is: by mesh=, by
-    group=, or over the default group where those are its ranks. Copies take the values of the first.
+    A layer that each rank built by itself, with all experts, is spread (`MoELayer.spread`). One that was
+    built over the mesh's "ep" (and "esp") stays as it is: by mesh=, by group=, or over the default group
+    where those are its ranks. Copies take the values of the first.
 
     Parameters of stacked experts become DTensors on ``mesh``: Shard(0) over "ep", hidden columns split over
-    "esp", whole b2 and copies Replicate. Experts that are modules keep plain parameters, which have no
-    dimension of experts to shard, and cannot be split over "esp". `DistributedDataParallel`'s list of names
-    to ignore gets all of them, and experts' buffers. The dense part is not touched.
+    "esp", whole b2 and copies Replicate. Experts that are modules keep plain parameters, and cannot be split
+    over "esp". `DistributedDataParallel`'s list of names to ignore gets all of them, and experts' buffers.
+    The dense part is not touched.
 
     Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made: an optimizer
     that has experts from before raises ValueError at its next step. Models on the meta device stay there, and
     there layers of other ranks are spread again too. Calling it again with the same mesh changes only the
     list of names: do so where modules inside were wrapped since (checkpoint_wrapper, torch.compile).
 
-    Raises ValueError or TypeError, naming the layer, before any weight is touched, where a layer is of other
-    ranks, cannot be spread or is in a data-parallel wrapper already, where there is no layer, or where the
-    mesh is none of these.
+    Raises ValueError or TypeError, naming the layer, before any weight is touched, where there is no layer,
+    one is of other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh is none of these.
     """
     inner = _experts_mesh(mesh)
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
@@ -80,8 +78,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         try:
             _check_layer(layer, inner, grid)
         except (ValueError, TypeError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{name or 'model'}: {error}") from None
+            raise type(error)(f"{name or 'model'}: {error}") from None
     _check_wrappers(model)
     (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
     copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
@@ -113,16 +110,13 @@ def parameter_groups(
     DTensors of different meshes.
 
     Args:
-        parameters: a model, its parameters, or groups as optimizers take them (decayed and other ones, say),
-            each of which is split with all its options. The order of groups and of parameters is kept, plain
-            ones first.
+        parameters: a model, its parameters (of any shape), or groups as optimizers take them, each of which
+            is split with all its options. The order of groups and of parameters is kept, plain ones first.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     given = list[Any](parameters)
-    groups = [each if isinstance(each, Mapping) else {"params": [each]} for each in given]
-    if not any(isinstance(each, Mapping) for each in given):
-        groups = [{"params": given}]
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
     found = []
     for group in groups:
         inside = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -179,24 +173,22 @@ def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
     for name, ranks in ((ACROSS, grid.across), (INSIDE, grid.inside)):
         if places.get(name, 0) != ranks.rank:  # groups sort their ranks, DTensors do not
             raise ValueError(f'mesh (ranks {inner.mesh.tolist()}) must be in ascending order along "{name}"')
-    if layer.experts.is_parallelized:
-        if not _is_over(layer, grid):
+    if not _is_over(layer, grid):
+        if layer.experts.is_parallelized:
             raise ValueError("a layer that is parallelized already must not be parallelized over other ranks")
-    elif not _is_over(layer, grid):
         layer.check_spread(inner)
 
 
 def _check_wrappers(model: nn.Module) -> None:
     """A wrapper that holds a layer's parameters already would keep the old ones."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported, nothing is sharded by it
-    kinds: list[type] = [DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule,))]
     for name, module in model.named_modules():
-        if any(isinstance(module, kind) for kind in kinds):
-            inside = (each for each in module.modules() if isinstance(each, MoELayer))
-            if not all(layer.experts.is_parallelized for layer in inside):
-                raise ValueError(
-                    f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
-                )
+        if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
+            continue
+        inside = (each for each in module.modules() if isinstance(each, MoELayer))
+        if not all(layer.experts.is_parallelized for layer in inside):
+            raise ValueError(
+                f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
+            )
 
 
 def _is_over(layer: MoELayer, grid: Grid) -> bool:
@@ -210,14 +202,12 @@ def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
     for ranks in (inside, copies):
         if ranks.size == 1:
             continue
-        assert ranks.group is not None
-        source = dist.get_global_rank(ranks.group, 0)
         dims = experts.hidden_dims() or {}
         for name, tensor in (*experts.named_parameters(), *experts.named_buffers()):
             if tensor.is_meta or (ranks is inside and dims.get(name) is not None):
                 continue
             whole = local_part(tensor).contiguous()
-            dist.broadcast(whole, source, group=ranks.group)
+            dist.broadcast(whole, group=ranks.group, group_src=0)
             local_part(tensor).copy_(whole)
 
 

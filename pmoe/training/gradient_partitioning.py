@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from pmoe.layer import MoELayer
 from pmoe.layer.memory import memory_shape
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost, fit
-from pmoe.planner.degree import DEGREES, fixed_degree
+from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
 from pmoe.runners.solved import layer_costs, operations_of
@@ -45,7 +45,8 @@ class GradientRange:
 class GradientBuffers:
     """The flat memory of the gradients of ``parameters``.
 
-    order: indices of all parameters, in the order of backward.
+    order: indices of all parameters, in the order of backward. ends: bytes of the first 0, 1, ... gradients;
+    in the order of backward where all are of one type.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int]) -> None:
@@ -54,7 +55,7 @@ class GradientBuffers:
             kinds.setdefault((parameters[at].dtype, parameters[at].device), []).append(at)
         self._parameters = parameters
         self._order = [at for places in kinds.values() for at in places]
-        self._ends = list(accumulate(parameters[at].nbytes for at in self._order))
+        self.ends = list(accumulate((parameters[at].nbytes for at in self._order), initial=0))
         self._flat: dict[int, Tensor] = {}
         self.memories: list[Tensor] = []
         for (dtype, device), places in kinds.items():
@@ -62,15 +63,6 @@ class GradientBuffers:
             memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
             self._flat |= zip(places, memory.split(sizes), strict=True)
             self.memories.append(memory)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all buffers."""
-        return self._ends[-1]
-
-    def bytes_of_first(self, count: int) -> int:
-        """Of the gradients that backward makes first, where all are of one type."""
-        return self._ends[count - 1] if count else 0
 
     def take(self, at: int) -> None:
         """Moves a parameter's gradient into its place, and makes it a view of it. None counts as zeros."""
@@ -86,18 +78,17 @@ class GradientBuffers:
         """The bytes from ``begin`` to ``end``, cut where one buffer ends and the next begins."""
         found, first = [], 0
         for memory in self.memories:
-            item = memory.element_size()
-            low, high = max(begin, first), min(end, first + memory.nbytes)
+            item, last = memory.element_size(), first + memory.nbytes
+            low, high = max(begin, first), min(end, last)
             if low < high:
                 part = memory[(low - first) // item : (high - first) // item]
                 found.append(GradientRange(part, self._parameters_between(low, high)))
-            first += memory.nbytes
+            first = last
         return found
 
     def _parameters_between(self, begin: int, end: int) -> tuple[int, ...]:
-        starts = [0, *self._ends]
-        places = zip(self._order, starts, self._ends, strict=False)
-        return tuple(at for at, first, last in places if first < end and last > begin)
+        places = zip(self._order, pairwise(self.ends), strict=True)
+        return tuple(at for at, (first, last) in places if first < end and last > begin)
 
 
 MESSAGE_BYTES = (1 << 16, 1 << 18, 1 << 20)
@@ -118,19 +109,6 @@ class LayerBackward(NamedTuple):
     dense_seconds: float
 
 
-@dataclass
-class Observed:
-    """What the first step showed.
-
-    order: indices of parameters as their gradients came; those without any come last. layers: every backward
-    pass of an MoE layer. last_seconds: of the dense part after the last one.
-    """
-
-    order: list[int] = field(default_factory=list)
-    layers: list[LayerBackward] = field(default_factory=list)
-    last_seconds: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
     """What is sent when in a backward pass. MoE layers' passes have the numbers 0, 1, ... in their order.
@@ -139,49 +117,48 @@ class Timetable:
     end: after backward.
     """
 
-    inside: dict[int, list[GradientRange]]
-    beside: dict[int, list[GradientRange]]
+    inside: dict[int, GradientRange] = field(default_factory=dict)
+    beside: dict[int, GradientRange] = field(default_factory=dict)
     end: list[GradientRange]
-
-    @staticmethod
-    def at_the_end(buffers: GradientBuffers) -> Timetable:
-        """Everything after backward."""
-        return Timetable(inside={}, beside={}, end=buffers.ranges(0, buffers.num_bytes))
 
 
 def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
     """The partition's bytes as ranges of memory, in whole elements. All gradients are of one type."""
-    (memory,) = buffers.memories
-    item = memory.element_size()
-    inside: dict[int, list[GradientRange]] = {}
-    beside: dict[int, list[GradientRange]] = {}
+    item = buffers.memories[0].element_size()
+    inside: dict[int, GradientRange] = {}
+    beside: dict[int, GradientRange] = {}
     begin = 0
     for at, share in enumerate(found.shares):
         wanted = begin + share.dense_bytes + share.moe_bytes
-        end = min(wanted // item * item, buffers.num_bytes)
+        end = min(wanted // item * item, buffers.ends[-1])
         if end > begin:
-            (inside if at % 2 else beside)[at // 2] = buffers.ranges(begin, end)
+            (part,) = buffers.ranges(begin, end)
+            (inside if at % 2 else beside)[at // 2] = part
         begin = end
-    return Timetable(inside=inside, beside=beside, end=buffers.ranges(begin, buffers.num_bytes))
+    return Timetable(inside=inside, beside=beside, end=buffers.ranges(begin, buffers.ends[-1]))
 
 
 def find_partition(
-    seen: Observed, layers: Sequence[MoELayer], buffers: GradientBuffers, ranks: Ranks
+    seen: Sequence[LayerBackward],
+    last_seconds: float,
+    layers: Sequence[MoELayer],
+    buffers: GradientBuffers,
+    ranks: Ranks,
 ) -> Partition:
     """Dense parts and MoE layers in turn, as generalized layers of their own (Section 5.2).
 
-    What a dense part makes may travel in the MoE layer that follows. Collective: costs are measured, and all
-    ranks take the first rank's partition.
+    What a dense part makes may travel in the MoE layer that follows. last_seconds: of the last dense part.
+    Collective: costs are measured, and all ranks take the first rank's partition.
     """
     line = measure_all_reduce(ranks, buffers.memories[0])
-    made = [buffers.bytes_of_first(each.num_made) for each in seen.layers]
-    sizes = [end - begin for begin, end in zip([0, *made], [*made, buffers.num_bytes], strict=True)]
+    made = [buffers.ends[each.num_made] for each in seen]
+    sizes = [end - begin for begin, end in pairwise([0, *made, buffers.ends[-1]])]
     parts = []
-    for each, size in zip(seen.layers, sizes, strict=False):
+    for each, size in zip(seen, sizes, strict=False):
         degrees = backward_degrees(layers[each.layer])
         parts.append(_dense_part(each.dense_seconds, size))
         parts.append(GeneralizedLayer(degrees=degrees, dense_seconds=0.0, gradient_bytes=0))
-    parts.append(_dense_part(seen.last_seconds, sizes[-1]))
+    parts.append(_dense_part(last_seconds, sizes[-1]))
     return from_first(ranks, partition(parts, line), stage="sharing a partition of gradients")
 
 
@@ -203,14 +180,12 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     way = ScheduleOptions(
         direction="backward", one_lane=layer.switches.one_lane, restore=restore, stays=shape.stays
     )
-    fixed = layer.pipeline_backward or fixed_degree(layer.pipeline)
+    fixed = layer.pipeline_backward or layer.spec.fixed_degree
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
 
 
 def measure_all_reduce(ranks: Ranks, like: Tensor) -> LineCost:
     """Seconds of an all-reduce by bytes, of the slowest rank. like: any tensor of that type. Collective."""
-    if ranks.size == 1:
-        return LineCost(0.0, 0.0)
     seconds = []
     with open_bench(ranks, like.device) as bench:
         for num_bytes in MESSAGE_BYTES:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -83,14 +84,11 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
         device_type: of the meshes; None goes by the backend.
 
     DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the experts are data-parallel.
-    Ranks of "mp" and of "esp" are neighbours, of one node.
+    Ranks of "mp" and of "esp" are neighbours, of one node. Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp"
+    and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and (1, 3), "edp" each rank by itself.
 
-    Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp" and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and
-    (1, 3), "edp" each rank by itself.
-
-    Every rank must call it with the same arguments; a second call with them returns the same meshes, so that
-    no groups pile up. Raises ValueError where the sizes do not tile the ranks, RuntimeError without a process
-    group.
+    Every rank must call it with the same arguments; a second call with them returns the same meshes. Raises
+    ValueError where the sizes do not tile the ranks, RuntimeError without a process group.
     """
     for name, size in {"mp": mp, "ep": ep, "esp": esp}.items():
         if not is_int(size) or size < 1:
@@ -138,10 +136,10 @@ def reduce_gradients(
             sums over tokens.
         experts_only: another reduces the dense part, for example DistributedDataParallel; `is_expert` names
             the parameters that it must leave out.
-        replicated: plain dense parameters of modules that get the same tokens and the same output gradients
-            on each rank of "mp", so that those hold the same whole gradient. Not those behind a split of the
-            tokens (the gate, say), nor before one by plain indexing, whose gradient is of this rank's part.
-            DTensors know by themselves and must not be named.
+        replicated: plain dense parameters of modules that get the same tokens and output gradients on each
+            rank of "mp", so that those hold the same whole gradient. Not those behind a split of the tokens
+            (the gate, say), nor before one by plain indexing, whose gradient is of this rank's part. DTensors
+            know by themselves and must not be named.
 
     Gradients change in place, in few all-reduces, the same ones on every rank. A gradient that is None counts
     as zero and becomes zero, even where it is None everywhere: set requires_grad=False on untrained ones.
@@ -151,13 +149,12 @@ def reduce_gradients(
     """
     divide_by = _checked_divisor(meshes.num_ranks if divide_by is None else divide_by)
     _check_layers(model, meshes)
-    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     replicated_ids = _checked_replicated(model, replicated)
     groups = {"all": dist.group.WORLD, DP: meshes.group(DP), EDP: meshes.group(EDP)}
     scaled: dict[tuple[int, object, object], list[Tensor]] = {}
     summed: dict[tuple[str, object, object], list[Tensor]] = {}
-    for name, parameter in named.items():
-        if experts_only and not is_expert(parameter):
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or (experts_only and not is_expert(parameter)):
             continue
         over, copies, gradient = _summand(name, parameter, meshes, id(parameter) in replicated_ids)
         scaled.setdefault((copies, gradient.device, gradient.dtype), []).append(gradient)
@@ -219,7 +216,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _all_reduce(buckets: Iterable[tuple[dist.ProcessGroup | None, list[Tensor]]]) -> None:
     """Sums each bucket over its group, in place; one is packed while the one before travels."""
-    before: tuple[dist.Work | None, Tensor, list[Tensor]] | None = None
+    before: tuple[dist.Work, Tensor, list[Tensor]] | None = None
     for group, bucket in buckets:
         (first, *others) = bucket
         is_flat = not others and first.is_contiguous()
@@ -232,14 +229,10 @@ def _all_reduce(buckets: Iterable[tuple[dist.ProcessGroup | None, list[Tensor]]]
         _unpack(*before)
 
 
-def _unpack(work: dist.Work | None, flat: Tensor, bucket: list[Tensor]) -> None:
-    if work is not None:
-        work.wait()
+def _unpack(work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
+    work.wait()
     if bucket:
-        parts = flat.split([each.numel() for each in bucket])
-        torch._foreach_copy_(
-            bucket, [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
-        )
+        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 
 def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
@@ -259,10 +252,8 @@ def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) ->
             f"replicated ({len(found - set(known))} of {len(found)} unknown) must be parameters of the model"
         )
     for name, parameter in (known[each] for each in found):
-        kind = (
-            "an expert's" if is_expert(parameter) else "a DTensor" if isinstance(parameter, DTensor) else ""
-        )
-        if kind:
+        if is_expert(parameter) or isinstance(parameter, DTensor):
+            kind = "an expert's" if is_expert(parameter) else "a DTensor"
             raise ValueError(f"replicated ({name}, {kind}) must be plain dense parameters")
     return found
 

@@ -1,19 +1,17 @@
-"""Data-parallel gradients all-reduced inside backward: FSMoE's adaptive gradient partitioning.
+"""Data-parallel gradients all-reduced inside backward: FSMoE's adaptive gradient partitioning (Section 5).
 
 Beside the dense parts of a model an all-reduce disturbs nobody. Inside an MoE layer's backward pass it has a
 place of its own on the lane between nodes, behind the last dispatch, where the lane would wait for the
-experts (Section 5). How many bytes travel where is `pmoe.planner.gradient_partition`'s choice.
-
-The first step is plain and shows the order of gradients, and how long the dense parts take; at its end all
-ranks agree on the partition (`pmoe.training.gradient_partitioning`).
+experts. How many bytes travel where is `pmoe.planner.gradient_partition`'s choice: the first step is plain,
+and at its end all ranks agree on the partition (`pmoe.training.gradient_partitioning`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
@@ -24,14 +22,8 @@ from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.planner.gradient_partition import Partition
-from pmoe.training import reducer_steps as steps
-from pmoe.training.gradient_partitioning import (
-    GradientBuffers,
-    Observed,
-    Timetable,
-    find_partition,
-    timetable_of,
-)
+from pmoe.training.gradient_partitioning import GradientBuffers, Timetable, find_partition, timetable_of
+from pmoe.training.reducer_steps import FirstStep, LayerGradients, PartitionedStep, gradient_hook
 
 
 class GradientReducer:
@@ -53,12 +45,12 @@ class GradientReducer:
         model: its `MoELayer` modules carry the gradients.
         group: None is the default group.
         average: divide by its size.
-        partition: how many bytes travel where; None finds it after the first step, from costs that are
-            measured then (`pmoe.runners.solved.operations_of`). False never overlaps.
+        partition: how many bytes travel where, in the dense parts and the MoE layers in turn; None finds it
+            after the first step, from costs that are measured then. False never overlaps.
 
-    After the first `finish`, ``partition`` says what was found; predicted seconds with it. Its layers are the
-    dense parts and the MoE layers in turn. Where ranks make gradients in different orders, or gradients are
-    of several types, it stays None and all is sent at the end.
+    After the first `finish`, ``partition`` says what was found, with predicted seconds. Where ranks make
+    gradients in different orders, or gradients are of several types, it stays None and all is sent at the
+    end.
 
     Raises ValueError where no parameter is dense, or one is a DTensor; TypeError for another partition.
     """
@@ -71,8 +63,10 @@ class GradientReducer:
         average: bool = True,
         partition: Partition | Literal[False] | None = None,
     ) -> None:
+        ranks, self.average = Ranks(group), average
         # A group of its own: the lane between nodes sends here while another may use the given one.
-        self.ranks, self.average = Ranks(_own_group(Ranks(group))), average
+        own = None if ranks.group is None else dist.new_group(ranks.members, **options_like(ranks.group))
+        self.ranks = Ranks(own)
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self.names, self.parameters = _dense_parameters(model)
         if partition is not None and partition is not False and not isinstance(partition, Partition):
@@ -80,14 +74,15 @@ class GradientReducer:
         self.partition: Partition | None = None
         self._wanted = partition
         self._syncs = True
-        self._sending: tuple[GradientBuffers, Timetable] | None = None  # None before the first step has ended
-        self._step: steps.ReducerStep = self._new_step()
-        current = _CurrentStep(weakref.ref(self))
+        self._new_step: Callable[[], FirstStep | PartitionedStep]
+        self._new_step = partial(FirstStep, self.parameters[0].device)
+        self._step: FirstStep | PartitionedStep = self._new_step()
+        current = partial(_step_of, weakref.ref(self))
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(steps.GradientHook(current, at))
+            parameter.register_post_accumulate_grad_hook(gradient_hook(current, at))
             for at, parameter in enumerate(self.parameters)
         ]
-        self._carried = [steps.LayerGradients(current, at) for at in range(len(self.layers))]
+        self._carried = [LayerGradients(current, at) for at in range(len(self.layers))]
         for layer, carried in zip(self.layers, self._carried, strict=True):
             layer.gradients = carried
 
@@ -113,55 +108,45 @@ class GradientReducer:
         The first time it also finds the partition: ValueError where a given one is of another model.
         """
         step = self._step
-        buffers = self._finish_first(step) if isinstance(step, steps.FirstStep) else step.finish()
+        buffers = self._finish_first(step) if isinstance(step, FirstStep) else step.finish()
         if self.average:
             for memory in buffers.memories:
                 memory.div_(self.ranks.size)
         self._step = self._new_step()
 
-    def _finish_first(self, step: steps.FirstStep) -> GradientBuffers:
-        seen = step.observed(len(self.parameters))
+    def _finish_first(self, seen: FirstStep) -> GradientBuffers:
+        seen.end(len(self.parameters))
         buffers = GradientBuffers(self.parameters, seen.order)
-        timetable = Timetable.at_the_end(buffers)
-        steps.PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
+        timetable = Timetable(end=buffers.ranges(0, buffers.ends[-1]))
+        PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
         if self._may_overlap(seen, buffers):
             timetable = self._timetable(seen, buffers)
-        self._sending = (buffers, timetable)
+        self._new_step = partial(PartitionedStep, buffers, timetable, self.ranks, self.names)
         return buffers
 
-    def _new_step(self) -> steps.ReducerStep:
-        if self._sending is None:
-            return steps.FirstStep(self.parameters[0].device)
-        return steps.PartitionedStep(*self._sending, self.ranks, self.names)
-
-    def _may_overlap(self, seen: Observed, buffers: GradientBuffers) -> bool:
+    def _may_overlap(self, seen: FirstStep, buffers: GradientBuffers) -> bool:
         """Whether every rank saw the same, so that gradients may be sent before the end. Collective."""
         if self._wanted is False or not seen.layers or len(buffers.memories) > 1 or self.ranks.size == 1:
             return False
         mine = (seen.order, [(each.layer, each.num_made) for each in seen.layers])
         return all(each == mine for each in gathered(self.ranks, mine, stage="comparing gradients"))
 
-    def _timetable(self, seen: Observed, buffers: GradientBuffers) -> Timetable:
+    def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
         """Of the given partition, or of the one that is found. Collective."""
         if isinstance(self._wanted, Partition):
             _check_partition(self._wanted, len(seen.layers))
             self.partition = self._wanted
         else:
-            self.partition = find_partition(seen, self.layers, buffers, self.ranks)
+            self.partition = find_partition(seen.layers, seen.last_seconds, self.layers, buffers, self.ranks)
         for share, (at, *_) in zip(self.partition.shares[1::2], seen.layers, strict=True):
             self._carried[at].t_gar = share.t_gar
         return timetable_of(self.partition, buffers)
 
 
-@dataclass(frozen=True)
-class _CurrentStep:
-    """The reducer's step under way; None where gradients are not reduced now, or the reducer is gone."""
-
-    reducer: weakref.ref[GradientReducer]
-
-    def __call__(self) -> steps.ReducerStep | None:
-        reducer = self.reducer()
-        return None if reducer is None or not reducer._syncs else reducer._step
+def _step_of(reducer: weakref.ref[GradientReducer]) -> FirstStep | PartitionedStep | None:
+    """The step under way; None where gradients are not reduced now, or the reducer is gone."""
+    found = reducer()
+    return None if found is None or not found._syncs else found._step
 
 
 def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
@@ -191,12 +176,3 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
             f"partition ({first.dense_bytes + first.moe_bytes} bytes in the first dense part) must leave it "
             "empty: no gradient is there before it"
         )
-
-
-def _own_group(ranks: Ranks) -> dist.ProcessGroup | None:
-    """Another group of the same ranks, backend and timeout. Collective among them."""
-    if ranks.group is None:
-        return None
-    made = dist.new_group(ranks.members, **options_like(ranks.group))
-    assert isinstance(made, dist.ProcessGroup)
-    return made

@@ -12,38 +12,28 @@ from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.rounds import clock_of
-from pmoe.training.gradient_partitioning import (
-    GradientBuffers,
-    GradientRange,
-    LayerBackward,
-    Observed,
-    Timetable,
-)
+from pmoe.training.gradient_partitioning import GradientBuffers, GradientRange, LayerBackward, Timetable
 
-ReducerStep: TypeAlias = "FirstStep | PartitionedStep"
-"""Hooks call its methods in the order of backward: of parameters, and of MoE layers' backward passes."""
+CurrentStep: TypeAlias = "Callable[[], FirstStep | PartitionedStep | None]"
+"""Gives the step under way, None where gradients are not reduced now. Hooks call its methods in the order of
+backward: of parameters, and of MoE layers' backward passes."""
 
 
-@dataclass(frozen=True)
-class GradientHook:
-    """Called by autograd when a parameter's gradient has been added up.
+def gradient_hook(step: CurrentStep, at: int) -> Callable[[Tensor], None]:
+    """Called by autograd when the gradient of parameter ``at`` has been added up."""
 
-    step: the step under way; None where gradients are not reduced now. at: the parameter's index.
-    """
+    def hook(_: Tensor) -> None:
+        if (current := step()) is not None:
+            current.gradient_is_ready(at)
 
-    step: Callable[[], ReducerStep | None]
-    at: int
-
-    def __call__(self, parameter: Tensor) -> None:
-        if (step := self.step()) is not None:
-            step.gradient_is_ready(self.at)
+    return hook
 
 
 @dataclass(eq=False)
 class LayerGradients:
-    """Called by a layer's backward pass, see `pmoe.engine.plan.Gradients`. at: the layer's index."""
+    """Called by a layer's backward pass, see `pmoe.engine.plan.Modules`. at: the layer's index."""
 
-    step: Callable[[], ReducerStep | None]
+    step: CurrentStep
     at: int
     t_gar: float = 0.0
 
@@ -63,21 +53,25 @@ class LayerGradients:
 
 
 class FirstStep:
-    """Sends nothing inside backward: shows the order of gradients, and how long the dense parts take."""
+    """Sends nothing inside backward: shows the order of gradients, and how long the dense parts take.
+
+    order: indices of parameters as their gradients came; those without any come last. layers: every backward
+    pass of an MoE layer. last_seconds: of the dense part after the last one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._now = clock_of(device)
-        self._order: dict[int, None] = {}
-        self._layers: list[LayerBackward] = []
+        self._came: dict[int, None] = {}
         self._dense_since: float | None = None
+        self.layers: list[LayerBackward] = []
 
     def gradient_is_ready(self, at: int) -> None:
         """The gradient of parameter ``at`` has been added up."""
-        self._order.setdefault(at)
+        self._came.setdefault(at)
 
     def layer_begins(self, layer: int) -> None:
         """The backward pass of an MoE layer begins."""
-        self._layers.append(LayerBackward(layer, len(self._order), self._dense_seconds()))
+        self.layers.append(LayerBackward(layer, len(self._came), self._dense_seconds()))
 
     def inside_layer(self) -> None:
         """The task of the layer's schedule that carries gradients: nothing yet."""
@@ -86,11 +80,10 @@ class FirstStep:
         """The backward pass of an MoE layer has ended, and a dense part follows."""
         self._dense_since = self._now()
 
-    def observed(self, num_parameters: int) -> Observed:
+    def end(self, num_parameters: int) -> None:
         """After backward."""
-        last_seconds = self._dense_seconds()
-        order = list(dict.fromkeys([*self._order, *range(num_parameters)]))
-        return Observed(order=order, layers=self._layers, last_seconds=last_seconds)
+        self.last_seconds = self._dense_seconds()
+        self.order = list(dict.fromkeys([*self._came, *range(num_parameters)]))
 
     def _dense_seconds(self) -> float:
         return 0.0 if self._dense_since is None else self._now() - self._dense_since
@@ -115,41 +108,36 @@ class PartitionedStep:
         self._ready.add(at)
 
     def layer_begins(self, layer: int) -> None:
-        self._check_ready(self._timetable.inside.get(self._num_layers, ()))
+        self._check_ready(self._timetable.inside.get(self._num_layers))
 
     def inside_layer(self) -> dist.Work | None:
-        ranges = self._timetable.inside.get(self._num_layers, ())
-        works = [self._all_reduce(each) for each in ranges]
-        for work in works[:-1]:
-            work.wait()
-        return works[-1] if works else None
+        part = self._timetable.inside.get(self._num_layers)
+        return None if part is None else self._all_reduce(part)
 
     def layer_ends(self) -> None:
         self._num_layers += 1
-        ranges = self._timetable.beside.get(self._num_layers, ())
-        self._check_ready(ranges)
-        self._send(ranges)
+        part = self._timetable.beside.get(self._num_layers)
+        self._check_ready(part)
+        if part is not None:
+            self._works.append(self._all_reduce(part))
 
     def finish(self) -> GradientBuffers:
         """After backward: sends what is left, waits for all, and returns where the sums are."""
         for at in range(len(self._names)):
             if at not in self._ready:
                 self._buffers.take(at)
-        self._send(self._timetable.end)
+        if self._ranks.group is not None:
+            self._works += [self._all_reduce(each) for each in self._timetable.end]
         for work in self._works:
             work.wait()
         return self._buffers
-
-    def _send(self, ranges: Sequence[GradientRange]) -> None:
-        if self._ranks.group is not None:
-            self._works += [self._all_reduce(each) for each in ranges]
 
     def _all_reduce(self, each: GradientRange) -> dist.Work:
         work: dist.Work = dist.all_reduce(each.memory, group=self._ranks.group, async_op=True)
         return work
 
-    def _check_ready(self, ranges: Sequence[GradientRange]) -> None:
-        for at in (at for each in ranges for at in each.parameters):
+    def _check_ready(self, part: GradientRange | None) -> None:
+        for at in () if part is None else part.parameters:
             if at not in self._ready:
                 raise RuntimeError(
                     f"pmoe: the gradient of {self._names[at]} is not there when it should travel: a model "

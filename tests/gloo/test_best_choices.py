@@ -12,7 +12,7 @@ import pmoe
 from pmoe.layer import predicted
 from pmoe.layer.memory import memory_shape
 from pmoe.planner.candidates import bound
-from pmoe.planner.cost_model import NO_INTERFERENCE
+from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.layer_seconds import step_seconds
@@ -130,7 +130,7 @@ def profile(**lines: LineCost) -> Profile:
         dtype="float64",
         versions=Versions(torch="none", cuda=None, file=FORMAT),
         **lines,
-        interference=NO_INTERFERENCE,
+        interference=Interference(),
         seconds=0.0,
         when="",
     )
@@ -183,7 +183,7 @@ def candidates(sizes: Any, bins: int, given: dict[str, LineCost]) -> dict[tuple[
     return {
         (n, n, pair): (
             step_seconds(sizes, profile(**given), COUNT, n, n, pair),
-            bound(sizes, COUNT, n, n, pair, SLACK, bins).promised,
+            bound(sizes, sizes.call(COUNT), n, n, pair, SLACK, bins).promised,
         )
         for n in DEGREES
         for pair in ALL_PAIRS

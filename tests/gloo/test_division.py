@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -22,14 +24,15 @@ from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, layer, t
 def taken(rank: int, world: int, folder: str, given: list[FusedKernelSizes]) -> list[Any]:
     """What each rank takes, its reductions, and its error; of a folder a rank."""
     forget()
-    group, own, found, error = Ranks(), Path(folder) / str(rank), None, None
-    with warnings.catch_warnings(record=True) as caught, counted_reductions() as reductions:
+    group, found, error = Ranks(), None, None
+    own = mock.patch.dict(os.environ, PMOE_CACHE=str(Path(folder) / str(rank)))
+    with own, warnings.catch_warnings(record=True) as caught, counted_reductions() as reductions:
         warnings.simplefilter("always")
         try:
-            found = [agreed(group, given[rank], CPU, folder=own) for _ in range(2)]
+            found = [agreed(group, given[rank], CPU) for _ in range(2)]
         except ValueError as failure:
             error = str(failure)
-        seconds = agreed_layer(group, SIZES, CPU, folder=own)
+        seconds = agreed_layer(group, SIZES, CPU)
     dist.barrier()  # no rank is out of step
     return [found, seconds, len(reductions), len(caught), error]
 
@@ -49,7 +52,7 @@ def test_where_rank_0_has_nothing_the_rule_holds_whatever_rank_1_has(tmp_path: P
 
 
 def test_where_rank_0s_file_is_corrupt_it_tells_and_all_go_on(tmp_path: Path) -> None:
-    (path,) = save_divisions(table(entry(SHAPE, 40)), tmp_path / "0")
+    path = save_divisions(table(entry(SHAPE, 40)), tmp_path / "0")
     path.write_text("{")
     first, second = ranks(2).run(taken, str(tmp_path), [SHAPE] * 2)
     assert first == [[Division(11, 512)] * 2, None, 2, 2, None]

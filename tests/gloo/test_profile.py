@@ -5,9 +5,12 @@ No time is asserted: a busy machine may take any.
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,13 +27,18 @@ Report = tuple[Profile, int, list[str]]
 """What a rank got, how often it measured, and the warnings that it gave."""
 
 
+def kept_in(folder: str) -> Any:
+    """Profiles lie there in the block."""
+    return mock.patch.dict(os.environ, PMOE_CACHE=folder)
+
+
 def loaded_or_measured(rank: int, world: int, folders: list[str]) -> Report:
     counted, real = Counted(), module.measure
     module.measure = counted  # type: ignore[assignment]
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with kept_in(folders[rank]), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            profile = load_or_measure(Ranks(), "cpu", folder=folders[rank])
+            profile = load_or_measure(Ranks(), "cpu")
     finally:
         module.measure = real
     dist.barrier()
@@ -38,7 +46,8 @@ def loaded_or_measured(rank: int, world: int, folders: list[str]) -> Report:
 
 
 def really_loaded_or_measured(rank: int, world: int, folder: str) -> Profile:
-    profile = load_or_measure(Ranks(), "cpu", folder=folder)
+    with kept_in(folder):
+        profile = load_or_measure(Ranks(), "cpu")
     total = [None] * world
     dist.all_gather_object(total, rank)  # no rank is out of step
     assert total == list(range(world))

@@ -18,6 +18,7 @@ from pmoe.measure import profile as module
 from pmoe.measure.operations import measure_operations
 from pmoe.measure.profile import load_or_measure, load_profile
 from pmoe.planner.profile import Operations, Profile
+from tests.gloo.test_profile import kept_in
 from tests.pool import ranks
 from tests.unit.test_profile import Counted
 from tests.unit.test_profile_operations import assert_lines
@@ -64,9 +65,10 @@ def kept(rank: int, world: int, folder: str) -> tuple[Profile, Profile, int]:
     counted, real = Counted(), module.measure
     module.measure = counted  # type: ignore[assignment]
     try:
-        plain = load_or_measure(Ranks(), "cpu", folder=folder)
-        dist.barrier()  # rank 0 has saved it
-        return plain, load_or_measure(Ranks(), "cpu", folder=folder, operations=True), counted.calls
+        with kept_in(folder):
+            plain = load_or_measure(Ranks(), "cpu")
+            dist.barrier()  # rank 0 has saved it
+            return plain, load_or_measure(Ranks(), "cpu", operations=True), counted.calls
     finally:
         module.measure = real
 

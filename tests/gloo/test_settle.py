@@ -213,7 +213,7 @@ def test_ranks_that_come_with_unlike_requests_settle_nothing_and_do_not_hang(tes
 
 def test_the_requests_of_a_layer_are_its_products_in_buckets_of_rows() -> None:
     experts = SwiGLUExperts(64, 96, 4, bias=False, dtype=torch.bfloat16)
-    found = product_requests(experts, torch.bfloat16, CPU, 1000)
+    found = product_requests(experts, torch.bfloat16, CPU, 1000, needs_grad=True)
     products_of = {(each.form, each.in_features, each.out_features) for each in found}
     assert products_of == {
         (form, *of) for form in ("forward", "input", "weight") for of in ((64, 192), (96, 64))
@@ -224,21 +224,28 @@ def test_the_requests_of_a_layer_are_its_products_in_buckets_of_rows() -> None:
     assert {each.form for each in product_requests(experts, torch.bfloat16, CPU, 9, needs_grad=False)} == {
         "forward"
     }
-    assert sorted({each.rows for each in product_requests(experts, torch.bfloat16, CPU, 3)}) == [1, 2, 4, 8]
+    assert sorted(
+        {each.rows for each in product_requests(experts, torch.bfloat16, CPU, 3, needs_grad=True)}
+    ) == [1, 2, 4, 8]
 
 
 def test_products_that_pmoe_does_not_compute_are_not_asked_for() -> None:
     with_bias = FFNExperts(64, 96, 4, dtype=torch.bfloat16)
-    found = {(each.form, each.bias) for each in product_requests(with_bias, torch.bfloat16, CPU, 9)}
+    found = {
+        (each.form, each.bias)
+        for each in product_requests(with_bias, torch.bfloat16, CPU, 9, needs_grad=True)
+    }
     assert found == {("forward", True), ("input", False), ("weight", False)}
-    assert product_requests(with_bias, torch.float32, CPU, 9) == []
-    assert product_requests(FFNExperts(60, 96, 4), torch.bfloat16, CPU, 9) == []
+    assert product_requests(with_bias, torch.float32, CPU, 9, needs_grad=True) == []
+    assert product_requests(FFNExperts(60, 96, 4), torch.bfloat16, CPU, 9, needs_grad=True) == []
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_all_shards_of_an_expert_ask_alike(bias: bool) -> None:
     first, second = (
-        product_requests(FFNExperts(64, 96, 4, bias=bias, shard=Shard(i, 2)), torch.bfloat16, CPU, 9)
+        product_requests(
+            FFNExperts(64, 96, 4, bias=bias, shard=Shard(i, 2)), torch.bfloat16, CPU, 9, needs_grad=True
+        )
         for i in range(2)
     )
     assert first == second
@@ -270,8 +277,9 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
             measure_products(of, group, dtype, device, max_rows, needs_grad=needs_grad)
         found[name] = len(sizes)
 
+    bench.seconds = lambda request, names: [1.0] * len(names)  # type: ignore[method-assign]
     patched = pytest.MonkeyPatch()
-    with patched.context() as patch:
+    with patched.context() as patch, bench.patched():
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
         patch.setattr(product_request, "device_name", lambda device: "NVIDIA H200")
         patch.setattr(
@@ -280,8 +288,7 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
         willing = [replace(each, reasons=lambda request: []) for each in PRODUCTS.candidates]
         registry = Registry(willing)
         patch.setattr(settle, "_measured", set())
-        patch.setattr(settle, "measurer", lambda: ProductMeasurer(registry, bench))
-        patch.setattr(bench, "seconds", lambda works, device: dict.fromkeys(works, 1.0))
+        patch.setattr(settle, "measurer", lambda: ProductMeasurer(registry))
         call("on the CPU", device=CPU)
         call("no rows", max_rows=0)
         call("modules", of=EXPERTS["modules"]())
@@ -298,8 +305,8 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
         call("an equal layer", of=EXPERTS["swiglu"]())
         call("in the next bucket", max_rows=1025)
         call("without a backward", needs_grad=False)
-        [request, *_] = product_requests(experts, torch.bfloat16, CUDA, 1000)
-        assert registry.measured(request).choice == GROUPED_MM
+        [request, *_] = product_requests(experts, torch.bfloat16, CUDA, 1000, needs_grad=True)
+        assert registry.measured[request].choice == GROUPED_MM
     dist.barrier()
     return found
 

@@ -418,7 +418,7 @@ class Player:
         rows, weights = self.arrived()
         if again:
             self.poison()
-            comet.dispatch(self.launcher, self.journeys, self.x_TM, self.weight_TK)
+            comet.launches.dispatch(self.launcher, self.journeys, self.x_TM, self.weight_TK)
             for heap, found, own in zip(self.heaps, *self.arrived(), strict=True):
                 assert torch.equal(found, self.world.of_rows(heap.rank, self.world.x_TM)), "sent again"
                 wanted = self.world.weight_TK.reshape(-1)[self.world.received[heap.rank]]

@@ -56,7 +56,7 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.fixture(params=["sm_90a", "sm_90a, pairs", "sm_80"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whose kernels run; pairs: of blocks that share an operand. A fall to PyTorch operations fails."""
-    own, why = grouped_gemm.path(DEVICE)
+    own, why = grouped_gemm.launch.path(DEVICE)
     if own is None:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {why}")
@@ -225,7 +225,7 @@ def check_hidden(
     out = Guarded.poisoned(case.num_rows, columns, case.dtype)
     active, alone = (Guarded.poisoned(case.num_rows, width, case.dtype) for _ in range(2))
     options: dict[str, Any] = {
-        "activation": activation, "bias_EG": bias_EG, "slots": case.slots, "gathered": gathered,
+        "activation": activation, "bias_EG": bias_EG, "slots": case.slots if gathered else None,
     }  # fmt: skip
     grouped_gemm.hidden(given.matrix, weight, case.ends, out=out.matrix, active=active.matrix, **options)
     not_kept, _ = grouped_gemm.hidden(
@@ -394,7 +394,7 @@ def everything(case: Case, num_in: int, width: int) -> Callable[[], list[Tensor]
     slots, ends, x = case.slots, case.ends, source.matrix
 
     def run() -> list[Tensor]:
-        hidden, active = grouped_gemm.hidden(x, w1, ends, activation="swiglu", slots=slots, gathered=True)
+        hidden, active = grouped_gemm.hidden(x, w1, ends, activation="swiglu", slots=slots)
         assert hidden is not None
         out = grouped_gemm.product(active, w2, ends, scale=scale, slots=slots)
         of_hidden, weighted, dots = grouped_gemm.hidden_gradient(

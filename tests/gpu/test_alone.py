@@ -47,7 +47,7 @@ MAX_KERNELS = 6
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """One entry for each call by the kernels' path. Every layer that can take it does, and every product that
     pmoe's kernels can compute they do: nothing is measured, and no file of measurements is written."""
-    why = grouped_gemm.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
+    why = grouped_gemm.launch.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
     if why is not None:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {why}")

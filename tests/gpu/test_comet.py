@@ -253,7 +253,7 @@ def test_operands_that_do_not_fit_are_a_value_error_before_any_launch(
         x, weight, given = player.x_TM, player.weight_TK, player.given
 
         def dispatch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
-            comet.dispatch(player.launcher, player.journeys, x, weight)
+            comet.launches.dispatch(player.launcher, player.journeys, x, weight)
 
         def hidden(w1: list[torch.Tensor]) -> None:
             comet.dispatch_hidden(
@@ -288,7 +288,9 @@ def test_rows_that_a_heap_cannot_hold_are_a_value_error(random: torch.Generator)
         )  # fmt: skip
         journeys = world.journeys()
         with pytest.raises(ValueError, match=told):
-            comet.dispatch(owner.launcher, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE))
+            comet.launches.dispatch(
+                owner.launcher, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE)
+            )
         owner.close()
 
 

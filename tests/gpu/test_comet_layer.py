@@ -52,8 +52,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
     launch = comet.Launcher.launch
 
-    def counted(self: comet.Launcher, kernel: int, *args: Any, **options: Any) -> None:
-        found.append(("dispatch", "combine")[kernel])
+    def counted(self: comet.Launcher, kernel: str, *args: Any, **options: Any) -> None:
+        found.append(kernel)
         launch(self, kernel, *args, **options)
 
     monkeypatch.setattr(comet.Launcher, "launch", counted)

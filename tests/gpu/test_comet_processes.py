@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.heap import WAIT_SECONDS, HeapError, HeapShape, close_heaps, process_heap
+from pmoe.comm.heap import HeapError, HeapShape, close_heaps, process_heap
+from pmoe.comm.heap.shape import WAIT_SECONDS
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import DivisionPoint, HeapView, Launcher
-from pmoe.kernels.comet import launches as kernel_launches
-from pmoe.kernels.comet.launcher import DISPATCH
+from pmoe.kernels.comet import FusedKernel, Launcher
+from pmoe.kernels.comet import steps as kernel_steps
+from pmoe.kernels.comet.launcher import HeapView
 from pmoe.kernels.registry import PMOE, PRODUCTS
+from pmoe.schedule.tasks import PassDirection
 from tests.faults import FaultyLauncher, InjectedFaults
 from tests.gpu.fused import CPU, DEVICE, Backward, Case, Forward, Player, World, need_kernels
 from tests.gpu.support import NEEDS_GPU, make_batch, make_layer, plain_forward
@@ -104,19 +106,18 @@ class Parted(FaultyLauncher):
 
     def launch(
         self,
-        kernel: int,
-        form: int,
-        division: DivisionPoint,
+        kernel: FusedKernel,
+        direction: PassDirection,
         ranks: Sequence[dict[str, int]],
         **options: Any,
     ) -> None:
         sending = [{**fields, "computes": 0} for fields in ranks]
-        turns = [sending, sending, ranks] if kernel == DISPATCH else [ranks, ranks]
+        turns = [sending, sending, ranks] if kernel == "dispatch" else [ranks, ranks]
         if turns[-1] == sending:
             turns.pop()
         self.part()
         for turn in turns:
-            super().launch(kernel, form, division, turn, **options)
+            super().launch(kernel, direction, turn, **options)
             self.part()
 
     def part(self) -> None:
@@ -232,7 +233,7 @@ def stepped(rank: int, world: int, options: dict[str, Any], parted: bool) -> dic
         patch.setattr("pmoe.layer.choose._measure_products", lambda *_, **__: None)  # nothing is measured
         patch.setattr(Launcher, "launch", counted)
         if parted:
-            patch.setattr(kernel_launches, "Launcher", Parted)
+            patch.setattr(kernel_steps, "Launcher", Parted)
         layer = make_layer(torch.bfloat16, **options)
         x.requires_grad_()
         y = layer(x)

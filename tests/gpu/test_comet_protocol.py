@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.comm.heap import WAIT_SECONDS, HeapError
+from pmoe.comm.heap import HeapError
+from pmoe.comm.heap.shape import WAIT_SECONDS
 from pmoe.kernels import comet
 from pmoe.kernels.comet import launcher
 from tests.faults import InjectedFaults
@@ -208,9 +209,7 @@ def test_a_rank_that_never_sends_is_named_and_a_new_heap_serves(
             )  # fmt: skip
             comet.product_combine(own, turn.journeys[:1], active, given.w2[:1], [None])
             world.virtual.check()
-        awaited = failed.value.awaited
-        assert awaited is not None and awaited.rank == 0 and 1 <= awaited.peer < num_ranks
-        assert awaited.epoch == 1 + 2 * rounds, f"round {awaited.epoch}"  # two dispatches a turn
+        assert f", in round {1 + 2 * rounds}. " in str(failed.value)  # two dispatches a turn
         with pytest.raises(HeapError, match="a new heap must be made"):
             world.virtual.heaps[0].check()
         world.virtual.heaps[1].check()
@@ -230,7 +229,7 @@ def test_a_rank_that_never_returns_its_sums_is_named(monkeypatch: pytest.MonkeyP
         comet.product_combine(alone(world), turn.journeys[:1], active[:1], given.w2[:1], [None])
         with pytest.raises(HeapError, match=r"rank 1: the return of column chunk \d") as failed:
             world.virtual.check()
-        assert failed.value.awaited is not None and failed.value.awaited.epoch == 1
+        assert ", in round 1. " in str(failed.value)
     assert torch.ones(5, device=DEVICE).sum().item() == 5
     with integers(2, seed=9) as world:
         assert not wrong_rounds(world, 3)

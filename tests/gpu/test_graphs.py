@@ -142,7 +142,7 @@ def check_training(layer: pmoe.MoELayer, dtype: torch.dtype) -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """One entry for each call by the kernels' path, which is taken without being measured."""
-    why = grouped_gemm.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
+    why = grouped_gemm.launch.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
     if why is not None:
         pytest.fail(why)
     calls = count_alone(monkeypatch)

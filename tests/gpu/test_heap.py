@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.heap import (
-    FLAG_BYTES,
-    WAIT_SECONDS,
     Heap,
     HeapError,
     HeapShape,
@@ -27,6 +25,7 @@ from pmoe.comm.heap import (
     virtual_heaps,
 )
 from pmoe.comm.heap.device_memory import DeviceMemory, tensor_at
+from pmoe.comm.heap.shape import WAIT_SECONDS
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from tests.gpu.support import DEVICE, NEEDS_GPU
@@ -59,7 +58,7 @@ def made(shape: HeapShape = SHAPE) -> Iterator[list[Heap]]:
 
 
 def all_bytes(heap: Heap) -> torch.Tensor:
-    return tensor_at(heap.base, (heap.shape.bytes + FLAG_BYTES,), torch.uint8, heap.device)
+    return tensor_at(heap.base, (heap.shape.bytes,), torch.uint8, heap.device)
 
 
 @pytest.mark.sanitize
@@ -67,7 +66,7 @@ def all_bytes(heap: Heap) -> torch.Tensor:
 def test_virtual_heaps_are_apart_and_zero_and_their_views_are_the_memory(dtype: torch.dtype) -> None:
     shape = replace(SHAPE, dtype=dtype)
     with made(shape) as (first, second):
-        size = shape.bytes + FLAG_BYTES
+        size = shape.bytes
         assert abs(first.base - second.base) >= size
         for heap in (first, second):
             assert not all_bytes(heap).any()
@@ -144,7 +143,7 @@ def test_a_flag_that_a_peer_raises_is_seen_and_one_that_nobody_raises_ends_the_w
         waiting.synchronize()
         assert again.item() >= 0
         assert (never.item(), other.item()) == (-1, -1)
-        assert not first.rows(SHAPE.rows).any() and not second.rows(SHAPE.rows).any()
+        assert not first.rows(SHAPE.rows)[1:].any() and not second.rows(SHAPE.rows).any()
 
 
 def test_the_probe_of_one_rank_alone_comes_through() -> None:
@@ -172,12 +171,12 @@ def test_what_a_kernel_reports_is_raised_behind_the_device(monkeypatch: pytest.M
         second.check()
 
 
-def test_heaps_of_the_same_device_may_be_named_in_several_ways() -> None:
+def test_a_heap_is_shared_and_grows() -> None:
     shape = replace(SHAPE, num_ranks=1)
     torch.cuda.set_device(DEVICE)
-    heap = heap_for(Ranks.single(), "cuda", shape)
+    heap = heap_for(Ranks.single(), DEVICE, shape)
     assert heap.device == DEVICE
-    assert heap_for(Ranks.single(), DEVICE, shape) is heap_for(Ranks.single(), "cuda:0", shape) is heap
+    assert heap_for(Ranks.single(), DEVICE, shape) is heap
     larger = heap_for(Ranks.single(), DEVICE, replace(shape, rows=5000))
     assert larger.rows(5000).shape == (5000, 64)
     close_heaps(Ranks.single())
@@ -324,7 +323,7 @@ from pmoe.comm.heap import HeapShape, nvshmem_heap
 from pmoe.comm.ranks import Ranks
 shape = HeapShape(1, 4, 1000, 500, 64, torch.bfloat16)
 try:
-    heap = nvshmem_heap(Ranks.single(), shape, "cuda:0")
+    heap = nvshmem_heap(Ranks.single(), shape, torch.device("cuda:0"))
 except RuntimeError as error:
     print("refused:", error)
 else:
@@ -333,7 +332,7 @@ else:
     heap.check()
     assert (heap.rows(1000) == 3).all()
     heap.close()
-    nvshmem_heap(Ranks.single(), shape, "cuda:0").close()
+    nvshmem_heap(Ranks.single(), shape, torch.device("cuda:0")).close()
     print("done")
 """
 

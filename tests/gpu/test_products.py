@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
 from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Registry
+from pmoe.measure import product_choices
 from pmoe.measure.kernel_check import KernelCase, mismatch
-from pmoe.measure.product_bench import ProductBench
 from pmoe.measure.product_choices import ProductMeasurer
 from pmoe.measure.products import product_requests
 from pmoe.runners.one_rank import one_rank_mismatch
@@ -242,22 +243,22 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_known_then() -> N
     skip_unless_willing(PMOE)
     skip_unless_willing(GROUPED_MM)
     experts = SwiGLUExperts(256, 512, 4, bias=False, dtype=torch.bfloat16, device=DEVICE)
-    requests = product_requests(experts, torch.bfloat16, DEVICE, 500)
+    requests = product_requests(experts, torch.bfloat16, DEVICE, 500, needs_grad=True)
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    measurer = ProductMeasurer(Registry(PRODUCTS.candidates), ProductBench())
+    measurer = ProductMeasurer(Registry(PRODUCTS.candidates))
     case = KernelCase.of(experts, DEVICE, torch.bfloat16)
     found = measurer.registry
     measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers have moved"
     for request in requests:
-        measured = found.measured(request)
+        measured = found.measured.get(request)
         assert measured is not None and found.choose(request) == measured.choice
         seconds = measured.seconds
         assert all(1e-7 < each < 1 for each in seconds.values()), seconds
         assert (measured.choice == PMOE) == (seconds[PMOE] < 0.99 * seconds[GROUPED_MM])
-    measurer.bench.seconds = None  # nothing is measured again
-    measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
+    with mock.patch.object(product_choices, "candidate_seconds", None):  # nothing is measured again
+        measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     print("\n".join(found.explain(each) for each in requests))
 
 

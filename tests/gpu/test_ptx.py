@@ -127,10 +127,10 @@ def test_permute_and_back_from_ptx(tokens: int, top_k: int, columns: int, dtype:
 
     permuted, d_rows, y, d_x = (poisoned(each) for each in (rows, rows, x, x))
     d_weights = [poisoned(weight), poisoned(weight)]
-    permute.launch_permute(given, places, weights, permuted)
-    permute.launch_unpermute(routed, places, weights, y)
-    permute.launch_permute_backward(routed, given, places, weights, d_x, d_weights[0])
-    permute.launch_unpermute_backward(given, routed, places, weights, d_rows, d_weights[1])
+    permute.launch.launch_permute(given, places, weights, permuted)
+    permute.launch.launch_unpermute(routed, places, weights, y)
+    permute.launch.launch_permute_backward(routed, given, places, weights, d_x, d_weights[0])
+    permute.launch.launch_unpermute_backward(given, routed, places, weights, d_rows, d_weights[1])
 
     kept = position < num_rows
     at = position.long().clamp(max=num_rows - 1)
@@ -157,8 +157,8 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
     options = {"normalize": True, "z_loss_weight": 0.1}
     on_device = logits.to(DEVICE)
     assert route.refusal(on_device, top_k, chunks) is None
-    found = route.empty_routes(on_device, top_k, chunks)
-    route.launch_route(on_device, found, **options)
+    found = route.routes.empty_routes(on_device, top_k, chunks)
+    route.launch.launch_route(on_device, found, **options)
     expected = route.reference.route(logits, top_k, num_chunks=chunks, **options)
     for name in ("expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE"):
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
@@ -168,7 +168,7 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
     grad_weight, grad_aux = torch.randn(tokens, top_k), torch.tensor(math.pi)
     out = torch.full_like(logits, NAN).to(DEVICE)
     given = (found.expert_TK, found.weight_TK, found.counts_nE)
-    route.launch_route_backward(
+    route.launch.launch_route_backward(
         on_device,
         *given,
         out,

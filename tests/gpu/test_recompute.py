@@ -41,7 +41,7 @@ def taking(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         calls = count_alone(patch)
         measure_nothing(patch)
         if path == "alone":
-            assert grouped_gemm.path(DEVICE)[1] is None
+            assert grouped_gemm.launch.path(DEVICE)[1] is None
             stack.enter_context(PRODUCTS.forcing(PMOE))
         else:
             patch.setattr(alone, "kernel_refusal", lambda *_, **__: "the test wants chunks")

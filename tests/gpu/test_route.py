@@ -1,7 +1,7 @@
 """The routing kernels equal the PyTorch stages: choices, places and counts exactly, numbers to a few
 roundings.
 
-Letters: T tokens, K choices, E experts, N slots, n chunks, P tiles.
+Letters: T tokens, K choices, E experts, N slots, n chunks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 
-from pmoe.kernels.route import (
-    Routes,
-    empty_routes,
-    launch_route,
-    refusal,
-    route,
-    route_backward,
-)
+from pmoe.kernels.route import Routes, refusal, route
 from pmoe.kernels.route import reference as plain
+from pmoe.kernels.route.launch import launch_route
+from pmoe.kernels.route.operators import route_backward
+from pmoe.kernels.route.routes import empty_routes
 from pmoe.warn import GIVEN
 from tests.gpu.support import DEVICE, NEEDS_GPU, poison_memory, relative_norm, synchronisations
 
@@ -189,14 +185,14 @@ def check_gradient(got: Tensor, given: dict[str, Any], logits: Tensor, routes: R
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("num_tokens, num_experts, top_k, num_chunks", [*SMALL, LARGE[0]])
-@pytest.mark.parametrize("source", ["whole", "partial", "none"])
+@pytest.mark.parametrize("with_weight", [True, False])
 @pytest.mark.parametrize("normalize, z_loss_weight", [(True, 0.25), (False, 0.0)])
 def test_the_gradient_equals_that_of_the_stages(
     num_tokens: int,
     num_experts: int,
     top_k: int,
     num_chunks: int,
-    source: str,
+    with_weight: bool,
     normalize: bool,
     z_loss_weight: float,
 ) -> None:
@@ -204,11 +200,8 @@ def test_the_gradient_equals_that_of_the_stages(
     routes = route(logits, top_k, normalize=normalize, num_chunks=num_chunks)
     given: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}
     given["grad_l_aux"] = torch.tensor(3.0, device=DEVICE)
-    if source == "whole":
+    if with_weight:
         given["grad_weight_TK"] = torch.randn_like(routes.weight_TK)
-    if source == "partial":
-        given["partial_PN"] = torch.randn(5, num_tokens * top_k, device=DEVICE)
-        given["position_TK"] = routes.position_TK
     poison_memory()
     got = route_backward(logits, routes.expert_TK, routes.weight_TK, routes.counts_nE, **given)
     check_gradient(got, given, logits, routes)
@@ -231,8 +224,9 @@ def test_the_operations_keep_the_rules_of_torch(num_tokens: int) -> None:
     logits = draw_logits(num_tokens, 6)
     found = route(logits, 2, normalize=True, num_chunks=3)
     torch.library.opcheck(torch.ops.pmoe.route.default, (logits.clone().requires_grad_(), 2, True, 3, 0.3))
-    given = (logits, found.expert_TK, found.weight_TK, found.counts_nE, True, 0.3)
-    torch.library.opcheck(torch.ops.pmoe.route_backward.default, (*given, torch.randn_like(found.weight_TK)))
+    given = (logits, found.expert_TK, found.weight_TK, found.counts_nE)
+    options = {"normalize": True, "z_loss_weight": 0.3, "grad_weight_TK": torch.randn_like(found.weight_TK)}
+    torch.library.opcheck(torch.ops.pmoe.route_backward.default, given, options)
 
 
 # ---- the same every time, and side by side

@@ -97,7 +97,7 @@ ENGINE = (
     Plant(
         name="gelu-of-every-shape",
         breaks="each number of rows leaves a compiled kernel in memory",
-        file="pmoe/experts/activations.py",
+        file="pmoe/experts/ffn.py",
         old="    if tensors[0].is_cuda or rows < 16 or not rows & (rows - 1):\n",
         new="    if rows:\n",
         tests="tests/unit/test_pool.py -k numbers",
@@ -106,7 +106,7 @@ ENGINE = (
         name="dropped-slots-read-rubbish",
         breaks="the row of dropped slots is not zero",
         file=PASSES,
-        old="            if plan.has_drops:\n                home[-1].zero_()\n",
+        old="            if cut.has_drops:\n                home[-1].zero_()\n",
         new="",
         tests=f"{SPECIFICATION} -k every_restore_pair",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.plants.plant import Plant
 
-CAPACITY = "pmoe/ordering/capacity.py"
+CAPACITY = "pmoe/gates/capacity.py"
 SORTED = "pmoe/ordering/sorted.py"
 FORMULAS = "tests/unit/test_gates_formulas.py"
 
@@ -117,8 +117,8 @@ GATES = (
         name="hash-mixed-otherwise",
         breaks="token ids get other experts than before",
         file="pmoe/gates/hash.py",
-        old="    word = (word ^ _shifted(word, 27)) * _signed(SECOND)\n",
-        new="    word = (word ^ _shifted(word, 26)) * _signed(SECOND)\n",
+        old="    word = (word ^ _shifted(word, 27)) * SECOND\n",
+        new="    word = (word ^ _shifted(word, 26)) * SECOND\n",
         tests="tests/unit/test_gates_fixed.py",
     ),
     Plant(

@@ -101,8 +101,8 @@ KERNELS = (
         name="unmeasured-kernel-taken",
         breaks="a kernel that nobody checked or timed computes what grouped_mm refuses",
         file="pmoe/kernels/registry.py",
-        old="        plain = next((name for name in willing if name != self.challenger), None)\n",
-        new='        plain = next((name for name in willing if name != "grouped_mm"), None)\n',
+        old="        plain = next(name for name in willing if name != self.challenger)\n",
+        new='        plain = next(name for name in willing if name != "grouped_mm")\n',
         tests="tests/unit/test_kernels_registry.py -k plain_way",
     ),
     Plant(

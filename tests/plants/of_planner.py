@@ -90,14 +90,6 @@ PLANNER = (
         tests="tests/gloo/test_learnt.py -k only_another",
     ),
     Plant(
-        name="cached-answers-that-fell",
-        breaks="answers that a new measurement contradicts stay",
-        file="pmoe/planner/granularity.py",
-        old="        if self.ranges.contradictions > before:",
-        new="        if self.ranges.contradictions < before:",
-        tests="tests/unit/test_granularity.py",
-    ),
-    Plant(
         name="case-3-without-the-node",
         breaks="FSMoE's third case forgets gathering and scattering",
         file=DEGREE,

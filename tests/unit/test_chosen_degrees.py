@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pmoe.planner.cost_model import NO_INTERFERENCE
+from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
@@ -90,7 +90,7 @@ def test_the_simulator_of_a_budget_knows_what_more_chunks_cost(pair: Restore) ->
         message=MESSAGE,
         copy_out=LineCost(0.0, 1e-10),
         copy_in=LineCost(0.0, 1e-10),
-        interference=NO_INTERFERENCE,
+        interference=Interference(),
         seconds=0.0,
         when="",
     )

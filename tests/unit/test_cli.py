@@ -133,7 +133,8 @@ def test_memory_says_for_which_device_and_ends_with_a_layer_to_copy(
 def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "memory", *LAYER, "--ranks", "4", "--n", "8", "--memory-reuse", "S3")
     (row,) = found["pairs"]
-    memory = bound(sizes_from_options(16, 64, 8, num_ranks=4), 512, 8, 8, STRATEGIES["S3"], 1.25)
+    shape = sizes_from_options(16, 64, 8, num_ranks=4)
+    memory = bound(shape, shape.call(512), 8, 8, STRATEGIES["S3"], 1.25)
     assert (row["restore"], row["strategy"]) == ("offload/recompute", "S3")
     assert (row["peak"], row["promised"], row["host"]) == (memory.peak, memory.promised, memory.host)
     run("memory", *LAYER, "--memory-reuse", "keep/recompute")

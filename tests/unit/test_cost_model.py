@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from pmoe.planner.cost_model import (
-    NO_INTERFERENCE,
     Interference,
     Rates,
     cheapest_pair,
     eq10_seconds,
     lane_seconds,
     slowest_lane,
-    volumes,
     workload,
 )
 from pmoe.planner.costs import LineCost
@@ -36,11 +34,10 @@ def rates(*, unit: float = 1.0, communicate: float, copy: float) -> Rates:
 
 
 EVEN = rates(communicate=1, copy=1)
+ALONE = Interference()
 
 
-def of_pass(
-    restore: Restore, direction: Any, interference: Interference = NO_INTERFERENCE, **numbers: Any
-) -> float:
+def of_pass(restore: Restore, direction: Any, interference: Interference = ALONE, **numbers: Any) -> float:
     """Eq. 10 for one pass."""
     return slowest_lane(lane_seconds(restore, direction, **numbers), interference)
 
@@ -52,7 +49,7 @@ def cheapest(
     M: int,
     H: int,
     rates: Rates,
-    interference: Interference = NO_INTERFERENCE,
+    interference: Interference = ALONE,
     swiglu: bool = False,
     travelling: float = 1.0,
 ) -> tuple[Restore, dict[Restore, float]]:
@@ -139,8 +136,11 @@ def test_swiglu_doubles_the_first_product_and_what_is_copied_of_it() -> None:
 
 
 def test_units_are_those_of_equations_7_to_9() -> None:
-    assert volumes(b=3, M=5, H=7) == (105, 15, 15)
-    assert volumes(b=0, M=5, H=7) == (0, 0, 0)
+    unit = Rates(compute=1.0, communicate=1.0, copy=1.0)
+    hidden = 7 / 5  # columns of T_M over M
+    assert lane_seconds(S4, "backward", b=3, M=5, H=7, rates=unit) == (5 * 105, 3 * 15, 0)
+    assert lane_seconds(S2, "forward", b=3, M=5, H=7, rates=unit) == (2 * 105, 2 * 15, hidden * 15)
+    assert lane_seconds(S1, "forward", b=0, M=5, H=7, rates=unit) == (0, 0, 0)
 
 
 def test_the_slowest_lane_sets_the_time() -> None:
@@ -304,37 +304,6 @@ def test_keeping_everything_is_never_slower_than_another_pair() -> None:
     assert max(seconds.values()) == seconds[S1] > seconds[KEEP]
 
 
-@pytest.mark.parametrize(
-    "changed, error, match",
-    [
-        ({"direction": "sideways"}, ValueError, r"direction \('sideways'\) must be forward or backward"),
-        ({"b": -1}, ValueError, r"b \(-1\) must be a finite number of at least 0"),
-        ({"b": math.nan}, ValueError, r"b \(nan\) must be a finite number of at least 0"),
-        ({"b": "4"}, TypeError, r"b \('4'\) must be a number"),
-        ({"M": 0}, ValueError, r"M \(0\) must be at least 1"),
-        ({"H": 8.0}, TypeError, r"H \(8.0\) must be an int"),
-        ({"travelling": 1.5}, ValueError, r"travelling \(1.5\) must be between 0 and 1"),
-        ({"travelling": -0.5}, ValueError, r"travelling \(-0.5\) must be between 0 and 1"),
-        ({"travelling": None}, TypeError, r"travelling \(None\) must be a number"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name_value_and_rule(
-    changed: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=f"^{match}$"):
-        of_pass(**{"restore": S1, "direction": "forward", "rates": EVEN, **SMALL, **changed})
-
-
-@pytest.mark.parametrize("name", ["compute", "communicate", "copy"])
-@pytest.mark.parametrize("rate", [0, -1.5, math.inf, math.nan])
-def test_a_rate_is_positive_and_finite(name: str, rate: float) -> None:
-    good = {"compute": 1.0, "communicate": 1.0, "copy": 1.0}
-    with pytest.raises(ValueError, match=rf"^{name} \({rate}\) must be a positive finite number$"):
-        Rates(**{**good, name: rate})
-    with pytest.raises(TypeError, match=rf"^{name} \(True\) must be a number$"):
-        Rates(**{**good, name: True})
-
-
 @pytest.mark.parametrize("name", ["mu_comp", "mu_mem", "sigma_comm", "sigma_all", "eta_comp", "eta_all"])
 @pytest.mark.parametrize("speed", [0, -0.5, 1.01, math.nan])
 def test_a_relative_speed_is_over_0_and_at_most_1(name: str, speed: float) -> None:
@@ -343,20 +312,8 @@ def test_a_relative_speed_is_over_0_and_at_most_1(name: str, speed: float) -> No
     assert getattr(Interference(**{name: 1}), name) == 1
 
 
-@pytest.mark.parametrize("hidden_per_model", [0, -4, math.inf, math.nan])
-def test_the_width_of_the_hidden_activation_is_positive(hidden_per_model: float) -> None:
-    match = rf"^hidden_per_model \({hidden_per_model}\) must be a positive finite number$"
-    with pytest.raises(ValueError, match=match):
-        workload(S1, "forward", hidden_per_model=hidden_per_model)
-
-
 def test_a_step_is_a_forward_and_a_backward_under_the_same_conditions() -> None:
     bound = rates(communicate=9, copy=2)
     _, seconds = cheapest([S1, S4], rates=bound, swiglu=True, travelling=0.5, **SMALL)
     # S1: 9 units copied at 2 s each way. S4: 2 sent * 9 s * 1/2 beside 3 products, then 3 beside 8.
     assert seconds == pytest.approx({S1: 18 + 18, S4: 9 + 13.5})
-
-
-def test_no_pairs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^pairs \(none\) must name at least one way to restore$"):
-        cheapest([], rates=EVEN, **SMALL)

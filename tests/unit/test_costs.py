@@ -66,22 +66,6 @@ def test_neither_the_unit_of_size_nor_that_of_time_matters(unit: float) -> None:
     assert line_of(times) == pytest.approx((alpha * unit, beta * unit), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("samples", "told"),
-    [
-        ([], r"sizes \(\[\]\) must have two distinct values"),
-        ([(5, 1)], r"sizes \(\[5\]\) must have two distinct values"),
-        ([(5, 1), (5, 2), (5, 3)], r"sizes \(\[5\]\) must have two distinct values"),
-        ([(1, 1), (2, float("nan"))], r"seconds \(nan among them\) must be finite and at least 0"),
-        ([(1, 1), (2, -1)], r"seconds \(-1 among them\) must be finite and at least 0"),
-        ([(1, 1), (float("inf"), 2)], r"sizes \(inf among them\) must be finite and at least 0"),
-    ],
-)
-def test_what_has_no_line_is_refused(samples: list[tuple[float, float]], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        fit(samples)
-
-
 def test_a_cost_is_never_negative() -> None:
     assert LineCost(-1.0, 0.2)(1) == 0.0
 

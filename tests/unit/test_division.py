@@ -255,7 +255,7 @@ def test_layer_times_are_those_of_equal_sizes_and_rows_within_a_power_of_two() -
     exact, half, twice, far = layer(), layer(2048), layer(8192), layer(16384)
     assert times(half, twice, exact, far).find_layer_times(SIZES) == exact
     assert times(half, twice, far).find_layer_times(SIZES) == twice
-    assert times(half, far).find_layer_times(SHAPE) == half
+    assert times(half, far).find_layer_times(SIZES) == half
     assert times(far, layer(1024)).find_layer_times(SIZES) is None
     assert times(layer(1)).find_layer_times(replace(SIZES, rows=1)) == layer(1)
     others: list[dict[str, Any]] = [
@@ -368,13 +368,14 @@ def forgotten() -> Any:
     among_ranks.forget()
 
 
-def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path) -> None:
+def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     ranks = Ranks.single()
-    assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
-    assert agreed_layer(ranks, SHAPE, CPU, folder=tmp_path) is None
-    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path)
-    assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(11, 512)
-    assert agreed_layer(ranks, SIZES, CPU, folder=tmp_path) is None
+    assert agreed(ranks, SHAPE, CPU) == Division(11, 512)
+    assert agreed_layer(ranks, SHAPE, CPU) is None
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}))
+    assert agreed(ranks, SHAPE, CPU) == Division(11, 512)
+    assert agreed_layer(ranks, SIZES, CPU) is None
     among_ranks.forget()
-    assert agreed(ranks, SHAPE, CPU, folder=tmp_path) == Division(26, 1024)
-    assert agreed_layer(ranks, SIZES, CPU, folder=tmp_path) == SECONDS
+    assert agreed(ranks, SHAPE, CPU) == Division(26, 1024)
+    assert agreed_layer(ranks, SIZES, CPU) == SECONDS

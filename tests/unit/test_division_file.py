@@ -26,21 +26,22 @@ from tests.unit.test_division import SHAPE, SIZES, entry, layer, table, times
 def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     here = entry(SHAPE, 26, 1024)
     other = entry(replace(SHAPE, device_name="NVIDIA B200", virtual=True), 20)
-    found = DivisionTable({each.sizes: each for each in (here, other)}, {SIZES: layer()})
-    paths = save_divisions(found, tmp_path / "new")
+    first = DivisionTable({here.sizes: here}, {SIZES: layer()})
+    paths = [save_divisions(each, tmp_path / "new") for each in (first, table(other))]
     assert [path.name for path in paths] == ["division_nvidia-h200_v1.json", "division_nvidia-b200_v1.json"]
     assert sorted((tmp_path / "new").iterdir()) == sorted(paths)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_divisions(tmp_path / "new") == found
-    assert read_divisions(paths[0]) == DivisionTable({here.sizes: here}, {SIZES: layer()})
+        both = DivisionTable({each.sizes: each for each in (here, other)}, first.layers)
+        assert load_divisions(tmp_path / "new") == both
+    assert read_divisions(paths[0]) == first
     assert json.loads(paths[1].read_text()) == {"format": 1, **as_fields(table(other))}
     assert as_fields(table(other))["entries"][0]["seconds"] == [[1, 512, 2e-3], [20, 512, 1e-3]]
 
 
 def test_it_lies_beside_the_profiles_and_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
-    (path,) = save_divisions(table(entry(SHAPE, 26)))
+    path = save_divisions(table(entry(SHAPE, 26)))
     assert path == division_path("NVIDIA H200") == tmp_path / "division_nvidia-h200_v1.json"
     assert stored_profiles() == {}
     assert load_divisions().find(SHAPE)[0].n_c == 26
@@ -64,7 +65,7 @@ def test_saving_merges_with_what_is_there(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_file_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (path,) = save_divisions(table(entry(SHAPE, 26)), tmp_path)
+    path = save_divisions(table(entry(SHAPE, 26)), tmp_path)
     before = path.read_bytes()
 
     def refuse(*args: Any) -> None:
@@ -115,7 +116,7 @@ def test_a_file_that_cannot_be_used_is_told_of_and_the_others_are_used(
     tmp_path: Path, content: Any, told: str
 ) -> None:
     other = entry(replace(SHAPE, device_name="NVIDIA B200"), 20)
-    (path,) = save_divisions(table(entry(SHAPE, 26)), tmp_path)
+    path = save_divisions(table(entry(SHAPE, 26)), tmp_path)
     save_divisions(table(other), tmp_path)
     if callable(content):
         content = json.dumps(content(json.loads(path.read_text())))

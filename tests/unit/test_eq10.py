@@ -28,8 +28,8 @@ from bench.restore_regions import (
     simulated,
     table,
 )
-from pmoe.planner.cost_model import NO_INTERFERENCE, Interference, cheapest_pair, eq10_seconds, lane_seconds
-from pmoe.planner.layer_seconds import simulated_pass, step_seconds
+from pmoe.planner.cost_model import Interference, cheapest_pair, eq10_seconds, lane_seconds
+from pmoe.planner.layer_seconds import simulated_step, step_seconds
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.tasks import Lane
@@ -126,9 +126,7 @@ def test_of_equals_the_one_with_least_work_on_all_lanes_is_taken() -> None:
 def test_copies_of_what_travels_run_beside_its_own_computing_where_few_rows_stay() -> None:
     regime = Regime(ranks=64, link=0.0625, copy=0.5, slowed=False)
     for direction in ("forward", "backward"):
-        spans = simulated_pass(
-            shape_of(64), profile_of(regime), B, 8, direction, STRATEGIES["S1"], rearranged=False
-        )
+        spans = simulated_step(shape_of(64), profile_of(regime), B, 8, 8, STRATEGIES["S1"])[direction]
         lane = Lane.COPY_OUT if direction == "forward" else Lane.COPY_IN
         copies = sum(item.end - item.start for item in spans if item.task.lane is lane)
         computing = [item for item in spans if item.task.lane is Lane.COMPUTE]
@@ -142,7 +140,7 @@ def test_copies_of_what_travels_run_beside_its_own_computing_where_few_rows_stay
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("interference", [NO_INTERFERENCE, SLOWED], ids=["alone", "slowed"])
+@pytest.mark.parametrize("interference", [Interference(), SLOWED], ids=["alone", "slowed"])
 @pytest.mark.parametrize("n", DEGREES)
 def test_with_an_h200s_ratios_the_hidden_activation_is_not_offloaded(
     ranks: int, interference: Interference, n: int
@@ -160,7 +158,7 @@ def test_with_an_h200s_ratios_and_wide_rows_offloading_the_hidden_activation_pay
     """An element of T_M costs a copy, or M multiply-adds: the wider the rows, the dearer is making T_M again.
     M = 8192 is past the turn, which without interference is near 8 * 300e12 / (12 * 50e9) = 4000."""
     shape = sizes_from_options(8192, 4 * 8192, 64, num_ranks=8, dtype=torch.bfloat16, device_type="cuda")
-    for interference in (NO_INTERFERENCE, SLOWED):
+    for interference in (Interference(), SLOWED):
         profile = h200(8, interference)
         pair, _ = cheapest_pair(shape, profile, B, STRATEGIES.values())
         seconds = {name: step_seconds(shape, profile, B, 8, 8, each) for name, each in STRATEGIES.items()}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.experts import FFNExperts
-from pmoe.experts.activations import ACTIVATIONS, find_activation
+from pmoe.experts.ffn import ACTIVATIONS, find_activation
 from pmoe.experts.products import GradientSum
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.swiglu import SwiGLUExperts

@@ -20,7 +20,7 @@ from pmoe.experts.products import (
 )
 from pmoe.kernels import grouped_gemm, product_request
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS
+from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Registry
 from pmoe.measure.product_bench import compute, random_operands
 from pmoe.warn import GIVEN
 from tests.reference import relative_error
@@ -298,18 +298,15 @@ def test_without_the_extension_grouped_mm_computes_and_a_warning_says_so_once(
     monkeypatch.setattr(grouped_gemm, "refusal", lambda device, dtype, **columns: why)
     sizes = {"rows": 100, "in_features": 64, "out_features": 96}
     of_experts = functools.partial(ProductRequest.of, "forward", CUDA, torch.bfloat16, **sizes)
-    PRODUCTS.forget()
+    registry = Registry(PRODUCTS.candidates)
     GIVEN.clear()
-    try:
-        with pytest.warns(UserWarning, match=f"without pmoe's kernels: {why}") as caught:
-            for experts in (4, 8):
-                request = of_experts(experts=experts)
-                assert PRODUCTS.choose(request) == GROUPED_MM
-        assert len(caught) == 1
-        request = of_experts(experts=8, bias=True)
-        assert PRODUCTS.choose(request) == LOOP
-    finally:
-        PRODUCTS.forget()
+    with pytest.warns(UserWarning, match=f"without pmoe's kernels: {why}") as caught:
+        for experts in (4, 8):
+            request = of_experts(experts=experts)
+            assert registry.choose(request) == GROUPED_MM
+    assert len(caught) == 1
+    request = of_experts(experts=8, bias=True)
+    assert registry.choose(request) == LOOP
 
 
 @pytest.mark.parametrize("experts", [1, 4])

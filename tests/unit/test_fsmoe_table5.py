@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 
@@ -223,9 +222,3 @@ def test_the_page_holds_every_assumption() -> None:
     assert "\n```{made-table} assumptions\n" in page
     for name, told in ASSUMPTIONS.items():
         assert f"| {name} | {told} |" in tables.assumptions(), name
-
-
-@pytest.mark.parametrize("bad", [0.5, math.nan, math.inf])
-def test_a_contention_below_1_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match=r"contention \(.*\) must be a finite number of at least 1"):
-        table5(bad)

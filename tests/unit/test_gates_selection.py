@@ -11,9 +11,8 @@ import torch
 from pmoe.gates.cosines import inverse_length
 from pmoe.gates.draws import distinct
 from pmoe.gates.expert_choice import best_tokens
-from pmoe.gates.whole_batch import rows_for_each_expert
-from pmoe.kernels.route import ROUNDS, top_indices
-from pmoe.ordering.capacity import expert_capacity
+from pmoe.kernels.route import top_indices
+from pmoe.kernels.route.reference import ROUNDS
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 8, ROUNDS, ROUNDS + 1, 24])
@@ -73,12 +72,6 @@ def test_every_set_of_distinct_experts_is_equally_likely(num_experts: int, top_k
 def test_distinct_experts_follow_from_the_draws() -> None:
     # E = 3, K = 2: 7 mod 2 = 1 and 8 mod 3 = 2; 1 and 4 mod 3 = 1 again, so the last expert instead.
     assert distinct(torch.tensor([[7, 8], [1, 4]]), 3).tolist() == [[1, 2], [1, 2]]
-
-
-@pytest.mark.parametrize("factor, tokens, top_k, experts", [(1.25, 16, 2, 8), (0.3, 7, 1, 3), (1, 0, 2, 4)])
-def test_gates_and_layer_mean_the_same_capacity(factor: float, tokens: int, top_k: int, experts: int) -> None:
-    expected = expert_capacity(factor, tokens, top_k, experts)
-    assert rows_for_each_expert(factor, tokens, top_k, experts) == expected
 
 
 def test_a_vector_without_length_has_no_direction_and_no_gradient() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import json
-import math
 import pickle
 import random
 import re
@@ -19,7 +18,7 @@ import pytest
 from pmoe.measure import store
 from pmoe.planner import granularity
 from pmoe.planner.degree import DEGREES
-from pmoe.planner.granularity import GranularityTable, PassDegrees, RangeSet
+from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.runners.searched import load_degrees, save_degrees
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,20 +62,20 @@ def random_monotone(draw: random.Random):
     )
 
 
-def measured(*points: tuple[int, int]) -> RangeSet:
-    ranges = RangeSet()
+def measured(*points: tuple[int, int]) -> GranularityTable:
+    ranges = GranularityTable()
     for B, n in points:
         ranges.insert(B, both(n))
     return ranges
 
 
-def ranges_of(found: RangeSet) -> list[tuple[int, int, PassDegrees]]:
+def ranges_of(found: GranularityTable) -> list[tuple[int, int, PassDegrees]]:
     """(lower, upper, value) of each of Algorithm 1's ranges, by rising B: runs of equal neighbours."""
     runs = [list(run) for _, run in groupby(found.points.items(), key=lambda point: point[1])]
     return [(run[0][0], run[-1][0], run[0][1]) for run in runs]
 
 
-def plain(ranges: RangeSet) -> list[tuple[int, int, int]]:
+def plain(ranges: GranularityTable) -> list[tuple[int, int, int]]:
     return [(lower, upper, value.forward) for lower, upper, value in ranges_of(ranges)]
 
 
@@ -96,12 +95,11 @@ def test_every_answer_and_every_trial_is_that_of_the_literal_algorithm(seed: int
             found = search.record(B, {best(B): 0.0, PassDegrees(3, 3): 1.0})
         assert found == literal.degrees_for(B, best) == best(B)
     assert searched == literal.searched and len(searched) < 300
-    assert search.cache_table == literal.cache_table
-    assert search.ranges.contradictions == 0
-    assert {value: [lower, upper] for lower, upper, value in ranges_of(search.ranges)} == literal.S
+    assert search.contradictions == 0
+    assert {value: [lower, upper] for lower, upper, value in ranges_of(search)} == literal.S
     for B in range(400):
         inside = [n for n, (lower, upper) in literal.S.items() if lower <= B <= upper]
-        assert search.ranges.find(B) == (inside[0] if inside else None)
+        assert search.lookup(B) == (inside[0] if inside else None)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -109,7 +107,7 @@ def test_ranges_do_not_depend_on_the_order_of_measurements_even_of_those_inside_
     draw = random.Random(seed)
     best = random_monotone(draw)
     points = [draw.randrange(400) for _ in range(60)]
-    there, back = RangeSet(), RangeSet()
+    there, back = GranularityTable(), GranularityTable()
     hull: dict[PassDegrees, list[int]] = {}
     for B in points:
         there.insert(B, best(B))
@@ -123,18 +121,16 @@ def test_ranges_do_not_depend_on_the_order_of_measurements_even_of_those_inside_
 
 
 def test_nothing_is_known_before_the_first_measurement_nor_outside_and_between_ranges() -> None:
-    assert RangeSet().find(7) is None and ranges_of(RangeSet()) == []
+    assert GranularityTable().lookup(7) is None and ranges_of(GranularityTable()) == []
     ranges = measured((100, 2), (400, 2), (900, 4))
     assert ranges_of(ranges) == [(100, 400, both(2)), (900, 900, both(4))]
-    found = {B: ranges.find(B) for B in (99, 100, 101, 399, 400, 401, 899, 900, 901)}
+    found = {B: ranges.lookup(B) for B in (99, 100, 101, 399, 400, 401, 899, 900, 901)}
     known = {100: both(2), 101: both(2), 399: both(2), 400: both(2), 900: both(4)}
     assert found == {B: known.get(B) for B in found}
 
 
-def test_no_tokens_are_a_batch_size_and_fewer_are_refused() -> None:
-    assert measured((0, 1)).find(0) == both(1)
-    with pytest.raises(ValueError, match=r"B \(-1\) must be at least 0"):
-        RangeSet().insert(-1, both(1))
+def test_no_tokens_are_a_batch_size() -> None:
+    assert measured((0, 1)).lookup(0) == both(1)
 
 
 def test_degrees_are_ordered_forward_first_and_must_be_positive() -> None:
@@ -153,14 +149,14 @@ def test_a_point_inside_a_range_with_another_value_cuts_it_in_two() -> None:
     ranges = measured((100, 2), (400, 2), (900, 4), (200, 4))
     assert plain(ranges) == [(100, 100, 2), (200, 200, 4), (400, 400, 2), (900, 900, 4)]
     assert ranges.contradictions == 1
-    assert [ranges.find(B) for B in (150, 200, 300)] == [None, both(4), None]
+    assert [ranges.lookup(B) for B in (150, 200, 300)] == [None, both(4), None]
 
 
 def test_a_range_that_would_reach_over_another_one_does_not() -> None:
     ranges = measured((10, 2), (20, 4), (30, 4), (40, 2))
     assert plain(ranges) == [(10, 10, 2), (20, 30, 4), (40, 40, 2)]
     assert ranges.contradictions == 1
-    assert ranges.find(25) == both(4)
+    assert ranges.lookup(25) == both(4)
 
 
 def test_falling_degrees_contradict_the_hypothesis_though_no_ranges_overlap() -> None:
@@ -189,7 +185,7 @@ def test_later_measurements_can_mend_what_an_outlier_broke() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_any_measurements_leave_disjoint_ranges_in_which_the_last_ones_stand(seed: int) -> None:
     draw = random.Random(seed)
-    ranges, last = RangeSet(), {}
+    ranges, last = GranularityTable(), {}
     for _ in range(80):
         B = draw.randrange(100)
         last[B] = PassDegrees(draw.choice((1, 2, 4)), draw.choice((1, 2)))
@@ -200,14 +196,14 @@ def test_any_measurements_leave_disjoint_ranges_in_which_the_last_ones_stand(see
             assert left[1] < right[0] and left[2] != right[2]
     for B in range(100):
         inside = [value for lower, upper, value in ranges_of(ranges) if lower <= B <= upper]
-        assert inside == ([] if ranges.find(B) is None else [ranges.find(B)])
+        assert inside == ([] if ranges.lookup(B) is None else [ranges.lookup(B)])
         assert B not in last or inside == [last[B]]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_contradictions_are_counted_exactly_where_what_was_measured_is_not_monotone(seed: int) -> None:
     draw = random.Random(seed)
-    ranges, points = RangeSet(), {}
+    ranges, points = GranularityTable(), {}
     for B in draw.sample(range(1000), 12):
         points[B] = both(draw.choice((1, 2)) if seed % 2 else DEGREES[B // 200])
         ranges.insert(B, points[B])
@@ -215,42 +211,7 @@ def test_contradictions_are_counted_exactly_where_what_was_measured_is_not_monot
         assert (ranges.contradictions == 0) == (by_B == sorted(by_B))
 
 
-# The hash table in front
-
-
-def test_a_found_answer_is_cached_and_a_missing_one_is_not() -> None:
-    search = GranularityTable()
-    assert search.lookup(5) is None and search.cache_table == {}
-    search.record(0, {both(2): 1.0})
-    search.record(10, {both(2): 1.0})
-    assert search.lookup(5) == both(2) and search.cache_table == dict.fromkeys((0, 5, 10), both(2))
-
-
-def test_a_contradiction_takes_back_the_cached_answers_beside_it_and_no_others() -> None:
-    search = GranularityTable()
-    for B in (0, 10, 20, 30):
-        search.record(B, {both(2): 1.0})
-    for B in (5, 15, 25):
-        assert search.lookup(B) == both(2)
-    search.record(12, {both(2): 2.0, both(4): 1.0})
-    assert search.cache_table == {0: both(2), 5: both(2), 10: both(2), 12: both(4)} | dict.fromkeys(
-        (20, 25, 30), both(2)
-    )
-    assert search.lookup(15) is None
-    search.record(30, {both(8): 1.0})
-    assert search.lookup(25) is None and search.lookup(30) == both(8)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_cache_never_knows_anything_but_what_the_ranges_say(seed: int) -> None:
-    draw = random.Random(seed)
-    search = GranularityTable()
-    for _ in range(200):
-        B = draw.randrange(50)
-        if draw.random() < 0.2:
-            search.record(B, {both(draw.choice((2, 4)) if draw.random() < 0.3 else 2): 1.0})
-        for b in range(50):
-            assert search.lookup(b) == search.ranges.find(b)
+# What is recorded
 
 
 def test_the_fastest_is_recorded_and_of_equal_ones_that_with_fewer_chunks() -> None:
@@ -259,19 +220,6 @@ def test_the_fastest_is_recorded_and_of_equal_ones_that_with_fewer_chunks() -> N
     assert search.record(
         2, {PassDegrees(4, 1): 1.0, PassDegrees(1, 2): 1.0, PassDegrees(2, 1): 1.0}
     ) == PassDegrees(1, 2)
-    assert search.record(3, {both(1): math.inf, both(4): 9.0}) == both(4)
-
-
-def test_seconds_that_mean_nothing_are_refused_and_leave_nothing_behind() -> None:
-    search = GranularityTable()
-    with pytest.raises(ValueError, match=r"seconds of PassDegrees\(.*\) at B = 7 \(nan\) must be at least 0"):
-        search.record(7, {both(1): 1.0, both(2): math.nan})
-    with pytest.raises(ValueError, match=r"at B = 7 \(-1.0\) must be at least 0"):
-        search.record(7, {both(1): -1.0})
-    for seconds in ({}, {both(1): math.inf}):
-        with pytest.raises(ValueError, match="no degrees ran at B = 7"):
-            search.record(7, seconds)
-    assert search.lookup(7) is None and ranges_of(search.ranges) == []
 
 
 # The file, copies
@@ -293,9 +241,7 @@ def learnt() -> GranularityTable:
 
 
 def same(one: GranularityTable, other: GranularityTable) -> bool:
-    return one.ranges.points == other.ranges.points and (
-        one.ranges.contradictions == other.ranges.contradictions == 2
-    )
+    return one.points == other.points and one.contradictions == other.contradictions == 2
 
 
 def test_a_saved_table_is_loaded_as_it_was(tmp_path: Path) -> None:
@@ -405,7 +351,7 @@ def test_saving_that_fails_leaves_the_old_file_and_nothing_else(
 def test_a_copy_knows_the_same_and_learns_apart(duplicate) -> None:
     original = learnt()
     twin = duplicate(original)
-    assert same(twin, original) and twin.cache_table == original.cache_table
+    assert same(twin, original)
     twin.record(5000, {both(16): 1.0})
     assert original.lookup(5000) is None
 

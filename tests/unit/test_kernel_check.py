@@ -82,7 +82,7 @@ def test_a_result_that_is_no_number_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
 
     def poisoned(*args: Any, **options: Any) -> Tensor:
         found = right(*args, **options)
-        return found.mul_(float("nan")) if PRODUCTS.forced == PMOE else found
+        return found.mul_(float("nan")) if PRODUCTS.forced and PRODUCTS.forced.name == PMOE else found
 
     monkeypatch.setattr("pmoe.experts.stacked.expert_product", poisoned)
     with torch.no_grad():

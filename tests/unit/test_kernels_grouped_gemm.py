@@ -182,13 +182,8 @@ def test_the_operators_pass_opcheck(top_k: int) -> None:
         ops.grouped_product, (x, weight, ends, bias, scale, slot, max(top_k, 1), slot is not None)
     )
     torch.library.opcheck(ops.grouped_hidden, (x, weight, ends, bias, slot, max(top_k, 1), "swiglu"))
-    grad, hidden = rows(6 if slot is None else 3, 8), rows(6, 8, seed=4)
     down = rows(3, 8, 4, seed=5)
     torch.library.opcheck(ops.grouped_input_gradient, (rows(6, 8), down, ends))
-    torch.library.opcheck(
-        ops.grouped_hidden_gradient,
-        (grad, down, hidden, scale.detach(), ends, slot, max(top_k, 1), "swiglu", True),
-    )
     torch.library.opcheck(ops.grouped_weight_gradient, (rows(6, 8), x.detach(), ends, slot, max(top_k, 1)))
 
 
@@ -296,10 +291,10 @@ def test_what_does_not_fit_the_kernels_is_said_with_its_numbers() -> None:
 def test_the_path_follows_from_the_kernels_as_they_were_loaded(
     binary: int, ptx: int, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe = extension.LoadedKernel.of(
-        capability,
+    probe = extension.LoadedKernel(
         name=extension.PROBE,
-        hopper=False,
+        runs=extension.binary_of(binary, ptx),
+        refusal=None,
         binary_version=binary,
         ptx_version=ptx,
         threads=1,

@@ -149,7 +149,8 @@ def test_the_gradient_of_rows(recorder: Recorder, given: Operands) -> None:
     )
     fields = {
         **{"form": 1, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 5, "a_gathered": True},
-        **{"b": "weight", "d": "of rows", "d_stride": 64, "rows": 10, "n": 64, "k": 128},
+        **{"b": "weight", "d": "of rows", "d_stride": 64, "rows": 10, "n": 64, "k": 128, "bias": 0},
+        "weight": 0,
     }
     assert recorder.calls == [("grouped_gemm", COMMON | fields)]
 
@@ -205,10 +206,10 @@ def test_permutes(recorder: Recorder) -> None:
     d_x, d_rows = recorder.tensor("d_x", 3, 16, dtype=FLOAT), recorder.tensor("d_rows", 5, 16, dtype=FLOAT)
     position = recorder.tensor("position", 3, 2, dtype=INT)
     weight, d_weight = (recorder.tensor(name, 3, 2, dtype=FLOAT) for name in ("weight", "d_weight"))
-    permute.launch_permute(x, position, None, rows)
-    permute.launch_unpermute(rows, position, weight, x)
-    permute.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight, parts=2)
-    permute.launch_unpermute_backward(x, rows, position, weight, d_rows, d_weight)
+    permute.launch.launch_permute(x, position, None, rows)
+    permute.launch.launch_unpermute(rows, position, weight, x)
+    permute.launch.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight, parts=2)
+    permute.launch.launch_unpermute_backward(x, rows, position, weight, d_rows, d_weight)
     moving = [None, 7, 0, 3, 2, 5, 64, "position"]
     assert recorder.calls == [
         ("permute", [[*moving, 0, 0], "x", 80, "rows", 64]),
@@ -220,7 +221,7 @@ def test_permutes(recorder: Recorder) -> None:
 
 def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) -> None:
     position, y = torch.zeros(3, 0, dtype=INT), torch.ones(3, 16)
-    permute.launch_unpermute(torch.ones(0, 16), position, None, y)
+    permute.launch.launch_unpermute(torch.ones(0, 16), position, None, y)
     assert recorder.calls == [] and not y.any()
 
 
@@ -229,23 +230,19 @@ def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) 
 
 def test_routes(recorder: Recorder) -> None:
     logits, out = (recorder.tensor(name, 5, 4, dtype=FLOAT) for name in ("logits", "of logits"))
-    routes = route.empty_routes(logits, 2, 3)
+    routes = route.routes.empty_routes(logits, 2, 3)
     for name, each in routes._asdict().items():
         recorder.named(name, each)
-    route.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)
-    partial = recorder.tensor("partial", 6, 10, dtype=FLOAT)
+    route.launch.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)
     saved = (logits, routes.expert_TK, routes.weight_TK, routes.counts_nE)
-    route.launch_route_backward(
-        *saved, out, normalize=False, grad_l_aux=routes.l_aux, partial_PN=partial,
-        position_TK=routes.position_TK,
-    )  # fmt: skip
-    route.launch_route_backward(*saved, out, normalize=False, grad_weight_TK=routes.weight_TK)
+    route.launch.launch_route_backward(*saved, out, normalize=False, grad_l_aux=routes.l_aux)
+    route.launch.launch_route_backward(*saved, out, normalize=False, grad_weight_TK=routes.weight_TK)
     places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "l_aux"]
     call, (problem, *given) = recorder.calls[0]
     assert call == "route" and problem == [0, 7, 5, 4, 2, 3, True, 0.5]
     assert given[:8] == ["logits", *places] and given[9] == 36  # given[8]: the workspace's address
     backward = [[0, 7, 5, 4, 2, 3, False, 0.0], "logits", "expert_TK", "weight_TK", "counts_nE"]
     assert recorder.calls[1:] == [
-        ("route_backward", [*backward, 0, "partial", "position_TK", 6, "l_aux", "of logits"]),
+        ("route_backward", [*backward, 0, 0, 0, 0, "l_aux", "of logits"]),
         ("route_backward", [*backward, "weight_TK", 0, 0, 0, 0, "of logits"]),
     ]

@@ -1,7 +1,7 @@
 """Routing as one operation: its PyTorch reference equals the stages of a layer, and its kernels' source, run
 on the CPU, equals plain loops.
 
-Letters: T tokens, K choices, E experts, N slots, n chunks, P tiles.
+Letters: T tokens, K choices, E experts, N slots, n chunks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch import Tensor
 import pmoe
 from pmoe.gates.logits import router_loss
 from pmoe.kernels.extension import load
-from pmoe.kernels.route import ROUNDS, Routes, operators, reference, refusal, route, route_backward
+from pmoe.kernels.route import Routes, operators, reference, refusal, route
+from pmoe.kernels.route.operators import route_backward
+from pmoe.kernels.route.reference import ROUNDS
 from pmoe.kernels.route.routes import check_logits_memory
-from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
+from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
 from pmoe.warn import GIVEN
 from tests.cuda.compiled import compile_and_run
 from tests.cuda.disassembly import archs, count, declared, sass
@@ -78,7 +80,7 @@ def test_routing_equals_the_stages_of_a_layer_bit_for_bit(
     assert torch.equal(found.expert_TK, expected.expert)
     assert torch.equal(found.weight_TK, expected.weight)
     assert torch.equal(found.l_aux, expected.l_aux)
-    order = sort_rows(expected.expert, None, num_chunks, num_experts, LocalExperts(0, 0), 0)
+    order = sort_rows(expected.expert, None, num_chunks, num_experts, range(0, 0), 0)
     assert torch.equal(found.slot_N, order.slot)
     assert torch.equal(found.position_TK.reshape(-1), order.position)
     counts = count_rows(expected.expert, None, num_chunks, num_experts)
@@ -162,14 +164,10 @@ def test_results_that_are_not_used_need_no_gradient() -> None:
     assert not any(each.requires_grad for each in found[1:-1])
 
 
-def test_the_gradient_of_weights_may_come_in_parts_by_row() -> None:
+def test_results_without_a_gradient_give_the_logits_a_zero_one() -> None:
     logits = draw_logits(9, 5)
     found = route(logits, 3, normalize=True, num_chunks=2)
-    partial = torch.randn(4, 27, dtype=torch.float64)
-    whole = partial.sum(0)[found.position_TK.long()]
     given = (logits, found.expert_TK, found.weight_TK, found.counts_nE)
-    got = route_backward(*given, normalize=True, partial_PN=partial, position_TK=found.position_TK)
-    torch.testing.assert_close(got, route_backward(*given, normalize=True, grad_weight_TK=whole))
     assert torch.equal(route_backward(*given, normalize=True), torch.zeros_like(logits))
 
 
@@ -201,13 +199,12 @@ def test_the_operations_keep_the_rules_of_torch(num_tokens: int, dtype: torch.dt
     logits, found = sample_routes(num_tokens, dtype)
     learns = logits.clone().requires_grad_()
     torch.library.opcheck(torch.ops.pmoe.route.default, (learns, 2, True, 3, 0.3))
-    given = (logits, found.expert_TK, found.weight_TK, found.counts_nE, True, 0.3)
+    given = (logits, found.expert_TK, found.weight_TK, found.counts_nE)
+    options = {"normalize": True, "z_loss_weight": 0.3}
     grad, one = torch.randn_like(found.weight_TK), torch.ones((), dtype=dtype)
-    torch.library.opcheck(torch.ops.pmoe.route_backward.default, (*given, grad, one))
-    torch.library.opcheck(torch.ops.pmoe.route_backward.default, given)
-    partial = torch.randn(2, 2 * num_tokens, dtype=dtype)
-    parts = {"partial_PN": partial, "position_TK": found.position_TK}
-    torch.library.opcheck(torch.ops.pmoe.route_backward.default, given, parts)
+    gradients = {"grad_weight_TK": grad, "grad_l_aux": one}
+    torch.library.opcheck(torch.ops.pmoe.route_backward.default, given, options | gradients)
+    torch.library.opcheck(torch.ops.pmoe.route_backward.default, given, options)
 
 
 def test_a_compiled_graph_is_whole_and_gives_the_same() -> None:
@@ -272,15 +269,6 @@ def test_more_slots_than_places_are_refused() -> None:
         ({"counts_nE": torch.zeros(1, 4, dtype=torch.int32)}, r"counts of shape \(1, 4\) .*\(1, 3\)"),
         ({"grad_weight_TK": torch.zeros(2, 4).t()}, r"grad_weight .*strides \(1, 4\)"),
         ({"grad_l_aux": torch.zeros(1)}, r"grad_l_aux of shape \(1,\) must have the shape \(\)"),
-        ({"partial_PN": torch.zeros(3, 8)}, "partial and position must be given together"),
-        (
-            {"partial_PN": torch.zeros(3, 7), "position_TK": torch.zeros(4, 2, dtype=torch.int32)},
-            r"partial of shape \(3, 7\) .*\(P, 8\)",
-        ),
-        (
-            {"partial_PN": torch.zeros(0, 8), "position_TK": torch.zeros(4, 2, dtype=torch.int32)},
-            r"partial of shape \(0, 8\) must have at least one row",
-        ),
     ],
 )
 def test_backward_refuses_what_is_not_of_one_routing(change: dict[str, Tensor], match: str) -> None:

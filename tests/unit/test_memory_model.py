@@ -174,8 +174,8 @@ def of_backward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
 def test_a_pipeline_without_reuse_holds_equations_2_and_4(B: int, M: int, H: int, n: int) -> None:
     forward = of_forward(B, M, H, n, reuse=False)
     assert sum(forward.after[-1].values()) == theory.activations(B, M, H)
-    assert forward.peak_bytes == theory.pipelined_activations(B, M, H)
-    assert of_backward(B, M, H, n, reuse=False).peak_bytes == theory.pipelined_activations(B, M, H)
+    assert forward.peak_bytes == theory.activations(B, M, H)
+    assert of_backward(B, M, H, n, reuse=False).peak_bytes == theory.activations(B, M, H)
 
 
 @pytest.mark.parametrize("B, M, H, n", SIZES)
@@ -198,7 +198,7 @@ def test_reuse_saves_equation_5_of_the_activations_and_again_of_the_gradients(
     B: int, M: int, H: int, n: int
 ) -> None:
     saved = theory.saved_each(B, M, H, n)
-    pipelined = theory.pipelined_activations(B, M, H)
+    pipelined = theory.activations(B, M, H)
     assert pipelined - of_forward(B, M, H, n, reuse=True).peak_bytes == saved
     assert pipelined - of_backward(B, M, H, n, reuse=True).peak_bytes == saved
 
@@ -246,8 +246,8 @@ def test_from_three_chunks_on_the_formulas_are_what_is_alive_at_once(
             after=[*caller, *chunks(schedule, result)],
         ).peak_bytes
 
-    assert alive(forward, ACTIVATIONS, "T_I", "T_O") == theory.pipelined_activations(B, M, H) - saved
-    assert alive(backward, GRADIENTS, "dT_O", "dT_I") == theory.pipelined_activations(B, M, H) - saved
+    assert alive(forward, ACTIVATIONS, "T_I", "T_O") == theory.activations(B, M, H) - saved
+    assert alive(backward, GRADIENTS, "dT_O", "dT_I") == theory.activations(B, M, H) - saved
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -279,7 +279,7 @@ def test_our_slots_are_the_papers_under_its_assumptions(B: int, M: int, H: int, 
     """T_DI, T_DO and T_M of forward, and their gradients of backward, with S4: 2 (2 B M / n) + B H / n."""
     pair = STRATEGIES["S4"]
     reduced = 2 * (2 * B * M // n) + B * H // n
-    assert reduced == theory.pipelined_activations(B, M, H) - theory.saved_each(B, M, H, n) - 2 * B * M
+    assert reduced == theory.activations(B, M, H) - theory.saved_each(B, M, H, n) - 2 * B * M
 
     def slots(schedule: Schedule) -> dict[str, int]:
         columns = HiddenColumns(hidden=H, active=0, scratch=H, scratch_rows=B)
@@ -327,6 +327,6 @@ def test_keep_keep_saves_less_than_equation_2_and_its_peak_is_the_papers_with_wh
     assert between < theory.activations(B, M, H)
     assert between == pytest.approx(theory.activations(B, M, H) - B * M, rel=0.02)
 
-    papers = theory.activations(B, M, H) + theory.pipelined_activations(B, M, H)
+    papers = 2 * theory.activations(B, M, H)
     expected = papers - B * M + B * H + (2 * B * M if travel else 0)
     assert found.promised / size + 2 * B * M == pytest.approx(expected, rel=0.02)

@@ -59,7 +59,6 @@ def test_live_bytes_follow_every_tensor_with_its_name() -> None:
     assert [held for _, held in seen.live_bytes()] == [0, 400, 600, 200, 1000]
     assert seen.peak_bytes() == 1000
     assert seen.peak_bytes(without=("c",)) == 600
-    assert seen.bytes_named("c") == 800
     assert [held for when, held in seen.live_bytes() if when <= seen.moments["both"]][-1] == 600
     del b, c
 
@@ -75,8 +74,6 @@ def test_a_step_of_a_linear_layer_counted_by_hand() -> None:
     small = 64  # scalars
     assert 0 <= found.peak - (x + 2 * y + x + weight) <= small  # x, dy, y, dx and dw
     assert 0 <= found.without_gradients - (x + 2 * y + x) <= small
-    assert 0 <= found.forward - (x + 2 * y) <= small
-    assert found.gradients == weight
     given = inputs()
     assert found.peak - step_memory(layer, lambda: given).peak == x + y  # there before
 
@@ -98,7 +95,7 @@ def test_yardstick_saving_and_total_by_hand() -> None:
     assert memory.saving_bytes(64, model, 4) == 4 * 2 * 64 * (2 * 8 * 2 / 4 + 16 * 3 / 4)
     layer = memory.one_expert(model, 2, STRATEGIES["S4"])
     assert sum(p.numel() for p in layer.parameters()) == 8 + 2 * 16 * 8
-    step = StepMemory(peak=9000, without_gradients=8000, forward=1, gradients=1000, seconds=0.0)
+    step = StepMemory(peak=9000, without_gradients=8000, seconds=0.0)
     assert memory.measured_total(layer, step) == 4 * 4 * 264 + 8000
 
 

@@ -30,8 +30,8 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "why kernels do not take some rows": (
         {"refusal"},
-        {f"pmoe/kernels/{name}/launch.py" for name in ("grouped_gemm", "permute", "route")}
-        | {"pmoe/kernels/comet/launcher.py", "pmoe/runners/fused_steps.py"},
+        {f"pmoe/kernels/{name}.py" for name in ("gemm", "permute/launch", "route/launch")}
+        | {"pmoe/runners/fused_steps.py"},
     ),
     "grouped products and their plain definition": (
         {"product", "hidden_gradient", "weight_gradient"},

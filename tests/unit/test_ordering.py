@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.layer.once_orders import carriers
-from pmoe.ordering.capacity import expert_capacity, within_capacity
-from pmoe.ordering.sorted import LocalExperts, chunk_bounds, count_rows, sort_rows
+from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
 from pmoe.schedule.tasks import piece_of
 
-NONE_LOCAL = LocalExperts(0, 0)
+NONE_LOCAL = range(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -49,27 +49,27 @@ EXPERTS = torch.tensor([[2, 0], [1, 3], [0, 2]])
     [
         # Nothing stays: by expert, then token.
         (NONE_LOCAL, 1, 0, [1, 4, 2, 0, 5, 3]),
-        (LocalExperts(4, 4), 1, 0, [1, 4, 2, 0, 5, 3]),
-        (LocalExperts(2, 2), 1, 0, [1, 4, 2, 0, 5, 3]),
+        (range(4, 4), 1, 0, [1, 4, 2, 0, 5, 3]),
+        (range(2, 2), 1, 0, [1, 4, 2, 0, 5, 3]),
         # Experts 2 and 3 stay, or 0 and 1: their rows come last.
-        (LocalExperts(2, 4), 1, 1, [1, 4, 2, 0, 5, 3]),
-        (LocalExperts(0, 2), 1, 1, [0, 5, 3, 1, 4, 2]),
-        (LocalExperts(1, 2), 1, 1, [1, 4, 0, 5, 3, 2]),
-        (LocalExperts(0, 4), 1, 1, [1, 4, 2, 0, 5, 3]),
+        (range(2, 4), 1, 1, [1, 4, 2, 0, 5, 3]),
+        (range(0, 2), 1, 1, [0, 5, 3, 1, 4, 2]),
+        (range(1, 2), 1, 1, [1, 4, 0, 5, 3, 2]),
+        (range(0, 4), 1, 1, [1, 4, 2, 0, 5, 3]),
         # Two chunks: token 0, then tokens 1 and 2. Two pieces: each follows what its chunk sends.
         (NONE_LOCAL, 2, 0, [1, 0, 4, 2, 5, 3]),
-        (LocalExperts(2, 4), 2, 2, [1, 0, 4, 2, 5, 3]),
-        (LocalExperts(0, 2), 2, 2, [0, 1, 5, 3, 4, 2]),
-        (LocalExperts(0, 4), 2, 2, [1, 0, 4, 2, 5, 3]),
+        (range(2, 4), 2, 2, [1, 0, 4, 2, 5, 3]),
+        (range(0, 2), 2, 2, [0, 1, 5, 3, 4, 2]),
+        (range(0, 4), 2, 2, [1, 0, 4, 2, 5, 3]),
         # A token a chunk. Fewer pieces come last: all tokens, or tokens 0 and 1 before 2.
-        (LocalExperts(0, 2), 3, 1, [0, 3, 5, 1, 4, 2]),
-        (LocalExperts(0, 2), 3, 2, [0, 3, 5, 1, 2, 4]),
-        (LocalExperts(0, 3), 3, 2, [3, 1, 2, 0, 4, 5]),
-        (LocalExperts(0, 3), 3, 3, [1, 0, 3, 2, 4, 5]),
+        (range(0, 2), 3, 1, [0, 3, 5, 1, 4, 2]),
+        (range(0, 2), 3, 2, [0, 3, 5, 1, 2, 4]),
+        (range(0, 3), 3, 2, [3, 1, 2, 0, 4, 5]),
+        (range(0, 3), 3, 3, [1, 0, 3, 2, 4, 5]),
     ],
 )
 def test_rows_are_sorted_by_chunk_those_that_stay_by_piece(
-    local: LocalExperts, n: int, m: int, expected: list[int]
+    local: range, n: int, m: int, expected: list[int]
 ) -> None:
     order = sort_rows(EXPERTS, None, n, 4, local, m)
     assert order.slot.tolist() == expected
@@ -84,17 +84,17 @@ def test_the_last_chunks_are_pieces_of_their_own() -> None:
 
 def test_positions_are_where_the_slots_stand() -> None:
     assert sort_rows(EXPERTS, None, 2, 4, NONE_LOCAL, 0).position.tolist() == [1, 0, 3, 5, 2, 4]
-    assert sort_rows(EXPERTS, None, 1, 4, LocalExperts(0, 2), 1).position.tolist() == [0, 3, 5, 2, 4, 1]
+    assert sort_rows(EXPERTS, None, 1, 4, range(0, 2), 1).position.tolist() == [0, 3, 5, 2, 4, 1]
 
 
 def test_experts_between_those_of_other_ranks_move_behind_them() -> None:
-    order = sort_rows(torch.tensor([[5, 4, 3, 2, 1, 0]]), None, 1, 6, LocalExperts(2, 4), 1)
+    order = sort_rows(torch.tensor([[5, 4, 3, 2, 1, 0]]), None, 1, 6, range(2, 4), 1)
     assert order.slot.tolist() == [5, 4, 1, 0, 3, 2]
 
 
 def test_dropped_rows_stand_last_in_slot_order() -> None:
     keep = torch.tensor([[True, False], [False, True], [True, True]])
-    order = sort_rows(EXPERTS, keep, 1, 4, LocalExperts(0, 2), 1)
+    order = sort_rows(EXPERTS, keep, 1, 4, range(0, 2), 1)
     assert order.slot.tolist() == [0, 5, 3, 4, 1, 2]
     assert order.position.tolist() == [0, 4, 5, 2, 3, 1]
     order = sort_rows(EXPERTS, keep, 2, 4, NONE_LOCAL, 0)
@@ -139,7 +139,7 @@ def test_no_tokens_are_sorted_and_counted() -> None:
     expert = torch.empty(0, 2, dtype=torch.int64)
     keep = torch.empty(0, 2, dtype=torch.bool)
     for kept in (None, keep):
-        order = sort_rows(expert, kept, 3, 4, LocalExperts(2, 4), 2)
+        order = sort_rows(expert, kept, 3, 4, range(2, 4), 2)
         assert order.slot.shape == order.position.shape == (0,)
         assert count_rows(expert, kept, 3, 4).tolist() == [[0] * 4] * 3
     found, used = within_capacity(expert, 2, torch.tensor([1, 0, 0, 0]))

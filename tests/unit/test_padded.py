@@ -21,7 +21,7 @@ import pmoe.layer.parts as layers
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.padding import Splits, make_padding
 from pmoe.engine.recording import recording
-from pmoe.ordering.capacity import within_capacity
+from pmoe.gates.capacity import within_capacity
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
@@ -425,7 +425,7 @@ def test_counts_on_the_device_are_read_anew_each_time(monkeypatch: pytest.Monkey
     for each in (unpadded, layer):
         each(tokens())
         before = each.tokens_per_expert
-        counts = each.last.counts.kept_device_E if each is layer else each.last.counts.device_E
+        counts = each.last.counts.kept_device_E if each is layer else each.last.counts.shared.send
         counts += 1
         assert torch.equal(each.tokens_per_expert, before + 1)
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import pmoe
-from pmoe.experts import FFNExperts, make_stacked
+from pmoe.experts import FFNExperts, initialise, make_stacked
 from pmoe.experts.base import Experts, Shard
-from pmoe.experts.initial import initialise
 from pmoe.training.parallel import is_expert, make_meshes
 
 
@@ -97,7 +96,7 @@ def test_cut_experts_are_those_that_the_rank_would_have_built(expert: str, devic
             initialise(experts, first_expert=0)
     shard = Shard(1, 2)
     cut.keep(slice(1, 3), shard)
-    built = make_stacked(expert, 4, 6, 2, "gelu", True, shard, device=device)
+    built = make_stacked(expert, 4, 6, 2, "gelu", True, shard=shard, device=device)
     if device == "cpu":
         torch.manual_seed(0)
         initialise(built, first_expert=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import random
 import statistics
 import time
@@ -216,7 +215,7 @@ def test_algorithm_1_finds_the_best_degree_where_gathering_and_scattering_cost_t
     around its minimum hold the best one. Forward and backward, with gradients and without."""
     for each in drawn(count, alike=True):
         for costs, options, t_gar in each.passes(PAPERS):
-            assert over_best(costs, find_degree(costs, t_gar).degree, options, t_gar) < 1e-6
+            assert over_best(costs, find_degree(costs, t_gar), options, t_gar) < 1e-6
 
 
 GAPS = {FEW: (41, 0, 1.0512), ALL: (394, 2, 1.0512)}
@@ -236,7 +235,7 @@ def test_where_they_do_not_algorithm_1_is_off_because_its_formulas_are(count: in
     gaps, by_formula = [], 0
     for each in drawn(count, alike=False):
         for costs, options, t_gar in each.passes(PAPERS):
-            found = find_degree(costs, t_gar).degree
+            found = find_degree(costs, t_gar)
             gaps.append(over_best(costs, found, options, t_gar))
             if gaps[-1] > 0.03:
                 assert formula_seconds(costs, found, t_gar) < 0.98 * longest_path(costs, found, t_gar)
@@ -254,19 +253,8 @@ def test_on_the_papers_1458_layers_algorithm_1_finds_the_best_degrees() -> None:
     """Their all-gather and reduce-scatter differ by 0.6 % and 7 us."""
     for costs in dict.fromkeys(moe_costs(each) for each in table4()[::7]):
         forward, backward = find_degree(costs), find_degree(costs.backward())
-        assert over_best(costs, forward.degree, FORWARD, 0.0) < 0.002
-        assert over_best(costs.backward(), backward.degree, PAPERS, 0.0) < 0.002
-
-
-def test_the_minimum_before_rounding_is_that_of_a_fine_grid() -> None:
-    """But where a branch fails to hold between two whole numbers: there a boundary of it may be taken."""
-    for each in drawn(60, alike=True):
-        found = find_degree(each.forward, each.t_gar)
-        assert 1 <= found.continuous <= MAX_DEGREE
-        grid = [math.exp(i / 1000 * math.log(MAX_DEGREE)) for i in range(1001)]
-        least = min(formula_seconds(each.forward, r, each.t_gar) for r in grid)
-        solved = case_seconds(found.case_before, each.forward, found.continuous, each.t_gar)
-        assert solved == pytest.approx(least, rel=1e-3)
+        assert over_best(costs, forward, FORWARD, 0.0) < 0.002
+        assert over_best(costs.backward(), backward, PAPERS, 0.0) < 0.002
 
 
 def test_forward_and_backward_have_degrees_of_their_own() -> None:
@@ -274,8 +262,8 @@ def test_forward_and_backward_have_degrees_of_their_own() -> None:
     16."""
     costs = layer(a2a=0.008, ag=0.004, rs=0.004, exp=0.02, alpha=0.0005)
     forward, backward = find_degree(costs), find_degree(costs.backward())
-    assert forward.degree != backward.degree
-    assert backward.seconds > forward.seconds
+    assert forward != backward
+    assert formula_seconds(costs.backward(), backward) > formula_seconds(costs, forward)
 
 
 def test_in_backward_experts_take_twice_as_long_and_nothing_else_does() -> None:
@@ -288,16 +276,15 @@ def test_in_backward_experts_take_twice_as_long_and_nothing_else_does() -> None:
 
 def test_long_gradients_leave_one_chunk() -> None:
     costs = drawn(1, alike=False)[0].forward.backward()
-    found = find_degree(costs, t_gar=10.0)
-    assert (found.degree, found.case) == (1, 1)
-    assert found.seconds == pytest.approx(2 * costs.chunk(1).a2a + 10.0)
+    assert (find_degree(costs, t_gar=10.0), case_of(costs, 1, 10.0)) == (1, 1)
+    assert formula_seconds(costs, 1, 10.0) == pytest.approx(2 * costs.chunk(1).a2a + 10.0)
 
 
 def test_what_costs_nothing_a_chunk_is_cut_as_fine_as_may_be() -> None:
     costs = layer(a2a=0.004, exp=0.008)
-    assert [find_degree(costs, max_degree=most).degree for most in (1, 5, 16, 64)] == [1, 5, 16, 64]
-    assert find_degree(layer(exp=0.008, alpha=0.01)).degree == 1
-    assert find_degree(layer()).degree == 1  # no work at all
+    assert [find_degree(costs, max_degree=most) for most in (1, 5, 16, 64)] == [1, 5, 16, 64]
+    assert find_degree(layer(exp=0.008, alpha=0.01)) == 1
+    assert find_degree(layer()) == 1  # no work at all
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
@@ -309,7 +296,7 @@ def test_the_unit_of_time_does_not_matter(scale: float) -> None:
     for each in drawn(40, alike=False):
         names = [field.name for field in dataclasses.fields(LayerCosts)]
         other = LayerCosts(**{name: scaled(getattr(each.forward, name)) for name in names})
-        assert find_degree(other, each.t_gar * scale).degree == find_degree(each.forward, each.t_gar).degree
+        assert find_degree(other, each.t_gar * scale) == find_degree(each.forward, each.t_gar)
 
 
 def test_a_solve_takes_less_than_200_ms() -> None:
@@ -364,7 +351,7 @@ def test_weight_gradients_of_their_own_change_which_degree_is_best() -> None:
     missed = 0
     for each in drawn(60, alike=True):
         costs = each.forward.backward()
-        degree = find_degree(costs, each.t_gar).degree
+        degree = find_degree(costs, each.t_gar)
         missed += over_best(costs, degree, BACKWARD, each.t_gar) > 1e-6
     assert missed > 3
 
@@ -387,37 +374,6 @@ def test_every_task_that_costs_has_its_stages_seconds() -> None:
         "C0": 1, "RS0": 1.5, "R0": 0.5, "C1": 1, "RS1": 1.5, "R1": 0.5, "W0": 1, "W1": 1,
     }  # fmt: skip
     assert makespan(simulate(tasks, seconds)) == pass_seconds(costs, 2, BACKWARD, 7.0)
-
-
-# ---- bad arguments ----
-
-
-@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_bad_numbers_are_refused_by_name(bad: float) -> None:
-    costs = drawn(1, alike=False)[0].forward
-    with pytest.raises(ValueError, match=r"alpha_seconds \(.*\) must be a finite number of at least 0"):
-        StageWork(line=LineCost(bad, 1.0), size=1.0)
-    with pytest.raises(ValueError, match=r"size \(.*\) must be a finite number of at least 0"):
-        StageWork(line=LineCost(0.0, 1.0), size=bad)
-    with pytest.raises(ValueError, match=r"t_gar \(.*\) must be a finite number of at least 0"):
-        find_degree(costs, bad)
-    with pytest.raises(ValueError, match=r"t_gar \(.*\) must be a finite number of at least 0"):
-        best_degree(costs, BACKWARD, bad)
-
-
-def test_bad_degrees_are_refused() -> None:
-    costs = drawn(1, alike=False)[0].forward
-    with pytest.raises(ValueError, match=r"max_degree \(0\) must be at least 1"):
-        find_degree(costs, max_degree=0)
-    for degrees in ((), (0, 1), (2, 1), (2, 2)):
-        with pytest.raises(ValueError, match=r"degrees \(.*\) must rise from at least 1 on"):
-            best_degree(costs, FORWARD, degrees=degrees)
-    with pytest.raises(ValueError, match=r"t_gar \(0.1\) must be 0 in a forward pass"):
-        pass_seconds(costs, 2, FORWARD, 0.1)
-    with pytest.raises(ValueError, match=r"wgrad_share \(2\) must be between 0 and 1"):
-        ScheduleOptions(direction="forward", wgrad_share=2)
-    with pytest.raises(ValueError, match=r"case \(5\) must be 1, 2, 3 or 4"):
-        case_seconds(5, costs, 1)
 
 
 def test_scipy_is_loaded_by_the_first_solve_only() -> None:

@@ -93,7 +93,9 @@ class Counted:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
+    """In a folder of its own."""
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     stand_in = Counted()
     monkeypatch.setattr(module, "measure", stand_in)
     return stand_in
@@ -214,14 +216,14 @@ def test_a_file_of_the_format_before_is_refused_by_name_and_measured_again_witho
         load_profile(old)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_or_measure(Ranks(), "cpu", folder=tmp_path)
+        load_or_measure(Ranks(), "cpu")
     assert counted.calls == 1
     assert len(list(tmp_path.iterdir())) == 2, "the old file is left alone"
     profile_path(here, tmp_path).write_bytes(old.read_bytes())  # and under the new name it costs a warning
     with pytest.warns(
         UserWarning, match=r"format version \(2\) must be 3 \(`pmoe profile` writes it\); measured again"
     ):
-        load_or_measure(Ranks(), "cpu", folder=tmp_path)
+        load_or_measure(Ranks(), "cpu")
     assert counted.calls == 2
 
 
@@ -436,10 +438,10 @@ def test_devices_and_dtypes_that_nobody_can_measure_are_refused() -> None:
 def test_the_second_time_nothing_is_measured(tmp_path: Path, counted: Counted) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first = load_or_measure(Ranks(), "cpu", folder=tmp_path)
-        assert load_or_measure(Ranks(), "cpu", folder=tmp_path) == first
+        first = load_or_measure(Ranks(), "cpu")
+        assert load_or_measure(Ranks(), "cpu") == first
         assert counted.calls == 1
-        load_or_measure(Ranks(), "cpu", torch.float64, folder=tmp_path)
+        load_or_measure(Ranks(), "cpu", torch.float64)
     assert counted.calls == 2, "another dtype has a profile of its own"
 
 
@@ -447,7 +449,7 @@ def test_a_corrupt_file_is_measured_again_with_one_warning(tmp_path: Path, count
     path = profile_path(identity(Ranks(), "cpu"), tmp_path)
     path.write_text("{", encoding="utf-8")
     with pytest.warns(UserWarning) as caught:
-        profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+        profile = load_or_measure(Ranks(), "cpu")
     assert len(caught) == 1
     assert str(caught[0].message).startswith(f"{path}: no JSON")
     assert str(caught[0].message).endswith("; measured again")
@@ -461,7 +463,7 @@ def test_a_file_of_another_device_under_our_name_is_measured_again_with_a_warnin
     here = identity(Ranks(), "cpu")
     save_profile(MADE, profile_path(here, tmp_path))
     with pytest.warns(UserWarning, match=r"holds the profile of .*num_ranks 4, here 1"):
-        profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+        profile = load_or_measure(Ranks(), "cpu")
     assert profile.identity == here
 
 
@@ -473,5 +475,5 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_profile(
 
     monkeypatch.setattr(module, "save_profile", refuse)
     with pytest.warns(UserWarning, match="could not be saved.*read-only"):
-        profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+        profile = load_or_measure(Ranks(), "cpu")
     assert profile.seconds == 1.0

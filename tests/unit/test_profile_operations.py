@@ -96,7 +96,9 @@ class CountedOperations:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[Counted, CountedOperations]:
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Counted, CountedOperations]:
+    """In a folder of its own."""
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
     stand_ins = Counted(), CountedOperations()
     monkeypatch.setattr(module, "measure", stand_ins[0])
     monkeypatch.setattr(module, "measure_operations", stand_ins[1])
@@ -107,12 +109,12 @@ def test_operations_are_measured_when_first_asked_for_and_kept_in_the_same_file(
     tmp_path: Path, counted: tuple[Counted, CountedOperations]
 ) -> None:
     base, operations = counted
-    assert load_or_measure(Ranks(), "cpu", folder=tmp_path).operations is None
-    found = load_or_measure(Ranks(), "cpu", folder=tmp_path, operations=True)
+    assert load_or_measure(Ranks(), "cpu").operations is None
+    found = load_or_measure(Ranks(), "cpu", operations=True)
     assert (base.calls, operations.calls) == (1, 1), "only what is missing is measured"
     assert found.seconds == 1.0 and found.operations is not None
-    assert load_or_measure(Ranks(), "cpu", folder=tmp_path, operations=True) == found
-    assert load_or_measure(Ranks(), "cpu", folder=tmp_path) == found, "not asked for, they stay"
+    assert load_or_measure(Ranks(), "cpu", operations=True) == found
+    assert load_or_measure(Ranks(), "cpu") == found, "not asked for, they stay"
     assert (base.calls, operations.calls) == (1, 1)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -121,11 +123,11 @@ def test_operations_of_other_nodes_are_measured_again(
     tmp_path: Path, counted: tuple[Counted, CountedOperations]
 ) -> None:
     base, operations = counted
-    profile = load_or_measure(Ranks(), "cpu", folder=tmp_path)
+    profile = load_or_measure(Ranks(), "cpu")
     save_profile(
         replace(profile, operations=OPERATIONS), profile_path(profile, tmp_path)
     )  # of 2 ranks a node
-    found = load_or_measure(Ranks(), "cpu", folder=tmp_path, operations=True).operations
+    found = load_or_measure(Ranks(), "cpu", operations=True).operations
     assert found is not None and (found.num_across, found.num_inside) == (1, 1)
     assert (base.calls, operations.calls) == (1, 1)
     assert load_profile(profile_path(profile, tmp_path)).operations == found

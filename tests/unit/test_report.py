@@ -20,7 +20,7 @@ import pytest
 from matplotlib.image import imread
 
 from pmoe import cli
-from pmoe.integrations.report import charts, run_page
+from pmoe.integrations.report import charts, layers
 from pmoe.integrations.report.charts import (
     Line,
     format_bytes,
@@ -30,7 +30,7 @@ from pmoe.integrations.report.charts import (
     line_chart,
 )
 from pmoe.integrations.report.history import short_names
-from pmoe.integrations.report.layers import MAX_COLUMNS
+from pmoe.integrations.report.page import run_page
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
     LAYERS,
@@ -430,7 +430,7 @@ def test_many_steps_of_load_are_added_up_to_few_columns(tmp_path: Path) -> None:
     steps = [stats_of("0", [8, 0] if step % 2 else [0, 8]) for step in range(500)]
     append(tmp_path / LAYERS, LayerRow, [layer_row(step, each) for step, each in enumerate(steps)])
     found = pixels(run_page(read_run(tmp_path)))
-    assert found.shape[0] == 2 and found.shape[1] <= MAX_COLUMNS
+    assert found.shape[0] == 2 and found.shape[1] <= layers.MAX_COLUMNS
     assert found[:, :-1, 3].max() < 0.35  # shares of 2/5 to 3/5 are near to even
 
 

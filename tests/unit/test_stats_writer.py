@@ -30,7 +30,6 @@ from pmoe.integrations.run_folder import (
     columns,
     read_run,
 )
-from pmoe.planner.timeline import Overlap
 from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,13 +70,14 @@ def test_a_row_holds_what_stats_says(tmp_path: Path) -> None:
             found = writer.step(step)
     assert found is not None
     (each,), row = found.layers, read_run(tmp_path).rows[-1]
-    for name in ("path", "n_forward", "n_backward", "restore", "num_slots", "tokens_per_expert", "tensors"):
+    for name in ("path", "n_forward", "n_backward", "restore", "num_slots", "tokens_per_expert"):
         assert getattr(row, name) == getattr(each, name), name
     assert row.imbalance == pytest.approx(each.imbalance)
-    assert row.predicted == {name: getattr(each.predicted, name) for name in row.predicted}
-    assert set(row.predicted) == {"saved", "temporary", "peak", "host"}
-    assert row.forward is not None and each.forward is not None
-    assert row.forward.seconds == pytest.approx(each.forward.seconds, rel=1e-4)
+    assert {name: getattr(row, f"{name}_bytes") for name in each.tensors} == each.tensors
+    for name in ("saved", "temporary", "peak", "host"):
+        assert getattr(row, f"{name}_bytes") == getattr(each.predicted, name), name
+    assert each.forward is not None
+    assert row.forward_seconds == pytest.approx(each.forward.seconds, rel=1e-4)
 
 
 def test_a_tensor_counts_as_it_was_when_it_was_given(tmp_path: Path) -> None:
@@ -154,10 +154,15 @@ def test_a_folder_of_the_first_version_is_read_and_continued(tmp_path: Path) -> 
     assert [session.get("when", "")[:4] for session in run.sessions][0] == "2026" and len(run.sessions) == 2
     first, second, third, fourth = run.rows
     assert (first.step, first.layer, first.imbalance, first.rank_imbalance) == (1, "0", 1.5, None)
-    assert first.tokens_per_expert == (3, 1, 12, 0) and first.passes == []
-    assert first.tensors == {"T_I": 512, "T_DI": 1024, "T_M": 2048, "T_DO": 1024, "T_O": 512}
-    assert first.predicted == {"saved": 9216, "temporary": 67584, "peak": 106905, "host": 0}
-    assert second.backward == Overlap(seconds=0.003, communication=0.0002, exposed=0.0001)
+    assert (
+        first.tokens_per_expert == (3, 1, 12, 0) and first.forward_seconds is first.backward_seconds is None
+    )
+    assert (first.T_I_bytes, first.T_DI_bytes, first.T_M_bytes) == (512, 1024, 2048)
+    assert (first.T_DO_bytes, first.T_O_bytes) == (1024, 512)
+    assert (first.saved_bytes, first.temporary_bytes, first.peak_bytes) == (9216, 67584, 106905)
+    assert first.host_bytes == 0
+    assert (second.backward_seconds, second.backward_communication) == (0.003, 0.0002)
+    assert second.backward_exposed == 0.0001
     assert (third.step, fourth.step) == (5, 8)
 
 
@@ -251,9 +256,9 @@ def test_a_training_loop_that_fails_leaves_what_it_told(tmp_path: Path) -> None:
 def test_steps_are_recorded_one_before_they_are_told_whatever_the_stride(tmp_path: Path) -> None:
     train(tmp_path / "by tens", range(10, 80, 10), every=20)
     train(tmp_path / "never", range(1, 6), exposed=False)
-    recorded = {row.step: row.forward is not None for row in read_run(tmp_path / "by tens").rows}
+    recorded = {row.step: row.forward_seconds is not None for row in read_run(tmp_path / "by tens").rows}
     assert recorded == {10: False, 20: False, 40: True, 60: True}  # the second step shows the stride
-    assert not any(row.forward for row in read_run(tmp_path / "never").rows)
+    assert not any(row.forward_seconds for row in read_run(tmp_path / "never").rows)
 
 
 def test_run_json_holds_settings_versions_and_how_layers_were_built(tmp_path: Path) -> None:
@@ -343,7 +348,7 @@ def test_without_tensorboard_it_is_refused_with_what_to_install(
 
 def test_importing_writer_and_report_loads_no_optional_dependency() -> None:
     program = (
-        "import sys, pmoe.integrations.logging, pmoe.integrations.report\n"
+        "import sys, pmoe.integrations.logging, pmoe.integrations.report.page\n"
         "print(*(set(sys.modules) & {'tensorboard', 'torch.utils.tensorboard', 'matplotlib'}))"
     )
     assert fresh.run(program).strip() == ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pmoe.measure.division import load_divisions
-from pmoe.measure.profile import NoProfileError, find_profile, load_profile, profile_path
+from pmoe.measure.profile import find_profile, load_profile, profile_path
 from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.division import DivisionTable
 from pmoe.runners.searched import load_degrees
@@ -32,7 +32,7 @@ def test_a_profile_of_before_is_refused_for_it_did_not_say_on_how_many_nodes() -
     told = r"v2.json: format version \(2\) must be 3 \(`pmoe profile` writes it\)"
     with pytest.raises(ValueError, match=told):
         load_profile(path)
-    with pytest.raises(NoProfileError, match=told):
+    with pytest.raises(ValueError, match=told):
         find_profile(STORED, num_ranks=4, dtype="float32")
 
 

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from pmoe.planner.theory import (
-    activations,
-    buffers,
-    model_states,
-    pipelined_activations,
-    saved_each,
-    saving_ratio,
-    theory,
-)
+from pmoe.planner.theory import activations, buffers, model_states, saved_each, saving_ratio, theory
 
 
 def test_gpt3_xl_with_16384_tokens_in_8_chunks_worked_by_hand() -> None:
@@ -37,7 +25,6 @@ def test_small_numbers_worked_by_hand() -> None:
     assert model_states(M=3, H=5, E=7) == 4 * (21 + 30)
     assert activations(B=2, M=3, H=5) == 24 + 10
     assert buffers(B=2, M=3, H=5) == 6 + 10
-    assert pipelined_activations(B=2, M=3, H=5) == 34
     assert saved_each(B=2, M=3, H=5, n=2) == 5  # T_M halves: 10 -> 5; T_DI and T_DO need both slots
     assert saving_ratio(B=2, M=3, H=5, E=7, n=2) == 10 / (204 + 68)
 
@@ -72,35 +59,3 @@ def test_one_chunk_saves_nothing_and_never_less_than_nothing() -> None:
 
 def test_two_slots_hold_two_chunks_so_only_the_hidden_saves_at_two() -> None:
     assert saved_each(B=16, M=8, H=4, n=2) == saved_each(B=16, M=800, H=4, n=2) == 32
-
-
-FUNCTIONS: list[Callable[..., Any]] = [
-    model_states,
-    activations,
-    buffers,
-    pipelined_activations,
-    saved_each,
-    saving_ratio,
-    theory,
-]
-ARGUMENTS = [(function, name) for function in FUNCTIONS for name in inspect.signature(function).parameters]
-
-
-@pytest.mark.parametrize("function, name", ARGUMENTS, ids=lambda value: getattr(value, "__name__", value))
-@pytest.mark.parametrize(
-    "value, error, rule",
-    [
-        (0, ValueError, r"\(0\) must be at least 1"),
-        (-4, ValueError, r"\(-4\) must be at least 1"),
-        (2.0, TypeError, r"\(2.0\) must be an int"),
-        (True, TypeError, r"\(True\) must be an int"),
-        ("8", TypeError, r"\('8'\) must be an int"),
-    ],
-)
-def test_sizes_are_refused_by_name_value_and_rule(
-    function: Callable[..., Any], name: str, value: Any, error: type[Exception], rule: str
-) -> None:
-    sizes = dict.fromkeys(inspect.signature(function).parameters, 8)
-    function(**sizes)
-    with pytest.raises(error, match=f"^{name} {rule}$"):
-        function(**{**sizes, name: value})

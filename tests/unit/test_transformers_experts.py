@@ -289,5 +289,5 @@ def test_fp8_experts_find_pmoe_in_their_registry_and_are_refused() -> None:
 
     assert (
         ALL_FP8_EXPERTS_FUNCTIONS["pmoe"]
-        is importlib.import_module("pmoe.integrations.transformers.run").experts_forward
+        is importlib.import_module("pmoe.integrations.transformers.run").run_module
     )

@@ -18,13 +18,9 @@ Letters: W ranks, E experts of a rank, M = d_model.
 from pmoe.comm.heap.device_memory import host_name
 from pmoe.comm.heap.providers import close_heaps, heap_for, nvshmem_heap, process_heap, virtual_heaps
 from pmoe.comm.heap.rank_heap import Heap
-from pmoe.comm.heap.shape import FLAG_BYTES, WAIT_SECONDS, WAITS, Awaited, HeapError, HeapShape, wait_seconds
+from pmoe.comm.heap.shape import HeapError, HeapShape
 
 __all__ = [
-    "FLAG_BYTES",
-    "WAITS",
-    "WAIT_SECONDS",
-    "Awaited",
     "Heap",
     "HeapError",
     "HeapShape",
@@ -34,5 +30,4 @@ __all__ = [
     "nvshmem_heap",
     "process_heap",
     "virtual_heaps",
-    "wait_seconds",
 ]

@@ -9,23 +9,18 @@ import torch.distributed as dist
 from pmoe.comm.subgroups import backend_options
 from pmoe.warn import warn_once
 
-MAX_CTAS = ("NCCL_MAX_CTAS", "max_ctas")
-CLUSTER_SIZE = ("NCCL_CGA_CLUSTER_SIZE", "cga_cluster_size")
-"""What limits a collective's thread blocks, and has them start together: for all groups, for one."""
-
 
 def warn_where_there_is_no_room(spare: int) -> None:
     """Warns once where a group of NCCL may take more than the ``spare`` multiprocessors, or clusters of them.
 
     With 0 the user says that no collective runs beside a layer.
     """
-    limits = [(_asked(each, *MAX_CTAS), _asked(each, *CLUSTER_SIZE)) for each in _groups()]
-    if spare and not all(0 <= blocks <= spare and 0 <= cluster <= 1 for blocks, cluster in limits):
+    if spare and not all(_fits(group, spare) for group in _groups()):
         warn_once(
             f"fused layers leave {spare} multiprocessors to collectives that run beside them, and NCCL may "
             "take more, or clusters, for which they must lie together: ranks may then wait for each other in "
-            f"a circle, until a timeout. On all ranks set {MAX_CTAS[0]}={spare} and {CLUSTER_SIZE[0]}=0 (for "
-            f"one group config.{MAX_CTAS[1]} and config.{CLUSTER_SIZE[1]} of ProcessGroupNCCL.Options), or "
+            f"a circle, until a timeout. On all ranks set NCCL_MAX_CTAS={spare} and NCCL_CGA_CLUSTER_SIZE=0 "
+            "(for one group config.max_ctas and config.cga_cluster_size of ProcessGroupNCCL.Options), or "
             "PMOE_SPARE_BLOCKS to another number: to 0 if there are no such collectives"
         )
 
@@ -34,6 +29,11 @@ def _groups() -> list[dist.ProcessGroup]:
     """Groups of NCCL with several ranks."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
     return [each for each in groups if "nccl" in dist.get_backend(each) and dist.get_world_size(each) > 1]
+
+
+def _fits(group: dist.ProcessGroup, spare: int) -> bool:
+    blocks = _asked(group, "NCCL_MAX_CTAS", "max_ctas")
+    return 0 <= blocks <= spare and 0 <= _asked(group, "NCCL_CGA_CLUSTER_SIZE", "cga_cluster_size") <= 1
 
 
 def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int:

@@ -8,29 +8,14 @@ from __future__ import annotations
 import ctypes
 import math
 import socket
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.extension import loaded_architecture
-from pmoe.kernels.operands import cuda_index
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """Where a rank is.
-
-    kernels: the code that the driver has loaded there, see `Architecture`. host: tells nodes apart.
-    device: tells devices apart, of all processes of a node.
-    """
-
-    kernels: str
-    host: str
-    device: str
 
 
 class DeviceMemory:
@@ -45,7 +30,6 @@ class DeviceMemory:
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
         """The address of memory that holds zeros, and nothing else's."""
-        _check_cuda(device)
         try:
             return self._allocate(device, num_bytes)
         except RuntimeError:
@@ -54,35 +38,25 @@ class DeviceMemory:
             return self._allocate(device, num_bytes)
 
     def _allocate(self, device: torch.device, num_bytes: int) -> int:
-        base: int = loaded_extension().heap_allocate(device.index, num_bytes)
-        return base
+        return int(loaded_extension().heap_allocate(device.index, num_bytes))
 
     def free(self, device: torch.device, base: int) -> None:
         loaded_extension().heap_free(device.index, base)
 
     def handle(self, device: torch.device, base: int) -> bytes:
         """By which another process of the node opens this memory."""
-        found: bytes = loaded_extension().heap_handle(device.index, base)
-        return found
+        return bytes(loaded_extension().heap_handle(device.index, base))
 
     def open(self, device: torch.device, handle: bytes) -> int:
         """The address at which this process sees another one's memory."""
-        peer: int = loaded_extension().heap_open(device.index, handle)
-        return peer
+        return int(loaded_extension().heap_open(device.index, handle))
 
     def close(self, device: torch.device, peer: int) -> None:
         loaded_extension().heap_close(device.index, peer)
 
-    def place(self, device: torch.device) -> RankPlace:
-        _check_cuda(device)
-        kernels = loaded_architecture(device)
-        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device.index)
-        return RankPlace(kernels=str(kernels), host=host_name(), device=str(uuid))
-
-
-def _check_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise RuntimeError(f"device {device}: a symmetric heap is in the memory of a CUDA device")
+    def place(self, device: torch.device) -> tuple[str, str]:
+        """The code that the driver has loaded there (see `Architecture`), and what tells nodes apart."""
+        return str(extension.loaded_architecture(device)), host_name()
 
 
 def loaded_extension() -> Any:
@@ -99,12 +73,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def with_index(device: torch.device | str | int) -> torch.device:
-    """With its index: "cuda" -> the current device."""
-    device = torch.device(device)
-    return torch.device("cuda", cuda_index(device)) if device.type == "cuda" else device
-
-
 def host_name() -> str:
     """A name alone does not tell nodes apart, and one node's containers have several."""
     try:
@@ -112,17 +80,6 @@ def host_name() -> str:
     except OSError:
         return socket.gethostname()
     return f"boot {boot}"
-
-
-class _CudaArray:
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (num_bytes,),
-            "strides": None,
-            "typestr": "|u1",
-            "version": 2,
-        }
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -134,7 +91,8 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cuda":
-        flat = torch.as_tensor(_CudaArray(address, num_bytes), device=device)
+        interface = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 2}
+        flat = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
     else:
         flat = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
     if flat.data_ptr() != address:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.device_memory import DeviceMemory, RankPlace
+from pmoe.comm.heap.device_memory import DeviceMemory
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 
@@ -23,7 +23,7 @@ class NvshmemMemory(DeviceMemory):
         self.members = ranks.members or [0]
         self.base = 0
 
-    def place(self, device: torch.device) -> RankPlace:
+    def place(self, device: torch.device) -> tuple[str, str]:
         if not hasattr(device_memory.loaded_extension(), "NVSHMEM"):
             raise RuntimeError(
                 "NVSHMEM is not built in; with its headers at hand: PMOE_NVSHMEM=1 pip install ."
@@ -39,8 +39,7 @@ class NvshmemMemory(DeviceMemory):
     def give_id(self) -> bytes:
         """By which NVSHMEM's ranks find each other: that of the first is taken."""
         device_memory.loaded_extension().nvshmem_open(extension.nvshmem_library())
-        found: bytes = device_memory.loaded_extension().nvshmem_unique_id() if self.ranks.rank == 0 else b""
-        return found
+        return bytes(device_memory.loaded_extension().nvshmem_unique_id()) if self.ranks.rank == 0 else b""
 
     def start(self, device: torch.device, given_id: bytes) -> None:
         """Collective."""

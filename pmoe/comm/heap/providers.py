@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,24 +15,23 @@ import torch.distributed as dist
 
 from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.collectives import warn_where_there_is_no_room
-from pmoe.comm.heap.device_memory import DeviceMemory, with_index
+from pmoe.comm.heap.device_memory import DeviceMemory
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.rank_heap import Heap, open_heaps
-from pmoe.comm.heap.shape import FLAG_BYTES, HeapShape, wait_seconds
+from pmoe.comm.heap.shape import HeapShape, wait_seconds
 from pmoe.comm.ranks import Ranks, gathered
 from pmoe.kernels.comet import spare_blocks
 
 
 def virtual_heaps(
-    shape: HeapShape, device: torch.device | str | int, *, memory: DeviceMemory | None = None
+    shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> list[Heap]:
-    """The heaps of all W ranks, in this process and on one device.
-
-    Each is closed by itself, and the last use of any of them comes before.
+    """The heaps of all W ranks, in this process and on one device. Each is closed by itself, and the last use
+    of any of them comes before.
 
     RuntimeError naming rank and bytes where memory does not suffice; nothing is kept then.
     """
-    memory, device = DeviceMemory() if memory is None else memory, with_index(device)
+    memory = memory or DeviceMemory()
     bound = wait_seconds(Ranks.single())
     bases: list[int] = []
     try:
@@ -43,9 +43,9 @@ def virtual_heaps(
                 rank=rank,
                 device=device,
                 base=base,
-                peers=bases,
+                peer_addresses=tuple(bases),
                 bound_seconds=bound,
-                release=_freeing(memory, device, base),
+                release=partial(_free, memory, device, base),
             )
             for rank, base in enumerate(bases)
         ]
@@ -59,63 +59,104 @@ def virtual_heaps(
 
 
 def process_heap(
-    ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: DeviceMemory | None = None
+    ranks: Ranks, shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> Heap:
-    """This rank's heap, with those of its group opened by CUDA IPC.
-
-    Collective, with the same collectives on every rank whatever fails on one.
+    """This rank's heap, with those of its group opened by CUDA IPC. Collective, with the same collectives on
+    every rank whatever fails on one.
 
     Raises the same on every rank: ValueError with the numbers, rank by rank, where shapes, types, loaded
     kernels, bytes or nodes differ; RuntimeError naming rank and bytes where memory does not suffice, or a
     peer's cannot be opened. Nothing is kept then.
     """
-    memory = DeviceMemory() if memory is None else memory
-    steps = CollectiveSteps(ranks, with_index(device))
-    bound_seconds = agree_on_shape(steps, shape, memory, one_node=True)
-    return _build(steps, shape, memory, bound_seconds)
+    builder = _HeapBuilder(ranks, shape, device, memory or DeviceMemory())
+    builder.agree(one_node=True)
+    return builder.build()
 
 
-def nvshmem_heap(
-    ranks: Ranks, shape: HeapShape, device: torch.device | str | int, *, memory: NvshmemMemory | None = None
-) -> Heap:
-    """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them.
-
-    That is on one node, or over NVLink between nodes. Collective, and for one group of ranks a process. Never
-    run by its authors.
+def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
+    """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them: on one node, or
+    over NVLink between nodes. Collective, and for one group of ranks a process. Never run by its authors.
 
     Raises on every rank as `process_heap` does; also RuntimeError where NVSHMEM is not built in, where
     it serves another group already, or where a rank is beyond another's loads and stores.
     """
-    memory = NvshmemMemory(ranks) if memory is None else memory
-    steps = CollectiveSteps(ranks, with_index(device))
-    bound_seconds = agree_on_shape(steps, shape, memory, one_node=False)
-    ids, troubles = steps.attempt(memory.give_id)
-    if not troubles:
-        _, troubles = steps.attempt(lambda: memory.start(steps.device, ids[0]))
-    if troubles:
-        raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
-    return _build(steps, shape, memory, bound_seconds)
+    memory = NvshmemMemory(ranks)
+    builder = _HeapBuilder(ranks, shape, device, memory)
+    builder.agree(one_node=False)
+    ids = builder.attempt(memory.give_id)
+    builder.attempt(lambda: memory.start(builder.device, ids[0]))
+    return builder.build()
 
 
-def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
-    num_bytes = shape.bytes + FLAG_BYTES
-    try:
-        return memory.allocate(device, num_bytes)
-    except RuntimeError as error:
-        raise RuntimeError(f"could not allocate {num_bytes} bytes on {device}: {error}") from error
+class CollectiveSteps:
+    """Steps that every rank takes, and that fail on all where they fail on one."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+
+    def gather(self, value: object) -> list[Any]:
+        """The value of every rank, by rank. A collective, also a barrier."""
+        on_cuda = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
+            return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
+
+    def attempt(self, work: Callable[[], object], undo: Callable[[], None] = lambda: None) -> list[Any]:
+        """The result of work() of every rank. Where it raised on any, every rank calls undo() and raises:
+        ValueError where it did on one, else RuntimeError."""
+        mine: tuple[object, str | None, bool]
+        try:
+            mine = (work(), None, False)
+        except Exception as error:
+            mine = (None, str(error), isinstance(error, ValueError))
+        values, whys, are_values = zip(*self.gather(mine), strict=True)
+        troubles = [f"rank {rank}: {why}" for rank, why in enumerate(whys) if why is not None]
+        if troubles:
+            undo()
+            kind = ValueError if any(are_values) else RuntimeError
+            raise kind(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
+        return list(values)
 
 
-class _HeapBuilder:
+class _HeapBuilder(CollectiveSteps):
     """A heap of several processes while it is made, and what must be given back if that fails."""
 
-    def __init__(
-        self, steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, bound_seconds: float
-    ) -> None:
-        self.steps, self.shape, self.memory, self.bound_seconds = steps, shape, memory, bound_seconds
-        self.ranks, self.device = steps.ranks, steps.device
+    bound_seconds: float
+
+    def __init__(self, ranks: Ranks, shape: HeapShape, device: torch.device, memory: DeviceMemory) -> None:
+        super().__init__(ranks, device)
+        self.shape, self.memory = shape, memory
         self.base: int | None = None
         self.opened: dict[int, int] = {}
         self.heap: Heap | None = None
+
+    def agree(self, *, one_node: bool) -> None:
+        """Raises on every rank where the ranks do not fit together."""
+        size = self.ranks.size
+        facts, hosts = zip(*self.attempt(self.facts), strict=True)
+        _check_same(facts)
+        if self.shape.num_ranks != size:
+            raise ValueError(f"num_ranks ({self.shape.num_ranks}) must be the size of the group ({size})")
+        if one_node and len(set(hosts)) > 1:
+            nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
+            raise ValueError(
+                f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not {nodes}"
+            )
+        warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
+
+    def facts(self) -> tuple[dict[str, object], str]:
+        """What all ranks must have in common, and what tells this one's node."""
+        kernels, host = self.memory.place(self.device)
+        self.bound_seconds = wait_seconds(self.ranks)
+        spare_blocks(self.ranks.size)  # raises for a bad number, while the other ranks still listen
+        sizes = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
+        return sizes | {"bytes": self.shape.bytes, "kernels": kernels}, host
+
+    def build(self) -> Heap:
+        handles = self.attempt(self.allocate, self.release)
+        self.attempt(lambda: self.open_peers(handles), self.release)
+        assert self.heap is not None
+        open_heaps.add(self.heap)
+        return self.heap
 
     def allocate(self) -> bytes:
         self.base = _allocate(self.memory, self.device, self.shape)
@@ -138,7 +179,7 @@ class _HeapBuilder:
             rank=self.ranks.rank,
             device=self.device,
             base=self.base,
-            peers=addresses,
+            peer_addresses=tuple(addresses),
             bound_seconds=self.bound_seconds,
             release=self.release,
         )
@@ -148,103 +189,9 @@ class _HeapBuilder:
         _quietly(device_memory.synchronize, self.device)
         for peer in self.opened.values():
             _quietly(self.memory.close, self.device, peer)
-        having = self.steps.gather(self.base is not None)
+        having = self.gather(self.base is not None)
         if self.base is not None and (all(having) or not self.memory.collective):
             _quietly(self.memory.free, self.device, self.base)
-
-
-def _build(steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, bound_seconds: float) -> Heap:
-    builder = _HeapBuilder(steps, shape, memory, bound_seconds)
-    handles, troubles = steps.attempt(builder.allocate)
-    if not troubles:
-        _, troubles = steps.attempt(lambda: builder.open_peers(handles))
-    if troubles:
-        builder.release()
-        raise RuntimeError(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
-    assert builder.heap is not None
-    open_heaps.add(builder.heap)
-    return builder.heap
-
-
-def _freeing(memory: DeviceMemory, device: torch.device, base: int) -> Callable[[], None]:
-    def free() -> None:
-        _quietly(device_memory.synchronize, device)
-        _quietly(memory.free, device, base)
-
-    return free
-
-
-def _quietly(work: Callable[..., object], *args: object) -> None:
-    """For memory on its way out: a failure warns, and hinders nothing else."""
-    try:
-        work(*args)
-    except Exception as error:
-        warnings.warn(f"pmoe: closing a heap: {error}", stacklevel=2)
-
-
-# ---- the exchange between ranks while a heap is made: all take each step, whatever fails on one
-
-
-class CollectiveSteps:
-    """Steps that every rank takes, whether or not the one before failed on some."""
-
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
-
-    def gather(self, value: object) -> list[Any]:
-        """The value of every rank, by rank. A collective, also a barrier."""
-        on_cuda = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
-            return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
-
-    def attempt(self, work: Callable[[], object]) -> tuple[list[Any], list[str]]:
-        """The result of work() of every rank, and a sentence for each rank where it raised."""
-        mine: tuple[object, str | None]
-        try:
-            mine = (work(), None)
-        except Exception as error:
-            mine = (None, str(error))
-        everyone = self.gather(mine)
-        troubles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why is not None]
-        return [value for value, _ in everyone], troubles
-
-
-def agree_on_shape(
-    steps: CollectiveSteps, shape: HeapShape, memory: DeviceMemory, *, one_node: bool
-) -> float:
-    """For how long this rank waits. Raises on every rank where the ranks do not fit together."""
-    ranks = steps.ranks
-    facts: dict[str, object] = asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
-    host, bound, spare, trouble = "", 0.0, 0, None
-    try:
-        place, bound = memory.place(steps.device), wait_seconds(ranks)
-        spare = spare_blocks(ranks.size)  # raises for a bad number, while the other ranks still listen
-        host = place.host
-        facts |= {"bytes": shape.bytes, "kernels": place.kernels}
-    except Exception as error:
-        trouble = (isinstance(error, ValueError), str(error))
-    everyone = steps.gather((facts, host, trouble))
-    _raise_troubles([each for _, _, each in everyone])
-    _check_same([each for each, _, _ in everyone])
-    if shape.num_ranks != ranks.size:
-        raise ValueError(f"num_ranks ({shape.num_ranks}) must be the size of the group ({ranks.size})")
-    hosts = [each for _, each, _ in everyone]
-    if one_node and len(set(hosts)) > 1:
-        nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
-        raise ValueError(
-            f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not {nodes}"
-        )
-    warn_where_there_is_no_room(spare if ranks.size > 1 else 0)
-    return bound
-
-
-def _raise_troubles(troubles: Sequence[tuple[bool, str] | None]) -> None:
-    """troubles: by rank, whether its error was a ValueError, and its text."""
-    failed = [(rank, *each) for rank, each in enumerate(troubles) if each is not None]
-    if failed:
-        sentences = "; ".join(f"rank {rank}: {text}" for rank, _, text in failed)
-        kind = ValueError if any(is_value for _, is_value, _ in failed) else RuntimeError
-        raise kind(f"pmoe: no symmetric heap: {sentences}")
 
 
 def _check_same(facts: Sequence[dict[str, object]]) -> None:
@@ -258,6 +205,26 @@ def _check_same(facts: Sequence[dict[str, object]]) -> None:
         raise ValueError(
             f"all ranks of a symmetric heap must have the same shape, type and loaded kernels, not {numbers}"
         )
+
+
+def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
+    try:
+        return memory.allocate(device, shape.bytes)
+    except RuntimeError as error:
+        raise RuntimeError(f"could not allocate {shape.bytes} bytes on {device}: {error}") from error
+
+
+def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
+    _quietly(device_memory.synchronize, device)
+    _quietly(memory.free, device, base)
+
+
+def _quietly(work: Callable[..., object], *args: object) -> None:
+    """For memory on its way out: a failure warns, and hinders nothing else."""
+    try:
+        work(*args)
+    except Exception as error:
+        warnings.warn(f"pmoe: closing a heap: {error}", stacklevel=2)
 
 
 # ---- heaps that layers share: one for each group, device, width, type and number of experts
@@ -276,19 +243,16 @@ def heaps_of(ranks: Ranks) -> HeapsByKey:
     return _without_group if ranks.group is None else _heaps.setdefault(ranks.group, {})
 
 
-def heap_for(
-    ranks: Ranks, device: torch.device | str | int, shape: HeapShape, *, make: MakeHeap = process_heap
-) -> Heap:
-    """The heap that all layers of this group, device, d_model, dtype and number of experts share.
+def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
+    """The heap that all layers of this group, device, d_model, dtype and number of experts share, with at
+    least ``shape``'s rows. A collective where there is none yet, or one with fewer rows; no communication
+    otherwise.
 
-    It has at least ``shape``'s rows. A collective where there is none yet, or one with fewer rows; no
-    communication otherwise.
-
-    Rows must follow from numbers that all ranks share: so do the collectives. A heap that is too small is
-    closed before a larger one is made, on every rank; tensors on it must not be used any more.
-    Raises as ``make`` does, and HeapError where the heap that is there is broken.
+    Rows must follow from numbers that all ranks share. A heap that is too small is closed before a larger one
+    is made, on every rank; tensors on it must not be used any more. Raises as ``make`` does, and HeapError
+    where the heap that is there is broken.
     """
-    kept, device = heaps_of(ranks), with_index(device)
+    kept = heaps_of(ranks)
     key = (device, shape.num_ranks, shape.experts, shape.d_model, shape.dtype)
     heap = kept.get(key)
     if heap is not None:

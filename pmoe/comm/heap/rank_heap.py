@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.shape import WAIT_SECONDS, Awaited, HeapError, HeapShape
+from pmoe.comm.heap.shape import WAIT_SECONDS, HeapError, HeapShape, awaited
 
 MAX_EPOCHS = 2**31 - 1
 """Later than that a flag that was never raised would count as raised (cuda/comet/protocol.h)."""
@@ -19,52 +20,39 @@ REPORT_WORDS = 8
 MAKE_ANEW = "a new heap must be made, on every rank (pmoe.comm.heap.close_heaps drops the old ones)"
 
 
+@dataclass(eq=False, kw_only=True)
 class Heap:
     """One rank's heap, and where it sees those of all.
 
     base: the address.
-    peers: (W,) int64 on the device, the addresses of all ranks' heaps as this rank sees them.
-    peer_addresses: the same on the host.
+    peer_addresses: of all ranks' heaps as this rank sees them; peers: the same as (W,) int64 on the device.
+    bound_seconds: for how long a kernel may wait.
+    release: gives the memory back, once.
     epoch: the last round that was begun; the first is 1.
     report: (8,) int32 in memory that host and device reach, a `Report` of cuda/comet/watch.h.
-    bound_seconds: for how long a kernel may wait.
 
     Use of a broken or closed heap raises HeapError.
     """
 
-    def __init__(
-        self,
-        *,
-        shape: HeapShape,
-        rank: int,
-        device: torch.device,
-        base: int,
-        peers: Sequence[int],
-        bound_seconds: float,
-        release: Callable[[], None],
-    ) -> None:
-        """release: gives the memory back, once."""
-        places = shape.places
-        self.shape, self.rank, self.device, self.base = shape, rank, device, base
-        self.bound_seconds = bound_seconds
-        self.epoch = 0
-        self.peer_addresses = tuple(peers)
+    shape: HeapShape
+    rank: int
+    device: torch.device
+    base: int
+    peer_addresses: Sequence[int]
+    bound_seconds: float
+    release: Callable[[], None] | None
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        shape, device, places = self.shape, self.device, self.shape.places
         self.peers = torch.tensor(self.peer_addresses, dtype=torch.int64, device=device)
         self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._words = (ctypes.c_int32 * REPORT_WORDS).from_address(self.report.data_ptr())
-        self._inbox = device_memory.tensor_at(
-            base + places["inbox"], (shape.rows, shape.d_model), shape.dtype, device
-        )
-        self._weights = device_memory.tensor_at(
-            base + places["weights"], (shape.rows,), torch.float32, device
-        )
+        inbox, weights = self.base + places["inbox"], self.base + places["weights"]
+        self._inbox = device_memory.tensor_at(inbox, (shape.rows, shape.d_model), shape.dtype, device)
+        self._weights = device_memory.tensor_at(weights, (shape.rows,), torch.float32, device)
         self._unusable: str | None = None
         self._process_stays = True
-        self._release: Callable[[], None] | None = release
-
-    def __repr__(self) -> str:
-        state = "" if self._unusable is None else f", {self._unusable}"
-        return f"Heap(rank {self.rank} of {self.shape.num_ranks}, {self.shape}, round {self.epoch}{state})"
 
     @property
     def bound_nanoseconds(self) -> int:
@@ -117,14 +105,13 @@ class Heap:
         self.check_usable()
         if self._words[0] == 0:
             return
-        awaited = Awaited.of_report(list(self._words))
         self._unusable = f"this heap of rank {self.rank} is broken since round {self.epoch}"
+        what = awaited(list(self._words))
         raise HeapError(
-            f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {awaited}. That rank has "
+            f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {what}. That rank has "
             f"ended, failed before, or was slower ({WAIT_SECONDS} sets the bound). What this round computed "
             "is worthless, and the heap is broken, also on ranks that wait for this one. This process stays "
-            f"usable; {MAKE_ANEW}",
-            awaited,
+            f"usable; {MAKE_ANEW}"
         )
 
     def check(self) -> None:
@@ -149,7 +136,7 @@ class Heap:
 
         RuntimeError where a peer does not come: this rank's memory then stays, as the peer may use it.
         """
-        release, self._release = self._release, None
+        release, self.release = self.release, None
         if release is None:
             return
         self._unusable = f"this heap of rank {self.rank} is closed"

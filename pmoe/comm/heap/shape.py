@@ -17,10 +17,6 @@ from pmoe.comm.heap import device_memory
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.subgroups import timeout_of
 
-FLAG_BYTES = 1024
-"""Behind the layout: a flag, by which tests see whether kernels of several processes run together."""
-
-MAX_ROWS = 2**31 - 1
 ROW_ALIGNMENT_BYTES = 16
 
 
@@ -32,7 +28,7 @@ class HeapShape:
     rows: that may arrive at a rank. home_rows: that a rank may send, whose results come home.
     d_model, dtype: of a row.
 
-    Raises ValueError, naming the number, where that cannot be.
+    Raises ValueError where a row is not a multiple of 16 bytes; `Launcher` refuses too many ranks or experts.
     """
 
     num_ranks: int
@@ -43,18 +39,6 @@ class HeapShape:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        for name, minimum in (
-            ("num_ranks", 1),
-            ("experts", 1),
-            ("rows", 0),
-            ("home_rows", 0),
-            ("d_model", 1),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_ROWS:
-                raise ValueError(f"{name} ({value!r}) must be a whole number from {minimum} to {MAX_ROWS}")
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            raise ValueError(f"dtype ({self.dtype!r}) must be a floating-point type of torch")
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
             raise ValueError(
                 f"d_model ({self.d_model}): a row's bytes ({self.d_model} x {self.dtype.itemsize} = "
@@ -69,7 +53,7 @@ class HeapShape:
     def places(self) -> Mapping[str, int]:
         """By a region's name in layout.h, how many bytes it begins behind the heap's base; "bytes": all.
 
-        ValueError for more ranks or experts than the kernels know; RuntimeError without the extension.
+        RuntimeError without the extension.
         """
         return _places(self.num_ranks, self.experts, self.rows, self.home_rows, self.row_bytes)
 
@@ -85,18 +69,8 @@ class HeapShape:
 
 
 @cache
-def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int) -> Mapping[str, int]:
-    module = device_memory.loaded_extension()
-    limits = module.comet_limits
-    if ranks > limits["ranks"]:
-        raise ValueError(f"num_ranks ({ranks}) must be {limits['ranks']} at most")
-    if ranks * experts > limits["experts"]:
-        raise ValueError(
-            f"experts ({experts}): those of all {ranks} ranks ({ranks * experts}) must be "
-            f"{limits['experts']} at most"
-        )
-    found: dict[str, int] = module.comet_layout(ranks, experts, rows, home_rows, row_bytes)
-    return found
+def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int) -> dict[str, int]:
+    return dict(device_memory.loaded_extension().comet_layout(ranks, experts, rows, home_rows, row_bytes))
 
 
 # ---- waits of kernels for their peers
@@ -107,58 +81,25 @@ WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 
 DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
 
-WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
-"""`Wait` of cuda/comet/watch.h, in words."""
 
+def awaited(report: Sequence[int]) -> str:
+    """What a rank waited for in vain: `Report` and `Wait` of cuda/comet/watch.h, in words.
 
-@dataclass(frozen=True)
-class Awaited:
-    """A wait in vain: `Report` and `Wait` of cuda/comet/watch.h.
-
-    wait: one of WAITS. rank: who waited. peer: for whom. epoch: the heap's round.
-    expert, part: one of this rank's experts, and the piece of the peer's rows for it; or part is the chunk of
-        columns.
+    Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"
     """
-
-    wait: str
-    rank: int
-    peer: int
-    expert: int
-    part: int
-    epoch: int
-
-    @staticmethod
-    def of_report(words: Sequence[int]) -> Awaited | None:
-        """None where nothing is reported."""
-        code, peer, expert, part, epoch, rank = words[:6]
-        if code == 0:
-            return None
-        name = WAITS[code] if 0 < code < len(WAITS) else f"wait {code}"
-        return Awaited(name, rank, peer, expert, part, epoch % 2**32)
-
-    def __str__(self) -> str:
-        """Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"."""
-        known = {
-            "grant": f"rank {self.peer}: the grant of room for rank {self.rank}'s rows for its experts",
-            "arrival": f"rank {self.peer}: the arrival of piece {self.part} of its rows for expert "
-            f"{self.expert} of rank {self.rank}",
-            "tiles": f"rank {self.peer} itself: the tiles of column chunk {self.part}",
-            "returned": f"rank {self.peer}: the return of column chunk {self.part} of the rows of rank "
-            f"{self.rank}'s tokens",
-        }
-        what = known.get(self.wait, f"rank {self.peer}: {self.wait}, expert {self.expert}, part {self.part}")
-        return f"{what}, in round {self.epoch}"
+    wait, peer, expert, part, epoch, rank = report[:6]
+    sentences = (
+        "nothing",
+        f"rank {peer}: the grant of room for rank {rank}'s rows for its experts",
+        f"rank {peer}: the arrival of piece {part} of its rows for expert {expert} of rank {rank}",
+        f"rank {peer} itself: the tiles of column chunk {part}",
+        f"rank {peer}: the return of column chunk {part} of the rows of rank {rank}'s tokens",
+    )
+    return f"{sentences[wait]}, in round {epoch % 2**32}"
 
 
 class HeapError(RuntimeError):
-    """A wait that lasted too long, or use of a heap that is broken or closed.
-
-    awaited: the wait, where it is known.
-    """
-
-    def __init__(self, message: str, awaited: Awaited | None = None) -> None:
-        super().__init__(message)
-        self.awaited = awaited
+    """A wait that lasted too long, or use of a heap that is broken or closed."""
 
 
 def wait_seconds(ranks: Ranks) -> float:

@@ -1,8 +1,5 @@
 """pmoe in fairseq: ``transformer_lm_pmoe`` and ``transformer_pmoe``, their criteria, and what training needs.
 
-    torchrun --standalone --nproc-per-node 2 -m pmoe.integrations.fairseq train DATA --arch
-    transformer_lm_pmoe ...
-
 `__main__` is fairseq's commands with this plugin in them. Where fairseq imports by itself (Python 3.10, or
 the fork fairseq-fixed), its own commands do as well: ``fairseq-train --user-dir`` and what ``python -m
 pmoe.integrations.fairseq user-dir`` prints.

@@ -24,20 +24,8 @@ allow_fairseq_defaults()
 
 from pmoe.integrations.fairseq import USER_DIR  # noqa: E402
 
-COMMANDS = {
-    "train": "train",
-    "hydra-train": "hydra_train",
-    "preprocess": "preprocess",
-    "eval-lm": "eval_lm",
-    "generate": "generate",
-    "interactive": "interactive",
-    "validate": "validate",
-    "score": "score",
-}
-"""Of this command, the module of fairseq_cli."""
-
-WITHOUT_PLUGIN = ("score",)
-"""Commands that know no --user-dir."""
+COMMANDS = ("train", "hydra-train", "preprocess", "eval-lm", "generate", "interactive", "validate", "score")
+"""Those of fairseq_cli; score knows no --user-dir."""
 
 INSTALL = (
     'pip install "numpy<2" hydra-core==1.3.2 omegaconf==2.3.0 bitarray cffi cython regex sacrebleu tqdm && '
@@ -46,31 +34,32 @@ INSTALL = (
 
 
 def main(arguments: list[str]) -> None:
-    name = arguments[0] if arguments else "--help"
+    name, *rest = arguments or ["--help"]
     if name == "user-dir":
         print(USER_DIR)
-        return
-    if name == "options":
+    elif name == "options":
         _print_options()
-        return
-    if name in ("-h", "--help"):
+    elif name in ("-h", "--help"):
         print(__doc__.strip() + "\n\ncommands: options, user-dir, " + ", ".join(COMMANDS))
-        return
-    if name not in COMMANDS:
+    elif name in COMMANDS:
+        _run(name, rest)
+    else:
         sys.exit(f"command ({name}) must be options, user-dir or one of {', '.join(COMMANDS)}")
+
+
+def _run(name: str, rest: list[str]) -> None:
     try:
         importlib.import_module("fairseq")
     except ModuleNotFoundError as error:
         sys.exit(f"fairseq cannot be imported ({error}): {INSTALL}")
-    command = importlib.import_module(f"fairseq_cli.{COMMANDS[name]}")
-    rest = arguments[1:]
+    command = importlib.import_module(f"fairseq_cli.{name.replace('-', '_')}")
     given = {each.partition("=")[0] for each in rest}
     added: list[str] = []
     if name == "hydra-train":
         # Its configuration is put together before it reads common.user_dir.
         importlib.import_module("pmoe.integrations.fairseq.plugin")
         added = [] if "common.user_dir" in given else [f"common.user_dir={USER_DIR}"]
-    elif name not in WITHOUT_PLUGIN and "--user-dir" not in given:
+    elif name != "score" and "--user-dir" not in given:
         added = ["--user-dir", str(USER_DIR)]
     sys.argv = [f"fairseq-{name}", *added, *rest]
     command.cli_main()

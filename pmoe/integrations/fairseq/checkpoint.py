@@ -12,7 +12,7 @@ Letters: W ranks, E experts.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,22 +23,17 @@ from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
 
 
-def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``state`` with all ranks' experts in it, on the host, on rank 0; elsewhere without. Every rank must
-    call it."""
-    whole = dict(state)
-    for name, (layer, _) in _expert_names(model).items():
-        _replace(whole, name, _gathered(state[name], layer.ranks))
-    return whole
+def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """``state`` with all ranks' experts in it, on the host, on rank 0; None for them elsewhere. Every rank
+    must call it."""
+    layers = _expert_names(model)
+    return {**state, **{name: _gathered(state[name], layer.ranks) for name, layer in layers.items()}}
 
 
 def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with this rank's experts only, of one with all experts.
-
-    Raises ValueError, naming the parameter, where it holds another number of experts than the model.
-    """
+    """``state`` with this rank's experts only, of one with all experts."""
     own = dict(state)
-    for name, (layer, parameter) in _expert_names(model).items():
+    for name, layer in _expert_names(model).items():
         if name not in own:
             continue  # load_state_dict says so
         if own[name].shape[0] != layer.num_experts:
@@ -46,35 +41,20 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} of the checkpoint (experts: {own[name].shape[0]}) must hold --moe-num-experts "
                 f"({layer.num_experts})"
             )
-        own[name] = own[name].narrow(0, layer.first_expert, parameter.shape[0])
+        own[name] = own[name].narrow(0, layer.first_expert, layer.num_local_experts)
     return own
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """An optimiser's ``state_dict()`` with all experts in it, which ``ranks`` hold together, on rank 0. Every
     rank must call it."""
-    whole = {**state, "state": dict(state["state"])}
-    for index, parameter, kept in _expert_states(optimizer, state):
-        gathered = dict(kept)
-        for key, value in kept.items():
-            if _is_by_expert(value, parameter.shape[0]):
-                _replace(gathered, key, _gathered(value, ranks))
-        whole["state"][index] = gathered
-    return whole
+    return _changed(optimizer, state, 1, lambda kept, _: _gathered(kept, ranks))
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The part of a gathered ``state`` that this rank's optimiser has."""
-    own = {**state, "state": dict(state["state"])}
-    for index, parameter, kept in _expert_states(optimizer, state):
-        size = parameter.shape[0]
-        own["state"][index] = {
-            key: value.narrow(0, ranks.rank * size, size)
-            if _is_by_expert(value, size * ranks.size)
-            else value
-            for key, value in kept.items()
-        }
-    return own
+    own = ranks.rank
+    return _changed(optimizer, state, ranks.size, lambda kept, size: kept.narrow(0, own * size, size))
 
 
 def for_inference(config: Any) -> Any:
@@ -85,24 +65,34 @@ def for_inference(config: Any) -> Any:
     return {**config, "moe_expert_parallel": "false"}
 
 
-def _expert_names(model: nn.Module) -> dict[str, tuple[MoELayer, nn.Parameter]]:
+def _expert_names(model: nn.Module) -> dict[str, MoELayer]:
     """Of the state dict, experts' parameters with their layers, in an order that all ranks share."""
     return {
-        f"{prefix}.experts.{name}": (layer, parameter)
+        f"{prefix}.experts.{name}": layer
         for prefix, layer in model.named_modules()
         if isinstance(layer, MoELayer)
-        for name, parameter in layer.experts.named_parameters()
+        for name, _ in layer.experts.named_parameters()
     }
 
 
-def _expert_states(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
-    """(number in ``state``, parameter, what is kept of it) of experts' parameters."""
+def _changed(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    num_parts: int,
+    change: Callable[[Tensor, int], Tensor | None],
+) -> dict[str, Any]:
+    """``state`` with another tensor for each that is kept of an expert's parameter by expert. num_parts: how
+    many ranks' experts it holds. change: of a tensor and the number of this rank's experts."""
+    changed = {**state, "state": dict(state["state"])}
     for here, there in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(here["params"], there["params"], strict=True):
             if hasattr(parameter, "expert") and index in state["state"]:
-                yield index, parameter, state["state"][index]
+                size = parameter.shape[0]
+                changed["state"][index] = {
+                    key: change(value, size) if _is_by_expert(value, num_parts * size) else value
+                    for key, value in state["state"][index].items()
+                }
+    return changed
 
 
 def _is_by_expert(value: object, num_experts: int) -> bool:
@@ -119,10 +109,3 @@ def _gathered(own: Tensor, ranks: Ranks) -> Tensor | None:
     parts = [torch.empty_like(own) for _ in range(ranks.size)] if ranks.rank == 0 else None
     dist.gather(own, parts, dst=0, group=ranks.group)
     return None if parts is None else torch.cat([part.cpu() for part in parts])
-
-
-def _replace(values: dict[str, Any], name: str, value: Tensor | None) -> None:
-    if value is None:
-        del values[name]
-    else:
-        values[name] = value

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from pmoe import gates
-from pmoe.integrations.fairseq.options import layer_options, places, value_of
+from pmoe.arguments import is_int
+from pmoe.integrations.fairseq.options import layer_arguments, places
 
 LOOK_AHEAD = (gates.ExpertChoiceGate, gates.SoftGate)
 """Gates by which later tokens decide about earlier ones: not for decoders."""
@@ -16,14 +17,11 @@ NOT_BY_ELEMENT = ("adafactor", "composite", "lamb")
 
 
 def layers_with_experts(config: Any, side: str) -> list[int]:
-    """Of the ``side`` ("encoder" or "decoder"), the layers whose feed-forward part is experts.
-
-    Raises ValueError where --moe-freq is no number of layers or there are fewer.
-    """
+    """Of the ``side`` ("encoder" or "decoder"), the layers whose feed-forward part is experts."""
     given = places(config)
     own = given[f"{side}_freq"]
     flag, freq = ("--moe-freq", given["freq"]) if own is None else (f"--moe-{side}-freq", own)
-    if not isinstance(freq, int) or isinstance(freq, bool) or freq < 0:
+    if not is_int(freq) or freq < 0:
         raise ValueError(f"{flag} ({freq}) must be a number of layers; 0 means no experts")
     num_layers = getattr(config, f"{side}_layers")
     if freq > num_layers:
@@ -35,14 +33,14 @@ def layers_with_experts(config: Any, side: str) -> list[int]:
 
 
 def check_model(config: Any, sides: tuple[str, ...]) -> None:
-    """Raises ValueError where a model of these options cannot be built or would not be what they say. What
-    MoELayer refuses, it refuses itself."""
+    """Whether a model of these options would be what they say. What MoELayer refuses, it refuses itself."""
     found = {side: layers_with_experts(config, side) for side in sides}
     if not any(found.values()):
         raise ValueError(
             "--moe-freq (0) must be at least 1 for one side, or use the architecture without pmoe"
         )
-    if _value(config, "num_experts") is None:
+    arguments = layer_arguments(config)
+    if arguments["num_experts"] is None:
         raise ValueError("--moe-num-experts (none) must be given")
     off = {
         "base_layers": "BASE layers and pmoe's experts both own the marks of expert parameters",
@@ -58,8 +56,8 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
         value = getattr(config, name, None)
         if value:
             raise ValueError(f"--{name.replace('_', '-')} ({value}) must be left out: {why}")
-    name = _value(config, "gate")
-    gate = gates.GATES.get(str(name))
+    name = str(arguments["gate"])
+    gate = gates.GATES.get(name)
     if gate is not None and gate.needs_token_ids:
         raise ValueError(f"--moe-gate ({name}) must be another: fairseq's layers do not see token ids")
     if gate is not None and issubclass(gate, LOOK_AHEAD) and found["decoder"]:
@@ -83,8 +81,7 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
     for name in ("fp16", "bf16", "amp"):
         if getattr(common, name, False) and device_type == "cpu":
             raise ValueError(f"--{name} must be left out on the CPU, which trains in float32")
-    flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
-    if flat:
+    if common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads):
         raise ValueError(
             "--fp16 must come with --fp16-no-flatten-grads or --memory-efficient-fp16: in one flat tensor, "
             "experts' parameters are not told from others"
@@ -107,7 +104,7 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
             "--bf16, or --fp16 with --fp16-no-flatten-grads"
         )
     is_spread = num_ranks > 1 and places(config.model)["expert_parallel_size"] != 1
-    if is_spread and _value(config.model, "pad_to_capacity"):
+    if is_spread and layer_arguments(config.model)["pad_to_capacity"]:
         raise ValueError(
             "--moe-pad-to-capacity (true) must be false where experts are spread over ranks: their batches "
             "have different numbers of tokens, by padding and by the last block of the data"
@@ -135,8 +132,3 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
     for flag, value in off.items():
         if value:
             raise ValueError(f"{flag} ({value}) must be left out: it does not know experts of several ranks")
-
-
-def _value(config: Any, name: str) -> Any:
-    (option,) = (each for each in layer_options() if each.name == name)
-    return value_of(config, option)

@@ -28,38 +28,30 @@ from torch import Tensor
 AUX_WEIGHT = 0.01
 
 
-def auxiliary_loss(layers: Any) -> Tensor:
-    """The sum of what the layers kept of their last forward, which they keep no longer: a graph hangs on
-    it."""
-    losses = [layer.l_aux for layer in layers]
-    for layer in layers:
-        layer.l_aux = layer.fc1.l_aux = None
-    return torch.stack(losses).sum()
-
-
-def expert_load(layers: Any) -> dict[str, Any]:
-    """Of the last forward, sums that add up over ranks and batches: rows by layer and expert, and rows asked
-    for."""
-    load_LE = torch.stack([layer.fc1.tokens_per_expert for layer in layers])
-    asked = sum(layer.fc1.num_tokens * layer.fc1.top_k for layer in layers)
-    return {"moe_rows": load_LE.double(), "moe_rows_asked": asked}
-
-
 class WithAuxiliaryLoss:
     """Before a criterion of fairseq's among the bases."""
 
-    moe_aux_weight: float
+    moe_aux_weight = AUX_WEIGHT
+
+    @classmethod
+    def build_criterion(cls, cfg: Any, task: Any) -> Any:
+        criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
+        criterion.moe_aux_weight = getattr(cfg, "moe_aux_weight", AUX_WEIGHT)
+        return criterion
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
         loss, sample_size, logged = super().forward(model, sample, reduce=reduce)  # type: ignore[misc]
         return (self.with_experts(model, loss, sample_size, logged), sample_size, logged)
 
     def with_experts(self, model: Any, loss: Tensor, sample_size: Any, logged: dict[str, Any]) -> Tensor:
-        """The loss with the auxiliary one; adds to what is logged."""
+        """The loss with the auxiliary one; adds to what is logged sums that add up over ranks and batches."""
         layers = model.moe_layers
-        moe_loss = auxiliary_loss(layers)
+        moe_loss = torch.stack([layer.l_aux for layer in layers]).sum()
+        for layer in layers:
+            layer.l_aux = layer.fc1.l_aux = None  # a graph hangs on it
         logged["moe_loss"] = moe_loss.detach() * sample_size
-        logged.update(expert_load(layers))
+        logged["moe_rows"] = torch.stack([layer.fc1.tokens_per_expert for layer in layers]).double()
+        logged["moe_rows_asked"] = sum(layer.fc1.ran.num_tokens * layer.fc1.top_k for layer in layers)
         if not self.training or not self.moe_aux_weight:  # type: ignore[attr-defined]
             return loss
         total: Tensor = loss + self.moe_aux_weight * sample_size * moe_loss
@@ -68,14 +60,11 @@ class WithAuxiliaryLoss:
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         super().reduce_metrics(logging_outputs)  # type: ignore[misc]
-        sample_size = sum(log["sample_size"] for log in logging_outputs)
-        rows_LE = sum(log["moe_rows"] for log in logging_outputs)
-        asked = sum(log["moe_rows_asked"] for log in logging_outputs)
+        names = ("sample_size", "moe_loss", "moe_rows", "moe_rows_asked")
+        sample_size, moe_loss, rows_LE, asked = (sum(log[name] for log in logging_outputs) for name in names)
         if not sample_size or not asked:
             return
-        metrics.log_scalar(
-            "moe_loss", sum(log["moe_loss"] for log in logging_outputs) / sample_size, sample_size, round=3
-        )
+        metrics.log_scalar("moe_loss", moe_loss / sample_size, sample_size, round=3)
         imbalance_L = rows_LE.amax(-1) / rows_LE.mean(-1).clamp(min=1e-9)
         metrics.log_scalar("moe_load", imbalance_L.amax(), asked, round=2)
         metrics.log_scalar("moe_dropped", 100 * (1 - rows_LE.sum() / asked).clamp(min=0), asked, round=1)
@@ -92,9 +81,7 @@ def _with_weight(config: type, name: str) -> type:
     "cross_entropy_pmoe", dataclass=_with_weight(CrossEntropyCriterionConfig, "CrossEntropyPMoEConfig")
 )
 class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignore[misc]
-    def __init__(self, task: Any, sentence_avg: bool, moe_aux_weight: float = AUX_WEIGHT) -> None:
-        super().__init__(task, sentence_avg)
-        self.moe_aux_weight = moe_aux_weight
+    pass
 
 
 @register_criterion(
@@ -102,14 +89,4 @@ class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignor
     dataclass=_with_weight(LabelSmoothedCrossEntropyCriterionConfig, "LabelSmoothedCrossEntropyPMoEConfig"),
 )
 class LabelSmoothedCrossEntropyPMoE(WithAuxiliaryLoss, LabelSmoothedCrossEntropyCriterion):  # type: ignore[misc]
-    def __init__(
-        self,
-        task: Any,
-        sentence_avg: bool,
-        label_smoothing: float,
-        ignore_prefix_size: int = 0,
-        report_accuracy: bool = False,
-        moe_aux_weight: float = AUX_WEIGHT,
-    ) -> None:
-        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
-        self.moe_aux_weight = moe_aux_weight
+    pass

@@ -15,8 +15,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from fairseq.dataclass import FairseqDataclass
-from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
@@ -25,6 +23,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from pmoe import MoELayer
+from pmoe.arguments import is_int
 from pmoe.comm.ranks import Ranks
 from pmoe.integrations.fairseq.checkpoint import own_experts
 from pmoe.integrations.fairseq.checks import check_model, layers_with_experts
@@ -34,35 +33,18 @@ from pmoe.training.parallel import make_meshes
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu", "swish": "silu"}
 """Of fairseq's --activation-fn, the layer's."""
 
-FAST_PATH = (
-    "in_proj_weight",
-    "in_proj_bias",
-    "out_proj_weight",
-    "out_proj_bias",
-    "fc1_weight",
-    "fc1_bias",
-    "fc2_weight",
-    "fc2_bias",
-)
-"""Copies of an encoder layer's parameters, which fairseq keeps for torch's fused dense layer."""
-
 
 class FeedForwardExperts(MoELayer):
     """A `pmoe.MoELayer` of tokens (L, B, M) that leaves padding out: it takes no expert's time or capacity,
     and has no part in the auxiliary loss. What comes out for it is 0."""
 
-    is_padding_LB: Tensor | None = None
+    is_padding_BL: Tensor | None = None
     """Set by the layer around it before each call."""
-    num_tokens = 0
-    """Of the last call."""
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        padding = self.is_padding_LB
-        if padding is None:
-            self.num_tokens = x.shape[0] * x.shape[1]
+        if self.is_padding_BL is None:
             return super().forward(x, token_ids)
-        where = (~padding).flatten().nonzero().squeeze(1)
-        self.num_tokens = where.shape[0]
+        where = (~self.is_padding_BL.t()).flatten().nonzero().squeeze(1)
         x_TM = x.reshape(-1, self.d_model)
         y_TM = super().forward(x_TM.index_select(0, where))
         return torch.zeros_like(x_TM, dtype=y_TM.dtype).index_copy(0, where, y_TM).view(x.shape)
@@ -71,7 +53,7 @@ class FeedForwardExperts(MoELayer):
 class MoEDecoderLayer(TransformerDecoderLayerBase):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         # decoder.forward gives every argument behind incremental_state by name.
-        self.fc1.is_padding_LB = _transposed(kwargs.get("self_attn_padding_mask"))
+        self.fc1.is_padding_BL = kwargs.get("self_attn_padding_mask")
         x, attention, _ = super().forward(x, *args, **kwargs)
         return x, attention, self.fc1.l_aux
 
@@ -80,7 +62,7 @@ class MoEEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
     def forward(
         self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        self.fc1.is_padding_LB = _transposed(encoder_padding_mask)
+        self.fc1.is_padding_BL = encoder_padding_mask
         return super().forward(x, encoder_padding_mask, attn_mask), self.fc1.l_aux
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -88,18 +70,16 @@ class MoEEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
         nn.Module._load_from_state_dict(self, *args, **kwargs)
 
 
-def put_experts(side: Any, name: str, config: Any, indices: list[int]) -> list[nn.Module]:
-    """Replaces layers ``indices`` of a fairseq encoder or decoder (``name``) by layers with experts; returns
-    them."""
+def put_experts(side: Any, name: str, config: Any) -> list[nn.Module]:
+    """Replaces layers of a fairseq encoder or decoder (``name``) by layers with experts; returns them."""
+    indices = layers_with_experts(config, name)
+    for index in indices:
+        side.layers[index] = _build(side, name, config)
     if name == "encoder":
         for layer in side.layers:
             # torch's fused dense layer turns the batch around, for all layers or none.
             layer.can_use_fastpath = False
-    made = []
-    for index in indices:
-        layer = side.layers[index] = _build(side, name, config)
-        made.append(layer)
-    return made
+    return [side.layers[index] for index in indices]
 
 
 def _build(side: Any, name: str, config: Any) -> nn.Module:
@@ -107,14 +87,12 @@ def _build(side: Any, name: str, config: Any) -> nn.Module:
     layer: Any
     if name == "encoder":
         layer = MoEEncoderLayer(transformer)
-        layer.can_use_fastpath = False
-        for parameter in FAST_PATH:
-            layer._parameters.pop(parameter, None)
+        layer._parameters.clear()  # copies of its modules' parameters, for torch's fused dense layer
     else:
-        layer = MoEDecoderLayer(transformer, no_encoder_attn=_has_no_encoder_attention(side))
+        has_no_encoder = side.layers[0].encoder_attn is None  # as in the layers that fairseq has built
+        layer = MoEDecoderLayer(transformer, no_encoder_attn=has_no_encoder)
     layer.fc1 = _experts(getattr(transformer, name), transformer.activation_fn, config)
-    layer.fc2 = nn.Identity()
-    layer.activation_fn = _unchanged
+    layer.fc2 = layer.activation_fn = nn.Identity()
     layer.l_aux = None
     if transformer.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=transformer.offload_activations)
@@ -151,7 +129,7 @@ def _expert_ranks(config: Any) -> Ranks:
     everyone, size = Ranks(), given["expert_parallel_size"]
     if size is None:
         return everyone
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or everyone.size % size:
+    if not is_int(size) or size < 1 or everyone.size % size:
         raise ValueError(
             f"--moe-expert-parallel-size ({size}) must divide the number of ranks ({everyone.size})"
         )
@@ -160,42 +138,23 @@ def _expert_ranks(config: Any) -> Ranks:
     return everyone if size == everyone.size else Ranks(make_meshes(ep=size).group("ep"))
 
 
-def _has_no_encoder_attention(side: Any) -> bool:
-    """As the layers that fairseq has built."""
-    return side.layers[0].encoder_attn is None
-
-
 def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:
     *rest, layer.l_aux = output
     return (*rest, None) if len(rest) > 1 else rest[0]
 
 
-def _transposed(mask_BL: Tensor | None) -> Tensor | None:
-    return None if mask_BL is None else mask_BL.t()
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
 # ---- the models
 
 
-def _fields() -> list[tuple[str, type, Any]]:
-    """Of a configuration, one for each option. All are text: what is not given then differs from what is."""
-    return [
-        (
-            f"moe_{option.name}",
-            str,
-            dataclasses.field(default=option.default, metadata={"help": option.help.replace("%", "%%")}),
-        )
-        for option in (*PLACES, *layer_options())
-    ]
-
-
-MoEConfig = dataclasses.make_dataclass("MoEConfig", _fields(), bases=(FairseqDataclass,))
+# All options are text: what is not given then differs from what is.
+HELP = {option: option.help.replace("%", "%%") for option in (*PLACES, *layer_options())}
 MoELanguageModelConfig = dataclasses.make_dataclass(
-    "MoELanguageModelConfig", _fields(), bases=(TransformerLanguageModelConfig,)
+    "MoELanguageModelConfig",
+    [
+        (f"moe_{option.name}", str, dataclasses.field(default=option.default, metadata={"help": text}))
+        for option, text in HELP.items()
+    ],
+    bases=(TransformerLanguageModelConfig,),
 )
 
 
@@ -219,7 +178,7 @@ class TransformerLanguageModelPMoE(ExpertParallelModel, TransformerLanguageModel
     def build_model(cls, args: Any, task: Any) -> TransformerLanguageModelPMoE:
         check_model(args, ("decoder",))
         model = super().build_model(args, task)
-        model.moe_layers = put_experts(model.decoder, "decoder", args, layers_with_experts(args, "decoder"))
+        model.moe_layers = put_experts(model.decoder, "decoder", args)
         return model  # type: ignore[no-any-return]
 
 
@@ -228,19 +187,16 @@ class TransformerPMoE(ExpertParallelModel, TransformerModel):  # type: ignore[mi
     @classmethod
     def add_args(cls, parser: Any) -> None:
         super().add_args(parser)
-        gen_parser_from_dataclass(parser, MoEConfig())
+        for option, text in HELP.items():
+            parser.add_argument(option.flag, default=option.default, help=text)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> TransformerPMoE:
         base_architecture(args)
-        sides = ("encoder", "decoder")
-        check_model(args, sides)
+        check_model(args, ("encoder", "decoder"))
         model = super().build_model(args, task)
-        model.moe_layers = [
-            layer
-            for side in sides
-            for layer in put_experts(getattr(model, side), side, args, layers_with_experts(args, side))
-        ]
+        model.moe_layers = put_experts(model.encoder, "encoder", args)
+        model.moe_layers += put_experts(model.decoder, "decoder", args)
         return model  # type: ignore[no-any-return]
 
 

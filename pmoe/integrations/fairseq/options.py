@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -15,15 +16,8 @@ from typing import Any
 
 from pmoe import MoELayer, Restore
 
-NOT_OPTIONS = {
-    "d_model": "the width of the model's embeddings",
-    "group": "--moe-expert-parallel, --moe-expert-parallel-size",
-    "mesh": "a layout of the ranks, which is made in a program",
-    "callbacks": "objects",
-    "device": "fairseq moves the model",
-    "dtype": "fairseq converts the model: --fp16",
-}
-"""Arguments of MoELayer that a command line cannot give, and what says them instead."""
+NOT_OPTIONS = ("d_model", "group", "mesh", "callbacks", "device", "dtype")
+"""Arguments of MoELayer that the model, fairseq or `PLACES` say, or only a program can."""
 
 FOLLOWS = {
     "d_hidden": "--encoder-ffn-embed-dim or --decoder-ffn-embed-dim",
@@ -83,10 +77,7 @@ def layer_options() -> tuple[CommandOption, ...]:
 
 
 def layer_arguments(config: Any) -> dict[str, Any]:
-    """MoELayer's arguments as a configuration's ``moe_`` fields give them.
-
-    Raises ValueError naming the option for text that is nothing, such as an unknown pair.
-    """
+    """MoELayer's arguments as a configuration's ``moe_`` fields give them."""
     return {option.name: value_of(config, option) for option in layer_options()}
 
 
@@ -120,13 +111,10 @@ def parse(text: str) -> Any:
     if "," in word:
         return [parse(part) for part in word.split(",")]
     if "/" in word:
-        dispatched, hidden = word.split("/", 1)
-        return Restore(dispatched, hidden)  # type: ignore[arg-type]
+        return Restore(*word.split("/", 1))  # type: ignore[arg-type]
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(word)
-        except ValueError:
-            pass
     return word
 
 

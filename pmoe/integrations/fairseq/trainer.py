@@ -8,7 +8,6 @@ experts; and checkpoints are written by one rank.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from typing import Any
@@ -46,12 +45,11 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._gathered: dict[str, Any] | None = None
         self._is_stepping = False
         if self.has_experts:
-            on_gpu = torch.cuda.is_available() and not cfg.common.cpu
             check_training(
                 cfg,
                 criterion,
                 num_ranks=cfg.distributed_training.distributed_world_size,
-                device_type="cuda" if on_gpu else "cpu",
+                device_type="cuda" if torch.cuda.is_available() and not cfg.common.cpu else "cpu",
             )
         elif hasattr(criterion, "moe_aux_weight"):
             raise ValueError(
@@ -91,8 +89,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         if not self.has_experts:
             return super().clip_grad_norm(clip_norm)  # type: ignore[no-any-return]
-        norm: Tensor = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self.with_experts)
-        return norm
+        return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self.with_experts)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def with_experts(self, dense_norm: Tensor) -> Tensor:
@@ -139,19 +136,18 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
         if self.is_spread and self._is_stepping:
-            name = os.path.basename(filename)
-            logger.warning(
-                f"{name} is not written: the other ranks' experts cannot be fetched in a failing step"
-            )
+            what = "is not written: the other ranks' experts cannot be fetched in a failing step"
+            logger.warning(f"{os.path.basename(filename)} {what}")
             return
         super().save_checkpoint(filename, extra_state)
 
     def _build_optimizer(self) -> None:
         super()._build_optimizer()
-        if self.is_spread:
-            load = self._optimizer.load_state_dict
-            self._optimizer.load_state_dict = functools.partial(self._load_own, load)
+        if not self.is_spread:
+            return
+        load = self._optimizer.load_state_dict
 
-    def _load_own(self, load: Any, state: dict[str, Any], overrides: Any = None) -> None:
-        """An optimiser's load_state_dict, of this rank's part of all experts' state."""
-        load(own_optimizer(self._optimizer.optimizer, state, self.ranks), overrides)
+        def load_own(state: dict[str, Any], overrides: Any = None) -> None:
+            load(own_optimizer(self._optimizer.optimizer, state, self.ranks), overrides)
+
+        self._optimizer.load_state_dict = load_own

@@ -30,10 +30,8 @@ LARGEST = 1e300
 """A value beyond it counts as not finite: the arithmetic of axes would overflow."""
 
 
-def format_number(value: float | None) -> str:
+def format_number(value: float) -> str:
     """Four digits: 0.00123, 1.23, 123.4, 12,345, 1.23e+09."""
-    if value is None:
-        return NONE
     if not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e8 else f"{value:.4g}"
@@ -76,7 +74,7 @@ class Bins(NamedTuple):
 
 
 def bins_of(xs: ArrayLike, ys: ArrayLike, max_points: int) -> Bins:
-    """At most ``most`` bins of equally many points each. xs, ys: (N,), N at least 1."""
+    """At most ``max_points`` bins of equally many points each. xs, ys: (N,), N at least 1."""
     x, y = np.asarray(xs, float), nan_unless_finite(ys)
     starts = np.arange(0, len(x), -(-len(x) // max_points))
     num = np.add.reduceat(~np.isnan(y), starts, dtype=int)
@@ -106,10 +104,8 @@ MAX_POINTS = 300
 ROUND = (1, 2, 5, 10)
 """Ticks are multiples of these, times a power of 10."""
 
-
-def theme_colour(name: str) -> str:
-    """The theme's colour on light screens, for which `inline_svg` puts the theme's variable."""
-    return THEME[name][0]
+LIGHT = {name: light for name, (light, _) in THEME.items()}
+"""Colours of light screens, for which `inline_svg` puts the theme's variables."""
 
 
 def axes_svg(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) -> str:
@@ -118,7 +114,7 @@ def axes_svg(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) ->
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    with rc_context(_style()):
+    with rc_context(STYLE):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         axis = figure.subplots()
         axis.margins(x=0.02)
@@ -130,20 +126,19 @@ def axes_svg(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) ->
         return inline_svg(figure, label)
 
 
-def _style() -> Any:
-    return {
-        **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
-        **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
-        **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor"), theme_colour("soft")),
-        **dict.fromkeys(("font.size", "axes.labelsize"), 13),
-        "xtick.major.pad": 7,
-        "axes.formatter.useoffset": False,
-        "axes.axisbelow": True,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "grid.color": theme_colour("rule"),
-        "lines.linewidth": 1.8,
-    }
+STYLE: Any = {
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
+    **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor"), LIGHT["soft"]),
+    **dict.fromkeys(("font.size", "axes.labelsize"), 13),
+    "xtick.major.pad": 7,
+    "axes.formatter.useoffset": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": LIGHT["rule"],
+    "lines.linewidth": 1.8,
+}
 
 
 # ---- lines
@@ -188,14 +183,15 @@ def line_chart(
         nothing = f"No finite value in {len(lines[0].xs)} points."
         return part("chart", title, "", unit=unit, note=f"{nothing} {note}")
     low, high, cut = _range(values, floor)
+    names = [(line.name, colour) for line, colour in zip(lines, SERIES, strict=False)]
 
     def draw(axis: Axes) -> None:
         _set_y_axis(axis, low, high, show)
-        for line, bins, name in zip(lines, found, SERIES, strict=False):
-            _draw_line(axis, line, bins, theme_colour(name))
+        for line, bins, (_, colour) in zip(lines, found, names, strict=False):
+            _draw_line(axis, line, bins, LIGHT[colour])
 
-    names = [(line.name, name) for line, name in zip(lines, SERIES, strict=False)]
     label = f"{title}: {', '.join(line.name for line in lines)}"
+    notes = [note, "" if cut is None else f"Cut off above: values up to {show(cut)}.", _about_gaps(lines)]
     return part(
         "chart",
         title,
@@ -203,9 +199,7 @@ def line_chart(
         broad=axes_svg(label, BROAD, draw) if is_broad else "",
         unit=unit,
         keys=names if len(lines) > 1 else (),
-        note=" ".join(
-            [note, "" if cut is None else f"Cut off above: values up to {show(cut)}.", _about_gaps(lines)]
-        ),
+        note=" ".join(notes),
     )
 
 
@@ -245,7 +239,7 @@ def _draw_line(axis: Axes, line: Line, bins: Bins, colour: str) -> None:
         axis.plot(x[is_single], mean[is_single], "o", ms=5, color=colour, gid="dot")
     if gaps := line.gaps():
         at = bins_of(gaps, gaps, MAX_POINTS).x
-        axis.vlines(at, 0.93, 1, theme_colour("bad"), transform=axis.get_xaxis_transform(), gid="bad")
+        axis.vlines(at, 0.93, 1, LIGHT["bad"], transform=axis.get_xaxis_transform(), gid="bad")
 
 
 def _about_gaps(lines: Sequence[Line]) -> str:

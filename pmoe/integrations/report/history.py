@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
 from pmoe.integrations.report.charts import NONE, median
-from pmoe.integrations.run_folder import TIME, Curve, LayerRow, Run
+from pmoe.integrations.run_folder import PASSES, TIME, Curve, LayerRow, Run
 
 LONG_NAME = 24
 """Characters of a layer's name that a phone has room for."""
@@ -20,11 +21,10 @@ COMMUNICATION = ("communication", "exposed")
 
 @dataclass(frozen=True)
 class History:
-    """A run's rows by layer, under short names. steps: those that have any, ascending."""
+    """A run's rows by layer, under short names."""
 
     run: Run
     by_layer: dict[str, list[LayerRow]]
-    steps: list[int]
 
     @property
     def latest(self) -> list[LayerRow]:
@@ -33,7 +33,8 @@ class History:
 
     @property
     def last_step(self) -> int:
-        return max([*self.steps[-1:], *(curve.steps[-1] for curve in self.run.scalars.values())])
+        ends = [curve.steps[-1] for curve in self.run.scalars.values()]
+        return max([*ends, *(row.step for row in self.latest)])
 
     def last(self, name: str) -> float | None:
         """The last value of a scalar."""
@@ -42,7 +43,7 @@ class History:
     @property
     def loss(self) -> tuple[str, Curve] | None:
         """The scalar "loss", else the first one with "loss" in its name."""
-        return next(iter(sorted(self.losses.items(), key=lambda named: named[0] != "loss")), None)
+        return min(self.losses.items(), key=lambda named: named[0] != "loss", default=None)
 
     @property
     def losses(self) -> dict[str, Curve]:
@@ -64,19 +65,20 @@ class History:
     def seconds_per_step(self) -> float | None:
         """The median between neighbouring statistics; pauses between sessions are seldom the median."""
         times = self.run.scalars.get(TIME, Curve())
-        points = list(zip(times.steps, times.values, strict=True))
-        pairs = zip(points, points[1:], strict=False)
-        return median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0]])
+        pairs = itertools.pairwise(zip(times.steps, times.values, strict=True))
+        return median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0])
 
     def seconds_by_step(self, name: str) -> dict[int, float]:
         """Seconds of both passes of all layers, at the recorded steps. name: of `COMMUNICATION`."""
-        found: dict[int, float] = {}
-        for row in (row for rows in self.by_layer.values() for row in rows if row.passes):
-            found[row.step] = found.get(row.step, 0.0) + sum(getattr(each, name) for each in row.passes)
+        found = defaultdict[int, float](float)
+        for row in itertools.chain.from_iterable(self.by_layer.values()):
+            times = [each for way in PASSES if (each := getattr(row, f"{way}_{name}")) is not None]
+            if times:
+                found[row.step] += sum(times)
         return dict(sorted(found.items()))
 
     def median_seconds(self, name: str) -> float | None:
-        return median(list(self.seconds_by_step(name).values()))
+        return median(self.seconds_by_step(name).values())
 
 
 def history_of(run: Run) -> History:
@@ -84,8 +86,7 @@ def history_of(run: Run) -> History:
     for row in run.rows:
         by_layer.setdefault(row.layer, {})[row.step] = row
     names = short_names(list(by_layer))
-    steps = sorted({row.step for row in run.rows})
-    return History(run, {names[name]: list(rows.values()) for name, rows in by_layer.items()}, steps)
+    return History(run, {names[name]: list(rows.values()) for name, rows in by_layer.items()})
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -107,17 +108,13 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-Stretch = tuple[str, ...]
-"""How a layer ran: steps, runner, n forward, n backward, restore pair."""
-
-
-def stretches(rows: Iterable[LayerRow]) -> list[Stretch]:
-    """Neighbouring steps at which a layer ran in the same way are one stretch."""
+def stretches(rows: Iterable[LayerRow]) -> list[tuple[str, ...]]:
+    """Neighbouring steps at which a layer ran in the same way, and how: path, both n, restore pair."""
     found = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
     return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in found]
 
 
-def _how(row: LayerRow) -> Stretch:
+def _how(row: LayerRow) -> tuple[str, ...]:
     n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
     is_kept = row.path == "pipeline" and row.n_backward is not None
     return (row.path, n_forward, n_backward, row.restore or ("kept" if is_kept else NONE))

@@ -19,7 +19,7 @@ from pmoe.integrations.report.charts import (
     heat_map,
     line_chart,
 )
-from pmoe.integrations.report.history import COMMUNICATION, History, Stretch, stretches
+from pmoe.integrations.report.history import COMMUNICATION, History, stretches
 from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, PREDICTED, TENSORS, LayerRow
 from pmoe.planner.drawing import SERIES, part
 
@@ -43,29 +43,22 @@ grid = functools.partial(part, "grid")
 def load_charts(history: History) -> list[str]:
     if not history.by_layer:
         return []
-    charts = [
-        *_by_layer(
-            history, "Imbalance: rows of the busiest expert", "imbalance", unit="over the mean", floor=1
-        ),
-        *_by_layer(
-            history, "Imbalance: rows of the busiest rank", "rank_imbalance", unit="over the mean", floor=1
-        ),
-    ]
+    charts: list[str] = []
+    for whose, field in (("expert", "imbalance"), ("rank", "rank_imbalance")):
+        title = f"Imbalance: rows of the busiest {whose}"
+        charts += _by_layer(history, title, field, unit="over the mean", floor=1)
     if any(row.drop_rate for rows in history.by_layer.values() for row in rows):
         charts += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=format_share)
     return [grid(charts), *_heat_maps(history)]
 
 
 def _by_layer(history: History, title: str, field: str, **options: Any) -> list[str]:
-    """A chart with a line a layer; of many layers the median between the least and the greatest.
-
-    Empty where no layer has a value.
-    """
-    found = {
-        name: {row.step: value for row in rows if (value := getattr(row, field)) is not None}
-        for name, rows in history.by_layer.items()
-    }
-    by_name = {name: values for name, values in found.items() if values}
+    """A chart with a line a layer; of many layers the median between the least and the greatest."""
+    by_name: dict[str, dict[int, float]] = {}
+    for name, rows in history.by_layer.items():
+        for row in rows:
+            if (value := getattr(row, field)) is not None:
+                by_name.setdefault(name, {})[row.step] = value
     if len(by_name) > MAX_LINES:
         return [_of_many(title, by_name, **options)]
     lines = [Line(name=name, xs=list(of), ys=list(of.values())) for name, of in by_name.items()]
@@ -77,8 +70,7 @@ def _of_many(title: str, by_name: Mapping[str, Mapping[int, float]], **options: 
     values = [[of[step] for of in by_name.values() if step in of] for step in steps]
     ends: dict[str, Callable[[list[float]], float]] = {"greatest": max, "median": median_low, "least": min}
     lines = [
-        Line(name=f"{name} of layers", xs=steps, ys=[end(each) for each in values])
-        for name, end in ends.items()
+        Line(name=f"{name} of layers", xs=steps, ys=list(map(end, values))) for name, end in ends.items()
     ]
     last, name = max((list(of.values())[-1], name) for name, of in by_name.items())
     show = options.get("show", format_number)
@@ -123,7 +115,7 @@ def _heat_map(name: str, rows: Sequence[LayerRow]) -> str:
 
 def choices(history: History) -> list[str]:
     """How layers ran, by stretches of steps; layers that always ran in the same way share their lines."""
-    names_of: dict[tuple[Stretch, ...], list[str]] = {}
+    names_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for name, rows in history.by_layer.items():
         names_of.setdefault(tuple(stretches(rows)), []).append(name)
     lines = []
@@ -147,7 +139,8 @@ def communication(history: History) -> list[str]:
         return []
     total, exposed = map(history.seconds_by_step, COMMUNICATION)
     if not total:
-        return [f"No pass of the {len(history.steps):,} logged steps was recorded."]
+        steps = {row.step for row in history.run.rows}
+        return [f"No pass of the {len(steps):,} logged steps was recorded."]
     if not any(total.values()):
         return ["Nothing travelled in the passes that were recorded."]
     charts = [_of_a_step(total, exposed)]
@@ -173,15 +166,15 @@ def _of_a_step(total: Mapping[int, float], exposed: Mapping[int, float]) -> str:
 
 
 def memory(history: History) -> list[str]:
-    rows = [(name, each[-1]) for name, each in history.by_layer.items() if each[-1].tensors]
-    sizes = [(name, [row.tensors.get(each, 0) for each in TENSORS]) for name, row in rows]
+    rows = [(name, each[-1]) for name, each in history.by_layer.items() if each[-1].T_I_bytes is not None]
+    sizes = [(name, [getattr(row, f"{each}_bytes") or 0 for each in TENSORS]) for name, row in rows]
     bars = [(name, values, format_bytes(sum(values))) for name, values in sizes]
     keys = list(zip(TENSORS, SERIES, strict=False))
     note = "Of rank 0 at the last logged step, each tensor as a whole. T_DO is never kept for backward."
     lines = [
-        [name, row.restore or "kept", *(format_bytes(row.predicted.get(each)) for each in PREDICTED)]
+        [name, row.restore or "kept", *(format_bytes(getattr(row, f"{each}_bytes")) for each in PREDICTED)]
         for name, row in rows
-        if row.predicted
+        if row.peak_bytes is not None
     ]
     header = ["layer", "T_DI / T_M", "held between the passes", "added by a pass", "peak", "on the host"]
     about = ["Predicted for the rows that came, on rank 0, parameters and input not counted:"]

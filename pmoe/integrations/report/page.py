@@ -48,7 +48,7 @@ def run_page(run: Run) -> str:
         "Chosen n and restore pair": choices(history),
         "Communication": communication(history),
         "Memory": memory(history),
-        "Other numbers": _others(run),
+        "Other numbers": _others(history),
         "Settings and versions": _settings(run),
     }
     parts = [part("section", title, parts) for title, parts in sections.items() if parts]
@@ -80,16 +80,12 @@ def _tiles(history: History) -> str:
     """The numbers that people look for first, as far as there are any."""
     communication, exposed = map(history.median_seconds, COMMUNICATION)
     hidden = format_share(max(0.0, 1 - (exposed or 0) / communication)) if communication else NONE
+    about = f"of communication a step; {hidden} is hidden"
     numbers = [
         ("time a step", history.seconds_per_step, format_seconds, "median"),
         ("imbalance", history.imbalance, format_number, "max / mean, the worst layer"),
         ("dropped rows", history.drop_rate, format_share, "of all layers"),
-        (
-            "exposed",
-            exposed if communication else None,
-            format_seconds,
-            f"of communication a step; {hidden} is hidden",
-        ),
+        ("exposed", exposed if communication else None, format_seconds, about),
         ("pool's peak", history.last(POOL_PEAK) or None, format_bytes, "ring slots of rank 0"),
     ]
     found = [(name, show(value), how) for name, value, show, how in numbers if value is not None]
@@ -118,11 +114,11 @@ def _losses(history: History) -> list[str]:
     return [grid([line_chart("Loss", group, is_broad=True) for group in groups])] if lines else []
 
 
-def _others(run: Run) -> list[str]:
+def _others(history: History) -> list[str]:
     charts = [
         line_chart(name, [Line(name=name, xs=curve.steps, ys=curve.values)])
-        for name, curve in run.scalars.items()
-        if "loss" not in name.lower() and name not in (TIME, POOL_PEAK, HOST_POOL_PEAK)
+        for name, curve in history.run.scalars.items()
+        if name not in (*history.losses, TIME, POOL_PEAK, HOST_POOL_PEAK)
     ]
     return with_rest_folded(charts, 12, "other numbers", grid)
 

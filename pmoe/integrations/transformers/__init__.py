@@ -1,7 +1,6 @@
 from pmoe.integrations.transformers.layers import configure, layers
 from pmoe.integrations.transformers.registry import register
 
-__all__ = ["configure", "layers", "status"]
+__all__ = ["configure", "layers"]
 
-status = register()
-"""What was registered, in words."""
+register()

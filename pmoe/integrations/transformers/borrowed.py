@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmoe.experts.base import WHOLE, Allocate, Experts, Hidden, Runs, row_dot
+from pmoe.experts.base import Allocate, Experts, Hidden, Runs, row_dot
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts, split_parameters
@@ -47,6 +47,9 @@ class Stacks:
         every = {"w1": self.w1, "w2": self.w2, "b1": self.b1, "b2": self.b2}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
+    def out_features_first(self, weight: Tensor) -> Tensor:
+        return weight.transpose(1, 2) if self.transposed else weight
+
     def stand_ins(self) -> Stacks:
         made = {name: _stand_in(each) for name, each in self.named.items()}
         return Stacks(**made, transposed=self.transposed)
@@ -58,52 +61,31 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 class BorrowedExperts(StackedExperts):
-    """Two-layer experts whose parameters are another module's. They are no parameters of this one (nothing
-    registers, moves or marks them), but what ``parameters()`` gives."""
+    """Two-layer experts whose parameters are another module's: ``parameters()`` gives them, and nothing here
+    registers, moves or marks them."""
 
     is_parallel = False  # whoever owns them says how their gradients are reduced
 
     def __init__(self, stacks: Stacks) -> None:
         Experts.__init__(self)
         self.stacks = stacks
-        w2 = self._out_features_first(stacks.w2)
-        self.num_local_experts, self.shard, self.all_hidden = w2.shape[0], WHOLE, w2.shape[2]
-
-    @property
-    def w1(self) -> Tensor:  # type: ignore[override]
-        return self._out_features_first(self.stacks.w1)
-
-    @property
-    def w2(self) -> Tensor:  # type: ignore[override]
-        return self._out_features_first(self.stacks.w2)
-
-    @property
-    def b1(self) -> Tensor | None:  # type: ignore[override]
-        return self.stacks.b1
-
-    @property
-    def b2(self) -> Tensor | None:  # type: ignore[override]
-        return self.stacks.b2
+        w1, w2 = (stacks.out_features_first(each.detach()) for each in (stacks.w1, stacks.w2))
+        vars(self).update(w1=w1, w2=w2, b1=stacks.b1, b2=stacks.b2)  # setattr would register them
+        self.num_local_experts, self.all_hidden = w2.shape[0], w2.shape[2]
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         return iter(self.stacks.named.items())
 
-    def local_parameters(self) -> list[Tensor]:
-        return list(self.stacks.named.values())
-
     def hidden_dims(self) -> Mapping[str, int | None] | None:
         return None  # not ours to cut
 
-    def returned(self) -> Experts:
+    def returned(self) -> BorrowedExperts:
         """What is left of these after their call: the sizes, without anybody's parameters."""
         return type(self)(self.stacks.stand_ins())
 
-    def _out_features_first(self, weight: Tensor) -> Tensor:
-        return weight.transpose(1, 2) if self.stacks.transposed else weight
-
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         w1, w2, b1, b2 = split_parameters(parameters)
-        return self._out_features_first(w1), self._out_features_first(w2), b1, b2
+        return self.stacks.out_features_first(w1), self.stacks.out_features_first(w2), b1, b2
 
     def weight_gradient(
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]
@@ -118,7 +100,7 @@ class BorrowedExperts(StackedExperts):
             w1.add_weight(rows_NM, grad_hidden_NG, groups)
         if w2 is not None:
             w2.add_weight(active_NH, grad_out_NM, groups)
-        super().weight_gradient(pending, groups, [None, None, *([b1, b2] if len(sums) > 2 else [])])
+        super().weight_gradient(pending, groups, [None, None, b1, b2])
 
 
 class BorrowedSwiGLU(BorrowedExperts, SwiGLUExperts):
@@ -132,7 +114,7 @@ class BorrowedFFN(BorrowedExperts, FFNExperts):
         self.activation = activation
         super().__init__(stacks)
 
-    def returned(self) -> Experts:
+    def returned(self) -> BorrowedExperts:
         return BorrowedFFN(self.stacks.stand_ins(), self.activation)
 
 
@@ -144,20 +126,15 @@ class BorrowedActivation(BorrowedExperts):
         self.function, self.hidden_factor = function, hidden_factor
         super().__init__(stacks)
 
-    def returned(self) -> Experts:
+    def returned(self) -> BorrowedExperts:
         return BorrowedActivation(self.stacks.stand_ins(), None, hidden_factor=self.hidden_factor)
 
     def columns(self, device_type: str) -> HiddenColumns:
-        return replace(super().columns(device_type), graph=self._graph_columns)
-
-    @property
-    def _graph_columns(self) -> int:
-        return GRAPH * self.hidden_factor * self.num_hidden
+        return replace(super().columns(device_type), graph=GRAPH * self.hidden_factor * self.num_hidden)
 
     def _scratch_rows(self, device_type: str) -> int:
         wide = max(1, 4 // self.w1.element_size())  # some compute in float32
-        fewer = super()._scratch_rows(device_type) * self.num_hidden // (self._graph_columns * wide)
-        return max(fewer, 16)
+        return max(super()._scratch_rows(device_type) // (GRAPH * self.hidden_factor * wide), 16)
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         assert self.function is not None
@@ -180,38 +157,25 @@ class NormedExperts(Experts):
     made again with it). The bytes that it takes are its own to know, so memory is not predicted."""
 
     is_parallel = False
+    inner: BorrowedExperts
+    norm: Function
 
     def __init__(
         self, experts: BorrowedExperts, norm: nn.Module | None, norm_parameters: Sequence[Tensor]
     ) -> None:
         super().__init__()
         self.num_local_experts = experts.num_local_experts
-        # Neither is registered: parameters() gives what is borrowed.
-        self.borrowed = (experts, norm)
+        vars(self).update(inner=experts, norm=norm)  # setattr would register them
         self.norm_parameters = tuple(norm_parameters)
-
-    @property
-    def inner(self) -> BorrowedExperts:
-        return self.borrowed[0]
-
-    def norm(self, rows_NM: Tensor) -> Tensor:
-        norm = self.borrowed[1]
-        assert norm is not None
-        normed: Tensor = norm(rows_NM)
-        return normed
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         yield from self.inner.named_parameters()
         for i, parameter in enumerate(self.norm_parameters):
             yield f"norm.{i}", parameter
 
-    def local_parameters(self) -> list[Tensor]:
-        return [*self.inner.local_parameters(), *self.norm_parameters]
-
-    def returned(self) -> Experts:
-        inner = self.inner.returned()
-        assert isinstance(inner, BorrowedExperts)
-        return NormedExperts(inner, None, [_stand_in(each) for each in self.norm_parameters])
+    def returned(self) -> NormedExperts:
+        left = [_stand_in(each) for each in self.norm_parameters]
+        return NormedExperts(self.inner.returned(), None, left)
 
     def compute(
         self,
@@ -225,9 +189,8 @@ class NormedExperts(Experts):
         keep: bool = True,
     ) -> tuple[Tensor, Hidden | None]:
         plain_NM, hidden = self._plain(rows_NM, groups, parameters, keep=keep)
-        normed_NM = self.norm(plain_NM) * weight_N.unsqueeze(1)
         out = torch.empty_like(rows_NM) if out is None else out
-        out.copy_(normed_NM)
+        out.copy_(self.norm(plain_NM) * weight_N.unsqueeze(1))
         return out, None if hidden is None else Hidden(tensors=[*hidden.tensors, plain_NM])
 
     def _plain(

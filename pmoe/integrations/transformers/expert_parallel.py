@@ -30,9 +30,8 @@ class PipelinedEP(EPImplementation):
         if self.tp_mesh.size() == 1:
             return run_module(self.module, hidden_states, top_k_index, top_k_weights, group)
         # Ranks that hold one batch send disjoint parts of it, or its tokens would be computed once for each.
-        rows, index, weights = (
-            _part(each, self.tp_mesh) for each in (hidden_states, top_k_index, top_k_weights)
-        )
+        batch = (hidden_states, top_k_index, top_k_weights)
+        rows, index, weights = (_part(each, self.tp_mesh) for each in batch)
         y = run_module(self.module, rows, index, weights, group)
         return _whole(y, self.tp_mesh, hidden_states.shape)
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe
 
-from pmoe.experts.base import Experts
 from pmoe.integrations.transformers import borrowed
 
 FLAGS = {
@@ -33,20 +32,15 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 
 
-def borrow(module: nn.Module) -> Experts:
-    """This module's experts, for one call.
-
-    Raises ValueError, naming the module and what to change, where pmoe does not know the layout: quantised
-    weights, flags or parameters that other experts do not have, parameters that are not this rank's own,
-    have no values (the meta device) or differ in device or, but for autocast, in type.
-    """
+def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
+    """This module's experts, for one call. Raises ValueError where pmoe does not know how its weights lie."""
     check(module)
-    up = up_name(module)
+    up, has_bias = _up_name(module), _flag(module, "has_bias")
     stacks = borrowed.Stacks(
         w1=_tensor(module, up),
         w2=_tensor(module, "down_proj"),
-        b1=_tensor(module, f"{up}_bias") if _flag(module, "has_bias") else None,
-        b2=_tensor(module, "down_proj_bias") if _flag(module, "has_bias") else None,
+        b1=_tensor(module, f"{up}_bias") if has_bias else None,
+        b2=_tensor(module, "down_proj_bias") if has_bias else None,
         transposed=_flag(module, "is_transposed"),
     )
     _check_shapes(module, stacks)
@@ -66,13 +60,20 @@ def check(module: nn.Module) -> None:
             f"experts module ({name}) must be of a class under @use_experts_implementation, which says how "
             f"its weights lie: {ADVICE}"
         )
-    unknown = [flag for flag, default in _other_flags().items() if getattr(module, flag, default) != default]
+    flags = inspect.signature(moe.use_experts_implementation).parameters  # of this release
+    unknown = [
+        f"{flag}={getattr(module, flag)!r}"
+        for flag, each in flags.items()
+        if flag.startswith(("has_", "is_")) and flag not in FLAGS
+        if getattr(module, flag, each.default) != each.default
+    ]
     if unknown:
-        values = ", ".join(f"{flag}={getattr(module, flag)!r}" for flag in unknown)
-        raise ValueError(f"experts module ({name}, {values}) must have only flags that pmoe knows: {ADVICE}")
+        raise ValueError(
+            f"experts module ({name}, {', '.join(unknown)}) must have only flags that pmoe knows: {ADVICE}"
+        )
     expected = _expected(module)
     held = {key for key, each in [*module._parameters.items(), *module._buffers.items()] if each is not None}
-    absent = [key for key in sorted(expected) if not hasattr(module, key)]
+    absent = [key for key in expected if not hasattr(module, key)]
     if absent or held - expected:
         raise ValueError(
             f"experts module ({name}) must hold {', '.join(sorted(expected))} and nothing else; it holds "
@@ -86,7 +87,8 @@ def check(module: nn.Module) -> None:
                 f"{key} of experts module ({name}) is {each.dtype} of shape {tuple(each.shape)}; it must be "
                 f"floating, stacked by expert. Where it is quantised, load the model dequantised, or {ADVICE}"
             )
-    learnt = [key for key, _ in module.named_parameters() if _is_of_activation(key)]
+    owners = {key: key.split(".")[0] for key, _ in module.named_parameters() if "." in key}
+    learnt = [key for key, of in owners.items() if of not in ("post_expert_norm", "parametrizations")]
     if learnt:
         raise ValueError(
             f"the activation of experts module ({name}) must have no parameters ({learnt}): {ADVICE}"
@@ -97,28 +99,13 @@ def _flag(module: nn.Module, name: str) -> bool:
     return bool(getattr(module, name, FLAGS[name]))
 
 
-def up_name(module: nn.Module) -> str:
+def _up_name(module: nn.Module) -> str:
     return "gate_up_proj" if _flag(module, "has_gate") else "up_proj"
 
 
 def _expected(module: nn.Module) -> set[str]:
-    names = {up_name(module), "down_proj"}
+    names = {_up_name(module), "down_proj"}
     return names | {f"{name}_bias" for name in names} if _flag(module, "has_bias") else names
-
-
-def _is_of_activation(key: str) -> bool:
-    owner = key.split(".")[0]
-    return "." in key and owner not in ("post_expert_norm", "parametrizations")
-
-
-def _other_flags() -> dict[str, Any]:
-    """Flags of this release's registry that are not among `FLAGS`, with their defaults."""
-    known = inspect.signature(moe.use_experts_implementation).parameters
-    return {
-        name: each.default
-        for name, each in known.items()
-        if name.startswith(("has_", "is_")) and name not in FLAGS
-    }
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
@@ -132,19 +119,19 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
-    w1, w2 = (each.transpose(1, 2) if stacks.transposed else each for each in (stacks.w1, stacks.w2))
+    w1, w2 = map(stacks.out_features_first, (stacks.w1, stacks.w2))
     experts, d_model, hidden = w2.shape
     wanted = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
     if tuple(w1.shape) != wanted:
         raise ValueError(
-            f"{up_name(module)} of experts module ({type(module).__name__}) is of shape "
+            f"{_up_name(module)} of experts module ({type(module).__name__}) is of shape "
             f"{tuple(stacks.w1.shape)}; beside a down_proj of {tuple(stacks.w2.shape)} it must be "
             f"{(wanted[0], wanted[2], wanted[1]) if stacks.transposed else wanted}: {ADVICE}"
         )
 
 
 def _check_alike(module: nn.Module) -> None:
-    name, first = type(module).__name__, up_name(module)
+    name, first = type(module).__name__, _up_name(module)
     wanted = _tensor(module, first)
     for key in sorted(_expected(module)):
         found = _tensor(module, key)

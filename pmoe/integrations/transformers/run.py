@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.experts.base import Experts
 from pmoe.gates.external import ExternalGate
-from pmoe.integrations.transformers.borrowed import BorrowedExperts, NormedExperts
 from pmoe.integrations.transformers.layers import layer_of
 from pmoe.integrations.transformers.layout import borrow
 
@@ -26,7 +24,8 @@ def run_module(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """(T, M): each token's experts' outputs, times their weights, summed. group: the ranks that the experts
-    are spread over, evenly and in order; None where this rank's are all.
+    are spread over, evenly and in order; None where this rank's are all, as in the registry of experts
+    implementations.
 
     top_k_index, top_k_weights: (T, K); the index behind the last expert means no expert. Raises ValueError
     where the layout or the routing is not as it must be; of the routing's values on every rank of the group.
@@ -39,7 +38,7 @@ def run_module(
             f"({tuple(top_k_index.shape)}), one row a token"
         )
     if group is None:
-        _check_input(module, hidden_states, experts)
+        _check_input(module, hidden_states, next(experts.parameters()))
     keep_TK = top_k_index != num_experts
     expert_TK = top_k_index.to(torch.int64).where(keep_TK, 0)
     with layer_of(module, experts, top_k_index.shape[1], num_experts, group) as layer:
@@ -52,29 +51,20 @@ def run_module(
             with gate.routing(expert_TK, top_k_weights, keep_TK):
                 y: Tensor = layer(hidden_states)
         finally:
-            assert isinstance(experts, BorrowedExperts | NormedExperts)
             layer.experts = experts.returned()
     return y.to(hidden_states.dtype)
 
 
-def _check_input(module: nn.Module, hidden_states: Tensor, experts: Experts) -> None:
+def _check_input(module: nn.Module, hidden_states: Tensor, like: Tensor) -> None:
     """In the words of a model's user. Among several ranks the layer checks, which tells all of them."""
-    like, name = experts.local_parameters()[0], type(module).__name__
+    name = type(module).__name__
     if hidden_states.device != like.device:
         raise ValueError(
             f"hidden_states ({hidden_states.device}) of experts module ({name}) must be where its weights "
             f'are: model.to("{like.device}")'
         )
-    is_cast = torch.is_autocast_enabled(like.device.type)
-    if hidden_states.dtype != like.dtype and not is_cast:
+    if hidden_states.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
         raise ValueError(
             f"hidden_states ({hidden_states.dtype}) of experts module ({name}) must be of the type of its "
             f"weights: model.to({like.dtype}), or call the model under autocast"
         )
-
-
-def experts_forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """The entry in the registry of experts implementations: all experts of the module are this rank's."""
-    return run_module(module, hidden_states, top_k_index, top_k_weights)

@@ -14,38 +14,23 @@ Letters: T tokens of this rank, K choices, S rows that leave, N rows that arrive
 rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
-from pmoe.kernels.comet.launcher import (
-    Divide,
-    DivisionPoint,
-    FusedKernel,
-    HeapView,
-    Launcher,
-    loading_refusal,
-    ranks_refusal,
-    refusal,
-    spare_blocks,
-)
+from pmoe.kernels.comet.launcher import FusedKernel, Launcher, loading_refusal, ranks_refusal, spare_blocks
 from pmoe.kernels.comet.launches import (
-    KernelSteps,
-    dispatch,
+    Journey,
     dispatch_hidden,
     dispatch_hidden_gradient,
     gradient_combine,
     product_combine,
 )
-from pmoe.kernels.comet.steps import Journey, Steps
+from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.extension import path
+from pmoe.kernels.gemm import refusal
 
 __all__ = [
-    "Divide",
-    "DivisionPoint",
     "FusedKernel",
-    "HeapView",
     "Journey",
-    "KernelSteps",
     "Launcher",
     "Steps",
-    "dispatch",
     "dispatch_hidden",
     "dispatch_hidden_gradient",
     "gradient_combine",

@@ -13,18 +13,13 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
-from pmoe.kernels.gemm import ELEMENTS, PLAIN, SPARE, misfit
+from pmoe.kernels.gemm import ELEMENTS, FORWARD, INPUT, PLAIN, SPARE
 from pmoe.schedule.tasks import PassDirection
 
-MAX_RANKS, MAX_EXPERTS = 64, 1024
-"""As in cuda/comet/layout.h."""
+MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64
+"""As in cuda/comet/layout.h; chunks are of columns."""
 
 SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
-
-
-def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
-    """Why the fused kernels do not take rows of this type and width on this device; None where they do."""
-    return path(device)[1] or misfit(dtype, d_model=d_model, d_hidden=d_hidden)
 
 
 def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | None:
@@ -84,10 +79,10 @@ def processors(device: torch.device) -> int:
 MAX_VIRTUAL = 4
 """Ranks of one launch, as in cuda/comet/fused.h."""
 
-DISPATCH, COMBINE = 0, 1
-"""`Kernel` of cuda/comet/launch.h."""
-
 FusedKernel = Literal["dispatch", "combine"]
+
+KERNELS: dict[FusedKernel, int] = {"dispatch": 0, "combine": 1}
+"""`Kernel` of cuda/comet/launch.h."""
 
 
 class DivisionPoint(Protocol):
@@ -152,46 +147,43 @@ class Launcher:
             )
         self.tile_columns = path_facts(self.hopper)["tile_columns"]
 
-    def row_dot_parts(self, columns: int) -> int:
-        """In how many parts a kernel leaves a row's inner products over so many columns."""
-        parts: int = extension.module().row_dot_parts(self.hopper, columns)
-        return parts
-
     def launch(
         self,
-        kernel: int,
-        form: int,
-        division: DivisionPoint,
+        kernel: FusedKernel,
+        direction: PassDirection,
         ranks: Sequence[dict[str, int]],
         *,
         epilogue: int = PLAIN,
         activation: int = 0,
     ) -> None:
         """ranks: for each rank the fields of cuda/comet/read.h that are the launch's own; see `launches`."""
+        division = self.divide(kernel, direction)
         stream = _stream_behind(self.heaps, self.device)
         for heap in self.heaps:
             heap.raise_if_failed()
-            if kernel == DISPATCH:
+            if kernel == "dispatch":
                 heap.next_epoch()
         extension.module().comet(
             device=self.device.index or 0,
             stream=stream,
             hopper=self.hopper,
-            kernel=kernel,
+            kernel=KERNELS[kernel],
             element=ELEMENTS[self.heaps[0].shape.dtype],
-            form=form,
+            form=FORWARD if direction == "forward" else INPUT,
             epilogue=epilogue,
             activation=activation,
             blocks=self.blocks,
             ranks=[
-                {**self.rank_fields(heap), "n_c": self._communicating(division, own), **own}
+                {**self.rank_fields(heap), **self._divided(division, own), **own}
                 for heap, own in zip(self.heaps, ranks, strict=True)
             ],
         )
 
-    def _communicating(self, division: DivisionPoint, own: dict[str, int]) -> int:
-        """All blocks of a rank that computes nothing."""
-        return max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
+    def _divided(self, division: DivisionPoint, own: dict[str, int]) -> dict[str, int]:
+        """A rank that computes nothing communicates with all its blocks."""
+        n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
+        columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
+        return {"n_c": n_c, "chunk_columns": columns}
 
     def rank_fields(self, heap: HeapView) -> dict[str, int]:
         """The fields of cuda/comet/read.h that every launch gives for a rank."""
@@ -210,6 +202,16 @@ class Launcher:
             "epoch": heap.epoch,
             "bound_nanoseconds": heap.bound_nanoseconds,
         }
+
+
+def chunk_columns(division: DivisionPoint, columns: int, tile_columns: int) -> int:
+    """Columns that are sent at a time: whole tiles, and at most 64 chunks.
+
+    Example: chunks of 200 of 600 columns, in tiles of 128 -> 256; of 1000 -> 640, all that there are.
+    """
+    every = -(-columns // tile_columns) * tile_columns
+    min_columns = max(division.chunk_columns, -(-every // MAX_CHUNKS))
+    return min(-(-min_columns // tile_columns) * tile_columns, every)
 
 
 _last_stream: weakref.WeakKeyDictionary[HeapView, torch.cuda.Stream] = weakref.WeakKeyDictionary()

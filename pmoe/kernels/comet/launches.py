@@ -7,20 +7,54 @@ raise ValueError, naming the tensor, for what the kernels would not read right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pmoe.kernels.comet.launcher import COMBINE, DISPATCH, Divide, DivisionPoint, HeapView, Launcher
-from pmoe.kernels.comet.steps import Journey
-from pmoe.kernels.gemm import ACTIVATIONS, FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT
-from pmoe.kernels.operands import address, check_memory, check_tensor
-from pmoe.schedule.tasks import PassDirection
+from pmoe.kernels import extension
+from pmoe.kernels.comet.launcher import HeapView, Launcher
+from pmoe.kernels.gemm import ACTIVATIONS, HIDDEN, HIDDEN_GRADIENT
+from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
-MAX_CHUNKS = 64
-"""Of columns, as in cuda/comet/layout.h."""
+
+@dataclass(frozen=True, kw_only=True)
+class Journey:
+    """Where the rows of a rank's tokens go, and what comes to it. All tensors are int32.
+
+    expert_TK: (T, K), of all ranks' experts.
+    position_TK: (T, K), where each slot's row stands among the rows that this rank sends, which are sorted by
+        expert, then by token; -1 where it is dropped.
+    slot_S: (S,), the slot of each of these rows.
+    send_WE: (W, E), rows for each rank's experts, where the rows are.
+    recv_WE: (W, E), rows from each rank for this one's experts, where the rows are.
+    num_received: N, or more.
+
+    The tensors by token may be those of several ranks, of which this rank's are the num_tokens from
+    first_token on; positions then begin at first_row, as `pmoe.kernels.route` numbers them with a chunk a
+    rank.
+    """
+
+    rank: int
+    expert_TK: Tensor
+    position_TK: Tensor
+    slot_S: Tensor
+    send_WE: Tensor
+    recv_WE: Tensor
+    num_received: int
+    first_token: int = 0
+    num_tokens: int | None = None
+    first_row: int = 0
+
+    @property
+    def top_k(self) -> int:
+        return self.expert_TK.shape[1]
+
+    @property
+    def ends_E(self) -> Tensor:
+        """int32, the running sum of the rows that arrive, by expert."""
+        return self.recv_WE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def journey_fields(heap: HeapView, journey: Journey) -> dict[str, int]:
@@ -82,40 +116,26 @@ def dispatch_fields(heap: HeapView, journey: Journey, source_TM: Tensor, weight_
     }
 
 
-def combine_fields(
-    heap: HeapView, journey: Journey, a: Tensor, result_TM: Tensor, *, chunk_columns: int
-) -> dict[str, int]:
+def combine_fields(heap: HeapView, journey: Journey, a: Tensor, result_TM: Tensor) -> dict[str, int]:
     """Products of A's rows are written where dispatched rows lay, summed, and sent to their tokens."""
     shape = heap.shape
     check_tensor("rows", a, dtypes=[shape.dtype], device=heap.device)
     check_memory(dense={"rows": a, "result": result_TM})
     return {
         **journey_fields(heap, journey),
-        "a": a.data_ptr(),
+        **at(a=a),
         "a_rows": a.shape[0],
-        "a_stride": a.shape[1],
         "rows": a.shape[0],
         "d": heap.base + shape.places["inbox"],
         "d_stride": shape.d_model,
         "n": shape.d_model,
         "k": a.shape[1],
         "columns": shape.d_model,
-        "chunk_columns": chunk_columns,
         "result": result_TM.data_ptr(),
         "result_stride": shape.row_bytes,
         "first_token": journey.first_token,
         "tokens": journey.expert_TK.shape[0] if journey.num_tokens is None else journey.num_tokens,
     }
-
-
-def chunk_columns(division: DivisionPoint, columns: int, tile_columns: int) -> int:
-    """Columns that are sent at a time: whole tiles, and at most 64 chunks.
-
-    Example: chunks of 200 of 600 columns, in tiles of 128 -> 256; of 1000 -> 640, all that there are.
-    """
-    every = -(-columns // tile_columns) * tile_columns
-    min_columns = max(division.chunk_columns, -(-every // MAX_CHUNKS))
-    return min(-(-min_columns // tile_columns) * tile_columns, every)
 
 
 def check_expert_weight(
@@ -137,12 +157,12 @@ def check_expert_weight(
 
 
 def dispatch(launcher: Launcher, journeys: Sequence[Journey], x_TM: Tensor, weight_TK: Tensor) -> None:
-    """See `Steps.dispatch`; x_TM and weight_TK: of all ranks here."""
-    fields = []
-    for heap, journey in zip(launcher.heaps, journeys, strict=True):
-        fields.append({**dispatch_fields(heap, journey, x_TM, weight_TK), "computes": 0})
-    division = launcher.divide("dispatch", "forward")
-    launcher.launch(DISPATCH, FORWARD, division, fields, epilogue=HIDDEN, activation=ACTIVATIONS["relu"])
+    """Rows and their routing weights to the ranks that compute them."""
+    fields = [
+        {**dispatch_fields(heap, journey, x_TM, weight_TK), "computes": 0}
+        for heap, journey in zip(launcher.heaps, journeys, strict=True)
+    ]
+    launcher.launch("dispatch", "forward", fields, epilogue=HIDDEN, activation=ACTIVATIONS["relu"])
 
 
 def dispatch_hidden(
@@ -156,7 +176,10 @@ def dispatch_hidden(
     activation: str,
     keep: bool,
 ) -> tuple[list[Tensor] | None, list[Tensor]]:
-    """See `Steps.dispatch_hidden`; w1, b1 and the results: by rank here, x_TM and weight_TK of all."""
+    """`dispatch`, and of each rank T_M = rows w1[e]^T + b1[e] and the activated hidden.
+
+    T_M: (N, G), None unless ``keep``. activated hidden: (N, H).
+    """
     fields, hidden, active = [], [], []
     for heap, journey, weight_EGM, bias in zip(launcher.heaps, journeys, w1, b1, strict=True):
         _, num_hidden, _ = check_expert_weight("w1", weight_EGM, bias, heap, columns=2)
@@ -171,14 +194,10 @@ def dispatch_hidden(
                 "n": num_hidden,
                 "rows": journey.num_received,
                 "bias": address(bias),
-                "d": hidden[-1].data_ptr() if keep else 0,
-                "d_stride": num_hidden,
-                "active": active[-1].data_ptr(),
-                "active_stride": width,
+                **at(d=hidden[-1] if keep else None, active=active[-1]),
             }
         )
-    division = launcher.divide("dispatch", "forward")
-    launcher.launch(DISPATCH, FORWARD, division, fields, epilogue=HIDDEN, activation=ACTIVATIONS[activation])
+    launcher.launch("dispatch", "forward", fields, epilogue=HIDDEN, activation=ACTIVATIONS[activation])
     return (hidden if keep else None), active
 
 
@@ -189,24 +208,25 @@ def product_combine(
     w2: Sequence[Tensor],
     b2: Sequence[Tensor | None],
 ) -> Tensor:
-    """See `Steps.product_combine`; (T, M) of all ranks here."""
+    """(T, M): of each token the sum of its rows' (active w2[e]^T + b2[e]) times their weights.
+
+    Each rank sums its own rows of a token before they travel; the owner sums the ranks' sums in fixed order.
+    """
     fields = []
     result_TM = active[0].new_empty(journeys[0].expert_TK.shape[0], launcher.heaps[0].shape.d_model)
-    division, columns = _combine_division(launcher, "forward")
-    for heap, journey, active_NH, weight_EMH, bias in zip(
-        launcher.heaps, journeys, active, w2, b2, strict=True
-    ):
+    every = zip(launcher.heaps, journeys, active, w2, b2, strict=True)
+    for heap, journey, active_NH, weight_EMH, bias in every:
         _, _, width = check_expert_weight("w2", weight_EMH, bias, heap, columns=1)
         check_tensor("active", active_NH, shape=("rows", width))
         fields.append(
             {
-                **combine_fields(heap, journey, active_NH, result_TM, chunk_columns=columns),
+                **combine_fields(heap, journey, active_NH, result_TM),
                 "b": weight_EMH.data_ptr(),
                 "bias": address(bias),
                 "row_weight": heap.base + heap.shape.places["weights"],
             }
         )
-    launcher.launch(COMBINE, FORWARD, division, fields)
+    launcher.launch("combine", "forward", fields)
     return result_TM
 
 
@@ -221,14 +241,19 @@ def dispatch_hidden_gradient(
     *,
     activation: str,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """See `Steps.dispatch_hidden_gradient`; by rank here but grad_TM and weight_TK."""
+    """`dispatch` of dT_O, and three tensors of each rank from it.
+
+    dT_M times the rows' weights (N, G)
+    the activated hidden times the weights (N, H)
+    the gradients of the weights by parts of the columns (P, N), to be summed over P in that order:
+        <activated hidden, grad w2[e]>, plus <grad, b2[e]> where there is a bias
+    """
     fields, of_hidden, active, dots = [], [], [], []
-    for heap, journey, weight_EMH, hidden_NG, bias in zip(
-        launcher.heaps, journeys, w2, hidden, b2, strict=True
-    ):
+    every = zip(launcher.heaps, journeys, w2, hidden, b2, strict=True)
+    for heap, journey, weight_EMH, hidden_NG, bias in every:
         _, _, width = check_expert_weight("w2", weight_EMH, None, heap, columns=1)
         check_memory(dense={"hidden": hidden_NG})
-        count, parts = hidden_NG.shape[0], launcher.row_dot_parts(width)
+        count, parts = hidden_NG.shape[0], extension.module().row_dot_parts(launcher.hopper, width)
         of_hidden.append(torch.empty_like(hidden_NG))
         active.append(hidden_NG.new_empty(count, width))
         dots.append(hidden_NG.new_empty(parts + (bias is not None), count, dtype=torch.float32))
@@ -238,19 +263,13 @@ def dispatch_hidden_gradient(
                 "b": weight_EMH.data_ptr(),
                 "n": width,
                 "rows": count,
-                "d": of_hidden[-1].data_ptr(),
-                "d_stride": hidden_NG.shape[1],
-                "hidden": hidden_NG.data_ptr(),
-                "hidden_stride": hidden_NG.shape[1],
-                "active": active[-1].data_ptr(),
-                "active_stride": width,
+                **at(d=of_hidden[-1], hidden=hidden_NG, active=active[-1]),
                 "made_dots": dots[-1].data_ptr(),
                 "weighs_active": 1,
             }
         )
-    division = launcher.divide("dispatch", "backward")
     kind = ACTIVATIONS[activation]
-    launcher.launch(DISPATCH, INPUT, division, fields, epilogue=HIDDEN_GRADIENT, activation=kind)
+    launcher.launch("dispatch", "backward", fields, epilogue=HIDDEN_GRADIENT, activation=kind)
     for heap, journey, bias, dots_PN in zip(launcher.heaps, journeys, b2, dots, strict=True):
         if bias is not None:
             dots_PN[-1] = _dots_with_bias(heap.rows(dots_PN.shape[1]), bias, journey.ends_E)
@@ -272,20 +291,22 @@ def gradient_combine(
     w1: Sequence[Tensor],
     dots: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """See `Steps.gradient_combine`; (T, M) and (T, K) of all ranks here."""
+    """dT_I, and the gradients of the weights.
+
+    dT_I: (T, M), of each token the sum of its rows' grad_hidden w1[e], as in `product_combine`.
+    gradients of the weights: (T, K), 0 for dropped slots.
+    """
     fields = []
     num_tokens, top_k = journeys[0].expert_TK.shape
     result_TM = of_hidden[0].new_empty(num_tokens, launcher.heaps[0].shape.d_model)
     of_weight_TK = of_hidden[0].new_empty(num_tokens, top_k, dtype=torch.float32)
-    division, columns = _combine_division(launcher, "backward")
-    for heap, journey, grad_NG, weight_EGM, dots_PN in zip(
-        launcher.heaps, journeys, of_hidden, w1, dots, strict=True
-    ):
+    every = zip(launcher.heaps, journeys, of_hidden, w1, dots, strict=True)
+    for heap, journey, grad_NG, weight_EGM, dots_PN in every:
         _, width, _ = check_expert_weight("w1", weight_EGM, None, heap, columns=2)
         check_tensor("gradient of the hidden", grad_NG, shape=("rows", width))
         fields.append(
             {
-                **combine_fields(heap, journey, grad_NG, result_TM, chunk_columns=columns),
+                **combine_fields(heap, journey, grad_NG, result_TM),
                 "b": weight_EGM.data_ptr(),
                 "row_dots": dots_PN.data_ptr(),
                 "dot_parts": dots_PN.shape[0],
@@ -293,86 +314,5 @@ def gradient_combine(
                 "weight_gradient": of_weight_TK.data_ptr(),
             }
         )
-    launcher.launch(COMBINE, INPUT, division, fields)
+    launcher.launch("combine", "backward", fields)
     return result_TM, of_weight_TK
-
-
-def _combine_division(launcher: Launcher, direction: PassDirection) -> tuple[DivisionPoint, int]:
-    """With the columns that are sent at a time."""
-    division = launcher.divide("combine", direction)
-    return division, chunk_columns(division, launcher.heaps[0].shape.d_model, launcher.tile_columns)
-
-
-# ---- the steps of one rank
-
-
-class KernelSteps:
-    """`Steps` of one rank of this process, by the kernels.
-
-    find_heap: the heap that serves this call now. Between forward and backward a larger one may have taken
-    its place, for larger batches; the rounds of the two need no memory in common.
-    """
-
-    def __init__(self, find_heap: Callable[[], HeapView], divide: Divide) -> None:
-        self._find_heap, self._divide = find_heap, divide
-        self._made = Launcher([find_heap()], divide)
-
-    @property
-    def _heap(self) -> HeapView:
-        return self._launcher.heaps[0]
-
-    @property
-    def _launcher(self) -> Launcher:
-        heap = self._find_heap()
-        if heap is not self._made.heaps[0]:
-            self._made = Launcher([heap], self._divide)
-        return self._made
-
-    def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
-        dispatch(self._launcher, [journey], x_TM, _weights(weight_TK))
-
-    def give_up(self, why: str) -> None:
-        self._made.heaps[0].give_up(why)
-
-    def rows(self, journey: Journey) -> Tensor:
-        return self._heap.rows(journey.num_received)
-
-    def row_weight(self, journey: Journey) -> Tensor:
-        return self._heap.row_weight(journey.num_received)
-
-    def dispatch_hidden(
-        self, journey: Journey, x_TM: Tensor, weight_TK: Tensor, w1: Tensor, b1: Tensor | None, **options: Any
-    ) -> tuple[Tensor | None, Tensor]:
-        hidden, active = dispatch_hidden(
-            self._launcher, [journey], x_TM, _weights(weight_TK), [w1], [b1], **options
-        )
-        return (None if hidden is None else hidden[0]), active[0]
-
-    def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-        return product_combine(self._launcher, [journey], [active_NH], [w2], [b2])
-
-    def dispatch_hidden_gradient(
-        self,
-        journey: Journey,
-        grad_TM: Tensor,
-        weight_TK: Tensor,
-        w2: Tensor,
-        b2: Tensor | None,
-        hidden_NG: Tensor,
-        *,
-        activation: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        of_hidden, active, dots = dispatch_hidden_gradient(
-            self._launcher, [journey], grad_TM, _weights(weight_TK), [w2], [b2], [hidden_NG],
-            activation=activation,
-        )  # fmt: skip
-        return of_hidden[0], active[0], dots[0]
-
-    def gradient_combine(
-        self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return gradient_combine(self._launcher, [journey], [grad_hidden_NG], [w1], [dots_PN])
-
-
-def _weights(weight_TK: Tensor) -> Tensor:
-    return weight_TK.detach().to(torch.float32).contiguous()

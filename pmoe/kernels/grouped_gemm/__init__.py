@@ -9,10 +9,8 @@ Letters: N rows, E experts, K choices, S slots, I in-features, O out-features, M
 G = H or 2H rows of w1.
 """
 
-from pmoe.kernels.extension import path
-from pmoe.kernels.gemm import ACTIVATIONS, misfit
+from pmoe.kernels.gemm import misfit, refusal
 from pmoe.kernels.grouped_gemm.checks import RowSlots
-from pmoe.kernels.grouped_gemm.launch import refusal
 from pmoe.kernels.grouped_gemm.operators import grouped_hidden, grouped_product, sum_by_expert
 from pmoe.kernels.grouped_gemm.products import (
     hidden,
@@ -23,7 +21,6 @@ from pmoe.kernels.grouped_gemm.products import (
 )
 
 __all__ = [
-    "ACTIVATIONS",
     "RowSlots",
     "grouped_hidden",
     "grouped_product",
@@ -31,7 +28,6 @@ __all__ = [
     "hidden_gradient",
     "input_gradient",
     "misfit",
-    "path",
     "product",
     "refusal",
     "sum_by_expert",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch import Tensor
 from pmoe.kernels.operands import MAX_ROWS, check_floating, check_tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSlots:
+class RowSlots(NamedTuple):
     """Which slot each of N rows is; slot s is of token s // top_k. Weights of rows are then by slot, (T*K,).
 
     slot_N: (N,) int32, below T*K.
@@ -23,11 +22,19 @@ class RowSlots:
     @staticmethod
     def of(slot_N: Tensor | None, top_k: int) -> RowSlots | None:
         """As an operator takes them: None without a slot."""
-        return None if slot_N is None else RowSlots(slot_N=slot_N, top_k=top_k)
+        return None if slot_N is None else RowSlots(slot_N, top_k)
 
 
 def check_operands(
-    rows: Tensor, weight: Tensor, ends: Tensor, slots: RowSlots | None, gathered: bool, columns: int
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    slots: RowSlots | None,
+    gathered: bool,
+    columns: int,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> int:
     """N, the number of rows. columns: which of the weight's dimensions the rows have as columns."""
     check_tensor("weight", weight, shape=("E", "O", "I"))
@@ -37,7 +44,17 @@ def check_operands(
     check_tensor(
         "ends", ends, shape=(weight.shape[0],), dtypes=[torch.int32], device=rows.device, contiguous=True
     )
-    check_slots(slots, num_rows, rows.device)
+    _check_slots(slots, num_rows, rows.device)
+    if bias is not None:
+        check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
+    if scale is not None:
+        # By slot where there are slots: one for every slot of the tokens, or for N at least.
+        check_tensor("scale", scale, shape=("N",), device=rows.device)
+        check_floating("scale", scale)
+        count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
+        fits = scale.numel() >= count if slots is not None and not gathered else scale.numel() == count
+        if not fits:
+            raise ValueError(f"scale of shape {tuple(scale.shape)} must have the shape ({count},)")
     return num_rows
 
 
@@ -56,12 +73,7 @@ def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like
         raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MAX_ROWS}: places are int32")
 
 
-def check_bias(bias: Tensor | None, weight: Tensor) -> None:
-    if bias is not None:
-        check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
-
-
-def check_slots(slots: RowSlots | None, num_rows: int, device: torch.device) -> None:
+def _check_slots(slots: RowSlots | None, num_rows: int, device: torch.device) -> None:
     if slots is None:
         return
     check_tensor(
@@ -69,20 +81,6 @@ def check_slots(slots: RowSlots | None, num_rows: int, device: torch.device) -> 
     )
     if slots.top_k < 1:
         raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
-
-
-def check_scale(
-    scale: Tensor | None, rows: Tensor, num_rows: int, slots: RowSlots | None, gathered: bool
-) -> None:
-    """A number a row; by slot where there are slots: one for every slot of the tokens, or for N at least."""
-    if scale is None:
-        return
-    check_tensor("scale", scale, shape=("N",), device=rows.device)
-    check_floating("scale", scale)
-    count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
-    fits = scale.numel() >= count if slots is not None and not gathered else scale.numel() == count
-    if not fits:
-        raise ValueError(f"scale of shape {tuple(scale.shape)} must have the shape ({count},)")
 
 
 def hidden_width(num_hidden: int, activation: str) -> int:
@@ -109,5 +107,5 @@ def weight_gradient_shape(
     check_rows("grad", grad, ("rows", "O"), rows)
     check_rows("rows", rows, ("rows", "I"), grad)
     check_tensor("ends", ends_E, shape=("E",), dtypes=[torch.int32], device=rows.device, contiguous=True)
-    check_slots(slots, num_rows, rows.device)
+    _check_slots(slots, num_rows, rows.device)
     return ends_E.numel(), grad.shape[1], rows.shape[1]

@@ -14,7 +14,6 @@ from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import ELEMENTS, PLAIN, SPARE, misfit
 from pmoe.kernels.grouped_gemm.checks import RowSlots
-from pmoe.kernels.operands import row_stride
 from pmoe.warn import warn_once
 
 CLUSTER = 0
@@ -31,11 +30,6 @@ def beside_communication() -> Iterator[None]:
         yield
     finally:
         _spare.reset(token)
-
-
-def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
-    """Why the kernels would not compute a product of these columns on this device, or None."""
-    return path(device)[1] or misfit(dtype, **columns)
 
 
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
@@ -82,12 +76,3 @@ def launch(
         cluster=CLUSTER if kernels == "sm_90a" else 1,
         **fields,
     )
-
-
-def at(**rows: Tensor | None) -> dict[str, int]:
-    """Address and row stride of each, by its name and its name with "_stride": 0 and 0 for None."""
-    found = {}
-    for name, each in rows.items():
-        found[name] = 0 if each is None else each.data_ptr()
-        found[f"{name}_stride"] = 0 if each is None else row_stride(each)
-    return found

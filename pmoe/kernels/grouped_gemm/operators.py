@@ -8,22 +8,8 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.gemm import activation_code
-from pmoe.kernels.grouped_gemm.checks import (
-    RowSlots,
-    check_bias,
-    check_operands,
-    check_rows,
-    check_scale,
-    hidden_width,
-    weight_gradient_shape,
-)
-from pmoe.kernels.grouped_gemm.products import (
-    hidden,
-    hidden_gradient,
-    input_gradient,
-    product,
-    weight_gradient,
-)
+from pmoe.kernels.grouped_gemm.checks import RowSlots, check_operands, hidden_width, weight_gradient_shape
+from pmoe.kernels.grouped_gemm.products import hidden, input_gradient, product, weight_gradient
 from pmoe.kernels.grouped_gemm.reference import slope
 from pmoe.kernels.permute import unpermute
 
@@ -45,11 +31,9 @@ def product_op(
 
 @product_op.register_fake
 def _(rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, *others: Any) -> Tensor:
-    bias_EO, scale, slot_N, top_k, gathered = others
+    bias, scale, slot_N, top_k, gathered = others
     slots = RowSlots.of(slot_N, top_k)
-    num_rows = check_operands(rows, weight_EOI, ends_E, slots, gathered, 2)
-    check_bias(bias_EO, weight_EOI)
-    check_scale(scale, rows, num_rows, slots, gathered)
+    num_rows = check_operands(rows, weight_EOI, ends_E, slots, gathered, 2, bias=bias, scale=scale)
     return rows.new_empty(num_rows, weight_EOI.shape[1])
 
 
@@ -64,24 +48,19 @@ def hidden_op(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     slots = RowSlots.of(slot_N, top_k)
-    found, active = hidden(
-        rows, weight_EGI, ends_E, activation=activation, bias_EG=bias_EG, slots=slots,
-        gathered=slots is not None,
-    )  # fmt: skip
+    found, active = hidden(rows, weight_EGI, ends_E, activation=activation, bias_EG=bias_EG, slots=slots)
     assert found is not None
     return found, active
 
 
 @hidden_op.register_fake
 def _(rows: Tensor, weight_EGI: Tensor, ends_E: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    bias_EG, slot_N, top_k, activation = others
+    bias, slot_N, top_k, activation = others
     activation_code(activation)
     slots = RowSlots.of(slot_N, top_k)
-    num_rows = check_operands(rows, weight_EGI, ends_E, slots, slots is not None, 2)
-    check_bias(bias_EG, weight_EGI)
+    num_rows = check_operands(rows, weight_EGI, ends_E, slots, slots is not None, 2, bias=bias)
     columns = weight_EGI.shape[1]
-    width = hidden_width(columns, activation)
-    return rows.new_empty(num_rows, columns), rows.new_empty(num_rows, width)
+    return rows.new_empty(num_rows, columns), rows.new_empty(num_rows, hidden_width(columns, activation))
 
 
 @torch.library.custom_op("pmoe::grouped_input_gradient", mutates_args=())
@@ -110,44 +89,6 @@ def _(grad_NO: Tensor, rows: Tensor, ends_E: Tensor, slot_N: Tensor | None, top_
     return rows.new_empty(weight_gradient_shape(grad_NO, rows, ends_E, slots, False, slots is not None))
 
 
-@torch.library.custom_op("pmoe::grouped_hidden_gradient", mutates_args=())
-def hidden_gradient_op(
-    grad: Tensor,
-    weight_EMH: Tensor,
-    hidden_NG: Tensor,
-    scale: Tensor,
-    ends_E: Tensor,
-    slot_N: Tensor | None,
-    top_k: int,
-    activation: str,
-    weighs_active: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    slots = RowSlots.of(slot_N, top_k)
-    return hidden_gradient(
-        grad, weight_EMH, hidden_NG, scale, ends_E, activation=activation, slots=slots,
-        gathered=slots is not None, weighs_active=weighs_active,
-    )  # fmt: skip
-
-
-@hidden_gradient_op.register_fake
-def _(
-    grad: Tensor, weight_EMH: Tensor, hidden_NG: Tensor, scale: Tensor, ends_E: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    slot_N, top_k, activation, _ = others
-    activation_code(activation)
-    slots = RowSlots.of(slot_N, top_k)
-    rows = check_operands(grad, weight_EMH, ends_E, slots, slots is not None, 1)
-    width = weight_EMH.shape[2]
-    check_rows("hidden", hidden_NG, (rows, 2 * width if activation == "swiglu" else width), weight_EMH)
-    check_scale(scale, grad, rows, slots, slots is not None)
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return (
-        torch.empty_like(hidden_NG, memory_format=torch.contiguous_format),
-        grad.new_empty(rows, weight_EMH.shape[2]),
-        grad.new_empty(rows, dtype=wide),
-    )
-
-
 # ---- with gradients
 
 
@@ -162,8 +103,7 @@ def grouped_product(
     gathered: bool = False,
 ) -> Tensor:
     """`product` with gradients of rows, weight, bias and scale; ends[E - 1] must be N."""
-    slot_N, top_k = (None, 1) if slots is None else (slots.slot_N, slots.top_k)
-    found: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO, scale, slot_N, top_k, gathered)
+    found: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO, scale, *(slots or (None, 1)), gathered)
     return found
 
 
@@ -177,8 +117,8 @@ def grouped_hidden(
     slots: RowSlots | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`hidden` with gradients of rows (gathered where slots are given), weight and bias."""
-    slot_N, top_k = (None, 1) if slots is None else (slots.slot_N, slots.top_k)
-    found: tuple[Tensor, Tensor] = hidden_op(rows, weight_EGI, ends_E, bias_EG, slot_N, top_k, activation)
+    given = (rows, weight_EGI, ends_E, bias_EG, *(slots or (None, 1)), activation)
+    found: tuple[Tensor, Tensor] = hidden_op(*given)
     return found
 
 
@@ -228,7 +168,13 @@ def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         plain_NI = input_gradient_op(grad_NO, weight, ends)
         if needs[4]:
             rows_N = rows if gather_slot is None else rows.index_select(0, slot.long() // ctx.top_k)
-            grad_scale = _scale_gradient(plain_NI, rows_N, grad_NO, bias, ends, scale, slot)
+            # <plain, row> + <grad, bias of the row's expert> for each row, where its scale stands.
+            dot_N = (plain_NI.to(scale.dtype) * rows_N.to(scale.dtype)).sum(1)
+            if bias is not None:
+                row_N = torch.arange(dot_N.shape[0], device=ends.device)
+                expert_N = torch.searchsorted(ends, row_N, right=True)
+                dot_N = dot_N + (grad_NO.to(scale.dtype) * bias[expert_N].to(scale.dtype)).sum(1)
+            grad_scale = dot_N if slot is None else torch.zeros_like(scale).scatter(0, slot.long(), dot_N)
         if needs[0]:
             scaled = plain_NI if scale_N1 is None else (plain_NI * scale_N1).to(rows.dtype)
             grad_rows = _to_tokens(scaled, gather_slot, ctx.top_k, rows.shape[0])
@@ -239,24 +185,6 @@ def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         if needs[3]:
             grad_bias = sum_by_expert(scaled, ends)
     return grad_rows, grad_weight, None, grad_bias, grad_scale, None, None, None
-
-
-def _scale_gradient(
-    plain_NI: Tensor,
-    rows_N: Tensor,
-    grad_NO: Tensor,
-    bias: Tensor | None,
-    ends: Tensor,
-    scale: Tensor,
-    slot: Tensor | None,
-) -> Tensor:
-    """<plain, row> + <grad, bias of the row's expert> for each row, where its scale stands."""
-    dot_N = (plain_NI.to(scale.dtype) * rows_N.to(scale.dtype)).sum(1)
-    if bias is not None:
-        row_N = torch.arange(dot_N.shape[0], device=ends.device)
-        expert_N = torch.searchsorted(ends, row_N, right=True)
-        dot_N = dot_N + (grad_NO.to(scale.dtype) * bias[expert_N].to(scale.dtype)).sum(1)
-    return dot_N if slot is None else torch.zeros_like(scale).scatter(0, slot.long(), dot_N)
 
 
 product_op.register_autograd(_product_backward, setup_context=_save_product)

@@ -8,8 +8,8 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels.gemm import FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT, WEIGHT, activation_code
 from pmoe.kernels.grouped_gemm import checks, reference
-from pmoe.kernels.grouped_gemm.launch import at, launch, path_for
-from pmoe.kernels.operands import address, check_memory, check_tensor
+from pmoe.kernels.grouped_gemm.launch import launch, path_for
+from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
 
 def product(
@@ -22,6 +22,7 @@ def product(
     slots: checks.RowSlots | None = None,
     gathered: bool = False,
     out: Tensor | None = None,
+    form: int = FORWARD,
 ) -> Tensor:
     """(rows weight[e]^T + bias[e]) * scale for the rows of each expert e, (N, O), rounded once.
 
@@ -29,74 +30,34 @@ def product(
     ends_E: (E,) int32, the running sum of rows by expert. Rows behind ends[E - 1] are left alone.
     scale: (N,) float32, by slot where slots are given.
     out: (N, O), whose rows may lie apart.
+    form: INPUT multiplies by weight[e] itself, as `input_gradient`.
 
     Raises ValueError for operands that do not fit. `grouped_product` has a gradient.
     """
-    num_rows = checks.check_operands(rows, weight_EOI, ends_E, slots, gathered, 2)
-    checks.check_bias(bias_EO, weight_EOI)
-    checks.check_scale(scale, rows, num_rows, slots, gathered)
+    columns = 2 if form == FORWARD else 1
+    num_rows = checks.check_operands(
+        rows, weight_EOI, ends_E, slots, gathered, columns, bias=bias_EO, scale=scale
+    )
     _, num_out, num_in = weight_EOI.shape
-    out = rows.new_empty(num_rows, num_out) if out is None else out
-    checks.check_rows("out", out, (num_rows, num_out), weight_EOI)
+    shape = (num_rows, weight_EOI.shape[3 - columns])
+    out = rows.new_empty(shape) if out is None else out
+    checks.check_rows("out", out, shape, weight_EOI)
     kernels = path_for(rows.device, rows.dtype, in_features=num_in, out_features=num_out)
     if kernels is None:
-        return reference.product(rows, weight_EOI, ends_E, bias_EO, scale, slots, gathered, out)
-    check_memory(rows={"rows": rows, "out": out}, dense={"weight": weight_EOI, "bias": bias_EO})
+        weight = weight_EOI if form == FORWARD else weight_EOI.transpose(1, 2)
+        scale_N = None if scale is None else reference.by_row(scale, slots)
+        rows_N = reference.gather(rows, slots, gathered)
+        return reference.product(rows_N, weight, ends_E, bias_EO, scale_N, out)
+    name = "rows" if form == FORWARD else "grad"
+    check_memory(rows={name: rows, "out": out}, dense={"weight": weight_EOI, "bias": bias_EO})
     _check_scale_memory(scale)
     if num_rows:
         launch(
-            kernels, FORWARD, rows, ends_E, slots, **at(a=rows, d=out),
+            kernels, form, rows, ends_E, slots, **at(a=rows, d=out),
             a_rows=rows.shape[0], a_gathered=gathered, b=weight_EOI.data_ptr(), rows=num_rows,
-            n=num_out, k=num_in, bias=address(bias_EO), weight=address(scale),
+            n=shape[1], k=weight_EOI.shape[columns], bias=address(bias_EO), weight=address(scale),
         )  # fmt: skip
     return out
-
-
-def hidden(
-    rows: Tensor,
-    weight_EGI: Tensor,
-    ends_E: Tensor,
-    *,
-    activation: str,
-    bias_EG: Tensor | None = None,
-    slots: checks.RowSlots | None = None,
-    gathered: bool = False,
-    out: Tensor | None = None,
-    active: Tensor | None = None,
-    keep: bool = True,
-) -> tuple[Tensor | None, Tensor]:
-    """T_M = rows weight[e]^T + bias[e], (N, G), and the activated hidden, (N, H), of the rounded T_M.
-
-    keep: False computes T_M without storing it, and returns None for it. The rest is as in `product`.
-    """
-    code = activation_code(activation)
-    num_rows = checks.check_operands(rows, weight_EGI, ends_E, slots, gathered, 2)
-    checks.check_bias(bias_EG, weight_EGI)
-    _, num_hidden, num_in = weight_EGI.shape
-    width = checks.hidden_width(num_hidden, activation)
-    active = rows.new_empty(num_rows, width) if active is None else active
-    checks.check_rows("active", active, (num_rows, width), weight_EGI)
-    kernels = path_for(rows.device, rows.dtype, in_features=num_in, hidden=width)
-    if out is None and (keep or kernels is None):
-        out = rows.new_empty(num_rows, num_hidden)
-    if out is not None:
-        checks.check_rows("out", out, (num_rows, num_hidden), weight_EGI)
-    if kernels is None:
-        assert out is not None
-        reference.product(rows, weight_EGI, ends_E, bias_EG, None, slots, gathered, out)
-        active.copy_(reference.activate(activation, out))
-        return (out if keep else None), active
-    check_memory(
-        rows={"rows": rows, "out": out, "active": active}, dense={"weight": weight_EGI, "bias": bias_EG}
-    )
-    if num_rows:
-        launch(
-            kernels, FORWARD, rows, ends_E, slots, HIDDEN, activation=code,
-            **at(a=rows, d=out if keep else None, active=active),
-            a_rows=rows.shape[0], a_gathered=gathered, b=weight_EGI.data_ptr(), rows=num_rows,
-            n=num_hidden, k=num_in, bias=address(bias_EG),
-        )  # fmt: skip
-    return (out if keep else None), active
 
 
 def input_gradient(
@@ -109,22 +70,53 @@ def input_gradient(
     out: Tensor | None = None,
 ) -> Tensor:
     """grad weight[e] for the rows of each expert e, (N, I); grad: (N, O), or gathered."""
-    num_rows = checks.check_operands(grad, weight_EOI, ends_E, slots, gathered, 1)
-    _, num_out, num_in = weight_EOI.shape
-    out = grad.new_empty(num_rows, num_in) if out is None else out
-    checks.check_rows("out", out, (num_rows, num_in), weight_EOI)
-    kernels = path_for(grad.device, grad.dtype, in_features=num_in, out_features=num_out)
+    return product(grad, weight_EOI, ends_E, slots=slots, gathered=gathered, out=out, form=INPUT)
+
+
+def hidden(
+    rows: Tensor,
+    weight_EGI: Tensor,
+    ends_E: Tensor,
+    *,
+    activation: str,
+    bias_EG: Tensor | None = None,
+    slots: checks.RowSlots | None = None,
+    out: Tensor | None = None,
+    active: Tensor | None = None,
+    keep: bool = True,
+) -> tuple[Tensor | None, Tensor]:
+    """T_M = rows weight[e]^T + bias[e], (N, G), and the activated hidden, (N, H), of the rounded T_M.
+
+    slots: rows are gathered by them. keep: False computes T_M without storing it, and returns None for it.
+    The rest is as in `product`.
+    """
+    code = activation_code(activation)
+    gathered = slots is not None
+    num_rows = checks.check_operands(rows, weight_EGI, ends_E, slots, gathered, 2, bias=bias_EG)
+    _, num_hidden, num_in = weight_EGI.shape
+    width = checks.hidden_width(num_hidden, activation)
+    active = rows.new_empty(num_rows, width) if active is None else active
+    checks.check_rows("active", active, (num_rows, width), weight_EGI)
+    kernels = path_for(rows.device, rows.dtype, in_features=num_in, hidden=width)
     if kernels is None:
-        weight_EIO = weight_EOI.transpose(1, 2)
-        return reference.product(grad, weight_EIO, ends_E, None, None, slots, gathered, out)
-    check_memory(rows={"grad": grad, "out": out}, dense={"weight": weight_EOI})
+        out = product(rows, weight_EGI, ends_E, bias_EO=bias_EG, slots=slots, gathered=gathered, out=out)
+        active.copy_(reference.activate(activation, out))
+        return (out if keep else None), active
+    if out is None and keep:
+        out = rows.new_empty(num_rows, num_hidden)
+    if out is not None:
+        checks.check_rows("out", out, (num_rows, num_hidden), weight_EGI)
+    check_memory(
+        rows={"rows": rows, "out": out, "active": active}, dense={"weight": weight_EGI, "bias": bias_EG}
+    )
     if num_rows:
         launch(
-            kernels, INPUT, grad, ends_E, slots, **at(a=grad, d=out),
-            a_rows=grad.shape[0], a_gathered=gathered, b=weight_EOI.data_ptr(), rows=num_rows,
-            n=num_in, k=num_out,
+            kernels, FORWARD, rows, ends_E, slots, HIDDEN, activation=code,
+            **at(a=rows, d=out if keep else None, active=active),
+            a_rows=rows.shape[0], a_gathered=gathered, b=weight_EGI.data_ptr(), rows=num_rows,
+            n=num_hidden, k=num_in, bias=address(bias_EG),
         )  # fmt: skip
-    return out
+    return (out if keep else None), active
 
 
 def hidden_gradient(
@@ -152,11 +144,10 @@ def hidden_gradient(
     out: may be hidden itself, and active the first columns of hidden.
     """
     code = activation_code(activation)
-    num_rows = checks.check_operands(grad, weight_EMH, ends_E, slots, gathered, 1)
+    num_rows = checks.check_operands(grad, weight_EMH, ends_E, slots, gathered, 1, scale=scale)
     _, num_model, width = weight_EMH.shape
     columns = 2 * width if activation == "swiglu" else width
     checks.check_rows("hidden", hidden_NG, (num_rows, columns), weight_EMH)
-    checks.check_scale(scale, grad, num_rows, slots, gathered)
     out = grad.new_empty(num_rows, columns) if out is None else out
     active = grad.new_empty(num_rows, width) if active is None else active
     checks.check_rows("out", out, (num_rows, columns), weight_EMH)
@@ -166,8 +157,8 @@ def hidden_gradient(
     kernels = path_for(grad.device, grad.dtype, d_model=num_model, hidden=width)
     if kernels is None:
         dot_N = reference.hidden_gradient(
-            grad, weight_EMH, hidden_NG, scale, ends_E, activation=activation, slots=slots,
-            gathered=gathered, weighs_active=weighs_active, out=out, active=active,
+            reference.gather(grad, slots, gathered), weight_EMH, hidden_NG, reference.by_row(scale, slots),
+            ends_E, activation=activation, weighs_active=weighs_active, out=out, active=active,
         )  # fmt: skip
         return out, active, dot_N
     check_memory(
@@ -214,10 +205,9 @@ def weight_gradient(
         raise ValueError(f"out of dtype {out.dtype} must be float32 to accumulate")
     kernels = path_for(rows.device, rows.dtype, out_features=shape[1], in_features=shape[2])
     if kernels is None:
-        return reference.weight_gradient(
-            grad, rows, ends_E, slots=slots, gathers_grad=gathers_grad, gathers_rows=gathers_rows, out=out,
-            accumulate=accumulate,
-        )  # fmt: skip
+        grad_N = reference.gather(grad, slots, gathers_grad)
+        rows_N = reference.gather(rows, slots, gathers_rows)
+        return reference.weight_gradient(grad_N, rows_N, ends_E, out, accumulate)
     check_memory(rows={"grad": grad, "rows": rows}, dense={"out": out})
     launch(
         kernels, WEIGHT, rows, ends_E, slots, **at(a=grad, b=rows),

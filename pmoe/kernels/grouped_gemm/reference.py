@@ -11,48 +11,49 @@ from torch.nn import functional as F
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 
 
+def gather(rows: Tensor, slots: RowSlots | None, gathered: bool) -> Tensor:
+    """The N rows, of the tokens' where they are gathered."""
+    if not gathered or slots is None:
+        return rows
+    return rows.index_select(0, slots.slot_N.long() // slots.top_k)
+
+
+def by_row(scale: Tensor, slots: RowSlots | None) -> Tensor:
+    """(N,), of what is by slot where there are slots."""
+    return scale if slots is None else scale.index_select(0, slots.slot_N.long())
+
+
 def product(
-    rows: Tensor,
-    weight_EOI: Tensor,
-    ends_E: Tensor,
-    bias_EO: Tensor | None,
-    scale: Tensor | None,
-    slots: RowSlots | None,
-    gathered: bool,
-    out: Tensor,
+    rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, bias: Tensor | None, scale_N: Tensor | None, out: Tensor
 ) -> Tensor:
     """out (N, O) = (rows weight[e]^T + bias[e]) * scale, rounded once."""
-    rows_N = _gather(rows, slots, gathered)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    scale_N = None if scale is None else _by_row(scale, slots).to(wide)
+    scale_N = None if scale_N is None else scale_N.to(wide)
     for expert, at in _groups(ends_E):
-        found = rows_N[at].to(wide) @ weight_EOI[expert].t().to(wide)
-        if bias_EO is not None:
-            found = found + bias_EO[expert].to(wide)
+        found = rows[at].to(wide) @ weight_EOI[expert].t().to(wide)
+        if bias is not None:
+            found = found + bias[expert].to(wide)
         out[at] = (found if scale_N is None else found * scale_N[at].unsqueeze(1)).to(out.dtype)
     return out
 
 
 def hidden_gradient(
-    grad: Tensor,
+    grad_NM: Tensor,
     weight_EMH: Tensor,
     hidden_NG: Tensor,
-    scale: Tensor,
+    scale_N: Tensor,
     ends_E: Tensor,
     *,
     activation: str,
-    slots: RowSlots | None,
-    gathered: bool,
     weighs_active: bool,
     out: Tensor,
     active: Tensor,
 ) -> Tensor:
     """The inner products (N,); fills out (N, G) and active (N, H)."""
-    wide = torch.promote_types(grad.dtype, torch.float32)
+    wide = torch.promote_types(grad_NM.dtype, torch.float32)
     of_active = active.new_empty(active.shape, dtype=wide)
-    transposed = weight_EMH.transpose(1, 2).to(wide)
-    product(grad.to(wide), transposed, ends_E, None, None, slots, gathered, of_active)
-    row_scale = _by_row(scale, slots).to(wide).unsqueeze(1)
+    product(grad_NM.to(wide), weight_EMH.transpose(1, 2).to(wide), ends_E, None, None, of_active)
+    row_scale = scale_N.to(wide).unsqueeze(1)
     value = activate(activation, hidden_NG.to(wide))
     gradient = slope(activation, hidden_NG.to(wide), of_active * row_scale)
     dot_N = (value * of_active).sum(1)
@@ -61,23 +62,12 @@ def hidden_gradient(
     return dot_N
 
 
-def weight_gradient(
-    grad: Tensor,
-    rows: Tensor,
-    ends_E: Tensor,
-    *,
-    slots: RowSlots | None,
-    gathers_grad: bool,
-    gathers_rows: bool,
-    out: Tensor,
-    accumulate: bool,
-) -> Tensor:
+def weight_gradient(grad: Tensor, rows: Tensor, ends_E: Tensor, out: Tensor, accumulate: bool) -> Tensor:
     """out (E, O, I) = grad[rows of e]^T rows[rows of e], or added to it."""
-    grad_N, rows_N = _gather(grad, slots, gathers_grad), _gather(rows, slots, gathers_rows)
     if not accumulate:
         out.zero_()
     for expert, at in _groups(ends_E):
-        out[expert] += grad_N[at].to(out.dtype).t() @ rows_N[at].to(out.dtype)
+        out[expert] += grad[at].to(out.dtype).t() @ rows[at].to(out.dtype)
     return out
 
 
@@ -112,13 +102,3 @@ def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
         if end > start:
             yield expert, slice(start, end)
         start = end
-
-
-def _gather(rows: Tensor, slots: RowSlots | None, gathered: bool) -> Tensor:
-    if not gathered or slots is None:
-        return rows
-    return rows.index_select(0, slots.slot_N.long() // slots.top_k)
-
-
-def _by_row(scale: Tensor, slots: RowSlots | None) -> Tensor:
-    return scale if slots is None else scale.index_select(0, slots.slot_N.long())

@@ -12,21 +12,7 @@ the same bits in any batch.
 Letters: T tokens, K choices, N routed rows (num_rows), M columns.
 """
 
-from pmoe.kernels.permute.launch import (
-    launch_permute,
-    launch_permute_backward,
-    launch_unpermute,
-    launch_unpermute_backward,
-    refusal,
-)
+from pmoe.kernels.permute.launch import refusal
 from pmoe.kernels.permute.operators import permute, unpermute
 
-__all__ = [
-    "launch_permute",
-    "launch_permute_backward",
-    "launch_unpermute",
-    "launch_unpermute_backward",
-    "permute",
-    "refusal",
-    "unpermute",
-]
+__all__ = ["permute", "refusal", "unpermute"]

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import (
-    VECTOR_BYTES,
-    address,
-    check_floating,
-    check_memory,
-    check_tensor,
-)
+from pmoe.kernels.operands import VECTOR_BYTES, address, check_floating, check_memory, check_tensor
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels move, by the numbers of RowType (cuda/permute/launch.h)."""
@@ -132,39 +126,28 @@ def _moving(
 # ---- what rows, positions and weights must be. Every check raises ValueError
 
 
-def check_permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor | None) -> None:
-    _check_slots(position_TK, weight_TK, x_TM.dtype)
-    _check_rows("x", x_TM, (position_TK.shape[0], "M"), position_TK)
-    if not 0 <= num_rows <= position_TK.numel():
+def check_given(
+    position_TK: Tensor, weight_TK: Tensor | None, num_rows: int | None = None, **rows: Tensor
+) -> None:
+    """rows: as for `_moving`. The first of them says the others' columns and type."""
+    first = next(iter(rows.values()))
+    check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
+    tokens, device = position_TK.shape[0], position_TK.device
+    if weight_TK is not None:
+        dtypes = dict.fromkeys([torch.float32, torch.promote_types(first.dtype, torch.float32)])
+        check_tensor("weight", weight_TK, shape=position_TK.shape, dtypes=dtypes, device=device)
+    for name, each in rows.items():
+        shape: tuple[int | str, int | str] = (
+            "rows" if name.endswith("rows") else tokens,
+            "M" if each is first else first.shape[1],
+        )
+        check_tensor(name, each, shape=shape, device=device)
+        check_floating(name, each)
+        check_tensor(name, each, dtypes=[first.dtype])
+    if num_rows is not None and not 0 <= num_rows <= position_TK.numel():
         raise ValueError(
             f"num_rows ({num_rows}) must be from 0 to {position_TK.numel()}, as many as there are positions"
         )
-
-
-def check_unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None) -> None:
-    _check_slots(position_TK, weight_TK, rows_NM.dtype)
-    _check_rows("rows", rows_NM, ("rows", "M"), position_TK)
-
-
-def check_permute_backward(position_TK: Tensor, weight_TK: Tensor, **rows: Tensor) -> None:
-    """rows: by name, first the rows by token, then the routed rows."""
-    (token_name, of_tokens_TM), (rows_name, rows_NM) = rows.items()
-    _check_slots(position_TK, weight_TK, rows_NM.dtype)
-    _check_rows(rows_name, rows_NM, ("rows", "M"), position_TK)
-    _check_rows(token_name, of_tokens_TM, (position_TK.shape[0], rows_NM.shape[1]), position_TK)
-    check_tensor(token_name, of_tokens_TM, dtypes=[rows_NM.dtype])
-
-
-def _check_slots(position_TK: Tensor, weight_TK: Tensor | None, dtype: torch.dtype) -> None:
-    check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
-    if weight_TK is not None:
-        dtypes = dict.fromkeys([torch.float32, torch.promote_types(dtype, torch.float32)])
-        check_tensor("weight", weight_TK, shape=position_TK.shape, dtypes=dtypes, device=position_TK.device)
-
-
-def _check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], position_TK: Tensor) -> None:
-    check_tensor(name, rows, shape=shape, device=position_TK.device)
-    check_floating(name, rows)
 
 
 # ---- as the kernels read and write them

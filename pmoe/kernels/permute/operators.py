@@ -9,13 +9,7 @@ from torch import Tensor
 
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import launch, reference
-from pmoe.kernels.permute.launch import (
-    check_permute,
-    check_permute_backward,
-    check_rows_memory,
-    check_slots_memory,
-    check_unpermute,
-)
+from pmoe.kernels.permute.launch import check_given, check_rows_memory, check_slots_memory
 from pmoe.warn import warn_once
 
 
@@ -62,14 +56,9 @@ def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Ten
     return False
 
 
-@torch.library.custom_op(
-    "pmoe::permute",
-    mutates_args=(),
-    device_types=("cpu", "cuda"),
-    schema="(Tensor x, Tensor position, SymInt num_rows, Tensor? weight) -> Tensor",
-)
+@torch.library.custom_op("pmoe::permute", mutates_args=(), device_types=("cpu", "cuda"))
 def _permute(x: Tensor, position: Tensor, num_rows: int, weight: Tensor | None) -> Tensor:
-    check_permute(x, position, num_rows, weight)
+    check_given(position, weight, num_rows, x=x)
     if not (x.is_cuda and _runs_kernel("permute", position, weight, x=x)):
         return reference.permute(x, position, num_rows, weight)
     rows = x.new_empty(num_rows, x.shape[1])
@@ -79,18 +68,13 @@ def _permute(x: Tensor, position: Tensor, num_rows: int, weight: Tensor | None) 
 
 @_permute.register_fake
 def _(x: Tensor, position: Tensor, num_rows: int, weight: Tensor | None) -> Tensor:
-    check_permute(x, position, num_rows, weight)
+    check_given(position, weight, num_rows, x=x)
     return x.new_empty(num_rows, x.shape[1])
 
 
-@torch.library.custom_op(
-    "pmoe::unpermute",
-    mutates_args=(),
-    device_types=("cpu", "cuda"),
-    schema="(Tensor rows, Tensor position, Tensor? weight) -> Tensor",
-)
+@torch.library.custom_op("pmoe::unpermute", mutates_args=(), device_types=("cpu", "cuda"))
 def _unpermute(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
-    check_unpermute(rows, position, weight)
+    check_given(position, weight, rows=rows)
     if not (rows.is_cuda and _runs_kernel("unpermute", position, weight, rows=rows)):
         return reference.unpermute(rows, position, weight)
     y = rows.new_empty(position.shape[0], rows.shape[1])
@@ -100,19 +84,14 @@ def _unpermute(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
 
 @_unpermute.register_fake
 def _(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
-    check_unpermute(rows, position, weight)
+    check_given(position, weight, rows=rows)
     return rows.new_empty(position.shape[0], rows.shape[1])
 
 
-@torch.library.custom_op(
-    "pmoe::permute_backward",
-    mutates_args=(),
-    device_types=("cpu", "cuda"),
-    schema="(Tensor d_rows, Tensor x, Tensor position, Tensor weight) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe::permute_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(d_x, d_weight) in one pass over d_rows."""
-    check_permute_backward(position, weight, x=x, d_rows=d_rows)
+    check_given(position, weight, d_rows=d_rows, x=x)
     if not (x.is_cuda and _runs_kernel("permute_backward", position, weight, x=x, d_rows=d_rows)):
         d_weight = reference.dots(x, d_rows, position, weight)
         return reference.unpermute(d_rows, position, weight), d_weight
@@ -121,21 +100,10 @@ def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tenso
     return d_x, d_weight
 
 
-@_permute_backward.register_fake
-def _(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    check_permute_backward(position, weight, x=x, d_rows=d_rows)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-@torch.library.custom_op(
-    "pmoe::unpermute_backward",
-    mutates_args=(),
-    device_types=("cpu", "cuda"),
-    schema="(Tensor d_y, Tensor rows, Tensor position, Tensor weight) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe::unpermute_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(d_rows, d_weight) in one pass over rows."""
-    check_permute_backward(position, weight, d_y=d_y, rows=rows)
+    check_given(position, weight, rows=rows, d_y=d_y)
     if not (rows.is_cuda and _runs_kernel("unpermute_backward", position, weight, d_y=d_y, rows=rows)):
         d_rows = reference.permute(d_y, position, rows.shape[0], weight)
         return d_rows, reference.dots(d_y, rows, position, weight)
@@ -144,10 +112,10 @@ def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Ten
     return d_rows, d_weight
 
 
+@_permute_backward.register_fake
 @_unpermute_backward.register_fake
-def _(d_y: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    check_permute_backward(position, weight, d_y=d_y, rows=rows)
-    return rows.new_empty(rows.shape), weight.new_empty(weight.shape)
+def _(grad: Tensor, given: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return given.new_empty(given.shape), weight.new_empty(weight.shape)
 
 
 # ---- autograd: the weights' gradient comes with the rows' where it is asked for
@@ -155,9 +123,8 @@ def _(d_y: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Tens
 
 def _readable(grad: Tensor) -> Tensor:
     """An incoming gradient, in a layout that the kernels read: autograd may hand over an expanded one."""
-    if not grad.is_cuda:
-        return grad
-    if strides_fit(grad) and grad.storage_offset() * grad.element_size() % VECTOR_BYTES == 0:
+    offset_bytes = grad.storage_offset() * grad.element_size()
+    if not grad.is_cuda or (strides_fit(grad) and offset_bytes % VECTOR_BYTES == 0):
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
 

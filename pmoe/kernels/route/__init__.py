@@ -5,22 +5,12 @@ PyTorch expressions of `reference` elsewhere, for float64, and for what `refusal
 synchronisation in either. Forward is two kernels and backward is one; each gives the same bits every
 time on one device.
 
-Letters: T tokens, K choices, E experts, N = T*K slots, n chunks, P tiles.
+Letters: T tokens, K choices, E experts, N = T*K slots, n chunks.
 """
 
-from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
-from pmoe.kernels.route.operators import route, route_backward
-from pmoe.kernels.route.reference import ROUNDS, top_indices
-from pmoe.kernels.route.routes import Routes, empty_routes
+from pmoe.kernels.route.launch import refusal
+from pmoe.kernels.route.operators import route
+from pmoe.kernels.route.reference import top_indices
+from pmoe.kernels.route.routes import Routes
 
-__all__ = [
-    "ROUNDS",
-    "Routes",
-    "empty_routes",
-    "top_indices",
-    "launch_route",
-    "launch_route_backward",
-    "refusal",
-    "route",
-    "route_backward",
-]
+__all__ = ["Routes", "refusal", "route", "top_indices"]

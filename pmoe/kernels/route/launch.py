@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import address, cuda_index
-from pmoe.kernels.route.routes import MAX_SLOTS, RouteGradients, Routes
+from pmoe.kernels.operands import MAX_ROWS, address, cuda_index
+from pmoe.kernels.route.routes import Routes
 
 
 def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
@@ -23,8 +23,8 @@ def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
         return f"logits are on {logits_TE.device}, not on a CUDA device"
     if logits_TE.dtype != torch.float32:
         return f"logits are {logits_TE.dtype}, not torch.float32"
-    if num_tokens * top_k > MAX_SLOTS:
-        return f"{num_tokens} tokens of {top_k} choices are more than {MAX_SLOTS} slots"
+    if num_tokens * top_k > MAX_ROWS:
+        return f"{num_tokens} tokens of {top_k} choices are more than {MAX_ROWS} slots"
     return _refusal_of_sizes(cuda_index(logits_TE.device), num_experts, top_k, num_chunks)
 
 
@@ -61,15 +61,15 @@ def launch_route_backward(
     *,
     normalize: bool,
     z_loss_weight: float = 0.0,
-    **given: Tensor | None,
+    grad_weight_TK: Tensor | None = None,
+    grad_l_aux: Tensor | None = None,
 ) -> None:
-    """Writes out_TE (T, E) float32, the logits' gradient; see `route_backward`. given: `RouteGradients`."""
-    grad_weight_TK, grad_l_aux, partial_PN, position_TK = RouteGradients(**given)
+    """Writes out_TE (T, E) float32, the logits' gradient; see `route_backward`."""
     problem = _problem(logits_TE, weight_TK.shape[1], counts_nE.shape[0], normalize, z_loss_weight)
-    saved = (logits_TE, expert_TK, weight_TK, counts_nE, grad_weight_TK, partial_PN, position_TK)
-    parts = 0 if partial_PN is None else partial_PN.shape[0]
+    saved = (logits_TE, expert_TK, weight_TK, counts_nE, grad_weight_TK)
+    in_parts = (0, 0, 0)  # the weights' gradient may come so, by row: partial sums, positions, their number
     extension.module().route_backward(
-        problem, *map(address, saved), parts, address(grad_l_aux), out_TE.data_ptr()
+        problem, *map(address, saved), *in_parts, address(grad_l_aux), out_TE.data_ptr()
     )
 
 

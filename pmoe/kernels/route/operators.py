@@ -10,7 +10,6 @@ from torch import Tensor
 from pmoe.kernels.route import reference
 from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
 from pmoe.kernels.route.routes import (
-    RouteGradients,
     Routes,
     check_logits_memory,
     check_route,
@@ -38,30 +37,6 @@ def route(
     return Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, num_chunks, z_loss_weight))
 
 
-def route_backward(
-    logits_TE: Tensor,
-    expert_TK: Tensor,
-    weight_TK: Tensor,
-    counts_nE: Tensor,
-    *,
-    normalize: bool,
-    z_loss_weight: float = 0.0,
-    **given: Tensor | None,
-) -> Tensor:
-    """The gradient of the logits (T, E), from the tensors of `route` and the gradients of its results.
-
-    given: the fields of `RouteGradients`, by name.
-
-    Raises ValueError for tensors of other shapes, types or devices than `Routes` has, and that are not
-    contiguous; where both gradients of the weights are given, or partial without position.
-    """
-    saved = (logits_TE, expert_TK, weight_TK, counts_nE)
-    grad_logits_TE: Tensor = torch.ops.pmoe.route_backward(
-        *saved, normalize, z_loss_weight, *RouteGradients(**given)
-    )
-    return grad_logits_TE
-
-
 def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
     """Whether the kernels take this; warns once why not, where they might have."""
     reason = refusal(logits_TE, top_k, num_chunks)
@@ -71,16 +46,10 @@ def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
     return reason is None
 
 
-@torch.library.custom_op(
-    "pmoe::route",
-    mutates_args=(),
-    device_types=("cpu", "cuda"),
-    schema="(Tensor logits_TE, int top_k, bool normalize, int num_chunks, float z_loss_weight)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe::route", mutates_args=(), device_types=("cpu", "cuda"))
 def _route(
     logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
     check_logits_memory(logits_TE, top_k)
     options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}
@@ -91,32 +60,33 @@ def _route(
     return reference.route(logits_TE, top_k, num_chunks=num_chunks, **options)
 
 
-@torch.library.custom_op(
-    "pmoe::route_backward",
-    mutates_args=(),
-    device_types=("cpu", "cuda"),
-    schema="(Tensor logits_TE, Tensor expert_TK, Tensor weight_TK, Tensor counts_nE, bool normalize,"
-    " float z_loss_weight, Tensor? grad_weight_TK=None, Tensor? grad_l_aux=None, Tensor? partial_PN=None,"
-    " Tensor? position_TK=None) -> Tensor",
-)
-def _route_backward(
+@torch.library.custom_op("pmoe::route_backward", mutates_args=(), device_types=("cpu", "cuda"))
+def route_backward(
     logits_TE: Tensor,
     expert_TK: Tensor,
     weight_TK: Tensor,
     counts_nE: Tensor,
     normalize: bool,
-    z_loss_weight: float,
-    *given: Tensor | None,
-    **named: Tensor | None,
+    z_loss_weight: float = 0.0,
+    grad_weight_TK: Tensor | None = None,
+    grad_l_aux: Tensor | None = None,
 ) -> Tensor:
-    tensors, gradients = (logits_TE, expert_TK, weight_TK, counts_nE), RouteGradients(*given, **named)
-    check_route_backward(*tensors, gradients)
-    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight, **gradients._asdict()}
+    """The gradient of the logits (T, E), from the tensors of `route` and the gradients of its results.
+
+    grad_weight_TK: (T, K), of the weights. grad_l_aux: scalar. None stands for zeros.
+
+    Raises ValueError for tensors of other shapes, types or devices than `Routes` has, and that are not
+    contiguous.
+    """
+    saved = (logits_TE, expert_TK, weight_TK, counts_nE)
+    check_route_backward(*saved, grad_weight_TK, grad_l_aux)
+    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}
+    options |= {"grad_weight_TK": grad_weight_TK, "grad_l_aux": grad_l_aux}
     if _runs_kernel(logits_TE, expert_TK.shape[1], counts_nE.shape[0]):
         grad_logits_TE = torch.empty_like(logits_TE)
-        launch_route_backward(*tensors, grad_logits_TE, **options)
+        launch_route_backward(*saved, grad_logits_TE, **options)
         return grad_logits_TE
-    return reference.route_backward(*tensors, **options)
+    return reference.route_backward(*saved, **options)
 
 
 @_route.register_fake
@@ -127,7 +97,7 @@ def _(
     return empty_routes(logits_TE, top_k, num_chunks)
 
 
-@_route_backward.register_fake
+@route_backward.register_fake
 def _(logits_TE: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(logits_TE)
 

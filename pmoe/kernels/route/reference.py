@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pmoe.kernels.route.routes import RouteGradients, Routes
+from pmoe.kernels.route.routes import Routes
 
 ROUNDS = 16
 """Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
@@ -71,15 +71,13 @@ def route_backward(
     *,
     normalize: bool,
     z_loss_weight: float = 0.0,
-    **given: Tensor | None,
+    grad_weight_TK: Tensor | None = None,
+    grad_l_aux: Tensor | None = None,
 ) -> Tensor:
-    """The logits' gradient (T, E), by the formulas that the kernel computes. given: `RouteGradients`."""
-    grad_weight_TK, grad_l_aux, partial_PN, position_TK = RouteGradients(**given)
+    """The logits' gradient (T, E), by the formulas that the kernel computes."""
     num_tokens, num_experts = logits_TE.shape
     p_TE = logits_TE.softmax(-1)
     grad_p_TE = torch.zeros_like(p_TE)
-    if partial_PN is not None and position_TK is not None:
-        grad_weight_TK = partial_PN.index_select(1, position_TK.reshape(-1)).sum(0).view_as(weight_TK)
     if grad_weight_TK is not None:
         chosen_TK = expert_TK.long()
         if normalize:

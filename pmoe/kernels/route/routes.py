@@ -8,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import check_tensor
-
-MAX_SLOTS = 2**31 - 1
-"""Places are int32."""
+from pmoe.kernels.operands import MAX_ROWS, check_tensor
 
 
 class Routes(NamedTuple):
@@ -38,20 +35,6 @@ class Routes(NamedTuple):
     counts_nE: Tensor
     ends_nE: Tensor
     l_aux: Tensor
-
-
-class RouteGradients(NamedTuple):
-    """Gradients of the results of a routing, from which that of the logits is made. None stands for zeros.
-
-    grad_weight_TK: (T, K), of the weights. grad_l_aux: scalar.
-    partial_PN, position_TK: in place of grad_weight_TK, the weights' gradient in P parts by row: that of slot
-        (t, k) is sum_p partial[p, position[t, k]], added from p = 0 upwards.
-    """
-
-    grad_weight_TK: Tensor | None = None
-    grad_l_aux: Tensor | None = None
-    partial_PN: Tensor | None = None
-    position_TK: Tensor | None = None
 
 
 def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
@@ -83,10 +66,10 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
         raise ValueError(f"num_experts ({num_experts}), the second size of logits, must be at least 1")
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must be 1 to num_experts ({num_experts})")
-    if num_chunks < 1 or num_chunks * num_experts > MAX_SLOTS:
+    if num_chunks < 1 or num_chunks * num_experts > MAX_ROWS:
         raise ValueError(
             f"num_chunks ({num_chunks}) must be at least 1, and times num_experts ({num_experts}) at most "
-            f"{MAX_SLOTS}"
+            f"{MAX_ROWS}"
         )
     if not 0 <= z_loss_weight < math.inf:
         raise ValueError(f"z_loss_weight ({z_loss_weight}) must be a number of at least 0")
@@ -94,9 +77,9 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
 
 def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
     check_tensor("logits", logits_TE, contiguous=True)
-    if logits_TE.shape[0] * top_k > MAX_SLOTS:
+    if logits_TE.shape[0] * top_k > MAX_ROWS:
         raise ValueError(
-            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_SLOTS}: places are "
+            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_ROWS}: places are "
             "int32"
         )
 
@@ -106,7 +89,8 @@ def check_route_backward(
     expert_TK: Tensor,
     weight_TK: Tensor,
     counts_nE: Tensor,
-    gradients: RouteGradients,
+    grad_weight_TK: Tensor | None,
+    grad_l_aux: Tensor | None,
 ) -> None:
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))
@@ -114,21 +98,14 @@ def check_route_backward(
     check_route(logits_TE, top_k, num_chunks, 0.0)
     check_logits_memory(logits_TE, top_k)
     (num_tokens, num_experts), dtype = logits_TE.shape, logits_TE.dtype
-    grad_weight_TK, grad_l_aux, partial_PN, position_TK = gradients
-    if (partial_PN is None) != (position_TK is None) or not (partial_PN is None or grad_weight_TK is None):
-        raise ValueError("partial and position must be given together, and without grad_weight")
     slots = (num_tokens, top_k)
-    asked: dict[str, tuple[Tensor | None, tuple[int | str, ...], torch.dtype]] = {
+    asked: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
         "expert": (expert_TK, slots, torch.int32),
         "weight": (weight_TK, slots, dtype),
         "counts": (counts_nE, (num_chunks, num_experts), torch.int32),
         "grad_weight": (grad_weight_TK, slots, dtype),
         "grad_l_aux": (grad_l_aux, (), dtype),
-        "partial": (partial_PN, ("P", num_tokens * top_k), dtype),
-        "position": (position_TK, slots, torch.int32),
     }
     for name, (tensor, shape, wanted) in asked.items():
         if tensor is not None:
             check_tensor(name, tensor, shape=shape, dtypes=[wanted], device=logits_TE.device, contiguous=True)
-    if partial_PN is not None and not partial_PN.shape[0]:
-        raise ValueError(f"partial of shape {tuple(partial_PN.shape)} must have at least one row (P)")

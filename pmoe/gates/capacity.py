@@ -1,7 +1,4 @@
-"""Expert capacity: which of the routed rows are kept.
-
-Letters: T tokens, K choices, E experts.
-"""
+"""Expert capacity: which of the routed rows are kept."""
 
 from __future__ import annotations
 

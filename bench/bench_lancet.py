@@ -143,7 +143,10 @@ def _rate(setting: Setting) -> tuple[float, float]:
     """(seconds of a layer's experts forward, bytes a second that go with the ratio): rank 0's."""
     layer = next(each for each in setting.model().modules() if isinstance(each, pmoe.MoELayer))
     local = pmoe.MoELayer(
-        setting.d_model, setting.d_hidden, setting.num_experts // dist.get_world_size(), group=pmoe.Ranks.single()
+        setting.d_model,
+        setting.d_hidden,
+        setting.num_experts // dist.get_world_size(),
+        group=pmoe.Ranks.single(),
     )
     rows, taken = torch.randn(setting.tokens, setting.d_model), []
     with torch.no_grad():
@@ -173,7 +176,9 @@ def report(setting: Setting, result: Result) -> list[dict[str, Any]]:
         for way, timing in result.times.items()
     ]
     print(table(rows))
-    best = min((each for each in result.times if each != "whole graph"), key=lambda way: result.times[way].median)
+    best = min(
+        (each for each in result.times if each != "whole graph"), key=lambda way: result.times[way].median
+    )
     faster = result.times["whole graph"].speedup_over(result.times[best])
     exposed = median(result.waited["whole graph"]) / median(result.waited[best])
     print(
@@ -185,7 +190,9 @@ def report(setting: Setting, result: Result) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ratio", type=float, nargs="+", default=[3.0, 5.0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--d-model", type=int, default=512)
@@ -196,7 +203,12 @@ def main() -> None:
         setting = Setting(ratio=ratio, d_model=args.d_model, d_hidden=4 * args.d_model)
         with tempfile.TemporaryDirectory() as folder:
             result = launch(
-                2, run_rank, link="modelled", rate=INFINITE, args=(setting, args.rounds, folder), timeout_seconds=1700
+                2,
+                run_rank,
+                link="modelled",
+                rate=INFINITE,
+                args=(setting, args.rounds, folder),
+                timeout_seconds=1700,
             )[0]
         found.append({"setting": asdict(setting), "rows": report(setting, result), "ranges": result.ranges})
     write_json(args.out / "lancet.json", runs=found)

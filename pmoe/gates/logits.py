@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from pmoe.gates.base import at_least_float32
-
 BLOCK_ROWS = 4096
 """Tokens that are widened at a time."""
 

@@ -124,8 +124,8 @@ class _Inference:
         if node.target is operator.getitem:
             if given[0] in self._free:
                 self._free.add(node)
-            whole = axes[given[0]]
-            return whole[node.args[1]] if isinstance(whole, tuple) else whole
+            whole, place = axes[given[0]], _number(node, 1)
+            return whole[place] if isinstance(whole, tuple) else whole
         if all(axes[each] is None for each in given) and node.target is not moe.order.default:
             if not self._free.isdisjoint(given):
                 self._free.add(node)
@@ -264,8 +264,9 @@ def _along(node: fx.Node) -> Iterator[Combination]:
 
 @rule(aten.topk.default, aten.sort.default, aten.sort.stable)
 def _top(node: fx.Node) -> Iterator[Combination]:
-    place = {aten.topk.default: 2, aten.sort.default: 1}.get(node.target)  # type: ignore[call-overload]
-    dim = node.kwargs.get("dim", -1) if place is None else _number(node, place, -1)
+    place = 2 if node.target is aten.topk.default else 1
+    dim: Any = node.kwargs.get("dim", _number(node, place, -1))
+    dim = -1 if isinstance(dim, bool) else dim
     yield from _alike(node, [dim], 2)
 
 
@@ -296,9 +297,9 @@ def _view(node: fx.Node) -> Iterator[Combination]:
                 yield Combination((dim,), dim + offset)
         return
     for dim, size in enumerate(source):
+        before = math.prod(source[:dim])
         for other, found in enumerate(result):
-            before = math.prod(source[:dim]), math.prod(result[:other])
-            if before[0] == before[1] and size != 1 and found != 1:
+            if size != 1 and found != 1 and math.prod(result[:other]) == before:
                 yield Combination((dim,), other)
                 break
 
@@ -308,10 +309,10 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
     rank = len(shape(node))
     order = list(range(rank))
     if node.target is aten.permute.default:
-        order = [each % rank for each in node.args[1]]  # type: ignore[union-attr]
+        order = [each % rank for each in _number(node, 1)]
     else:
-        first, second = (0, rank - 1) if node.target is aten.t.default else node.args[1:3]
-        order[first % rank], order[second % rank] = order[second % rank], order[first % rank]  # type: ignore[operator,index]
+        first, second = _number(node, 1, 0) % rank, _number(node, 2, rank - 1) % rank
+        order[first], order[second] = order[second], order[first]
     for dim in range(rank):
         yield Combination((dim,), order.index(dim))
 
@@ -319,7 +320,7 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
 @rule(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int)
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
     rank, more = len(shape(node)), node.target is aten.unsqueeze.default
-    at = node.args[1] % (rank if more else rank + 1)  # type: ignore[operator]
+    at: int = _number(node, 1) % (rank if more else rank + 1)
     for dim in _dims(tensors(node)[0]):
         if more or dim != at:
             yield Combination((dim,), dim + (dim >= at) if more else dim - (dim > at))

@@ -31,7 +31,7 @@ def backend(
         raise ValueError(f"mode ({mode!r}) must not be given: the pmoe backend has none")
     taken, batch = Options.of(options), batch_inputs(example_inputs)
 
-    def compiler(direction: str) -> Callable[[fx.GraphModule, Sequence[Any]], Runner]:
+    def compiler(direction: str) -> Any:
         return lambda graph, _inputs: Runner(graph, direction, taken, batch)
 
     compiled: Callable[..., Any] = aot_module_simplified(

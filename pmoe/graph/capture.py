@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.comm.counts import RankCounts
+from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
 from pmoe.graph import messages, operators
 from pmoe.layer import MoELayer
 from pmoe.layer.decision import LastCall, Ran
 from pmoe.layer.parts import autocast_dtype
-from pmoe.ordering.capacity import expert_capacity
 from pmoe.warn import warn_once
 
 BACKENDS: set[Any] = set()
@@ -51,7 +51,7 @@ class CapturedCounts:
 def install(backend: Any) -> None:
     """From now on `MoELayer.forward`, where it is traced for ``backend``, is what `_captured` says."""
     BACKENDS.add(backend)
-    MoELayer.forward = _forward  # type: ignore[method-assign]
+    MoELayer.forward = _forward  # type: ignore[assignment, method-assign]
 
 
 _eager = MoELayer.forward
@@ -65,7 +65,7 @@ def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None = None) -> Ten
     return _eager(layer, x, token_ids)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined, untyped-decorator]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _number(layer: MoELayer) -> int:
     """What stands for the layer in the graph; -1 where the graph breaks around it."""
     if not _is_traced_for_us():
@@ -82,7 +82,7 @@ def _number(layer: MoELayer) -> int:
 def _is_traced_for_us() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    compiler = InstructionTranslator.current_tx().output.compiler_fn
+    compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
     return getattr(compiler, "compiler_fn", compiler) in BACKENDS
@@ -95,7 +95,8 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
         return _eager(layer, x, token_ids)  # which raises
     x_TM = x.reshape(-1, layer.d_model)
     tokens, ranks = x_TM.shape[0], layer.ranks.size
-    routing = layer.gate(x_TM, token_ids.reshape(-1)) if layer.gate.needs_token_ids else layer.gate(x_TM)
+    gate_inputs = (x_TM,) if token_ids is None else (x_TM, token_ids.reshape(-1))
+    routing = layer.gate(*gate_inputs[: 1 + layer.gate.needs_token_ids])
     capacity = -1
     if layer.capacity_factor is not None:
         capacity = expert_capacity(layer.capacity_factor, tokens, layer.top_k, layer.num_experts)
@@ -126,17 +127,19 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     y_TM = operators.join(home, stayed, *order, layer.top_k, tokens)
     if layer.shared_expert is not None:
         y_TM = y_TM + _shared(layer, x_TM, rows)
-    counted = CapturedCounts(send_WE, recv_WE, own_1E, tokens, layer.ranks.rank)
+    counted: Any = CapturedCounts(send_WE, recv_WE, own_1E, tokens, layer.ranks.rank)
     ran = Ran(
         path="whole graph", num_tokens=tokens, num_slots=slot.numel(), dtype=rows.dtype, device=x.device
     )
     object.__setattr__(layer, "last", LastCall(l_aux=routing.l_aux, counts=counted, ran=ran))
-    return y_TM.view(x.shape)
+    y: Tensor = y_TM.view(x.shape)
+    return y
 
 
 def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
     """The shared expert's output for every token, by operators of PyTorch, which every pass knows."""
-    expert, like = layer.shared_expert, rows.dtype
+    expert: Any = layer.shared_expert
+    like = rows.dtype
     w1, w2, *biases = [each[0].to(like) for each in expert.parameters()]
     b1, b2 = biases or (None, None)
     with torch.autocast(rows.device.type, enabled=False):

@@ -73,7 +73,8 @@ def costs_of(device: torch.device) -> Costs:
 
 def signature(node: fx.Node, args: object, kwargs: object) -> str:
     """An operator with the shapes and types of its arguments."""
-    shown = fx.node.map_aggregate((args, kwargs), _shown)  # type: ignore[arg-type]
+    given: Any = (args, kwargs)
+    shown: Any = fx.node.map_aggregate(given, _shown)
     return f"{node.target} {shown}"
 
 
@@ -196,4 +197,3 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
 def _source(node: fx.Node) -> fx.Node:
     """The all-to-all of which the node is a result, or the node itself."""
     return node.args[0] if is_result(node) else node  # type: ignore[return-value]
-

@@ -34,22 +34,17 @@ class Explanation:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        rows = []
+        rows = [["pass", "predicted ms", "measured ms", "exposed ms", "as traced ms", "exposed as traced ms"]]
         for direction, program in self.programs.items():
             before, after = program.before, program.instructions
-            rows.append(
-                {
-                    "pass": direction,
-                    "predicted ms": total_seconds(after) * 1e3,
-                    "measured ms": self.measured[direction] * 1e3,
-                    "as traced ms": total_seconds(before) * 1e3,
-                    "exposed ms": exposed_seconds(after) * 1e3,
-                    "exposed as traced ms": exposed_seconds(before) * 1e3,
-                }
-            )
+            seconds = (
+                total_seconds(after), self.measured[direction], exposed_seconds(after),
+                total_seconds(before), exposed_seconds(before),
+            )  # fmt: skip
+            rows.append([direction, *(f"{1e3 * each:.1f}" for each in seconds)])
         yield table(rows)
         for direction, program in self.programs.items():
-            for each in program.ranges:
+            for each in program.plan.ranges:
                 yield f"{direction}: {each.first} to {each.last} in {each.k} parts along the batch"
             for name, count in _moved(program).items():
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"

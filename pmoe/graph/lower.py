@@ -59,7 +59,7 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def is_result(node: fx.Node) -> bool:
     """Whether it takes a result of an all-to-all apart, which happens behind the wait."""
-    return node.target is operator.getitem and communicates(node.args[0])  # type: ignore[arg-type]
+    return node.target is operator.getitem and communicates(node.args[0])
 
 
 def calls_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -79,15 +79,20 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
             sums = _sums(first, second)
             if sums is None:
                 continue
-            joined = [[*a, *b] for a, b in zip(first.args[:5], second.args[:5], strict=True)]
+            ahead, behind = _args(first), _args(second)
+            joined = [[*a, *b] for a, b in zip(ahead[:5], behind[:5], strict=True)]
             with graph.inserting_after(second):
-                both = graph.call_function(second.target, (*joined, *second.args[5:]))  # type: ignore[arg-type]
+                both = graph.call_function(second.target, (*joined, *behind[5:]))  # type: ignore[arg-type]
             for at, total in sums.items():
                 with graph.inserting_before(total):
                     part = graph.call_function(operator.getitem, (both, at))
                 part.meta = dict(total.meta)
                 total.replace_all_uses_with(part)
     graph.eliminate_dead_code()
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from pmoe.comm.counts import Fault
 from pmoe.experts.base import Hidden
 from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.gates.capacity import within_capacity
 from pmoe.layer.parts import Parts
-from pmoe.ordering.capacity import within_capacity
 from pmoe.ordering.sorted import count_rows, sort_rows
 
 NUMBERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()

@@ -40,5 +40,7 @@ class Options:
 
     def limit(self, traced: int) -> float:
         """Bytes; never less than the graph takes as it was traced."""
-        asked = SLACK * traced if self.memory_limit is None else parse_bytes("memory_limit", self.memory_limit)
+        asked = (
+            SLACK * traced if self.memory_limit is None else parse_bytes("memory_limit", self.memory_limit)
+        )
         return max(asked, traced)

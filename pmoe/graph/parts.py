@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,7 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
     return torch.cat(list(rows)).index_select(0, index)
 
 
-def cut(
-    module: fx.GraphModule, ranges: Mapping[Range, Batch], axes: Mapping[fx.Node, Any]
-) -> fx.GraphModule:
+def cut(module: fx.GraphModule, ranges: Mapping[Range, Batch], axes: Mapping[fx.Node, Any]) -> fx.GraphModule:
     """The module in parts. A node that is another's part says so in meta["origin"], one that joins its parts in
     meta["joins"]: by `label`."""
     return _Cutter(module, axes).run(ranges)

@@ -56,7 +56,7 @@ def pipelined(body: Sequence[Instruction], k: int, costs: PartCosts) -> list[Ins
     """A range as its pipeline of stages: stage by stage, in each part by part."""
     found = stages(body)
     stage_of = {each.name: at for at, stage in enumerate(found) for each in stage}
-    tasks = []
+    tasks: list[Instruction] = []
     for at, stage in enumerate(found):
         waits = sorted({stage_of[name] for each in stage for name in each.waits if name in stage_of} - {at})
         seconds = sum(costs.part.get(each.name, 0.0) for each in stage)
@@ -150,4 +150,3 @@ def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
         elif begin < 0 and graph.ends[at]:
             begin = end = at
     return found
-

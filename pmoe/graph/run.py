@@ -217,4 +217,3 @@ def check_alike(ranks: Ranks, module: fx.GraphModule, key: Key) -> None:
 
 def _at(names: Sequence[str], place: int) -> str:
     return names[place] if place < len(names) else "none"
-

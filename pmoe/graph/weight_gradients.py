@@ -39,9 +39,7 @@ def labels(instructions: Graph) -> dict[str, set[str]]:
             known = [after[name] if name in free else place.get(name, -1) for name in each.waits]
             after[each.name] = max(known, default=-1)
     return {
-        each.name: {
-            name for name in free if each.name not in behind[name] and after[name] < place[each.name]
-        }
+        each.name: {name for name in free if each.name not in behind[name] and after[name] < place[each.name]}
         for each in instructions
         if each.communicates
     }
@@ -148,7 +146,11 @@ class _List:
                 self._is_ready(name)
         while len(self.order) < len(self.by_name):
             self._arrive()
-            if self.messages and self.missing[self.messages[-1]] == 0 and self._begin(self.messages[-1]) <= self.now:
+            if (
+                self.messages
+                and self.missing[self.messages[-1]] == 0
+                and self._begin(self.messages[-1]) <= self.now
+            ):
                 self._take(self.messages.pop())
             elif self.chain and not (self.held > self.limit and self._freeing()):
                 self._take(heapq.heappop(self.chain)[1])

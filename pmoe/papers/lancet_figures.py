@@ -27,7 +27,7 @@ ASSUMPTIONS: Mapping[str, str] = {
     "launches": "5 microseconds an operator.",
     "all-to-alls": "20 microseconds, and the bytes that leave a node through its NICs (A100 4 x 100, V100 100 "
     "Gbit/s, at 80 %), shared by its 8 GPUs. Rows inside a node cost nothing beside that.",
-    "systems": "\"no overlap\" stands for DeepSpeed and RAF, with the same kernels; Tutel cuts all-to-alls and "
+    "systems": '"no overlap" stands for DeepSpeed and RAF, with the same kernels; Tutel cuts all-to-alls and '
     "experts in the best of 1, 2, 4, 8 parts. Capacity factor 1 and even routing: all send the same bytes.",
     "gradients": "data-parallel all-reduces and the optimizer are left out: all systems have the same.",
 }
@@ -212,9 +212,7 @@ def systems(model: Model, cluster: Cluster, gpus: int) -> dict[str, Step]:
     sequences = model.sequences[cluster.name]
     machine, works = Machine(cluster, gpus, sequences * TOKENS), list(forward_work(model, sequences))
     ahead, back = forward(works, machine), backward(works, machine)
-    layered = [
-        in_layers(ahead, works, machine, k) + in_layers(back, works, machine, k) for k in (1, 2, 4, 8)
-    ]
+    layered = [in_layers(ahead, works, machine, k) + in_layers(back, works, machine, k) for k in (1, 2, 4, 8)]
     ranges, weights = in_ranges(works, machine, sequences), in_order(listed(back))
     return {
         "no overlap": in_order(ahead) + in_order(back),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from pmoe.graph.axes import RULES, Axis, Refused, _pointwise, _is_pointwise, infer, tensors
+from pmoe.graph.axes import RULES, Axis, Refused, _is_pointwise, _pointwise, infer, tensors
 
 A, B, X = torch.randn(4, 6), torch.randn(6, 8), torch.randn(4, 6, 2)
 IDS = torch.randint(0, 6, (4, 2))
@@ -70,7 +70,9 @@ def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
     """Every combination of the rule of every operator in the case."""
     function, *given = CASES[name]()
     graph = make_fx(function)(*given).graph
-    values: dict[Any, Any] = dict(zip((each for each in graph.nodes if each.op == "placeholder"), given, strict=True))
+    values: dict[Any, Any] = dict(
+        zip((each for each in graph.nodes if each.op == "placeholder"), given, strict=True)
+    )
     tried = 0
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -22,7 +22,9 @@ from pmoe.graph.ranges import (
 KINDS = "c m c m c c"  # gate, all-to-all, experts, all-to-all, and what follows
 
 
-def chain(seed: int, kinds: str = KINDS, launch: float = 0.05) -> tuple[list[Instruction], dict[int, PartCosts]]:
+def chain(
+    seed: int, kinds: str = KINDS, launch: float = 0.05
+) -> tuple[list[Instruction], dict[int, PartCosts]]:
     draw, found = random.Random(seed), list[Instruction]()
     for at, kind in enumerate(kinds.split()):
         found.append(

@@ -27,9 +27,7 @@ from pmoe.graph.weight_gradients import (
 
 
 def of(name: str, *waits: str, seconds: float = 1.0, lane: str = COMPUTE, num_bytes: int = 0) -> Instruction:
-    return Instruction(
-        name=name, waits=waits, holds=waits, seconds=seconds, lane=lane, num_bytes=num_bytes
-    )
+    return Instruction(name=name, waits=waits, holds=waits, seconds=seconds, lane=lane, num_bytes=num_bytes)
 
 
 def backward(layers: int, draw: random.Random) -> list[Instruction]:
@@ -163,7 +161,12 @@ def test_a_limit_is_kept() -> None:
     draw = random.Random(1)
     graph = [
         Instruction(
-            name=each.name, waits=each.waits, holds=each.holds, seconds=each.seconds, lane=each.lane, num_bytes=10
+            name=each.name,
+            waits=each.waits,
+            holds=each.holds,
+            seconds=each.seconds,
+            lane=each.lane,
+            num_bytes=10,
         )
         for each in backward(12, draw)
     ]

@@ -42,8 +42,10 @@ class FusedForwardRunner:
         hidden_NG, active_NH = steps.dispatch_hidden(
             journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
         )
-        recv_nWE, m = self.recv_FWE.unflatten(0, (len(cut.chunks), -1)).sum(1), len(cut.pieces)
-        index_N = unit_index(recv_nWE, journey.rank, num_pieces=m, num_rows=journey.num_received)
+        n, m, num_rows = len(cut.chunks), len(cut.pieces), journey.num_received
+        index_N = unit_index(
+            self.recv_FWE.unflatten(0, (n, -1)).sum(1), journey.rank, num_pieces=m, num_rows=num_rows
+        )
         received = [chunk.received.num_rows for chunk in cut.chunks]
         units: dict[Unit, int] = {(i, ""): rows for i, rows in enumerate(received)}
         units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}

@@ -215,21 +215,16 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
     """Stacked parameters become DTensors on the mesh."""
     for name, dim in (experts.hidden_dims() or {}).items():
         parameter = experts.get_parameter(name)
-        shape = list(parameter.shape)
         placements: list[Placement] = []
-        for at, along in enumerate(mesh.mesh_dim_names or ()):
+        for along in mesh.mesh_dim_names or ():
             split = {ACROSS: 0, INSIDE: dim}.get(along)
             if split is None:
                 placements.append(Replicate())
                 continue
-            shape[split] *= mesh.size(at)
             # Of gated experts each half of w1 is split, not the two as one.
             halves = getattr(experts, "hidden_factor", 1) if split == 1 else 1
             placements.append(Shard(split) if halves == 1 else _StridedShard(split, split_factor=halves))
-        stride = torch.empty(shape, device="meta").stride()
-        laid = DTensor.from_local(
-            parameter.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        laid = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
         module, _, own = name.rpartition(".")
         replace_parameter(experts.get_submodule(module), own, laid)
     experts.mark_parameters()

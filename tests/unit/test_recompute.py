@@ -313,15 +313,14 @@ def test_a_frozen_layer_keeps_no_rows_between_the_passes(gate: str, dtype: torch
 def test_nothing_is_left_after_backward() -> None:
     """At once: no cycle through the graph holds the record."""
     block, kept = Block(build(pipeline=2)), []
-    record = recompute._Record
 
-    class Watched(record):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
+    class Watched(recompute._First):
+        def __init__(self) -> None:
+            super().__init__()
             kept.append(weakref.ref(self))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute, "_Record", Watched)
+        patch.setattr(recompute, "_First", Watched)
         gc.collect()
         gc.disable()
         try:

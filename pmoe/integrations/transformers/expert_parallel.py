@@ -28,9 +28,10 @@ class PipelinedEP(EPImplementation):
         """(T, M) of this rank's tokens (T, M), by their routing (T, K) to experts of the whole group."""
         group, batch = self.ep_mesh.get_group(), (hidden_states, top_k_index, top_k_weights)
         if self.tp_mesh.size() == 1:
-            return run_module(self.module, *batch, group=group)
+            return run_module(self.module, *batch, group)
         # Ranks that hold one batch send disjoint parts of it, or its tokens would be computed once for each.
-        y = run_module(self.module, *(_part(each, self.tp_mesh) for each in batch), group=group)
+        rows, index, weights = (_part(each, self.tp_mesh) for each in batch)
+        y = run_module(self.module, rows, index, weights, group)
         return _whole(y, self.tp_mesh, hidden_states.shape)
 
 

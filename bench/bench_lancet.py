@@ -2,8 +2,8 @@
 
 A GPT whose every second block is a `pmoe.MoELayer`, on ranks behind a modelled link so slow that both
 all-to-alls of a layer's pass take --ratio times as long as its experts compute forward. The same model runs
-with the layer's pipeline at several n, and once compiled by ``torch.compile(model, backend="pmoe")``, round by
-round in the same run. Exposed is what a rank waits for messages.
+with the layer's pipeline at several n, and once compiled by ``torch.compile(model, backend="pmoe")``, round
+by round in the same run. Exposed is what a rank waits for messages.
 
     python bench/bench_lancet.py --ratio 3 5
 """

@@ -1,9 +1,9 @@
 """Partition axes (Lancet, section 5.2): along which dimension each tensor of a graph is cut, if it is.
 
-For each operator a rule says which axes of its inputs and results belong together, so that results of parts are
-the parts of the result. A tensor keeps one axis. `infer` follows the rules through a graph; a user's operator
-gets its rule by ``RULES[torch.ops.my.op.default] = rule``. An operator without a rule, or whose inputs no
-combination of its rule fits, is cut by nobody: it ends a range.
+For each operator a rule says which axes of its inputs and results belong together, so that results of parts
+are the parts of the result. A tensor keeps one axis. `infer` follows the rules through a graph; a user's
+operator gets its rule by ``RULES[torch.ops.my.op.default] = rule``. An operator without a rule, or whose
+inputs no combination of its rule fits, is cut by nobody: it ends a range.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def infer(graph: fx.Graph, cut: Mapping[fx.Node, Axis]) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
-    """(the axis of each node, why others have none). cut: the axes of inputs; what it leaves out, as parameters
-    are, is whole. A tensor whose operator cannot be cut may be cut behind it, where a new range begins."""
+    """(the axis of each node, why others have none). cut: the axes of inputs; what it leaves out, as
+    parameters are, is whole. A tensor whose operator cannot be cut may be cut behind it, where a new range
+    begins."""
     found = _Inference(cut)
     for node in graph.nodes:
         found.add(node)
@@ -70,8 +71,8 @@ def infer(graph: fx.Graph, cut: Mapping[fx.Node, Axis]) -> tuple[dict[fx.Node, A
 
 
 def follow(body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis]) -> dict[fx.Node, Any]:
-    """The axes of some instructions that can all be cut, and of what they take. cut: of what comes from before
-    them; the rest is whole. Raises `Refused` where one cannot be cut."""
+    """The axes of some instructions that can all be cut, and of what they take. cut: of what comes from
+    before them; the rest is whole. Raises `RefusedError` where one cannot be cut."""
     found = _Inference(cut)
     for node in body:
         for each in node.all_input_nodes:
@@ -80,13 +81,13 @@ def follow(body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis]) -> dict[fx.Node
     return found.axes
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An instruction cannot be cut as its inputs are."""
 
 
 class _Inference:
-    """free: tensors that may be cut where they are first taken in parts: what could not be cut itself, and what
-    is made of no tensor at all."""
+    """free: tensors that may be cut where they are first taken in parts: what could not be cut itself, and
+    what is made of no tensor at all."""
 
     def __init__(self, cut: Mapping[fx.Node, Axis]) -> None:
         self._cut, self._free = cut, set[fx.Node]()
@@ -99,7 +100,7 @@ class _Inference:
             return
         try:
             self.axes[node] = self.axis(node)
-        except Refused as error:
+        except RefusedError as error:
             self.axes[node], self.refused[node] = self._behind(node), str(error)
             self._free.add(node)
 
@@ -136,12 +137,12 @@ class _Inference:
                     axes[each] = axis
                     self._free.discard(each)  # it keeps this one
                 return combination.result
-        raise Refused(f"{node.target} cannot be cut along {[axes[each] for each in given]}")
+        raise RefusedError(f"{node.target} cannot be cut along {[axes[each] for each in given]}")
 
     def _rule(self, node: fx.Node) -> Rule:
         found = RULES.get(node.target) or (_pointwise if _is_pointwise(node.target) else None)
         if found is None:
-            raise Refused(f"{node.target} has no rule")
+            raise RefusedError(f"{node.target} has no rule")
         return found
 
     def _fits(self, node: fx.Node, axis: Axis) -> bool:

@@ -57,8 +57,8 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 
 @functools.cache
 def prepare() -> None:
-    """Sizes that only a run knows, as numbers of rows are, stay in graphs from here on; DistributedDataParallel
-    must not cut graphs between layers that communicate."""
+    """Sizes that only a run knows, as numbers of rows are, stay in graphs from here on;
+    DistributedDataParallel must not cut graphs between layers that communicate."""
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     torch._dynamo.config.optimize_ddp = False
     capture.install(backend)

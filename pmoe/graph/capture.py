@@ -96,7 +96,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     x_TM = x.reshape(-1, layer.d_model)
     tokens, ranks = x_TM.shape[0], layer.ranks.size
     gate_inputs = (x_TM,) if token_ids is None else (x_TM, token_ids.reshape(-1))
-    routing = layer.gate(*gate_inputs[: 1 + layer.gate.needs_token_ids])
+    routing = layer.gate(*(gate_inputs if getattr(layer.gate, "needs_token_ids", False) else (x_TM,)))
     capacity = -1
     if layer.capacity_factor is not None:
         capacity = expert_capacity(layer.capacity_factor, tokens, layer.top_k, layer.num_experts)

@@ -1,12 +1,13 @@
 """What a graph's operators cost (Lancet, sections 3 and 6): measured once, in the first step that runs them.
 
-Computation is timed on the tensors of that step, and kept by operator, shapes and types in a file, so that the
-next run only reads it. All-to-alls are not timed there, where ranks wait for each other: their seconds come
-from the group's profile, by bytes (`pmoe profile`).
+Computation is timed on the tensors of that step, and kept by operator, shapes and types in a file, so that
+the next run only reads it. All-to-alls are not timed there, where ranks wait for each other: their seconds
+come from the group's profile, by bytes (`pmoe profile`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -38,22 +39,19 @@ class Cost:
 
 
 class Costs:
-    """Measured seconds by operator, shapes and types; those of earlier runs are read from the cache folder."""
+    """Measured seconds by operator, shapes and types; those of earlier runs are read from the cache
+    folder."""
 
     def __init__(self, device: torch.device) -> None:
         key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
         self._path = cache_path(key)
         self.seconds: dict[str, float] = {}
-        try:
+        with contextlib.suppress(OSError, CorruptFileError):  # measured again, and written over
             self.seconds = load_json(self._path, _seconds_from)
-        except (OSError, CorruptFileError):
-            pass  # measured again, and written over
 
     def save(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # a folder that cannot be written: measured again in the next run
             save_json(self._path, {"seconds": self.seconds})
-        except OSError:
-            pass  # a folder that cannot be written: measured again in the next run
 
 
 def _seconds_from(fields: dict[str, Any]) -> dict[str, float]:

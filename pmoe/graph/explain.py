@@ -1,4 +1,5 @@
-"""What the passes made of a model: ranges, parts, weight gradients' places, predicted and measured seconds."""
+"""What the passes made of a model: ranges, parts, weight gradients' places, predicted and measured
+seconds."""
 
 from __future__ import annotations
 
@@ -59,11 +60,12 @@ class Explanation:
 
 
 def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None = None) -> Explanation:
-    """Compiles ``model`` with the pmoe backend, runs some passes over ``example``, and tells what became of it.
+    """Compiles ``model`` with the pmoe backend, runs some passes over ``example``, and tells what became of
+    it.
 
-    The passes go forward and, where parameters need gradients, backward, from the mean of the squared results;
-    gradients that parameters have stay as they are. Every rank must call it. Raises ValueError where the graph
-    holds no layer that communicates.
+    The passes go forward and, where parameters need gradients, backward, from the mean of the squared
+    results; gradients that parameters have stay as they are. Every rank must call it. Raises ValueError where
+    the graph holds no layer that communicates.
     """
     compiled = torch.compile(model, backend="pmoe", options=dict(options or {}))
     parameters = [each for each in model.parameters() if each.requires_grad]

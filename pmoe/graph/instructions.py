@@ -1,7 +1,8 @@
 """A graph as the passes see it: a sequence of instructions on two lanes, without tensors.
 
-An all-to-all is one instruction of the lane "communicate"; the compute lane goes on beside it, in the order of
-the sequence, until an instruction needs its result (Lancet, section 5.3; `pmoe.planner.simulator.simulate`).
+An all-to-all is one instruction of the lane "communicate"; the compute lane goes on beside it, in the order
+of the sequence, until an instruction needs its result (Lancet, section 5.3;
+`pmoe.planner.simulator.simulate`).
 """
 
 from __future__ import annotations

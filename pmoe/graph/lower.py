@@ -59,7 +59,8 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def is_result(node: fx.Node) -> bool:
     """Whether it takes a result of an all-to-all apart, which happens behind the wait."""
-    return node.target is operator.getitem and communicates(node.args[0])
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return source is not None and communicates(source)
 
 
 def calls_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -68,8 +69,8 @@ def calls_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def merge_weight_gradients(graph: fx.Graph) -> None:
-    """Two blocks of rows of one layer whose weight gradients are only added become one instruction, which adds
-    in place."""
+    """Two blocks of rows of one layer whose weight gradients are only added become one instruction, which
+    adds in place."""
     found: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is OPS.experts_weight_gradient.default:
@@ -110,8 +111,8 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
 
 
 def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
-    """A module that takes its arguments in one list, which it empties, and runs ``order``. The order holds the
-    nodes that call something, without those of `is_result`."""
+    """A module that takes its arguments in one list, which it empties, and runs ``order``. The order holds
+    the nodes that call something, without those of `is_result`."""
     graph, new = fx.Graph(), {}
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):

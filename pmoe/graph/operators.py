@@ -1,9 +1,9 @@
 """A layer's stages as functional ``torch.library`` operators: what the passes over a graph cut and move.
 
 `order` sorts a rank's slots, `pack` copies tokens to rows and `join` sums rows to tokens, `experts` computes
-them; what travels is in `pmoe.graph.messages`. `pack` and `join` are each other's gradient. The experts' is two
-operators, for what the owners of the tokens wait for and for what only the parameters do (Lancet, section 4).
-Row counts are exact: numbers of rows are sizes that are known when the graph runs.
+them; what travels is in `pmoe.graph.messages`. `pack` and `join` are each other's gradient. The experts' is
+two operators, for what the owners of the tokens wait for and for what only the parameters do (Lancet, section
+4). Row counts are exact: numbers of rows are sizes that are known when the graph runs.
 
 Letters: T tokens, K choices, S = T * K slots, N rows, E_local experts a rank, W ranks, R of them that sent.
 """
@@ -60,10 +60,10 @@ def order(
     capacity: int,
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(slot (S,), position (S,), counts, used_E): the slots whose rows travel, by expert, then those that stay,
-    then those that are dropped, by the gate (keep_TK) or beyond capacity (-1: none); its inverse; the kept rows
-    by expert with the fault behind them, (E + 1,); and the rows that each expert was given up to here, for the
-    next part of the batch (Lancet, section 2.3)."""
+    """(slot (S,), position (S,), counts, used_E): the slots whose rows travel, by expert, then those that
+    stay, then those that are dropped, by the gate (keep_TK) or beyond capacity (-1: none); its inverse; the
+    kept rows by expert with the fault behind them, (E + 1,); and the rows that each expert was given up to
+    here, for the next part of the batch (Lancet, section 2.3)."""
     parts = parts_of(layer)
     used_E = used_E.clone()
     if capacity >= 0 and keep_TK is None:

@@ -2,9 +2,9 @@
 
 Parts are of the batch: part p of k holds the p-th k-th of its sequences. Inside a range, instructions that
 compute or communicate without the other kind between them are a stage; stages follow each other, and in each
-the parts do, in their order. The capacity that one part of the batch has used travels to the next (section 2.3),
-so that a gate drops the rows that it drops of the whole batch. What somebody outside a range needs, backward
-among them, is joined at its end.
+the parts do, in their order. The capacity that one part of the batch has used travels to the next (section
+2.3), so that a gate drops the rows that it drops of the whole batch. What somebody outside a range needs,
+backward among them, is joined at its end.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def part_of(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -> Tens
 
 
 def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: bool) -> Tensor:
-    """Rows of parts, each by (sender, expert) or (expert, sender), as the whole batch would have them. A part's
-    rows of one sender and expert follow those of the part before."""
+    """Rows of parts, each by (sender, expert) or (expert, sender), as the whole batch would have them. A
+    part's rows of one sender and expert follow those of the part before."""
     if len(counts_RE[0]) == 1 and counts_RE[0].shape[1] == 1:
         return torch.cat(list(rows))
     keys = []
@@ -66,8 +66,8 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
 
 
 def cut(module: fx.GraphModule, ranges: Mapping[Range, Batch], axes: Mapping[fx.Node, Any]) -> fx.GraphModule:
-    """The module in parts. A node that is another's part says so in meta["origin"], one that joins its parts in
-    meta["joins"]: by `label`."""
+    """The module in parts. A node that is another's part says so in meta["origin"], one that joins its parts
+    in meta["joins"]: by `label`."""
     return _Cutter(module, axes).run(ranges)
 
 

@@ -1,8 +1,8 @@
 """The agreed ranges of a program, and what they mean for each graph of it.
 
-A program's graphs differ by shapes. Where one has the instructions of rank 0's first one, the ranges hold as they
-stand. Where it has not, or holds fewer sequences than can be told apart (a rank with none, or one), each layer
-alone is cut, by its tokens, in as many parts as there: the messages are the same, in the same order.
+A program's graphs differ by shapes. Where one has the instructions of rank 0's first one, the ranges hold as
+they stand. Where it has not, or holds fewer sequences than can be told apart (a rank with none, or one), each
+layer alone is cut, by its tokens, in as many parts as there: the messages are the same, in the same order.
 """
 
 from __future__ import annotations
@@ -112,16 +112,16 @@ def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
 
 
 def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
-    """Moves what cannot be cut, and what follows from it, behind everything else, where no all-to-all waits for
-    it: so auxiliary losses, which are of the whole batch, end no range."""
+    """Moves what cannot be cut, and what follows from it, behind everything else, where no all-to-all waits
+    for it: so auxiliary losses, which are of the whole batch, end no range."""
     needed, last = set[fx.Node](), set[fx.Node]()
     for node in reversed(graph.nodes):
         if communicates(node) or node in needed:
             needed.update(node.all_input_nodes)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node not in needed and not communicates(node):
-            if node in refused or not last.isdisjoint(node.all_input_nodes):
-                last.add(node)
+        may = node.op == "call_function" and node not in needed and not communicates(node)
+        if may and (node in refused or not last.isdisjoint(node.all_input_nodes)):
+            last.add(node)
     output = next(iter(reversed(graph.nodes)))
     for node in [each for each in graph.nodes if each in last]:
         output.prepend(node)

@@ -1,4 +1,5 @@
-"""A compiled graph at run time: measured in its first steps, then run in the order that is predicted to be best.
+"""A compiled graph at run time: measured in its first steps, then run in the order that is predicted to be
+best.
 
 Graphs of the same layers and direction are one program, whatever their shapes: its first steps are the same
 steps on every rank, so what ranks must agree on is agreed there, and a rank that compiles again for other
@@ -36,9 +37,10 @@ Key = tuple[str, tuple[int, ...]]
 class Program:
     """What is known of the graphs of some layers and one direction.
 
-    steps: that have begun on this rank, until all is known. plan: the ranges that are cut. costs: of the graph
-    with those, by node; is_agreed: whether they are rank 0's. before: its instructions as they were traced, with those ranges cut; instructions: the same in the
-    order in which they run. timed: seconds of its passes, where a list is put there.
+    steps: that have begun on this rank, until all is known. plan: the ranges that are cut. costs: of the
+    graph with those, by node; is_agreed: whether they are rank 0's. before: its instructions as they were
+    traced, with those ranges cut; instructions: the same in the order in which they run. timed: seconds of
+    its passes, where a list is put there.
     """
 
     key: Key
@@ -60,9 +62,9 @@ PARTS = (2, 3, 4, 6, 8)
 class Runner:
     """What AOTAutograd calls for one graph.
 
-    The first step of a program runs its graph as it was traced, and in parts too, to find what operators cost.
-    Before the second, ranks take rank 0's ranges; where there are any, that step finds what the graph costs with
-    them cut. Before the next, ranks take rank 0's costs, and the order follows.
+    The first step of a program runs its graph as it was traced, and in parts too, to find what operators
+    cost. Before the second, ranks take rank 0's ranges; where there are any, that step finds what the graph
+    costs with them cut. Before the next, ranks take rank 0's costs, and the order follows.
     """
 
     _boxed_call = True

@@ -71,8 +71,8 @@ def overlapped_seconds(instructions: Graph, assigned: Mapping[str, str]) -> floa
 
 
 def placed(instructions: Graph, assigned: Mapping[str, str]) -> list[Instruction]:
-    """The sequence with each weight gradient right behind its all-to-all, and before it those of its kind that
-    it waits for; others stay behind what they stood behind."""
+    """The sequence with each weight gradient right behind its all-to-all, and before it those of its kind
+    that it waits for; others stay behind what they stood behind."""
     by_name = {each.name: each for each in instructions}
     free = weight_gradients(instructions)
     behind: dict[str, list[str]] = {}
@@ -113,8 +113,8 @@ def listed(
 ) -> list[Instruction]:
     """A sequence for two lanes. All-to-alls keep their order, the same on every rank; the compute lane takes
     the first instruction that can run, in the order of the sequence, and, where all wait for an all-to-all,
-    the weight gradient that fits the time best. Where results fill ``limit`` bytes, weight gradients that free
-    memory come first. kept, given: as in `peak_bytes`."""
+    the weight gradient that fits the time best. Where results fill ``limit`` bytes, weight gradients that
+    free memory come first. kept, given: as in `peak_bytes`."""
     return _List(instructions, limit, kept, given or {}).run()
 
 

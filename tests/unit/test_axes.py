@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from pmoe.graph.axes import RULES, Axis, Refused, _is_pointwise, _pointwise, infer, tensors
+from pmoe.graph.axes import RULES, Axis, RefusedError, _is_pointwise, _pointwise, infer, tensors
 
 A, B, X = torch.randn(4, 6), torch.randn(6, 8), torch.randn(4, 6, 2)
 IDS = torch.randint(0, 6, (4, 2))
@@ -81,9 +81,9 @@ def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
             continue
 
         def run(half: int | None, axes: dict[Any, Axis], node: Any = node) -> Any:
-            def value(each: Any) -> Any:
-                whole = values[each]
-                return whole if half is None else halves(whole, axes[each])[half]
+            def value(one: Any) -> Any:
+                whole = values[one]
+                return whole if half is None else halves(whole, axes[one])[half]
 
             args = torch.fx.node.map_arg(node.args, value)
             if half is not None and node.target in SIZED:
@@ -154,4 +154,4 @@ def test_random_numbers_are_not_drawn_in_parts() -> None:
     graph = traced(lambda x: F.dropout(x, 0.5), A)
     _, refused = infer(graph, {next(iter(graph.nodes)): 0})
     assert refused
-    assert Refused
+    assert RefusedError

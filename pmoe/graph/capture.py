@@ -19,7 +19,14 @@ from pmoe.graph import messages, operators
 from pmoe.layer import MoELayer
 from pmoe.layer.decision import LastCall, Ran
 from pmoe.layer.parts import autocast_dtype
+from pmoe.runners.features import Feature
 from pmoe.warn import warn_once
+
+TAKES = frozenset(
+    {Feature.RANKS, Feature.OWN_EXCHANGE, Feature.SHARED_EXPERT, Feature.CHUNKS, Feature.CAPACITY}
+    | {Feature.NO_CAPACITY, Feature.CHECK_FINITE, Feature.KEEPS_ITSELF, Feature.OTHER_GATE}
+)
+"""Features of a layer that is captured. `pipeline` has no say there."""
 
 BACKENDS: set[Any] = set()
 """Functions that `torch.compile` is given, for which layers are captured."""
@@ -70,13 +77,22 @@ def _number(layer: MoELayer) -> int:
     """What stands for the layer in the graph; -1 where the graph breaks around it."""
     if not _is_traced_for_us():
         return -1
-    reason = layer.parts.refusal("whole graph")
-    if reason is None and layer.experts.is_parallelized:
-        reason = "pmoe.parallelize has laid its parameters out over ranks"
+    reason = _refusal(layer)
     if reason is not None:
         warn_once(f"the graph breaks at a MoELayer: {reason}", for_each_reason=True)
         return -1
     return operators.number_of(layer)
+
+
+def _refusal(layer: MoELayer) -> str | None:
+    """Why a layer is not captured; None where it is."""
+    parts = layer.parts
+    if layer.experts.is_parallelized:
+        return "pmoe.parallelize has laid its parameters out over ranks"
+    if layer.shared_expert is not None and layer.shared_expert.are_modules:
+        return "its shared expert is a module of one's own"
+    found = next((each for each in Feature if each in parts.features and each not in TAKES), None)
+    return None if found is None else f"{found.name.lower().replace('_', ' ')} is not captured"
 
 
 def _is_traced_for_us() -> bool:

@@ -27,9 +27,16 @@ STARTS: dict[object, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 CALLS: dict[object, Callable[..., Any]] = {
     getattr(OPS, name).default: getattr(operators, name)._init_fn
-    for name in ("order", "pack", "join", "by_expert", "experts", "experts_input_gradient")
+    for name in (
+        "order",
+        "pack",
+        "join",
+        "by_expert",
+        "experts",
+        "experts_input_gradient",
+        "experts_weight_gradient",
+    )
 }
-CALLS[OPS.experts_weight_gradient.default] = operators.experts_weight_gradient._init_fn  # type: ignore[attr-defined]
 
 
 def communicates(node: fx.Node) -> bool:

@@ -72,11 +72,6 @@ TAKES: dict[str, frozenset[Feature]] = {
         | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
         | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED}
     ),
-    # ---- inside the graph of torch.compile(model, backend="pmoe"), where pipeline says nothing
-    "whole graph": frozenset(
-        {F.RANKS, F.OWN_EXCHANGE, F.SHARED_EXPERT, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
-        | {F.KEEPS_ITSELF, F.OTHER_GATE}
-    ),
 }
 TAKES["memory"] = TAKES["memory budget"] | (
     {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}

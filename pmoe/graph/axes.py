@@ -41,7 +41,7 @@ Rule = Callable[[fx.Node], Iterable[Combination]]
 RULES: dict[object, Rule] = {}
 
 
-def rule(*targets: object) -> Callable[[Rule], Rule]:
+def rule_of(*targets: object) -> Callable[[Rule], Rule]:
     def add(found: Rule) -> Rule:
         RULES.update(dict.fromkeys(targets, found))
         return found
@@ -185,7 +185,9 @@ def _is_pointwise(target: object) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-@rule(aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default)
+@rule_of(
+    aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default
+)
 def _pointwise(node: fx.Node) -> Iterator[Combination]:
     given = tensors(node)
     if any(isinstance(shape(each)[0] if shape(each) else 1, torch.SymInt) for each in given):
@@ -200,47 +202,47 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
             yield Combination(tuple(inputs), dim)
 
 
-@rule(aten.mm.default)
+@rule_of(aten.mm.default)
 def _mm(node: fx.Node) -> Iterator[Combination]:
     yield Combination((0, None), 0)
     yield Combination((None, 1), 1)
 
 
-@rule(aten.addmm.default)
+@rule_of(aten.addmm.default)
 def _addmm(node: fx.Node) -> Iterator[Combination]:
     bias = len(shape(tensors(node)[0]))
     yield Combination((0 if bias == 2 else None, 0, None), 0)
     yield Combination((bias - 1, None, 1), 1)
 
 
-@rule(aten.bmm.default)
+@rule_of(aten.bmm.default)
 def _bmm(node: fx.Node) -> Iterator[Combination]:
     yield Combination((0, 0), 0)
     yield Combination((1, None), 1)
     yield Combination((None, 2), 2)
 
 
-@rule(aten.native_layer_norm.default)
+@rule_of(aten.native_layer_norm.default)
 def _layer_norm(node: fx.Node) -> Iterator[Combination]:
     given, normalized = tensors(node), len(node.args[1])  # type: ignore[arg-type]
     for dim in range(len(shape(given[0])) - normalized):
         yield Combination((dim, *(None for _ in given[1:])), (dim,) * 3)
 
 
-@rule(aten._fused_rms_norm.default)
+@rule_of(aten._fused_rms_norm.default)
 def _rms_norm(node: fx.Node) -> Iterator[Combination]:
     given, normalized = tensors(node), len(node.args[1])  # type: ignore[arg-type]
     for dim in range(len(shape(given[0])) - normalized):
         yield Combination((dim, *(None for _ in given[1:])), (dim,) * 2)
 
 
-@rule(aten.embedding.default)
+@rule_of(aten.embedding.default)
 def _embedding(node: fx.Node) -> Iterator[Combination]:
     for dim in _dims(tensors(node)[1]):
         yield Combination((None, dim), dim)
 
 
-@rule(
+@rule_of(
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -253,7 +255,7 @@ def _attention(node: fx.Node) -> Iterator[Combination]:
             yield Combination((dim,) * 3, (dim, dim, *(None for _ in range(results - 2))))
 
 
-@rule(aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.argmax.default)
+@rule_of(aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.argmax.default)
 def _along(node: fx.Node) -> Iterator[Combination]:
     dim = _number(node, 1)
     keeps = node.target is not aten.argmax.default or _number(node, 2, False)
@@ -263,7 +265,7 @@ def _along(node: fx.Node) -> Iterator[Combination]:
         yield each if not lost else Combination(each.inputs, int(axis) - 1)  # type: ignore[arg-type]
 
 
-@rule(aten.topk.default, aten.sort.default, aten.sort.stable)
+@rule_of(aten.topk.default, aten.sort.default, aten.sort.stable)
 def _top(node: fx.Node) -> Iterator[Combination]:
     place = 2 if node.target is aten.topk.default else 1
     dim: Any = node.kwargs.get("dim", _number(node, place, -1))
@@ -271,12 +273,12 @@ def _top(node: fx.Node) -> Iterator[Combination]:
     yield from _alike(node, [dim], 2)
 
 
-@rule(aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+@rule_of(aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 def _gather(node: fx.Node) -> Iterator[Combination]:
     yield from _alike(node, [_number(node, 1)])
 
 
-@rule(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.var.correction)
+@rule_of(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.var.correction)
 def _reduce(node: fx.Node) -> Iterator[Combination]:
     rank = len(shape(tensors(node)[0]))
     dims = _number(node, 1)
@@ -287,7 +289,7 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
         yield Combination(each.inputs, dim if keeps else dim - sum(other < dim for other in gone))
 
 
-@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+@rule_of(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def _view(node: fx.Node) -> Iterator[Combination]:
     """A dimension whose blocks stay blocks: as many elements stand before it on both sides."""
     source, result = shape(tensors(node)[0]), shape(node)
@@ -305,7 +307,7 @@ def _view(node: fx.Node) -> Iterator[Combination]:
                 break
 
 
-@rule(aten.permute.default, aten.transpose.int, aten.t.default)
+@rule_of(aten.permute.default, aten.transpose.int, aten.t.default)
 def _permute(node: fx.Node) -> Iterator[Combination]:
     rank = len(shape(node))
     order = list(range(rank))
@@ -318,7 +320,7 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
         yield Combination((dim,), order.index(dim))
 
 
-@rule(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int)
+@rule_of(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int)
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
     rank, more = len(shape(node)), node.target is aten.unsqueeze.default
     at: int = _number(node, 1) % (rank if more else rank + 1)
@@ -327,7 +329,7 @@ def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
             yield Combination((dim,), dim + (dim >= at) if more else dim - (dim > at))
 
 
-@rule(
+@rule_of(
     aten.slice.Tensor,
     aten.slice_scatter.default,
     aten.slice_backward.default,
@@ -342,7 +344,7 @@ def _slice(node: fx.Node) -> Iterator[Combination]:
     )
 
 
-@rule(aten.cat.default, aten.stack.default)
+@rule_of(aten.cat.default, aten.stack.default)
 def _cat(node: fx.Node) -> Iterator[Combination]:
     dim, given = _number(node, 1, 0), tensors(node)
     if node.target is aten.cat.default:
@@ -356,33 +358,33 @@ def _cat(node: fx.Node) -> Iterator[Combination]:
 # ---- rules of a layer's operators: a gate's rows are cut with the batch, and what they become is irregular
 
 
-@rule(moe.order.default)
+@rule_of(moe.order.default)
 def _order(node: fx.Node) -> Iterator[Combination]:
     given = tensors(node)
     yield Combination((*(0 for _ in given[:-1]), None), (IRREGULAR,) * 3 + (None,))
 
 
-@rule(moe.exchange_counts.default)
+@rule_of(moe.exchange_counts.default)
 def _exchange_counts(node: fx.Node) -> Iterator[Combination]:
     yield Combination((IRREGULAR,), (IRREGULAR,) * 3)
 
 
-@rule(moe.pack.default)
+@rule_of(moe.pack.default)
 def _pack(node: fx.Node) -> Iterator[Combination]:
     yield Combination((0, *(IRREGULAR,) * 4), (IRREGULAR, IRREGULAR))
 
 
-@rule(moe.join.default)
+@rule_of(moe.join.default)
 def _join(node: fx.Node) -> Iterator[Combination]:
     yield Combination((IRREGULAR,) * 6, 0)
 
 
-@rule(moe.exchange.default, moe.by_expert.default)
+@rule_of(moe.exchange.default, moe.by_expert.default)
 def _rows(node: fx.Node) -> Iterator[Combination]:
     yield Combination((IRREGULAR,) * len(tensors(node)), IRREGULAR)
 
 
-@rule(moe.experts.default)
+@rule_of(moe.experts.default)
 def _experts(node: fx.Node) -> Iterator[Combination]:
     parameters: Sequence[object] = node.args[3]  # type: ignore[assignment]
     yield Combination((*(IRREGULAR,) * 3, *(None for _ in parameters)), (IRREGULAR, IRREGULAR))

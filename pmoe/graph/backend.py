@@ -16,7 +16,7 @@ from torch._functorch.partitioners import default_partition
 
 from pmoe.graph import capture
 from pmoe.graph.options import Options
-from pmoe.graph.run import Runner
+from pmoe.graph.run import GraphRunner
 
 
 def backend(
@@ -32,7 +32,7 @@ def backend(
     taken, batch = Options.of(options), batch_inputs(example_inputs)
 
     def compiler(direction: str) -> Any:
-        return lambda graph, _inputs: Runner(graph, direction, taken, batch)
+        return lambda graph, _inputs: GraphRunner(graph, direction, taken, batch)
 
     compiled: Callable[..., Any] = aot_module_simplified(
         module,

@@ -132,13 +132,13 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     travel_weight, stay_weight = operators.pack(routing.weight.reshape(-1), *order, 1)
     home = travel
     if ranks > 1:
-        arrived = messages.exchange([travel, travel_weight], send_WE, recv_WE, None, False, number)
+        arrived = messages.exchange_rows([travel, travel_weight], send_WE, recv_WE, None, False, number)
         if ranks > 2:
             arrived = operators.by_expert(arrived, recv_WE, False)
         done = operators.experts(*arrived, recv_WE, parameters, number)[0]
         if ranks > 2:
             (done,) = operators.by_expert([done], recv_WE, True)
-        (home,) = messages.exchange([done], recv_WE, send_WE, travel.shape[0], True, number)
+        (home,) = messages.exchange_rows([done], recv_WE, send_WE, travel.shape[0], True, number)
     stayed = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
     y_TM = operators.join(home, stayed, *order, layer.top_k, tokens)
     if layer.shared_expert is not None:

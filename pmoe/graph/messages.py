@@ -1,7 +1,7 @@
 """A layer's messages as functional ``torch.library`` operators, and the start and the wait that each becomes.
 
-`exchange_counts` tells the ranks how many rows come, `exchange` carries them: Lancet's irregular all-to-all
-(section 6, Fig. 10), its own gradient.
+`exchange_counts` tells the ranks how many rows come, `exchange_rows` carries them: Lancet's irregular
+all-to-all (section 6, Fig. 10), its own gradient.
 
 Letters: T tokens, N rows, E_local experts a rank, W ranks.
 """
@@ -109,7 +109,7 @@ def wait_exchange(exchanging: Exchanging, layer: int) -> list[Tensor]:
     schema="(Tensor[] rows, Tensor send_WE, Tensor recv_WE, SymInt? num_out, bool returns, int layer)"
     " -> Tensor[]",
 )
-def exchange(
+def exchange_rows(
     rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, num_out: int | None, returns: bool, layer: int
 ) -> list[Tensor]:
     """One all-to-all of each tensor (N, ...). num_out: rows that come, where they are known in the graph.
@@ -117,7 +117,7 @@ def exchange(
     return Exchanging(rows, send_WE, recv_WE, returns, layer).wait()
 
 
-@exchange.register_fake
+@exchange_rows.register_fake
 def _(rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, num_out: Any, *_: Any) -> list[Tensor]:
     count = torch.library.get_ctx().new_dynamic_size() if num_out is None else num_out
     return [each.new_empty(count, *each.shape[1:]) for each in rows]
@@ -131,8 +131,8 @@ def _exchange_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _exchange_backward(ctx: Any, grads: list[Tensor]) -> Any:
     send_WE, recv_WE = ctx.saved_tensors
-    back = exchange(grads, recv_WE, send_WE, ctx.num_rows, not ctx.returns, ctx.layer)
+    back = exchange_rows(grads, recv_WE, send_WE, ctx.num_rows, not ctx.returns, ctx.layer)
     return back, None, None, None, None, None
 
 
-exchange.register_autograd(_exchange_backward, setup_context=_exchange_setup)
+exchange_rows.register_autograd(_exchange_backward, setup_context=_exchange_setup)

@@ -31,7 +31,7 @@ VIEWS = (
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSize:
     """What says how many sequences, or tokens, parts are made of: the size of a dimension of one tensor."""
 
     source: fx.Node
@@ -47,7 +47,7 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
     return part * sequences // k * unit, (part + 1) * sequences // k * unit
 
 
-def part_of(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -> Tensor:
+def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -> Tensor:
     begin, end = bounds(tensor.shape[dim], sequences, part, k)
     return tensor.narrow(dim, begin, end - begin)
 
@@ -65,7 +65,9 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
     return torch.cat(list(rows)).index_select(0, index)
 
 
-def cut(module: fx.GraphModule, ranges: Mapping[Range, Batch], axes: Mapping[fx.Node, Any]) -> fx.GraphModule:
+def cut(
+    module: fx.GraphModule, ranges: Mapping[Range, BatchSize], axes: Mapping[fx.Node, Any]
+) -> fx.GraphModule:
     """The module in parts. A node that is another's part says so in meta["origin"], one that joins its parts
     in meta["joins"]: by `label`."""
     return _Cutter(module, axes).run(ranges)
@@ -77,7 +79,7 @@ class _Cutter:
         self.graph, self.whole = fx.Graph(), dict[fx.Node, fx.Node]()
         self.sequences: Any = None
 
-    def run(self, ranges: Mapping[Range, Batch]) -> fx.GraphModule:
+    def run(self, ranges: Mapping[Range, BatchSize]) -> fx.GraphModule:
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
         place = {label(node): at for at, node in enumerate(calls)}
         begins = {place[each.first]: each for each in ranges}
@@ -148,7 +150,7 @@ class _Cutter:
                 here[each] = whole
                 if isinstance(axis, int) and isinstance(each.meta.get("val"), Tensor):
                     name = f"{label(each)}, cut for part {part}"
-                    here[each] = self._call(part_of, whole, axis, self.sequences, part, k, name=name)
+                    here[each] = self._call(part_of_batch, whole, axis, self.sequences, part, k, name=name)
             return here[each]
 
         used = None

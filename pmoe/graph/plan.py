@@ -16,12 +16,12 @@ from torch import fx
 from pmoe.graph.axes import IRREGULAR, Axis, follow, infer
 from pmoe.graph.instructions import Instruction
 from pmoe.graph.lower import OPS, calls_of, communicates, is_result, label
-from pmoe.graph.parts import Batch, cut
+from pmoe.graph.parts import BatchSize, cut
 from pmoe.graph.ranges import Cuttable, Range
 
 
 @dataclass(frozen=True)
-class Plan:
+class RangePlan:
     """names: of the instructions of the graph that the ranges are of. seconds: predicted for all of them."""
 
     names: tuple[str, ...] = ()
@@ -68,14 +68,14 @@ class Cutting:
                 ends[place[node] + 1 : last + 1] = [False] * (last - place[node])
         return Cuttable(instructions, ends, [node not in self._refused for node in self.calls])
 
-    def cut(self, plan: Plan) -> fx.GraphModule:
+    def cut(self, plan: RangePlan) -> fx.GraphModule:
         """The module with the plan's ranges in parts."""
         if not plan.ranges:
             return self._module
         if self.names == plan.names and self.sequences > 1:
-            batch = Batch(self._batch[0], 0)
+            batch = BatchSize(self._batch[0], 0)
             return cut(self._module, dict.fromkeys(plan.ranges, batch), self._axes)
-        axes, ranges = dict[fx.Node, Any](), dict[Range, Batch]()
+        axes, ranges = dict[fx.Node, Any](), dict[Range, BatchSize]()
         orders = [node for node in self.calls if node.target is OPS.order.default]
         joins = [node for node in self.calls if node.target is OPS.join.default]
         for order, join, k in zip(orders, joins, plan.parts_of_layers(), strict=True):
@@ -84,7 +84,7 @@ class Cutting:
                 body = self.calls[begin:end]
                 axes |= follow(_with_results(body), _tokens(body))
                 source: Any = order.args[0]
-                ranges[Range(label(order), label(join), k)] = Batch(source, 0)
+                ranges[Range(label(order), label(join), k)] = BatchSize(source, 0)
         return cut(self._module, ranges, axes)
 
 

@@ -23,7 +23,7 @@ from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import OPS, calls_of, label, lowered, merge_weight_gradients, name_all
 from pmoe.graph.operators import LAYERS
 from pmoe.graph.options import Options
-from pmoe.graph.plan import Cutting, Plan
+from pmoe.graph.plan import Cutting, RangePlan
 from pmoe.graph.ranges import PartCosts, solve, whole_ranges
 from pmoe.measure.rounds import clock_of
 
@@ -45,7 +45,7 @@ class Program:
 
     key: Key
     steps: int = 0
-    plan: Plan = Plan()
+    plan: RangePlan = RangePlan()
     costs: dict[str, Cost] = field(default_factory=dict)
     is_agreed: bool = False
     before: list[Instruction] = field(default_factory=list)
@@ -59,7 +59,7 @@ PARTS = (2, 3, 4, 6, 8)
 """Numbers of parts that are tried."""
 
 
-class Runner:
+class GraphRunner:
     """What AOTAutograd calls for one graph.
 
     The first step of a program runs its graph as it was traced, and in parts too, to find what operators
@@ -112,7 +112,7 @@ class Runner:
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
         program = self.program
-        check_alike(ranks, self.module, program.key)
+        check_same_graphs(ranks, self.module, program.key)
         stage = "agreeing on what is cut"
         mine = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
         names, most = from_first(ranks, mine, stage=stage)
@@ -122,7 +122,7 @@ class Runner:
             by_k[1] = PartCosts({name: cost.seconds for name, cost in program.costs.items()}, {})
             graph = self.cutting.cuttable(instructions_of(self.module, program.costs))
             seconds, ranges = solve(graph, by_k)
-            program.plan = Plan(names, tuple(ranges), seconds)
+            program.plan = RangePlan(names, tuple(ranges), seconds)
         return results
 
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
@@ -140,7 +140,7 @@ class Runner:
     def _costs_of_parts(self, ranks: Ranks, names: tuple[str, ...], k: int, inputs: list[Any]) -> PartCosts:
         """Of everything that can be cut, in k parts. Random numbers are drawn as if it had not run."""
         ranges = whole_ranges(self.cutting.cuttable(instructions_of(self.module, {})), k)
-        plan = from_first(ranks, Plan(names, tuple(ranges)), stage="agreeing on parts to be measured")
+        plan = from_first(ranks, RangePlan(names, tuple(ranges)), stage="agreeing on parts to be measured")
         module = self.cutting.cut(plan)
         with torch.random.fork_rng(devices=[]):
             costs, _ = self._profiled(ranks, module, inputs)
@@ -198,7 +198,7 @@ def _strip_checks(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def check_alike(ranks: Ranks, module: fx.GraphModule, key: Key) -> None:
+def check_same_graphs(ranks: Ranks, module: fx.GraphModule, key: Key) -> None:
     """Raises ValueError on every rank where ranks run other operators, and names the first. Collective."""
     names = [f"{node.target}" for node in calls_of(module)]
     stage = f"comparing the {key[0]} graphs"

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pmoe.graph.instructions import Instruction, users_of
 
-Graph = Sequence[Instruction]
+Listing = Sequence[Instruction]
 
 
-def weight_gradients(instructions: Graph) -> set[str]:
+def weight_gradients(instructions: Listing) -> set[str]:
     """The names of those that reach no all-to-all."""
     needed: set[str] = set()
     for each in reversed(instructions):
@@ -24,7 +24,7 @@ def weight_gradients(instructions: Graph) -> set[str]:
     return {each.name for each in instructions if each.name not in needed and not each.communicates}
 
 
-def labels(instructions: Graph) -> dict[str, set[str]]:
+def labels(instructions: Listing) -> dict[str, set[str]]:
     """Section 4.1: for each all-to-all the weight gradients that it can hide behind. No directed path leads
     from one to the other, and what they wait for, but for weight gradients, stands before the all-to-all."""
     free = weight_gradients(instructions)
@@ -45,7 +45,7 @@ def labels(instructions: Graph) -> dict[str, set[str]]:
     }
 
 
-def assign(instructions: Graph) -> dict[str, str]:
+def assign(instructions: Listing) -> dict[str, str]:
     """Algorithm 1: by weight gradient its all-to-all. Greedily the one whose seconds fit best, until the
     all-to-all is hidden."""
     seconds = {each.name: each.seconds for each in instructions}
@@ -61,7 +61,7 @@ def assign(instructions: Graph) -> dict[str, str]:
     return assigned
 
 
-def overlapped_seconds(instructions: Graph, assigned: Mapping[str, str]) -> float:
+def overlapped_seconds(instructions: Listing, assigned: Mapping[str, str]) -> float:
     """The objective of section 4.2: of each all-to-all the seconds that it is hidden for, summed."""
     seconds = {each.name: each.seconds for each in instructions}
     hidden: dict[str, float] = {}
@@ -70,7 +70,7 @@ def overlapped_seconds(instructions: Graph, assigned: Mapping[str, str]) -> floa
     return sum(min(seconds[name], found) for name, found in hidden.items())
 
 
-def placed(instructions: Graph, assigned: Mapping[str, str]) -> list[Instruction]:
+def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instruction]:
     """The sequence with each weight gradient right behind its all-to-all, and before it those of its kind
     that it waits for; others stay behind what they stood behind."""
     by_name = {each.name: each for each in instructions}
@@ -105,7 +105,7 @@ def placed(instructions: Graph, assigned: Mapping[str, str]) -> list[Instruction
 
 
 def listed(
-    instructions: Graph,
+    instructions: Listing,
     *,
     limit: float = float("inf"),
     kept: Collection[str] = (),
@@ -120,7 +120,7 @@ def listed(
 
 class _List:
     def __init__(
-        self, instructions: Graph, limit: float, kept: Collection[str], given: Mapping[str, int]
+        self, instructions: Listing, limit: float, kept: Collection[str], given: Mapping[str, int]
     ) -> None:
         self.by_name = {each.name: each for each in instructions}
         assert len(self.by_name) == len(instructions), "names must be distinct"

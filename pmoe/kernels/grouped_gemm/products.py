@@ -157,8 +157,8 @@ def hidden_gradient(
     kernels = path_for(grad.device, grad.dtype, d_model=num_model, hidden=width)
     if kernels is None:
         dot_N = reference.hidden_gradient(
-            reference.gather(grad, slots, gathered), weight_EMH, hidden_NG, reference.by_row(scale, slots),
-            ends_E, activation=activation, weighs_active=weighs_active, out=out, active=active,
+            grad, weight_EMH, hidden_NG, reference.by_row(scale, slots), ends_E, activation=activation,
+            slots=slots, gathered=gathered, weighs_active=weighs_active, out=out, active=active,
         )  # fmt: skip
         return out, active, dot_N
     check_memory(

@@ -96,7 +96,7 @@ def cases(first: list[Any], others: list[Any]) -> list[Any]:
     for at, options in enumerate(LAYERS):
         for each in (*first, *others):
             values = each if isinstance(each, tuple) else (each,)
-            marks = () if each in first and at in (0, 2) else pytest.mark.slow
+            marks = () if each in first and at == 2 else pytest.mark.slow
             found.append(pytest.param(*values, options, marks=marks))
     return found
 
@@ -107,7 +107,8 @@ def test_losses_and_gradients_are_those_of_the_layer(world: int, options: dict[s
         assert max(errors) < 1e-12, errors
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_ranks_may_have_different_numbers_of_tokens(world: int) -> None:
     for errors in ranks(world).run(compare, [*UNEVEN[world], *UNEVEN[world]], {"top_k": 2}):
         assert max(errors) < 1e-12, errors

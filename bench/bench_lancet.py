@@ -32,6 +32,7 @@ import pmoe
 from bench.links import INFINITE, launch
 from bench.timing import Timing, interleaved, table, write_json
 from examples.lm_model import VOCABULARY, ByteGPT
+from pmoe.comm.ranks import Ranks
 from pmoe.graph.run import PROGRAMS
 
 DEGREES = (1, 2, 4, 8)
@@ -132,8 +133,8 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str) -> Result:
         expert_seconds=seconds,
         times=times,
         waited=waited,
-        ranges=[asdict(each) for program in PROGRAMS.values() for each in program.ranges],
-        predicted={key[0]: program.seconds for key, program in PROGRAMS.items()},
+        ranges=[asdict(each) for program in PROGRAMS.values() for each in program.plan.ranges],
+        predicted={key[0]: program.plan.seconds for key, program in PROGRAMS.items()},
         difference=difference,
         first_steps=first,
     )
@@ -146,7 +147,7 @@ def _rate(setting: Setting) -> tuple[float, float]:
         setting.d_model,
         setting.d_hidden,
         setting.num_experts // dist.get_world_size(),
-        group=pmoe.Ranks.single(),
+        group=Ranks.single(),
     )
     rows, taken = torch.randn(setting.tokens, setting.d_model), []
     with torch.no_grad():

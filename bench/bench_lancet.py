@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -163,15 +164,12 @@ def _rate(setting: Setting) -> tuple[float, float]:
 
 
 def report(setting: Setting, result: Result) -> list[dict[str, Any]]:
-    def median(values: list[float]) -> float:
-        return sorted(values)[len(values) // 2]
-
     rows = [
         {
             "ratio": setting.ratio,
             "way": way,
             "step ms": timing.median * 1e3,
-            "exposed ms": median(result.waited[way]) * 1e3,
+            "exposed ms": statistics.median_high(result.waited[way]) * 1e3,
             "first step s": result.first_steps[way],
         }
         for way, timing in result.times.items()
@@ -181,7 +179,9 @@ def report(setting: Setting, result: Result) -> list[dict[str, Any]]:
         (each for each in result.times if each != "whole graph"), key=lambda way: result.times[way].median
     )
     faster = result.times["whole graph"].speedup_over(result.times[best])
-    exposed = median(result.waited["whole graph"]) / median(result.waited[best])
+    exposed = statistics.median_high(result.waited["whole graph"]) / statistics.median_high(
+        result.waited[best]
+    )
     print(
         f"\n{setting.ratio:g} X: beside {best} the step is {faster:.3f} x as fast, exposed {exposed:.2f} x; "
         f"gradients differ by {result.difference:.1e}; X {result.expert_seconds * 1e3:.1f} ms, "

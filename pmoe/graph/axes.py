@@ -222,18 +222,11 @@ def _bmm(node: fx.Node) -> Iterator[Combination]:
     yield Combination((None, 2), 2)
 
 
-@rule_of(aten.native_layer_norm.default)
-def _layer_norm(node: fx.Node) -> Iterator[Combination]:
-    given, normalized = tensors(node), len(node.args[1])  # type: ignore[arg-type]
+@rule_of(aten.native_layer_norm.default, aten._fused_rms_norm.default)
+def _norm(node: fx.Node) -> Iterator[Combination]:
+    given, normalized = tensors(node), len(_number(node, 1))
     for dim in range(len(shape(given[0])) - normalized):
-        yield Combination((dim, *(None for _ in given[1:])), (dim,) * 3)
-
-
-@rule_of(aten._fused_rms_norm.default)
-def _rms_norm(node: fx.Node) -> Iterator[Combination]:
-    given, normalized = tensors(node), len(node.args[1])  # type: ignore[arg-type]
-    for dim in range(len(shape(given[0])) - normalized):
-        yield Combination((dim, *(None for _ in given[1:])), (dim,) * 2)
+        yield Combination((dim, *(None for _ in given[1:])), (dim,) * len(node.meta["val"]))
 
 
 @rule_of(aten.embedding.default)

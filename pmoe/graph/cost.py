@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, calls_of, communicates, is_result, label
+from pmoe.measure.black_box import tensors_in
 from pmoe.measure.profile import profile_of
 from pmoe.measure.rounds import clock_of
 from pmoe.measure.store import CorruptFileError, cache_path, load_json, save_json
@@ -95,12 +96,12 @@ class Profiled(fx.Interpreter):
         for each in n.all_input_nodes:
             if each not in self._bases:  # an input of the graph
                 value = self.env[each]
-                self._bases[each] = [None for _ in _tensors(value)]
+                self._bases[each] = [None for _ in tensors_in(value)]
                 self.found[label(each)] = Cost(0.0, _bytes(value))
         bases = {
             _memory(tensor): base or (label(each) if isinstance(self.env[each], Tensor) else None)
             for each in n.all_input_nodes
-            for tensor, base in zip(_tensors(self.env[each]), self._bases[each], strict=True)
+            for tensor, base in zip(tensors_in(self.env[each]), self._bases[each], strict=True)
         }
         seconds = 0.0
         if n.op != "call_function":
@@ -113,7 +114,7 @@ class Profiled(fx.Interpreter):
                 seconds = self._link(max(_bytes(args[0]), _bytes(result)))
             else:
                 seconds, result = self._timed(n, run, signature(n, args, kwargs))
-        found = [bases.get(_memory(tensor)) for tensor in _tensors(result)]
+        found = [bases.get(_memory(tensor)) for tensor in tensors_in(result)]
         self._bases[n] = found
         # Of several results each has its own bytes, where it is taken; those of a message come together.
         counts = isinstance(result, Tensor) and found[0] is None
@@ -124,7 +125,7 @@ class Profiled(fx.Interpreter):
     def _timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
         known = self._costs.seconds
         times = 1 if name in known or not _may_repeat(node) else REPEATS
-        clock = clock_of(*(each.device for each in _tensors(list(run.args))))
+        clock = clock_of(*(each.device for each in tensors_in(list(run.args))))
         seconds = math.inf
         for _ in range(times):
             begin = clock()
@@ -143,16 +144,8 @@ def _may_repeat(node: fx.Node) -> bool:
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _bytes(value: object) -> int:
-    return sum(each.nbytes for each in _tensors(value))
+    return sum(each.nbytes for each in tensors_in(value))
 
 
 def _memory(tensor: Tensor) -> int:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pmoe.graph import run
 from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
 from pmoe.graph.run import Program
 from pmoe.graph.weight_gradients import weight_gradients
+from pmoe.measure.black_box import tensors_in
 from pmoe.planner.timeline import Bar, draw
 from pmoe.text import table
 
@@ -71,7 +72,7 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     parameters = [each for each in model.parameters() if each.requires_grad]
     try:
         for step in range(STEPS):
-            result = next(_tensors(compiled(*example)))
+            result = next(tensors_in(compiled(*example)))
             if parameters and result.requires_grad:
                 torch.autograd.grad(result.float().square().mean(), parameters, allow_unused=True)
             if step == STEPS // 2:
@@ -85,14 +86,6 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     if not programs:
         raise ValueError("model must hold a MoELayer among several ranks that can be captured")
     return Explanation(programs, measured)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _moved(program: Program) -> Counter[str]:

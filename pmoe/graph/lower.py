@@ -79,9 +79,8 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
     """Two blocks of rows of one layer whose weight gradients are only added become one instruction, which
     adds in place."""
     found: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.target is OPS.experts_weight_gradient.default:
-            found.setdefault(node.args[-1], []).append(node)
+    for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
+        found.setdefault(node.args[-1], []).append(node)
     for nodes in found.values():
         for first, second in zip(nodes, nodes[1:], strict=False):
             sums = _sums(first, second)
@@ -145,7 +144,7 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
             new[node] = graph.call_function(CALLS[node.target], args, kwargs)
         else:
             new[node] = graph.node_copy(node, value)
-    output = next(iter(reversed(module.graph.nodes)))
+    output = module.graph.output_node()
     for node in list(started):  # nobody takes what they bring, but it must have come
         value(node)
     graph.output(fx.node.map_arg(output.args[0], value))

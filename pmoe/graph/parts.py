@@ -9,7 +9,6 @@ backward among them, is joined at its end.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor, fx
 
 from pmoe.graph.axes import IRREGULAR
 from pmoe.graph.lower import communicates, is_result, label
-from pmoe.graph.ranges import Range
+from pmoe.graph.ranges import Range, stages
 
 aten, moe = torch.ops.aten, torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -102,7 +101,7 @@ class _Cutter:
                 self.sequences = self._call(aten.sym_size.int, self.whole[batch.source], batch.dim)
             self._cut(calls[at:end], found.k)
             at = end
-        output = next(iter(reversed(self.module.graph.nodes)))
+        output = self.module.graph.output_node()
         self.graph.output(fx.node.map_arg(output.args[0], self.whole.__getitem__))
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.module, self.graph)
@@ -126,8 +125,7 @@ class _Cutter:
                 self.whole[node] = self._copy(node, self.whole.__getitem__)  # once for all parts
             else:
                 inside.add(node)
-        for _, found in itertools.groupby((node for node in body if node in inside), key=communicates):
-            stage = list(found)
+        for stage in stages((node for node in body if node in inside), communicates):
             for part in range(k):
                 for node in stage:
                     self._emit(node, part, k, parts)

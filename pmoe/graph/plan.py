@@ -122,6 +122,6 @@ def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
         may = node.op == "call_function" and node not in needed and not communicates(node)
         if may and (node in refused or not last.isdisjoint(node.all_input_nodes)):
             last.add(node)
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     for node in [each for each in graph.nodes if each in last]:
         output.prepend(node)

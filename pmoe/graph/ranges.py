@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pmoe.graph.instructions import Instruction, total_seconds, users_of
+
+T = TypeVar("T")
 
 GROUPS_A_LAYER = 5
 """Groups of instructions between two layers (the paper's, section 7)."""
@@ -47,14 +50,14 @@ class Cuttable:
     can: Sequence[bool]
 
 
-def stages(body: Iterable[Instruction]) -> list[list[Instruction]]:
+def stages(body: Iterable[T], communicates: Callable[[T], bool]) -> list[list[T]]:
     """Runs of instructions that compute, and of such that communicate."""
-    return [list(found) for _, found in itertools.groupby(body, key=lambda each: each.lane)]
+    return [list(found) for _, found in itertools.groupby(body, key=communicates)]
 
 
 def pipelined(body: Sequence[Instruction], k: int, costs: PartCosts) -> list[Instruction]:
     """A range as its pipeline of stages: stage by stage, in each part by part."""
-    found = stages(body)
+    found = stages(body, lambda each: each.communicates)
     stage_of = {each.name: at for at, stage in enumerate(found) for each in stage}
     tasks: list[Instruction] = []
     for at, stage in enumerate(found):

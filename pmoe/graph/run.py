@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,10 +77,12 @@ class GraphRunner:
         merge_weight_gradients(module.graph)
         name_all(module.graph)
         self.module, self.options = module, options
-        exchanges = (node.args[-1] for node in module.graph.nodes if node.target is OPS.exchange.default)
+        exchanges = (
+            node.args[-1] for node in module.graph.find_nodes(op="call_function", target=OPS.exchange.default)
+        )
         key = (direction, tuple(dict.fromkeys(exchanges)))
         self.program = PROGRAMS.setdefault(key, Program(key))
-        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        inputs = module.graph.find_nodes(op="placeholder")
         batch = [inputs[at] for at in batch_inputs] if direction != "backward" else []
         self.cutting = Cutting(module, batch)
         self._run: Any = None
@@ -116,11 +118,15 @@ class GraphRunner:
         stage = "agreeing on what is cut"
         mine = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
         names, most = from_first(ranks, mine, stage=stage)
-        by_k = {k: self._costs_of_parts(ranks, names, k, list(boxed)) for k in PARTS if k <= most}
+        graph = self.cutting.cuttable(instructions_of(self.module, {}))
+        by_k = {}
+        for k in (each for each in PARTS if each <= most):
+            everything = RangePlan(names, tuple(whole_ranges(graph, k)))
+            by_k[k] = self._costs_of_parts(ranks, everything, list(boxed))
         program.costs, results = self._profiled(ranks, self.module, boxed)
         if by_k and ranks.rank == 0:
             by_k[1] = PartCosts({name: cost.seconds for name, cost in program.costs.items()}, {})
-            graph = self.cutting.cuttable(instructions_of(self.module, program.costs))
+            graph = replace(graph, instructions=instructions_of(self.module, program.costs))
             seconds, ranges = solve(graph, by_k)
             program.plan = RangePlan(names, tuple(ranges), seconds)
         return results
@@ -137,11 +143,9 @@ class GraphRunner:
         program.is_agreed = True
         return None
 
-    def _costs_of_parts(self, ranks: Ranks, names: tuple[str, ...], k: int, inputs: list[Any]) -> PartCosts:
-        """Of everything that can be cut, in k parts. Random numbers are drawn as if it had not run."""
-        ranges = whole_ranges(self.cutting.cuttable(instructions_of(self.module, {})), k)
-        plan = from_first(ranks, RangePlan(names, tuple(ranges)), stage="agreeing on parts to be measured")
-        module = self.cutting.cut(plan)
+    def _costs_of_parts(self, ranks: Ranks, plan: RangePlan, inputs: list[Any]) -> PartCosts:
+        """Of rank 0's plan. Random numbers are drawn as if it had not run."""
+        module = self.cutting.cut(from_first(ranks, plan, stage="agreeing on parts to be measured"))
         with torch.random.fork_rng(devices=[]):
             costs, _ = self._profiled(ranks, module, inputs)
         return _by_origin(module, costs)
@@ -162,10 +166,9 @@ class GraphRunner:
         """The nodes in the order that is predicted to be the fastest within the memory limit."""
         program, costs = self.program, self.program.costs
         before = program.before = instructions_of(module, costs)
-        inputs = [label(node) for node in module.graph.nodes if node.op == "placeholder"]
+        inputs = [label(node) for node in module.graph.find_nodes(op="placeholder")]
         given = {name: costs[name].num_bytes for name in inputs if name in costs}
-        output = next(iter(reversed(module.graph.nodes)))
-        results = [label(each) for each in output.all_input_nodes]
+        results = [label(each) for each in module.graph.output_node().all_input_nodes]
         kept = [costs[name].view_of or name for name in results if name in costs]
         limit = self.options.limit(peak_bytes(before, kept, given))
         orders = [before]

@@ -36,7 +36,7 @@ def labels(instructions: Listing) -> dict[str, set[str]]:
         found = set[str]().union(*(behind.get(name, ()) for name in each.waits))
         behind[each.name] = found | {each.name} if each.communicates else found
         if each.name in free:
-            known = [after[name] if name in free else place.get(name, -1) for name in each.waits]
+            known = [after[name] if name in free else place[name] for name in each.waits]
             after[each.name] = max(known, default=-1)
     return {
         each.name: {name for name in free if each.name not in behind[name] and after[name] < place[each.name]}
@@ -81,7 +81,7 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     done: dict[str, Instruction] = {}
 
     def take(name: str) -> None:
-        if name in done or name not in by_name:
+        if name in done:
             return
         for needed in by_name[name].waits:
             if needed in free:
@@ -146,35 +146,36 @@ class _List:
                 self._is_ready(name)
         while len(self.order) < len(self.by_name):
             self._arrive()
-            if (
-                self.messages
-                and self.missing[self.messages[-1]] == 0
-                and self._begin(self.messages[-1]) <= self.now
-            ):
+            if self._message_begins() <= self.now:
                 self._take(self.messages.pop())
-            elif self.chain and not (self.held > self.limit and self._freeing()):
-                self._take(heapq.heappop(self.chain)[1])
             elif self.held > self.limit and self._freeing():
                 self._take(max(sorted(self.pool), key=self._freed))
+            elif self.chain:
+                self._take(heapq.heappop(self.chain)[1])
             else:
                 self._fill()
         return self.order
 
     def _fill(self) -> None:
         """Everything else waits: a weight gradient that fits, or time passes."""
-        until = self.later[0][0] if self.later else float("inf")
-        if self.messages and self.missing[self.messages[-1]] == 0:
-            until = min(until, self._begin(self.messages[-1]))
+        until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now
         fitting = [name for name in self.pool if self.by_name[name].seconds <= 2 * gap]
         if fitting:
-            best = min(fitting, key=lambda name: (abs(gap - self.by_name[name].seconds), self.place[name]))
-            self._take(best if gap < float("inf") else min(fitting, key=self.place.__getitem__))
+            self._take(
+                min(fitting, key=lambda name: (abs(gap - self.by_name[name].seconds), self.place[name]))
+            )
         else:
             self.now = until
 
     def _begin(self, name: str) -> float:
-        return max((self.end.get(each, 0.0) for each in self.by_name[name].waits), default=0.0)
+        return max((self.end[each] for each in self.by_name[name].waits), default=0.0)
+
+    def _message_begins(self) -> float:
+        """When the next all-to-all has what it sends; infinity while that is not known."""
+        if not self.messages or self.missing[self.messages[-1]]:
+            return float("inf")
+        return self._begin(self.messages[-1])
 
     def _arrive(self) -> None:
         while self.later and self.later[0][0] <= self.now:

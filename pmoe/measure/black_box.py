@@ -76,7 +76,7 @@ def _timed_run(
     begin = now()
     output = module(*arguments)
     forward = now() - begin
-    ends = [found for found in _tensors_in(output) if found.requires_grad]
+    ends = [found for found in tensors_in(output) if found.requires_grad]
     starts = [found for found in arguments if isinstance(found, Tensor) and found.requires_grad]
     starts += [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not ends or not starts:
@@ -95,7 +95,7 @@ def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
     )
 
 
-def _tensors_in(found: Any) -> Iterator[Tensor]:
+def tensors_in(found: Any) -> Iterator[Tensor]:
     """All that lie in tuples, lists, mappings and dataclasses."""
     inner: Iterable[Any] = ()
     if isinstance(found, Tensor):
@@ -107,7 +107,7 @@ def _tensors_in(found: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(found) and not isinstance(found, type):
         inner = (getattr(found, field.name) for field in dataclasses.fields(found))
     for each in inner:
-        yield from _tensors_in(each)
+        yield from tensors_in(each)
 
 
 def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:

@@ -27,6 +27,9 @@ BUDGET_SHARE = 0.6
 """A budget is this share of what keep/keep needs at n = 1."""
 REUSE_DEGREE = 4
 """n where the pair alone is chosen."""
+SCREENING, FINALISTS = 3, 2
+"""Rounds of everything, after which so many of the fastest of what each chooser could have been are timed
+again beside the choosers: the least of many noisy medians alone would be lower than any layer is."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +125,19 @@ def name_of_ran(ran: Any) -> str:
 @dataclass(frozen=True)
 class Chosen:
     """A layer that chooses. took: with what it ran. first_seconds: of its first step, search and measurements
-    among it. among: what it is compared with, by name."""
+    among it. among: what it is compared with, by name; finalists: the fastest of them in the screening."""
 
     took: str
     first_seconds: float
     among: list[str]
+    finalists: list[str]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 brings home of a case."""
+    """What rank 0 brings home of a case. screened: every run's times; times: the choosers' and finalists'."""
 
+    screened: dict[str, dict[str, Timing]]
     times: dict[str, dict[str, Timing]]
     chosen: dict[str, Chosen]
     bytes_per_second: float
@@ -187,14 +192,16 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
     runs: dict[str, Run] = {
         name: functools.partial(subject.fixed_step, *each) for name, each in {**plain, **pairs}.items()
     }
-    chosen = {}
+    screened = measure(runs, SCREENING)
+    chosen, finals = {}, dict[str, Run]()
     for name, (options, among) in choosers.items():
         if among:
             layer = subject.like(**options)
             first = subject.step(layer, warm=False)["step"]
-            chosen[name] = Chosen(name_of_ran(layer.ran), first, among)
-            runs[name] = functools.partial(subject.step, layer)
-    return Result(measure(runs, rounds), chosen, rate, copy_rate, budget)
+            fastest = sorted(among, key=lambda run: screened[run]["step"].median)[:FINALISTS]
+            chosen[name] = Chosen(name_of_ran(layer.ran), first, among, fastest)
+            finals |= {name: functools.partial(subject.step, layer), **{run: runs[run] for run in fastest}}
+    return Result(screened, measure(finals, rounds), chosen, rate, copy_rate, budget)
 
 
 @own_cache()

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
@@ -33,7 +33,7 @@ from pmoe.measure.bench import (
 )
 from pmoe.measure.rounds import timestamp
 from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import FREE, Fit, LineCost, fit
+from pmoe.planner.costs import FREE, Fit, fit, from_zero
 from pmoe.planner.profile import GOOD_FIT, WIDTH, Profile
 
 MAX_ROWS = {"cpu": 8192, "cuda": 16384}
@@ -170,16 +170,15 @@ def _rate_line(bench: Bench, kind: _LaneWork, units: int, effort: _Effort) -> Fi
     """Through three sizes, measured twice where they are on no line. Where caches or noise make the smaller
     cheaper than any line from zero or above, the line goes from zero through the largest."""
     for _ in range(2):
-        samples = [
-            (part * kind.size, seconds_of(bench, kind.lane, kind.make(part), effort.repeats))
+        samples = {
+            part * kind.size: seconds_of(bench, kind.lane, kind.make(part), effort.repeats)
             for part in (units // 16, units // 4, units)
-        ]
-        found = fit(samples, relative=True)
+        }
+        found = fit(samples.items(), relative=True)
+        if not (found.line.alpha_seconds and found.line.beta_seconds):
+            found = from_zero(samples)
         if found.r_squared >= GOOD_FIT:
             break
-    if not (found.line.alpha_seconds and found.line.beta_seconds):
-        size, seconds = samples[-1]
-        found = replace(found, line=LineCost(0.0, seconds / size))
     return found
 
 

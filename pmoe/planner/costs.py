@@ -64,6 +64,13 @@ def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fi
     return Fit(line=line, r_squared=_r_squared(line, points), num_sizes=len(points))
 
 
+def from_zero(samples: Mapping[float, float]) -> Fit:
+    """The line from zero through the largest of some sizes, by seconds."""
+    largest = max(samples)
+    line = LineCost(0.0, samples[largest] / largest)
+    return Fit(line=line, r_squared=_r_squared(line, samples), num_sizes=len(samples))
+
+
 # ---- helpers
 
 

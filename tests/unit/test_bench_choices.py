@@ -26,7 +26,14 @@ def timed(*seconds: float) -> dict[str, Timing]:
     return {"step": Timing(seconds)}
 
 
+PLAIN = [name_of(n, None) for n in (3, 1, 9)]
 RESULT = Result(
+    screened={
+        name_of(1, None): timed(4.0, 4.0),
+        name_of(3, None): timed(2.0, 2.0),
+        name_of(9, None): timed(6.0, 6.0),
+        name_of(4, S4): timed(1.0, 1.0),
+    },
     times={
         name_of(1, None): timed(4.0, 4.0, 9.0),
         name_of(3, None): timed(2.0, 2.0, 2.0),
@@ -35,8 +42,8 @@ RESULT = Result(
         "both True": timed(1.0, 1.0, 1.0),
     },
     chosen={
-        "pipeline=True": Chosen("n=4", 8.8, [name_of(1, None), name_of(3, None)]),
-        "both True": Chosen("n=4 S4", 5.0, [name_of(4, S4)]),
+        "pipeline=True": Chosen("n=4", 8.8, PLAIN, PLAIN[:2]),
+        "both True": Chosen("n=4 S4", 5.0, [name_of(4, S4)], [name_of(4, S4)]),
     },
     bytes_per_second=1e6,
     copy_bytes_per_second=1e6,
@@ -54,8 +61,8 @@ def test_what_is_stored_of_a_case_can_be_written(tmp_path: Path) -> None:
 def test_regret_is_over_the_fastest_of_what_the_chooser_could_have_been() -> None:
     assert regret(RESULT, "pipeline=True") == ("n=3", pytest.approx(0.1))  # of 1.0, 1.2 and 1.1
     first, second = rows_of(CASES[0], RESULT)
-    assert (first["took"], first["best"], first["of"]) == ("n=4", "n=3", 2)
-    assert first["slowest/best"] == 2 and first["search steps"] == pytest.approx(3)
+    assert (first["took"], first["best"], first["of"]) == ("n=4", "n=3", 3)
+    assert first["slowest/best"] == 3 and first["search steps"] == pytest.approx(3)
     assert second["best"] == "n=4 communicate/recompute" and second["regret %"] == 0
 
 
@@ -116,9 +123,10 @@ def test_a_small_run_measures_every_choice_and_writes_what_it_says(tmp_path: Pat
     assert len(found["rows"]) == 5 * len(found["cases"])
     assert (tmp_path / "choices_modelled.png").exists()
     for case in found["results"].values():
-        assert {f"n={n}" for n in (1, 3, 4)} < case["times"].keys()
-        assert sum("/" in name for name in case["times"]) == 2 * 9
-        for chosen in case["chosen"].values():
-            assert set(chosen["among"]) <= case["times"].keys()
+        assert {f"n={n}" for n in (1, 3, 4)} < case["screened"].keys()
+        assert sum("/" in name for name in case["screened"]) == 2 * 9
+        for name, chosen in case["chosen"].items():
+            assert set(chosen["among"]) <= case["screened"].keys()
+            assert {name, *chosen["finalists"]} <= case["times"].keys()
         samples = [each["step"]["samples_s"] for each in case["times"].values()]
         assert all(len(each) == 1 and each[0] > 0 for each in samples)

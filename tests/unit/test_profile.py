@@ -354,9 +354,10 @@ def test_a_choice_from_a_bad_fit_warns_of_it(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("seconds", [lambda units: 1e-6 * units**2, lambda units: 1e-2 / units])
 def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: Callable) -> None:
-    line = measuring._rate_line(Priced(), priced(seconds), 160, measuring.QUICK).line
-    assert line.alpha_seconds == 0
-    assert line(1600) == pytest.approx(seconds(160))
+    found = measuring._rate_line(Priced(), priced(seconds), 160, measuring.QUICK)
+    assert found.line.alpha_seconds == 0
+    assert found(1600) == pytest.approx(seconds(160))
+    assert (found.r_squared > 0.9) == (seconds(160) > seconds(10))  # of this line: the large sizes count
 
 
 @pytest.mark.parametrize(

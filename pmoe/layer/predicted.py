@@ -8,6 +8,7 @@ import functools
 from pmoe.engine.arena import pool
 from pmoe.layer.choose import Batch
 from pmoe.layer.memory import memory_shape
+from pmoe.layer.searched import tried_seconds
 from pmoe.measure.profile import profile_of
 from pmoe.planner.candidates import Chooser
 from pmoe.planner.degree import DEGREES, Choice
@@ -58,4 +59,5 @@ def solved_degrees(batch: Batch, restore: Restore) -> PassDegrees:
     solver: Solver = parts.known.choosers.setdefault(key, new)
     modules = parts.experts.as_modules()
     t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
-    return solver.degrees(memory_shape(parts, rows_TM), rows_TM, batch.counts.max_tokens, t_gar, modules)
+    shape, tried = memory_shape(parts, rows_TM), functools.partial(tried_seconds, batch, restore)
+    return solver.degrees(shape, rows_TM, batch.counts.max_tokens, t_gar, modules, tried)

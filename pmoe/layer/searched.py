@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from pmoe.measure.bench import identity
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.granularity import PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
-from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, save_degrees, search
+from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, save_degrees, search, trials
 from pmoe.schedule.restore import Restore
 
 MIN_ROWS = 1024
@@ -40,10 +42,7 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     max_tokens, ranks = counts.max_tokens, parts.ranks
     rows = max_tokens * spec.top_k
     ruled = adaptive_degree(rows, 2 if spec.rotates else ranks.size)
-    worth = counts.needs_grad and ranks.size > 1 and rows >= 2 * MIN_ROWS
-    shared = parts.shared_expert
-    modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
-    tries = worth and not (modules or parts.hooks is not None or spec.switches.sequential)
+    tries = _tries(batch)
     learnt = learnt_of(parts) if tries else parts.known.choosers.get(_name(parts))
     if learnt is None:
         return PassDegrees(ruled, ruled)
@@ -52,16 +51,43 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     if found is not None or not tries:
         return found or PassDegrees(ruled, ruled)
 
+    with _trying(batch, restore) as runner_of:
+        found = search(known, max_tokens, spec.degrees, runner_of, batch.inputs, ranks)
+    learnt.keep()
+    return found
+
+
+def _tries(batch: Batch) -> bool:
+    """Whether trials are worth it, and change nothing that lasts."""
+    parts, spec = batch.parts, batch.parts.spec
+    rows, shared = batch.counts.max_tokens * spec.top_k, parts.shared_expert
+    worth = batch.counts.needs_grad and parts.ranks.size > 1 and rows >= 2 * MIN_ROWS
+    modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
+    return worth and not (modules or parts.hooks is not None or spec.switches.sequential)
+
+
+@contextlib.contextmanager
+def _trying(batch: Batch, restore: Restore) -> Iterator[Callable[[PassDegrees], Runner | None]]:
+    """What runs the batch with any degrees, None where the layer does not allow them. Trials are no traffic
+    of the model."""
+    parts, spec, traffic = batch.parts, batch.parts.spec, replace(batch.parts.traffic)
+
     def runner_of(degrees: PassDegrees) -> Runner | None:
         if degrees.forward != degrees.backward and (not spec.rotates or spec.send_once):
             return None
         return PipelineRunner(batch.plan_for(degrees.forward, degrees.backward, restore))
 
-    traffic = replace(parts.traffic)
-    found = search(known, max_tokens, spec.degrees, runner_of, batch.inputs, ranks)
-    learnt.keep()
-    vars(parts.traffic).update(vars(traffic))  # trials are no traffic of the model
-    return found
+    yield runner_of
+    vars(parts.traffic).update(vars(traffic))
+
+
+def tried_seconds(batch: Batch, restore: Restore, degrees: Sequence[int]) -> list[tuple[float, float]] | None:
+    """Of both passes in so many chunks each, the slowest rank's; None where trials are not for this layer.
+    Collective."""
+    if not _tries(batch) or batch.parts.gradients is not None:
+        return None
+    with _trying(batch, restore) as runner_of:
+        return trials([PassDegrees(n, n) for n in degrees], runner_of, batch.inputs, batch.parts.ranks)
 
 
 def learnt_of(parts: Parts) -> Learnt:

@@ -40,6 +40,10 @@ GEMM_STEP, GEMM_STEPS = 2**19, 12
 """Section 6.2: from 2^19 to 12 * 2^19 elements, here those of the matrix that the measured weight is applied
 to."""
 
+SMALLER = (16, 4)
+"""Parts of the first size that are measured too, for what an operation costs whatever its size: on a slow
+link, from large messages alone, that would be anything."""
+
 RUNS = 5
 """Of each size, and one before them."""
 
@@ -178,9 +182,9 @@ def _operation_line(bench: Bench, among: Ranks | None, make: PieceMaker, line_se
         return FREE
     _, first = make(step)
     first_seconds = seconds_of(bench, lane, first, RUNS, min)  # interruptions would cost sizes
+    wanted = [multiple * step for multiple in multiples(steps, first_seconds, line_seconds)]
     samples = []
-    for multiple in multiples(steps, first_seconds, line_seconds):
-        size, piece = make(multiple * step)
+    for size, piece in map(make, (*(step // part for part in SMALLER), *wanted)):
         samples.append((size, seconds_of(bench, lane, piece, RUNS)))
     return fit(samples, relative=True)
 

@@ -185,12 +185,12 @@ def search(
     forward, backward, seconds = {}, {}, {}
     log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, candidates)), max_tokens)
     same = [PassDegrees(n, n) for n in candidates]
-    for degrees, (ahead, back) in zip(same, _trials(same, runner_of, inputs, ranks), strict=True):
+    for degrees, (ahead, back) in zip(same, trials(same, runner_of, inputs, ranks), strict=True):
         forward[degrees.forward], backward[degrees.backward] = ahead, back
         seconds[degrees] = ahead + back
     apart = PassDegrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
     if apart not in seconds and runner_of(apart) is not None:
-        ((ahead, back),) = _trials([apart], runner_of, inputs, ranks)
+        ((ahead, back),) = trials([apart], runner_of, inputs, ranks)
         seconds[apart] = ahead + back
     before = known.contradictions
     best = known.record(max_tokens, seconds)
@@ -203,7 +203,7 @@ def search(
     return best
 
 
-def _trials(
+def trials(
     candidates: Sequence[PassDegrees],
     runner_of: Callable[[PassDegrees], Runner | None],
     inputs: Inputs,
@@ -212,9 +212,9 @@ def _trials(
     """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns."""
     device = inputs.x_TM.device
     clock = clock_of(device)
-    trials = [functools.partial(_run_both, runner_of(degrees), inputs, clock) for degrees in candidates]
+    runs = [functools.partial(_run_both, runner_of(degrees), inputs, clock) for degrees in candidates]
     agree = functools.partial(largest, ranks, device, stage="agreeing on a number of chunks")
-    medians = median_seconds(trials, REPEATS, begin=begin_together(ranks), agree=agree)
+    medians = median_seconds(runs, REPEATS, begin=begin_together(ranks), agree=agree)
     return [(ahead, back) for ahead, back in medians]
 
 

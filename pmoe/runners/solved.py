@@ -10,7 +10,8 @@ Letters: B tokens of the fullest rank, K choices, P ranks across nodes, L inside
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,15 @@ from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Operations, alphas
 from pmoe.schedule.restore import Restore
+from pmoe.warn import log
 
 BLACK_BOX_ROWS = (64, 256, 1024)
 """Over which an expert that is a module is profiled."""
+
+TRIED, HALVINGS = (1, 8), 24
+"""Numbers of chunks whose difference tells what a chunk costs, and how closely it is found."""
+
+Tried = Callable[[Sequence[int]], "list[tuple[float, float]] | None"]
 
 _operations: dict[tuple[str, str, torch.device, torch.dtype], Operations] = {}
 
@@ -85,20 +92,36 @@ class Solver:
         self._found: dict[tuple[int, float], PassDegrees] = {}
 
     def degrees(
-        self, shape: LayerSizes, rows_TM: Tensor, num_tokens: int, t_gar: float, modules: Sequence[nn.Module]
+        self,
+        shape: LayerSizes,
+        rows_TM: Tensor,
+        num_tokens: int,
+        t_gar: float,
+        modules: Sequence[nn.Module],
+        tried: Tried,
     ) -> PassDegrees:
         """modules: this rank's experts, where they are modules. t_gar: seconds of other layers' gradients in
-        the backward pass. Collective the first time."""
+        the backward pass. tried: measures both passes in some numbers of chunks, where it can. Collective the
+        first time."""
         key = (num_tokens, t_gar)
         if key not in self._found:
             operations = operations_of(self._grid, rows_TM.device, rows_TM.dtype)
             if modules and self._black_box is None:
                 self._black_box = black_box(modules[0], rows_TM, self._grid)
-            self._found[key] = self._solve(shape, operations, num_tokens, rows_TM.device.type, t_gar)
+            found = self._solve(shape, operations, num_tokens, rows_TM.device.type, t_gar, tried)
+            self._found[key] = found
+            told = (found.forward, found.backward, num_tokens)
+            log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *told)
         return self._found[key]
 
     def _solve(
-        self, shape: LayerSizes, operations: Operations, num_tokens: int, device_type: str, t_gar: float
+        self,
+        shape: LayerSizes,
+        operations: Operations,
+        num_tokens: int,
+        device_type: str,
+        t_gar: float,
+        tried: Tried,
     ) -> PassDegrees:
         ahead, back = self._black_box or (None, None)
         costs = functools.partial(layer_costs, shape, operations, num_tokens, device_type)
@@ -108,6 +131,11 @@ class Solver:
             ScheduleOptions, one_lane=self._one_lane, restore=self._restore, stays=shape.stays
         )
         way, way_back = options(direction="forward"), options(direction="backward")
+        seconds = tried(TRIED)
+        if seconds is not None:
+            ahead_few, ahead_many, back_few, back_many = (pair[at] for at in (0, 1) for pair in seconds)
+            forward = with_chunk_cost(forward, way, ahead_many - ahead_few)
+            backward = with_chunk_cost(backward, way_back, back_many - back_few)
         if self._restore is not None:
             found = best_degree(forward, way, degrees=DEGREES)
             return PassDegrees(found, best_degree(backward, way_back, t_gar, DEGREES))
@@ -117,6 +145,29 @@ class Solver:
 
         best = min(DEGREES, key=step)
         return PassDegrees(best, best)
+
+
+def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:
+    """The costs with what a chunk takes beside its products, launches of small kernels and the host's work:
+    as much more as lets the numbers of chunks that were tried differ by the ``measured`` seconds. The paper's
+    model has no such term, and without it more chunks are ever better on a fast link."""
+    few, many = TRIED
+
+    def with_more(seconds: float) -> LayerCosts:
+        line = LineCost(costs.exp.line.alpha_seconds + seconds, costs.exp.line.beta_seconds)
+        return replace(costs, exp=replace(costs.exp, line=line))
+
+    def differ(seconds: float) -> float:
+        found = with_more(seconds)
+        return pass_seconds(found, many, options) - pass_seconds(found, few, options)
+
+    low, high = 0.0, abs(measured) + pass_seconds(costs, few, options)
+    if differ(low) >= measured:
+        return costs
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if differ(middle) < measured else (low, middle)
+    return with_more(high)
 
 
 def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:

@@ -8,18 +8,21 @@ product takes 19 ps a multiply-add and 0.093 ms for 512 x 512 elements of its we
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import Fit, LineCost
+from pmoe.planner.costs import Fit, LayerCosts, LineCost, StageWork
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.profile import FORMAT, Operations, Profile, Versions, alphas
-from pmoe.runners.solved import layer_costs
+from pmoe.runners.solved import layer_costs, with_chunk_cost
 from pmoe.schedule.restore import KEEP, STRATEGIES, Restore
+from pmoe.schedule.tasks import PassDirection
 
 TOKENS = 4096
 SIZES = sizes_from_options(512, 2048, 8, num_ranks=2, dtype=torch.float32, device_type="cpu")
@@ -115,3 +118,19 @@ def test_rows_that_stay_are_computed_while_others_travel() -> None:
     half = ScheduleOptions(direction="forward", stays=0.5)
     assert pass_seconds(costs, 1, half) == pytest.approx(7)
     assert best_degree(costs, half) > 1
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("chunk_ms", [0.0, 0.4, 3.0])
+def test_what_a_chunk_costs_is_found_from_two_trials(direction: PassDirection, chunk_ms: float) -> None:
+    """Of costs that know it, their own difference of 8 chunks and 1 gives it back to costs that do not."""
+    line, way = LineCost(0.0, 1e-9), ScheduleOptions(direction=direction, stays=0.5)
+    free = LayerCosts(
+        a2a=StageWork(line=line, size=2e6), ag=StageWork(line=line, size=0.0),
+        rs=StageWork(line=line, size=0.0), exp=StageWork(line=line, size=4e7),
+    )  # fmt: skip
+    paid = replace(free, exp=StageWork(line=LineCost(chunk_ms / 1e3, 1e-9), size=4e7))
+    measured = pass_seconds(paid, 8, way) - pass_seconds(paid, 1, way)
+    found = with_chunk_cost(free, way, measured)
+    assert found.exp.line.alpha_seconds == pytest.approx(chunk_ms / 1e3, abs=1e-7)
+    assert with_chunk_cost(free, way, measured - 1.0) == free  # faster than the model: nothing is taken off

@@ -231,15 +231,15 @@ def given(gate: nn.Module, rank: int) -> tuple[Tensor | None, Any]:
     return weight_TK, gate.routing(expert_TK, weight_TK)
 
 
-def found(layer: pmoe.MoELayer) -> dict[str, Tensor | None]:
-    """y, l_aux and every gradient of one step of this rank."""
+def found(layer: pmoe.MoELayer, call: Any = None) -> dict[str, Tensor | None]:
+    """y, l_aux and every gradient of one step of this rank. call: of the layer, where it is not itself."""
     rank = layer.ranks.rank
     x, dy = tokens(rank)
     x.requires_grad_()
     weight_TK, routing = given(layer.gate, rank)
     layer.zero_grad(set_to_none=True)
     with routing:
-        y = layer(x)
+        y = (call or layer)(x)
     ((y * dy).sum() + AUX * layer.l_aux).backward()
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
     own = {} if weight_TK is None else {"weight": weight_TK.grad}

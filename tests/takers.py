@@ -11,9 +11,11 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 import pmoe
 from pmoe import warn
+from pmoe.graph import run
 from pmoe.layer import parts as layer_parts
 from pmoe.runners import one_rank
 from pmoe.runners.features import Feature, refused
@@ -138,6 +140,32 @@ def in_a_padded_graph(features: Features) -> Iterator[str]:
     yield from in_a_graph({*features, Feature.PADDED})
 
 
+def in_a_whole_graph(features: Features) -> Iterator[str]:
+    """A layer that is not captured runs as it would without the backend, and a warning says why."""
+    layer = built(features)
+    if isinstance(layer, list):
+        yield from layer
+        return
+    torch._dynamo.reset()
+    run.PROGRAMS.clear()
+    warn.GIVEN.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step = found(layer, torch.compile(layer, backend="pmoe"))
+    yield from differences(step, expected(layer))
+    assert layer.ran is not None
+    not_taken = refused("whole graph", layer.parts.features)
+    if layer.ran.path == "whole graph":
+        yield from [] if not_taken is None else [f"captured, though {not_taken.name} is not taken"]
+    else:
+        messages = [str(each.message) for each in told if "graph breaks" in str(each.message)]
+        yield from (
+            wrong_refusal(messages[0], "whole graph", {*layer.parts.features})
+            if messages
+            else ["not captured, and no reason given"]
+        )
+
+
 COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "pipeline": by_pipeline,
     "padded counts": by_padded_counts,
@@ -146,6 +174,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "one rank": by_one_ranks_kernels,
     "graph of one rank": in_a_graph,
     "graph capture": in_a_padded_graph,
+    "whole graph": in_a_whole_graph,
 }
 
 

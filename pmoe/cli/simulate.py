@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.output import Output, ms
-from pmoe.papers import comet_figures, fsmoe_layers
+from pmoe.papers import comet_figures, fsmoe_layers, lancet_figures
 from pmoe.papers.comet_figures import Beside, Case, Size
 from pmoe.papers.fsmoe_layers import Table2Row, table2
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Table5, table5
@@ -18,15 +18,20 @@ from pmoe.planner.timeline import draw
 from pmoe.text import table
 
 ABOUT = "a paper's experiment from its own task costs"
+ASSUMED = {
+    "fsmoe-table5": fsmoe_layers.ASSUMPTIONS,
+    "comet": comet_figures.ASSUMPTIONS,
+    "lancet": lancet_figures.ASSUMPTIONS,
+}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     told = (
-        "FSMoE's Table 5: five systems, 1,458 layers, Testbed B; or COMET's Table 3, the moves of n_c in its "
-        "Fig. 8, and a fused layer beside a chunked one"
+        "FSMoE's Table 5: five systems, 1,458 layers, Testbed B; COMET's Table 3, the moves of n_c in its "
+        "Fig. 8, and a fused layer beside a chunked one; or Lancet's section 7: a step of GPT-2 by system"
     )
-    add("experiment", choices=["fsmoe-table5", "comet"], help=told)
+    add("experiment", choices=list(ASSUMED), help=told)
     both = "fsmoe-table5: seconds of collectives of both lanes together, over those alone"
     add("--contention", type=slack, metavar="C", help=f"{both} (default {CONTENTION})")
     drawn = "comet: the fused layer beside the chunked one, as a PNG"
@@ -35,15 +40,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    comet = args.experiment == "comet"
-    if comet and args.contention is not None:
-        raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for comet")
-    if args.draw is not None and (not comet or args.assumptions):
+    name = args.experiment
+    if name != "fsmoe-table5" and args.contention is not None:
+        raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for {name}")
+    if args.draw is not None and (name != "comet" or args.assumptions):
         raise ValueError(f"--draw ({args.draw}) is for comet, without --assumptions")
     if args.assumptions:
-        assumptions = (comet_figures if comet else fsmoe_layers).ASSUMPTIONS
-        return Output(assumptions, _wrapped(assumptions))
-    return _comet(args.draw) if comet else _table5(args.contention)
+        return Output(ASSUMED[name], _wrapped(ASSUMED[name]))
+    if name == "lancet":
+        return _lancet()
+    return _comet(args.draw) if name == "comet" else _table5(args.contention)
 
 
 def _wrapped(texts: Mapping[str, str]) -> Iterator[str]:
@@ -120,6 +126,26 @@ def _beside_line(beside: Beside) -> str:
         f"{ms(combine.seconds)} with n_c = {combine.division.n_c}\nand T_N = "
         f"{combine.division.chunk_columns}), chunked {chunked}"
     )
+
+
+# ---- Lancet's section 7
+
+
+def _lancet() -> Output:
+    rows, best = lancet_figures.section7(), lancet_figures.largest_gains
+    fields = {"rows": rows, "paper": lancet_figures.PAPER, "assumptions": lancet_figures.ASSUMPTIONS}
+    return Output(fields, _lancet_lines(rows, best(rows)))
+
+
+def _lancet_lines(rows: Sequence[Mapping[str, object]], best: Mapping[str, float]) -> Iterator[str]:
+    yield "Lancet's section 7: a training step by system, ms; its two passes alone and together\n"
+    cells = [[f"{each:.2f}" if isinstance(each, float) else f"{each}" for each in row.values()] for row in rows]
+    yield table([[*rows[0]], *cells], left=range(2))
+    yield ""
+    for name, told in lancet_figures.PAPER.items():
+        yield f"{name}: {best[name]:.2f} at most; paper: {told}"
+    yield textwrap.fill(lancet_figures.WHY, 110)
+    yield "\nassumed: pmoe simulate lancet --assumptions"
 
 
 # ---- FSMoE's Table 5, and its Table 2 beside the model

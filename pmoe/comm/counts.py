@@ -233,6 +233,7 @@ class CountsExchange:
         # In 32 bits: a rank has fewer slots than that.
         self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1).int()
         self._received = self._sent
+        self.tokens_W = header[:1]  # of every rank, once finished
         self._work: dist.Work | None = None
         if ranks.size > 1:
             self._received = torch.empty_like(self._sent)
@@ -270,6 +271,7 @@ class CountsExchange:
             told = [f"rank {rank}: {names[kind]}" for rank, kind in enumerate(kinds)]
             rule = f"rows must be of one type on all ranks (autocast on all or none): {'; '.join(told)}"
             raise FaultError(Fault.DTYPE, rule)
+        self.tokens_W = headers[:, 0]
         send, sent_once = self._split(own)
         recv, received_once_host = self._split(arrived)
         return RankCounts(

@@ -58,8 +58,10 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 @functools.cache
 def prepare() -> None:
     """Sizes that only a run knows, as numbers of rows are, stay in graphs from here on;
-    DistributedDataParallel must not cut graphs between layers that communicate."""
+    DistributedDataParallel must not cut graphs between layers that communicate, and a rank that was compiled
+    for too many shapes raises, for without its graph it would send other messages than the others."""
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.optimize_ddp = False
     capture.install(backend)
 

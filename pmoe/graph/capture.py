@@ -19,14 +19,7 @@ from pmoe.graph import messages, operators
 from pmoe.layer import MoELayer
 from pmoe.layer.decision import LastCall, Ran
 from pmoe.layer.parts import autocast_dtype
-from pmoe.runners.features import Feature
 from pmoe.warn import warn_once
-
-TAKES = frozenset(
-    {Feature.RANKS, Feature.OWN_EXCHANGE, Feature.SHARED_EXPERT, Feature.CHUNKS, Feature.CAPACITY}
-    | {Feature.NO_CAPACITY, Feature.CHECK_FINITE, Feature.KEEPS_ITSELF, Feature.OTHER_GATE}
-)
-"""Features of a layer that is captured. `pipeline` has no say there."""
 
 BACKENDS: set[Any] = set()
 """Functions that `torch.compile` is given, for which layers are captured."""
@@ -34,13 +27,18 @@ BACKENDS: set[Any] = set()
 
 @dataclass(frozen=True)
 class CapturedCounts:
-    """What a captured call leaves of its row counts: (W, E_local) that travel, and (1, E_local) that stay."""
+    """What a captured call leaves of its row counts: (W, E_local) that travel, (1, E_local) that stay, and
+    the ranks' tokens."""
 
     send_WE: Tensor
     recv_WE: Tensor
     own_1E: Tensor
-    max_tokens: int
+    tokens_W: Tensor
     rank: int
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.tokens_W.max())
 
     def rows(self) -> RankCounts:
         send_WE, recv_WE = self.send_WE.clone(), self.recv_WE.clone()
@@ -86,13 +84,12 @@ def _number(layer: MoELayer) -> int:
 
 def _refusal(layer: MoELayer) -> str | None:
     """Why a layer is not captured; None where it is."""
-    parts = layer.parts
-    if layer.experts.is_parallelized:
-        return "pmoe.parallelize has laid its parameters out over ranks"
+    copies = getattr(layer.experts.reduce, "copies", None)
+    if copies is not None and copies.size > 1:
+        return "its experts have copies, over which pmoe.parallelize reduces gradients"
     if layer.shared_expert is not None and layer.shared_expert.are_modules:
         return "its shared expert is a module of one's own"
-    found = next((each for each in Feature if each in parts.features and each not in TAKES), None)
-    return None if found is None else f"{found.name.lower().replace('_', ' ')} is not captured"
+    return layer.parts.refusal("whole graph")
 
 
 def _is_traced_for_us() -> bool:
@@ -107,6 +104,8 @@ def _is_traced_for_us() -> bool:
 def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None) -> Tensor:
     """`MoELayer.forward` by exact row counts."""
     autocast, given = autocast_dtype(x), list(layer.experts.parameters())
+    if layer.experts.is_parallelized:
+        given = [each.to_local() for each in given]  # type: ignore[operator]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != given[0].dtype):
         return _eager(layer, x, token_ids)  # which raises
     x_TM = x.reshape(-1, layer.d_model)
@@ -126,7 +125,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     )
     rows = x_TM if autocast is None else x_TM.to(autocast)
     parameters = given if autocast is None else [each.to(autocast) for each in given]
-    send_WE, recv_WE, own_1E = messages.exchange_counts(counts, tokens, rows.dtype, number)
+    send_WE, recv_WE, own_1E, tokens_W = messages.exchange_counts(counts, tokens, rows.dtype, number)
     order = (slot, position, send_WE, own_1E)
     travel, stay = operators.pack(rows, *order, layer.top_k)
     travel_weight, stay_weight = operators.pack(routing.weight.reshape(-1), *order, 1)
@@ -143,7 +142,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     y_TM = operators.join(home, stayed, *order, layer.top_k, tokens)
     if layer.shared_expert is not None:
         y_TM = y_TM + _shared(layer, x_TM, rows)
-    counted: Any = CapturedCounts(send_WE, recv_WE, own_1E, tokens, layer.ranks.rank)
+    counted = CapturedCounts(send_WE, recv_WE, own_1E, tokens_W, layer.ranks.rank)
     ran = Ran(
         path="whole graph", num_tokens=tokens, num_slots=slot.numel(), dtype=rows.dtype, device=x.device
     )

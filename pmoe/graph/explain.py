@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -15,22 +15,26 @@ from torch import nn
 
 from pmoe.graph import run
 from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
-from pmoe.graph.run import Program
+from pmoe.graph.run import Key, Program
+from pmoe.graph.watch import PassSeconds, PassTimeline
 from pmoe.graph.weight_gradients import weight_gradients
 from pmoe.measure.black_box import tensors_in
+from pmoe.planner.simulator import Simulated
 from pmoe.planner.timeline import Bar, draw
 from pmoe.text import table
 
-STEPS = 8
-"""Passes that `explain` runs: three to measure and agree, the others to be timed."""
+STEPS = 9
+"""Passes that `explain` runs: three to measure and agree, the others to be timed, the last by instruction."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The programs of a model, and the seconds that their passes took, by direction."""
+    """By direction: the programs of a model, the seconds that their passes took, and when in one of them each
+    instruction ran."""
 
     programs: Mapping[str, Program]
     measured: Mapping[str, float]
+    ran: Mapping[str, Sequence[Simulated[Instruction]]]
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -52,12 +56,16 @@ class Explanation:
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
 
     def draw(self, path: str | Path | IO[bytes]) -> None:
-        """The predicted timelines, as traced and as run, as a PNG. Needs matplotlib."""
+        """The timelines as predicted for the traced order and for the order that runs, and as measured, as a
+        PNG. Needs matplotlib."""
         panels = {}
         for direction, program in self.programs.items():
-            panels[f"{direction}, as traced"] = _bars(direction, program.before)
-            panels[f"{direction}, as run"] = _bars(direction, program.instructions)
-        draw(path, panels, "A pass of the whole model: predicted")
+            free = weight_gradients(program.before)
+            panels[f"{direction}, as traced: predicted"] = bars_of(direction, timeline(program.before), free)
+            predicted = timeline(program.instructions)
+            panels[f"{direction}, as run: predicted"] = bars_of(direction, predicted, free)
+            panels[f"{direction}, as run: measured"] = bars_of(direction, self.ran[direction], free)
+        draw(path, panels, "A pass of the whole model")
 
 
 def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None = None) -> Explanation:
@@ -70,22 +78,29 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     """
     compiled = torch.compile(model, backend="pmoe", options=dict(options or {}))
     parameters = [each for each in model.parameters() if each.requires_grad]
+    seconds, ran = dict[Key, PassSeconds](), dict[Key, PassTimeline]()
     try:
         for step in range(STEPS):
             result = next(tensors_in(compiled(*example)))
             if parameters and result.requires_grad:
                 torch.autograd.grad(result.float().square().mean(), parameters, allow_unused=True)
             if step == STEPS // 2:
-                for program in run.PROGRAMS.values():
-                    program.timed = []
-        programs = {key[0]: each for key, each in run.PROGRAMS.items() if each.timed and key[1]}
-        measured = {name: statistics.median(each.timed or [0.0]) for name, each in programs.items()}
+                for key, program in run.PROGRAMS.items():
+                    program.watch = seconds[key] = PassSeconds()
+            if step == STEPS - 2:
+                for key, program in run.PROGRAMS.items():
+                    program.watch = ran[key] = PassTimeline(program.instructions)
     finally:
         for program in run.PROGRAMS.values():
-            program.timed = None
+            program.watch = None
+    programs = {key[0]: run.PROGRAMS[key] for key, each in ran.items() if each.found and key[1]}
     if not programs:
         raise ValueError("model must hold a MoELayer among several ranks that can be captured")
-    return Explanation(programs, measured)
+    return Explanation(
+        programs,
+        {name: statistics.median(seconds[each.key].found) for name, each in programs.items()},
+        {name: ran[each.key].found for name, each in programs.items()},
+    )
 
 
 def _moved(program: Program) -> Counter[str]:
@@ -103,8 +118,8 @@ def _moved(program: Program) -> Counter[str]:
     return Counter(runs[name] for name in runs if name in free and runs[name] != traced[name])
 
 
-def _bars(direction: str, instructions: list[Instruction]) -> list[Bar]:
-    free = weight_gradients(instructions)
+def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collection[str]) -> list[Bar]:
+    """For `pmoe.planner.timeline.draw`. free: the names of weight gradients."""
     return [
         Bar(
             direction=direction,
@@ -115,12 +130,12 @@ def _bars(direction: str, instructions: list[Instruction]) -> list[Bar]:
             start=each.start,
             end=each.end,
         )
-        for each in timeline(instructions)
+        for each in ran
         if each.end > each.start
     ]
 
 
-def _kind(each: Instruction, free: set[str]) -> str:
+def _kind(each: Instruction, free: Collection[str]) -> str:
     if each.communicates:
         return "S"
     if each.name.startswith("experts"):

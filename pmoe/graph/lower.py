@@ -7,7 +7,9 @@ among them, as autograd would.
 
 from __future__ import annotations
 
+import linecache
 import operator
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -131,6 +133,7 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
                 wait = STARTS[node.target][1]
                 layer = node.args[-1]
                 new[node] = graph.call_function(wait, (started.pop(node), layer))
+                new[node].meta = dict(node.meta)
             else:
                 assert is_result(node)
                 new[node] = graph.call_function(operator.getitem, (value(node.args[0]), node.args[1]))  # type: ignore[arg-type]
@@ -140,8 +143,10 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
         args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
         if communicates(node):
             started[node] = graph.call_function(STARTS[node.target][0], args, kwargs)
+            started[node].meta = dict(node.meta)
         elif node.target in CALLS:
             new[node] = graph.call_function(CALLS[node.target], args, kwargs)
+            new[node].meta = dict(node.meta)
         else:
             new[node] = graph.node_copy(node, value)
     output = module.graph.output_node()
@@ -150,6 +155,18 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
     graph.output(fx.node.map_arg(output.args[0], value))
     graph.set_codegen(_Boxed())
     return fx.GraphModule(module, graph)
+
+
+def failed_at(module: fx.GraphModule, error: BaseException) -> str:
+    """The instruction of a lowered module in which an error was raised, with its part and layer."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name, *_ = linecache.getline(frame.f_code.co_filename, line).replace(":", " ").split() or [""]
+        if frame.f_code is type(module).forward.__code__ and name in nodes:
+            node = nodes[name]
+            own = (*CALLS.values(), *(each for pair in STARTS.values() for each in pair))
+            return label(node) + (f" (layer {node.args[-1]})" if node.target in own else "")
+    return "its results"
 
 
 class _Boxed(CodeGen):

@@ -35,32 +35,33 @@ def start_counts(counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int
     )
 
 
-def wait_counts(exchange: CountsExchange, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+def wait_counts(exchange: CountsExchange, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found: RankCounts = exchange.finish()
     rank = parts_of(layer).ranks.rank
-    own_1E = found.send[0, rank : rank + 1].clone()
-    return without_own(found.send, rank)[0], without_own(found.recv, rank)[0], own_1E
+    own_1E, tokens_W = found.send[0, rank : rank + 1].clone(), exchange.tokens_W.long()
+    return without_own(found.send, rank)[0], without_own(found.recv, rank)[0], own_1E, tokens_W
 
 
 @torch.library.custom_op(
     "pmoe_graph::exchange_counts",
     mutates_args=(),
-    schema="(Tensor counts, SymInt num_tokens, ScalarType dtype, int layer) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor counts, SymInt num_tokens, ScalarType dtype, int layer)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def exchange_counts(
     counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(send_WE, recv_WE, own_1E), on the host: rows for each rank's experts, from each rank, and those that
-    stay, which the others leave out. Raises FaultError on every rank where any rank's routing is at fault."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(send_WE, recv_WE, own_1E, tokens_W), on the host: rows for each rank's experts, from each rank, and
+    those that stay, which the others leave out; and every rank's tokens. Raises FaultError on every rank where any rank's routing is at fault."""
     return wait_counts(start_counts(counts, num_tokens, dtype, layer), layer)
 
 
 @exchange_counts.register_fake
-def _(counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int) -> tuple[Tensor, ...]:
     ranks = parts_of(layer).ranks.size
     experts = (counts.shape[0] - 1) // ranks
-    sizes = ((ranks, experts), (ranks, experts), (1, experts))
-    return tuple(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes)  # type: ignore[return-value]
+    sizes = ((ranks, experts), (ranks, experts), (1, experts), (ranks,))
+    return tuple(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes)
 
 
 # ---- rows between ranks

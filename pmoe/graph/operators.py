@@ -291,12 +291,15 @@ def experts_weight_gradient(
     parameters: Sequence[Tensor],
     layer: int,
 ) -> list[Tensor]:
-    """The parameters' gradients, summed over blocks of rows."""
+    """The parameters' gradients, summed over blocks of rows, and reduced as `pmoe.parallelize` says."""
     found, sums = parts_of(layer).experts, [GradientSum(each, len(rows)) for each in parameters]
     for block in zip(rows, grad_hidden, active, grad_out, counts_RE, strict=True):
         *pending, counts = block
         found.weight_gradient(tuple(pending), _groups(counts, block[0]), sums)
-    return [each.result() for each in sums]
+    gradients = [each.result() for each in sums]
+    if found.reduce is not None:
+        found.reduce(gradients)
+    return gradients
 
 
 @experts_weight_gradient.register_fake

@@ -17,7 +17,7 @@ SLACK = 1.1
 class Options:
     """parts: the most that a range of the forward pass is cut in; 1 cuts none. weight_gradients: whether they
     are placed beside all-to-alls. memory_limit: bytes, or a string such as "2GiB", that results and inputs of
-    one pass may take at one time; None is a tenth more than they take " "in the
+    one pass may take at one time; None is a tenth more than they take in the
     order in which they were traced."""
 
     parts: int = 8

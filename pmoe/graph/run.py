@@ -9,7 +9,7 @@ shapes does so alone.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,14 +18,14 @@ from torch import Tensor, fx
 
 from pmoe.comm.ranks import Ranks, digest, from_first, gathered, same
 from pmoe.graph import weight_gradients
-from pmoe.graph.cost import Cost, Profiled, costs_of, instructions_of, link_of
+from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
-from pmoe.graph.lower import OPS, calls_of, label, lowered, merge_weight_gradients, name_all
-from pmoe.graph.operators import LAYERS
+from pmoe.graph.lower import OPS, calls_of, failed_at, label, lowered, merge_weight_gradients, name_all
+from pmoe.graph.operators import LAYERS, parts_of
 from pmoe.graph.options import Options
 from pmoe.graph.plan import Cutting, RangePlan
 from pmoe.graph.ranges import PartCosts, solve, whole_ranges
-from pmoe.measure.rounds import clock_of
+from pmoe.layer.parts import check_ranks
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
 """What tracing leaves to check that numbers of rows are none below 0."""
@@ -39,8 +39,8 @@ class Program:
 
     steps: that have begun on this rank, until all is known. plan: the ranges that are cut. costs: of the
     graph with those, by node; is_agreed: whether they are rank 0's. before: its instructions as they were
-    traced, with those ranges cut; instructions: the same in the order in which they run. timed: seconds of
-    its passes, where a list is put there.
+    traced, with those ranges cut; instructions: the same in the order in which they run. watch: runs its
+    passes in their place, where somebody looks on.
     """
 
     key: Key
@@ -50,7 +50,7 @@ class Program:
     is_agreed: bool = False
     before: list[Instruction] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
-    timed: list[float] | None = None
+    watch: Callable[[fx.GraphModule, list[Any]], Sequence[Any]] | None = None
 
 
 PROGRAMS: dict[Key, Program] = {}
@@ -86,6 +86,7 @@ class GraphRunner:
         batch = [inputs[at] for at in batch_inputs] if direction != "backward" else []
         self.cutting = Cutting(module, batch)
         self._run: Any = None
+        self._costs: Costs | None = None
 
     @property
     def ranks(self) -> Ranks | None:
@@ -94,27 +95,34 @@ class GraphRunner:
         return None if layer is None else LAYERS[layer].ranks  # type: ignore[return-value]
 
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:
+        ranks, program = self.ranks, self.program
+        if ranks is not None and not program.steps:
+            check_same_graphs(ranks, self.module, program.key)
+        if program.key[0] != "backward":
+            for layer in program.key[1]:
+                check_ranks(parts_of(layer))
         if self._run is None:
-            ranks, program = self.ranks, self.program
             if ranks is not None and not program.is_agreed:
                 program.steps += 1
                 found = self._first_step if program.steps == 1 else self._next_step
                 results = found(ranks, boxed)
                 if results is not None:
+                    if self._costs is not None and ranks.rank == 0:
+                        self._costs.save()
                     return results
             module = self.cutting.cut(program.plan)
-            self._run = lowered(module, self._ordered(module)).forward
-        if self.program.timed is None:
-            return self._run(boxed)  # type: ignore[no-any-return]
-        clock = clock_of(*(each.device for each in boxed if isinstance(each, Tensor)))
-        begin = clock()
-        done: Sequence[Any] = self._run(boxed)
-        self.program.timed.append(clock() - begin)
+            self._run = lowered(module, self._ordered(module))
+        watch = program.watch
+        try:
+            done: Sequence[Any] = self._run.forward(boxed) if watch is None else watch(self._run, boxed)
+        except RuntimeError as error:
+            rank = 0 if ranks is None else ranks.rank
+            where = f"{failed_at(self._run, error)} of the {program.key[0]} graph"
+            raise type(error)(f"pmoe: rank {rank} failed in {where}: {error}") from error
         return done
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
         program = self.program
-        check_same_graphs(ranks, self.module, program.key)
         stage = "agreeing on what is cut"
         mine = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
         names, most = from_first(ranks, mine, stage=stage)
@@ -154,12 +162,10 @@ class GraphRunner:
         self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
     ) -> tuple[dict[str, Cost], Sequence[Any]]:
         like = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
-        costs = costs_of(like.device)
-        profiled = Profiled(module, costs, link_of(ranks, like.device, like.dtype))
+        self._costs = costs_of(like.device)
+        profiled = Profiled(module, self._costs, link_of(ranks, like.device, like.dtype))
         with torch.no_grad():
             results: Sequence[Any] = profiled.boxed_run(boxed)
-        if ranks.rank == 0:
-            costs.save()
         return profiled.found, results
 
     def _ordered(self, module: fx.GraphModule) -> list[fx.Node]:

@@ -6,7 +6,7 @@ Deciding may communicate and read the host; running (`run`) does neither.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +24,29 @@ if TYPE_CHECKING:
     from pmoe.kernels.comet import Steps
 
 
+class LeftCounts(Protocol):
+    """Row counts that a call leaves for those who ask afterwards. Reading them may synchronize."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest number of any rank."""
+        ...
+
+    def rows(self) -> RankCounts:
+        """On the host."""
+        ...
+
+    def kept_E(self) -> Tensor:
+        """(E,) int64 on the CPU: kept rows of this rank for each expert."""
+        ...
+
+
 @dataclass(frozen=True)
 class CallCounts:
-    """Row counts that a call leaves for those who ask afterwards.
+    """`LeftCounts` of a decided call.
 
     shared: as the rows travelled, on the device where one rank's kernels sorted them (a replayed CUDA graph
-    changes them there). max_tokens: the largest number of any rank. kept_device_E: (E,) on the device, the
+    changes them there). kept_device_E: (E,) on the device, the
     rows that are no padding; None where all are that.
     """
 
@@ -38,12 +55,10 @@ class CallCounts:
     kept_device_E: Tensor | None = None
 
     def rows(self) -> RankCounts:
-        """On the host. Reading them may synchronize."""
         send, recv = (each.to("cpu").long() for each in (self.shared.send, self.shared.recv))
         return replace(self.shared, send=send, recv=recv, recv_device=recv)
 
     def kept_E(self) -> Tensor:
-        """(E,) int64 on the CPU: kept rows of this rank for each expert."""
         if self.kept_device_E is None:
             return self.rows().send.sum(0).flatten()
         return self.kept_device_E.to("cpu", copy=True)
@@ -151,7 +166,7 @@ class LastCall:
     """l_aux: scalar, on the call's graph. ran: how it was computed. All are None before the first call."""
 
     l_aux: Tensor | None = None
-    counts: CallCounts | None = None
+    counts: LeftCounts | None = None
     ran: Ran | None = None
 
     @staticmethod

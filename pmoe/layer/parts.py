@@ -254,25 +254,30 @@ class Call:
 
     @staticmethod
     def begin(layer: nn.Module, parts: Parts, x: Tensor, token_ids: Tensor | None) -> Call:
-        """Finds the group again after unpickling, refuses what a CUDA graph cannot hold, and compares the
-        ranks' options at the first call. Collective then."""
-        parts.grid.reconnect()
+        """Refuses what a CUDA graph cannot hold; collective at the first call, as `check_ranks` is."""
         call = Call(layer=layer, parts=parts, x=x, token_ids=token_ids, replay=replay_of(layer))
         if is_captured(x):
             from pmoe.layer.capture import check_capturable
 
             check_capturable(call)
-        if parts.ranks.size > 1 or parts.experts.is_parallelized:
-            from pmoe.layer.wrapped import check_wrapped
-
-            check_wrapped(parts)
-        if parts.ranks.size > 1 and not parts.known.is_compared:
-            from pmoe.layer.alike import check_alike
-
-            with hidden_from_checkpoints():
-                check_alike(parts)
-            parts.known.is_compared = True
+        check_ranks(parts)
         return call
+
+
+def check_ranks(parts: Parts) -> None:
+    """Finds the group again after unpickling, refuses wrappers that have experts, and compares the ranks'
+    options at the first call. Collective then."""
+    parts.grid.reconnect()
+    if parts.ranks.size > 1 or parts.experts.is_parallelized:
+        from pmoe.layer.wrapped import check_wrapped
+
+        check_wrapped(parts)
+    if parts.ranks.size > 1 and not parts.known.is_compared:
+        from pmoe.layer.alike import check_alike
+
+        with hidden_from_checkpoints():
+            check_alike(parts)
+        parts.known.is_compared = True
 
 
 def is_captured(x: object) -> bool:

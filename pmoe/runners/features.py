@@ -58,6 +58,11 @@ TAKES: dict[str, frozenset[Feature]] = {
     ),
     # Nothing travels there, however it would.
     "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
+    # A layer in the graph of torch.compile(model, backend="pmoe"), where its pipeline has no say.
+    "whole graph": frozenset(
+        {F.RANKS, F.OWN_EXCHANGE, F.SHARED_EXPERT, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
+        | {F.KEEPS_ITSELF, F.OTHER_GATE}
+    ),
     # ---- sources of row counts
     "padded counts": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}

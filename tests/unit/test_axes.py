@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from pmoe.graph.axes import RULES, Axis, RefusedError, _is_pointwise, _pointwise, infer, tensors
+from pmoe.graph.axes import RULES, Axis, _is_pointwise, _pointwise, infer, tensors
 
 A, B, X = torch.randn(4, 6), torch.randn(6, 8), torch.randn(4, 6, 2)
 IDS = torch.randint(0, 6, (4, 2))
@@ -154,4 +155,61 @@ def test_random_numbers_are_not_drawn_in_parts() -> None:
     graph = traced(lambda x: F.dropout(x, 0.5), A)
     _, refused = infer(graph, {next(iter(graph.nodes)): 0})
     assert refused
-    assert RefusedError
+
+
+# ---- propagation beside search
+
+
+def random_graph(seed: int) -> torch.fx.Graph:
+    """Six operators on a batch and a weight, each on what came before."""
+    choose = random.Random(seed)
+
+    def several(x: Tensor, w: Tensor) -> Tensor:
+        found = [x]
+        for _ in range(6):
+            one, other = choose.choice(found), choose.choice(found)
+            dim = choose.randrange(3)
+            made: list[Callable[[], Tensor]] = [
+                lambda one=one: one.exp(),
+                lambda one=one, other=other: one + other if one.shape == other.shape else one.neg(),
+                lambda one=one, dim=dim: one.transpose(dim, (dim + 1) % 3),
+                lambda one=one, dim=dim: one.softmax(dim),
+                lambda one=one, dim=dim: one - one.sum(dim, keepdim=True),
+                lambda one=one: (one.reshape(-1, 4) @ w).view(one.shape),
+                lambda one=one, dim=dim: torch.cat([one, one], dim).narrow(dim, 0, 4),
+                lambda one=one, dim=dim: one.cumsum(dim),
+            ]
+            found.append(choose.choice(made)())
+        return found[-1]
+
+    return traced(several, torch.randn(4, 4, 4), torch.randn(4, 4))
+
+
+def all_axes(nodes: Sequence[Any], cut: Mapping[Any, Axis]) -> Iterator[dict[Any, Axis]]:
+    """Every way to give all nodes an axis that the rules allow, nobody cut again: by search."""
+    if not nodes:
+        yield {**cut}
+        return
+    *before, node = nodes
+    for axes in all_axes(before, cut):
+        given = [axes[each] for each in tensors(node)]
+        if all(axis is None for axis in given):
+            yield {**axes, node: None}
+            continue
+        rule = RULES.get(node.target) or (_pointwise if _is_pointwise(node.target) else None)
+        fitting = [each.result for each in rule(node) if list(each.inputs) == given] if rule else []
+        for result in dict.fromkeys(fitting):
+            yield {**axes, node: result}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_propagated_is_what_search_finds(seed: int) -> None:
+    """Up to the first operator that nobody can cut; there search finds nothing either."""
+    graph = random_graph(seed)
+    x, w = graph.find_nodes(op="placeholder")
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    axes, refused = infer(graph, {x: 0})
+    first = next((at for at, node in enumerate(calls) if node in refused), len(calls))
+    found = list(all_axes(calls[:first], {x: 0, w: None}))
+    assert {**{each: axes[each] for each in calls[:first]}, x: 0, w: None} in found
+    assert first == len(calls) or not list(all_axes(calls[: first + 1], {x: 0, w: None}))

@@ -1,0 +1,86 @@
+"""What a compiled graph really takes: seconds of its passes, and when each instruction of one ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
+from pmoe.graph.lower import STARTS, label
+from pmoe.measure.rounds import clock_of
+from pmoe.planner.simulator import Simulated
+
+BEGINS, ENDS = (frozenset(pair[at] for pair in STARTS.values()) for at in (0, 1))
+
+
+class PassSeconds:
+    """Runs passes in a program's place (`Program.watch`), and counts their seconds."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def __call__(self, module: fx.GraphModule, boxed: list[Any]) -> Sequence[Any]:
+        clock = clock_like(boxed)
+        begin = clock()
+        done: Sequence[Any] = module.forward(boxed)
+        self.found.append(clock() - begin)
+        return done
+
+
+class PassTimeline:
+    """The same for when each instruction of a pass ran: of the last one. An all-to-all is shown from its start
+    to where somebody waited for it, if not it was done before: then for as long as ``seconds`` says."""
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self._seconds = {each.name: each.seconds for each in instructions}
+        self.found: list[Simulated[Instruction]] = []
+
+    def __call__(self, module: fx.GraphModule, boxed: list[Any]) -> Sequence[Any]:
+        clock, given = clock_like(boxed), list(boxed)
+        boxed.clear()
+        run = _Interpreter(module, clock)
+        with torch.no_grad():
+            done: Sequence[Any] = run.boxed_run(given)
+        self.found, free, first = [], 0.0, min(begin for begin, _ in run.spans.values())
+        for name, (begin, end) in run.spans.items():
+            lane = COMPUTE
+            if name in run.waited:
+                lane, begin = COMMUNICATE, max(begin, free)
+                if end - run.waited[name] < SHORT:
+                    end = min(end, begin + self._seconds.get(name, 0.0))
+                free = end
+            self.found.append(Simulated(Instruction(name=name, lane=lane), begin - first, end - first))
+        return done
+
+
+SHORT = 1e-4
+"""Seconds of a wait for something that was there."""
+
+
+def clock_like(values: Sequence[Any]) -> Callable[[], float]:
+    """A clock that waits for the devices of these tensors."""
+    return clock_of(*(each.device for each in values if isinstance(each, Tensor)))
+
+
+class _Interpreter(fx.Interpreter):
+    """spans: begin and end by instruction. waited: by all-to-all, when somebody began to wait for it."""
+
+    def __init__(self, module: fx.GraphModule, clock: Callable[[], float]) -> None:
+        super().__init__(module)
+        self._clock = clock
+        self.spans: dict[str, tuple[float, float]] = {}
+        self.waited: dict[str, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        begin = self._clock()
+        result = super().run_node(n)
+        if n.op == "call_function":
+            name, end = label(n), self._clock()
+            if n.target in ENDS:
+                self.waited[name] = begin
+                begin = self.spans[name][0]
+            self.spans[name] = (begin, end)
+        return result

@@ -2,11 +2,11 @@
 
 A GPT whose every second block is a `pmoe.MoELayer`, on ranks behind a modelled link so slow that both
 all-to-alls of a layer's pass take --ratio times as long as its experts compute forward. The same model runs
-with the layer's pipeline at several n, compiled by ``torch.compile(model, backend="pmoe")``, and compiled with
-plans that the passes did not choose, round by round in the same run. Exposed is what a rank waits for the
-link; what it waits for a late peer, and for gloo to copy, stands beside it. Predicted seconds are those of
-both graphs of a plan, beside what these graphs took (the paper's Fig. 14). Then the same for a small model,
-and how long planning takes for one of 24 blocks.
+with the layer's pipeline at several n, compiled by ``torch.compile(model, backend="pmoe")``, and compiled
+with plans that the passes did not choose, round by round in the same run. Exposed is what a rank waits for
+the link; what it waits for a late peer, and for gloo to copy, stands beside it. Predicted seconds are those
+of both graphs of a plan, beside what these graphs took (the paper's Fig. 14). Then the same for a small
+model, and how long planning takes for one of 24 blocks.
 
     python bench/bench_lancet.py
 """
@@ -116,8 +116,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 brings home. predicted: of a plan's two graphs, seconds and exposed ones, as they run and as
-    traced; measured: the same two graphs' seconds."""
+    """What rank 0 brings home. predicted: of a plan's two graphs, seconds and exposed ones, as they run and
+    as traced; measured: the same two graphs' seconds."""
 
     bytes_per_second: float
     expert_seconds: float
@@ -351,19 +351,23 @@ def main() -> None:
         name = f"lancet_{setting.d_model}_{setting.ratio:g}x"
         result: Result = launched(run_rank, setting, args.rounds, None, str(args.out / f"{name}.png"))
         new, beside = rows_of(setting, result), beside_layer(result)
-        print(f"\n{setting}: X {result.expert_seconds * 1e3:.1f} ms, {result.bytes_per_second / 1e6:.1f} MB/s")
+        print(
+            f"\n{setting}: X {result.expert_seconds * 1e3:.1f} ms, {result.bytes_per_second / 1e6:.1f} MB/s"
+        )
         print(table(new), f"\nwhole graph: {beside}; ranges {result.ranges}", flush=True)
         rows += new
         runs.append({"setting": asdict(setting), "beside": beside, **asdict(replace(result, times={}))})
         runs[-1]["times"] = result.times
     off = [abs(row["off %"]) for row in rows if row["off %"] is not None]
     if off:
-        print(f"\n{len(off)} plans: off by {statistics.fmean(off):.1f} % on average, {max(off):.1f} % at worst")
+        print(
+            f"\n{len(off)} plans: off by {statistics.fmean(off):.1f} % on average, {max(off):.1f} % at worst"
+        )
     plans = {}
     if args.deep:
         deep = Setting(d_model=32, d_hidden=64, layers=args.deep, heads=2, context=16)
         plans = launched(planning, deep, None)
-        print(f"\n{args.deep} blocks: {({name: round(value, 2) for name, value in plans.items()})}")
+        print(f"\n{args.deep} blocks: { ({name: round(value, 2) for name, value in plans.items()}) }")
     write_json(args.out / "lancet.json", rounds=args.rounds, rows=rows, runs=runs, planning=plans)
 
 

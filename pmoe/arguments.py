@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, TypeGuard
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import torch
 
 MOST = 2**31 - 1
-"""Of a number of micro-batches: more is a mistake."""
+"""Of a number of anything that is counted: more is a mistake."""
 
 
 def check_number(**values: object) -> None:
@@ -42,11 +47,11 @@ def check_flag(name: str, flag: object, *, or_none: bool = False) -> None:
 
 
 def check_count(**counts: int) -> None:
-    """TypeError unless each is an int, ValueError unless at least 1."""
+    """TypeError unless each is an int, ValueError unless at least 1 and no mistake."""
     for name, count in counts.items():
         check_int(**{name: count})
-        if count < 1:
-            raise ValueError(f"{name} ({count}) must be at least 1")
+        if not 1 <= count <= MOST:
+            raise ValueError(f"{name} ({count}) must be at least 1, and at most {MOST}")
 
 
 def check_not_negative(**values: float) -> None:
@@ -67,7 +72,55 @@ def check_positive(**values: float | None) -> None:
             raise ValueError(f"{name} ({value}) must be None or a positive number")
 
 
+def list_of(name: str, values: Any) -> list[Any]:
+    """Of an iterable; TypeError for what is none."""
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+        raise TypeError(f"{name} ({values!r}) must be several, as in a list")
+    return list(values)
+
+
+def check_path(**paths: object) -> None:
+    """TypeError unless each is a string or a path."""
+    for name, path in paths.items():
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"{name} ({path!r}) must be a path")
+
+
+def check_model(model: object) -> None:
+    """TypeError unless it is a module."""
+    from torch import nn  # not needed for numbers
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model ({model!r}) must be a torch.nn.Module")
+
+
+def check_tensors(dims: int, **tensors: Any) -> None:
+    """TypeError unless each is a dense tensor, ValueError unless it has so many dimensions."""
+    import torch  # not needed for numbers
+
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_complex():
+            raise TypeError(f"{name} ({value!r}) must be a tensor, neither sparse nor complex")
+        if value.dim() != dims:
+            raise ValueError(f"{name} of shape {tuple(value.shape)} must have {dims} dimensions")
+
+
+def check_place(device: Any, dtype: object) -> torch.device:
+    """TypeError or ValueError for what no floating-point tensor can be made on or of; None is a default.
+    Returns the device with its index."""
+    import torch  # not needed for numbers
+
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype ({dtype!r}) must be a torch.dtype")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype ({dtype}) must be a floating-point type")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"device ({device!r}) must be a device that is here: {error}") from error
+
+
 def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """ValueError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")

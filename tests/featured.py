@@ -239,7 +239,7 @@ def found(layer: pmoe.MoELayer, call: Any = None) -> dict[str, Tensor | None]:
     weight_TK, routing = given(layer.gate, rank)
     layer.zero_grad(set_to_none=True)
     with routing:
-        y = (call or layer)(x)
+        y = (layer if call is None else call)(x)
     ((y * dy).sum() + AUX * layer.l_aux).backward()
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
     own = {} if weight_TK is None else {"weight": weight_TK.grad}

@@ -178,6 +178,10 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
 }
 
 
+TAKERS = [name if name != "whole graph" else pytest.param(name, marks=pytest.mark.slow) for name in COMPUTED]
+"""For every test run, but for what is compiled in each case."""
+
+
 def wrong_of(check: Callable[[Features], Iterator[str]], cases: list[Features]) -> dict[str, list[str]]:
     """By features, what is wrong."""
     wrong = {}

@@ -139,7 +139,9 @@ def _lancet() -> Output:
 
 def _lancet_lines(rows: Sequence[Mapping[str, object]], best: Mapping[str, float]) -> Iterator[str]:
     yield "Lancet's section 7: a training step by system, ms; its two passes alone and together\n"
-    cells = [[f"{each:.2f}" if isinstance(each, float) else f"{each}" for each in row.values()] for row in rows]
+    cells = [
+        [f"{each:.2f}" if isinstance(each, float) else f"{each}" for each in row.values()] for row in rows
+    ]
     yield table([[*rows[0]], *cells], left=range(2))
     yield ""
     for name, told in lancet_figures.PAPER.items():

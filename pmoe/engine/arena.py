@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pmoe.arguments import check_place
 from pmoe.schedule.slots import BufferSizes, arena_elements, slot_elements
 from pmoe.schedule.tasks import Schedule
 
@@ -133,7 +134,7 @@ _pools: dict[torch.device, Pool] = {}
 def pool(device: torch.device | str = "cpu") -> Pool:
     """The pool of ``device``: ``.device`` and ``.host``, each with bytes_in_use, peak_bytes and kept_bytes;
     host has a ``limit_bytes`` that may be set. ``trim()`` gives back what is kept."""
-    device = torch.empty(0, device=device).device  # "cuda" is one of them
+    device = check_place(device, None)  # "cuda" is one of them
     if device not in _pools:
         _pools[device] = Pool(device)
     return _pools[device]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pmoe.arguments import check_count, check_int
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.schedule.slots import HiddenColumns
 
@@ -57,6 +58,12 @@ class Shard:
 
     index: int = 0
     count: int = 1
+
+    def __post_init__(self) -> None:
+        check_count(count=self.count)
+        check_int(index=self.index)
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"index ({self.index}) must be from 0 to count ({self.count}) less 1")
 
     def of(self, columns: int) -> slice:
         """Where this part lies among so many columns."""

@@ -85,11 +85,11 @@ class FFNExperts(StackedExperts):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.activation = activation
         find_activation(activation)
         super().__init__(
             d_model, d_hidden, num_local_experts, bias=bias, shard=shard, device=device, dtype=dtype
         )
+        self.activation = activation
 
     @property
     def fused_activation(self) -> str | None:

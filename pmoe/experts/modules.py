@@ -230,7 +230,10 @@ def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) 
 
     Raises ValueError where it takes neither.
     """
-    signature = inspect.signature(build)
+    try:
+        signature = inspect.signature(build)
+    except ValueError as error:  # some of Python's own
+        raise ValueError(f"expert ({build!r}) must be a callable whose arguments Python knows") from error
     # A module class without an __init__ of its own shows *args and takes none.
     takes_none = isinstance(build, type) and vars(nn.Module)["__init__"] is getattr(build, "__init__", None)
     for args in ((),) if takes_none else ((d_model, d_hidden), ()):

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_count, check_flag, check_int, check_not_negative
+from pmoe.arguments import check_count, check_flag, check_int, check_not_negative, check_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +138,11 @@ class TopKRouter(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.check_options(top_k, normalize)
         check_sizes(d_model, num_experts, top_k)
         check_flag("normalize", normalize, or_none=True)
+        self.check_options(top_k, normalize)
         check_not_negative(z_loss_weight=z_loss_weight)
+        check_place(device, dtype)
         self.top_k, self.z_loss_weight = top_k, z_loss_weight
         self.normalize = self.normalizes and top_k > 1 if normalize is None else normalize
         weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))

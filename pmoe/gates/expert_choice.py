@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_one_of, check_positive
+from pmoe.arguments import check_one_of, check_place, check_positive
 from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight
 from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
@@ -57,6 +57,7 @@ class ExpertChoiceGate(Gate):
     ) -> None:
         super().__init__()
         check_sizes(d_model, num_experts, top_k)
+        check_place(device, dtype)
         check_positive(capacity_factor=capacity_factor)
         check_one_of("normalize_over", normalize_over, ("experts", "tokens"))
         self.top_k, self.capacity_factor, self.normalize_over = top_k, capacity_factor, normalize_over

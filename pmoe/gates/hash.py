@@ -40,7 +40,7 @@ class HashGate(DrawnGate):
     ) -> None:
         super().__init__(d_model, num_experts, top_k)
         check_int(seed=seed)
-        self.seed = seed
+        self.seed = int(seed)
 
     def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:  # type: ignore[override]
         _check_ids(token_ids_T, x_TM)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from pmoe.arguments import check_tensors
+
 BLOCK_ROWS = 4096
 """Tokens that are widened at a time."""
 
@@ -65,6 +67,9 @@ def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     f_e is the share of the T*K choices that fell on expert e, counted before any capacity drops, and P_e
     the mean probability of e. Only P carries a gradient.
     """
+    check_tensors(2, probability_TE=probability_TE, expert_TK=expert_TK)
+    if expert_TK.dtype != torch.int64:
+        raise TypeError(f"expert_TK (of {expert_TK.dtype}) must be of torch.int64")
     num_tokens, num_experts = probability_TE.shape
     chosen = expert_TK.reshape(-1)
     share_E = torch.zeros(num_experts, dtype=probability_TE.dtype, device=probability_TE.device)
@@ -81,4 +86,5 @@ def router_loss(probability_TE: Tensor, expert_TK: Tensor, logits_TE: Tensor, z_
 
 def router_z_loss(logits_TE: Tensor) -> Tensor:
     """mean_t logsumexp(logits_t)^2 (ST-MoE, Eq. 5), a scalar: keeps the logits small. No tokens give 0."""
+    check_tensors(2, logits_TE=logits_TE)
     return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)

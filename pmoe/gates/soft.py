@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_count
+from pmoe.arguments import check_count, check_place
 from pmoe.gates.base import Gate, Mix, Routing, check_sizes
 from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits
@@ -53,6 +53,7 @@ class SoftGate(Gate):
     ) -> None:
         super().__init__()
         check_sizes(d_model, num_experts, top_k)
+        check_place(device, dtype)
         slots = 1 if slots_per_expert is None else slots_per_expert
         check_count(slots_per_expert=slots)
         self.weight = nn.Parameter(torch.empty(num_experts, slots, d_model, device=device, dtype=dtype))

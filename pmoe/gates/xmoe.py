@@ -11,7 +11,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_count, check_flag, check_not_negative, check_one_of, check_positive
+from pmoe.arguments import (
+    check_count,
+    check_flag,
+    check_not_negative,
+    check_one_of,
+    check_place,
+    check_positive,
+)
 from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, scaled
 from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits, router_loss
@@ -62,6 +69,7 @@ class XMoEGate(Gate):
     ) -> None:
         super().__init__()
         check_sizes(d_model, num_experts, top_k)
+        check_place(device, dtype)
         check_one_of("score", score, tuple(TEMPERATURES))
         check_positive(temperature=temperature)
         check_flag("normalize", normalize, or_none=True)

@@ -30,9 +30,11 @@ def backend(
     if mode is not None:
         raise ValueError(f"mode ({mode!r}) must not be given: the pmoe backend has none")
     taken, batch = Options.of(options), batch_inputs(example_inputs)
+    sequences = example_inputs[batch[0]].shape[0] if batch else 2
+    is_tiny = isinstance(sequences, int) and sequences < 2
 
     def compiler(direction: str) -> Any:
-        return lambda graph, _inputs: GraphRunner(graph, direction, taken, batch)
+        return lambda graph, _inputs: GraphRunner(graph, direction, taken, batch, is_tiny)
 
     compiled: Callable[..., Any] = aot_module_simplified(
         module,

@@ -105,7 +105,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     """`MoELayer.forward` by exact row counts."""
     autocast, given = autocast_dtype(x), list(layer.experts.parameters())
     if layer.experts.is_parallelized:
-        given = [each.to_local() for each in given]  # type: ignore[operator]
+        given = [each.to_local() for each in given]  # type: ignore[attr-defined]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != given[0].dtype):
         return _eager(layer, x, token_ids)  # which raises
     x_TM = x.reshape(-1, layer.d_model)

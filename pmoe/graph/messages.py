@@ -52,7 +52,8 @@ def exchange_counts(
     counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(send_WE, recv_WE, own_1E, tokens_W), on the host: rows for each rank's experts, from each rank, and
-    those that stay, which the others leave out; and every rank's tokens. Raises FaultError on every rank where any rank's routing is at fault."""
+    those that stay, which the others leave out; and every rank's tokens. Raises FaultError on every rank
+    where any rank's routing is at fault."""
     return wait_counts(start_counts(counts, num_tokens, dtype, layer), layer)
 
 

@@ -20,7 +20,16 @@ from pmoe.comm.ranks import Ranks, digest, from_first, gathered, same
 from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
-from pmoe.graph.lower import OPS, calls_of, failed_at, label, lowered, merge_weight_gradients, name_all
+from pmoe.graph.lower import (
+    OPS,
+    calls_of,
+    communicates,
+    failed_at,
+    label,
+    lowered,
+    merge_weight_gradients,
+    name_all,
+)
 from pmoe.graph.operators import LAYERS, parts_of
 from pmoe.graph.options import Options
 from pmoe.graph.plan import Cutting, RangePlan
@@ -70,9 +79,15 @@ class GraphRunner:
     _boxed_call = True
 
     def __init__(
-        self, module: fx.GraphModule, direction: str, options: Options, batch_inputs: Sequence[int]
+        self,
+        module: fx.GraphModule,
+        direction: str,
+        options: Options,
+        batch_inputs: Sequence[int],
+        is_tiny: bool,
     ) -> None:
-        """batch_inputs: which of the inputs hold a batch of sequences, along their first dimension."""
+        """batch_inputs: which of the inputs hold a batch of sequences, along their first dimension. is_tiny:
+        of one sequence, or none, which are traced another way than several."""
         _strip_checks(module.graph)
         merge_weight_gradients(module.graph)
         name_all(module.graph)
@@ -85,6 +100,7 @@ class GraphRunner:
         inputs = module.graph.find_nodes(op="placeholder")
         batch = [inputs[at] for at in batch_inputs] if direction != "backward" else []
         self.cutting = Cutting(module, batch)
+        self._is_tiny = is_tiny
         self._run: Any = None
         self._costs: Costs | None = None
 
@@ -97,7 +113,7 @@ class GraphRunner:
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:
         ranks, program = self.ranks, self.program
         if ranks is not None and not program.steps:
-            check_same_graphs(ranks, self.module, program.key)
+            check_same_graphs(ranks, self.module, self._is_tiny, program.key)
         if program.key[0] != "backward":
             for layer in program.key[1]:
                 check_ranks(parts_of(layer))
@@ -207,22 +223,28 @@ def _strip_checks(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def check_same_graphs(ranks: Ranks, module: fx.GraphModule, key: Key) -> None:
-    """Raises ValueError on every rank where ranks run other operators, and names the first. Collective."""
-    names = [f"{node.target}" for node in calls_of(module)]
+def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:
+    """Raises ValueError on every rank where ranks run other operators, and names the first. Of a tiny batch's
+    graph all-to-alls count alone. Collective."""
+    found = [(f"{node.target}", communicates(node)) for node in calls_of(module)]
+    mine = (found, not is_tiny)
     stage = f"comparing the {key[0]} graphs"
-    (alike,) = same(ranks, torch.device("cpu"), [digest(names)], stage=stage)
+    (alike,) = same(ranks, torch.device("cpu"), [digest(name for name, _ in found)], stage=stage)
     if alike:
         return
-    every = gathered(ranks, names, stage=stage)
-    for rank, theirs in enumerate(every):
-        if theirs != every[0]:
-            matcher = difflib.SequenceMatcher(None, every[0], theirs, autojunk=False)
+    every = gathered(ranks, mine, stage=stage)
+    first = next((rank for rank, (_, is_whole) in enumerate(every) if is_whole), 0)
+    for rank, (_, is_whole) in enumerate(every):
+        theirs, names = (
+            [name for name, sends in every[each][0] if sends or is_whole] for each in (rank, first)
+        )
+        if theirs != names:
+            matcher = difflib.SequenceMatcher(None, names, theirs, autojunk=False)
             _, at, _, other, _ = next(each for each in matcher.get_opcodes() if each[0] != "equal")
-            first, second = (_at(found, place) for found, place in ((every[0], at), (theirs, other)))
             raise ValueError(
-                f"the {key[0]} graph of rank {rank} must be that of rank 0: operator {at} is {second}, there "
-                f"{first}. Models and options must be the same on all ranks"
+                f"the {key[0]} graph of rank {rank} must be that of rank {first}: operator {at} is "
+                f"{_at(theirs, other)}, there {_at(names, at)}. Models and options must be the same on all "
+                "ranks"
             )
 
 

@@ -31,8 +31,8 @@ class PassSeconds:
 
 
 class PassTimeline:
-    """The same for when each instruction of a pass ran: of the last one. An all-to-all is shown from its start
-    to where somebody waited for it, if not it was done before: then for as long as ``seconds`` says."""
+    """The same for when each instruction ran, of the last pass. An all-to-all is shown from its start to the
+    end of the wait for it; where it was there before, for the seconds that its instruction says."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._seconds = {each.name: each.seconds for each in instructions}
@@ -52,7 +52,9 @@ class PassTimeline:
                 if end - run.waited[name] < SHORT:
                     end = min(end, begin + self._seconds.get(name, 0.0))
                 free = end
-            self.found.append(Simulated(Instruction(name=name, lane=lane), begin - first, end - first))
+            self.found.append(
+                Simulated(task=Instruction(name=name, lane=lane), start=begin - first, end=end - first)
+            )
         return done
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe import __version__
-from pmoe.arguments import check_count, check_int
+from pmoe.arguments import check_count, check_flag, check_int, check_model, check_path
 from pmoe.comm.ranks import Ranks, from_first
 from pmoe.engine.recording import Journal, recording
 from pmoe.integrations import run_folder as files
@@ -119,9 +119,11 @@ class StatsWriter:
         settings: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model ({type(model).__name__}) must be a torch.nn.Module")
+        check_path(run_dir=run_dir)
+        check_model(model)
         check_count(every=every)
+        check_flag("tensorboard", tensorboard)
+        check_flag("exposed", exposed)
         if not isinstance(settings, Mapping | None):
             raise TypeError(f"settings ({type(settings).__name__}) must be a dict, such as vars(arguments)")
         self.folder, self.every, self.exposed = Path(run_dir), every, exposed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.arguments import check_flag, check_not_negative
+from pmoe.arguments import check_flag, check_not_negative, check_place
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.experts import initialise, make_stacked
 from pmoe.experts.base import Experts
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 def check_arguments(
     mesh: DeviceMesh | None,
     callbacks: Sequence[Callback],
+    device: torch.device | str | None,
     dtype: torch.dtype | None,
     activation: str,
     shared_gate: bool,
@@ -39,10 +40,7 @@ def check_arguments(
     """Raises ValueError or TypeError for arguments of `pmoe.MoELayer` that are no options."""
     check_not_negative(z_loss_weight=z_loss_weight)
     find_activation(activation)
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype ({dtype!r}) must be a torch.dtype")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype ({dtype}) must be a floating-point type")
+    check_place(device, dtype)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh ({mesh!r}) must be a torch.distributed.device_mesh.DeviceMesh")
     check_flag("shared_gate", shared_gate)
@@ -93,6 +91,7 @@ def make_layer_gate(
     options: dict[str, Any],
 ) -> nn.Module:
     capacity_factor = spec.capacity_factor
+    check_flag("normalize_gate", normalize_gate, or_none=True)
     if isinstance(gate, str):
         given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
         sizes = (spec.d_model, spec.num_experts, spec.top_k)

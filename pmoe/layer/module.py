@@ -149,7 +149,7 @@ class MoELayer(nn.Module):
         given, names = dict(locals()), LayerSpec.__dataclass_fields__
         super().__init__()
         self.spec = LayerSpec(**{name: given[name] for name in names if name in given})
-        build.check_arguments(mesh, callbacks, dtype, activation, shared_gate, z_loss_weight)
+        build.check_arguments(mesh, callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = build.make_grid(group, mesh)
         build.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from pmoe.engine.arena import pool
 from pmoe.layer.choose import Batch
@@ -41,9 +42,10 @@ def choice_within_budget(batch: Batch) -> Choice:
     chooser, shape, max_tokens = chooser_of(batch), memory_shape(parts, rows_TM), counts.max_tokens
     candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
     degrees = [(n, spec.pipeline_backward or n) for n in candidates]
-    choice = chooser.fitting(shape, max_tokens, degrees, profile)
+    tried = functools.partial(tried_seconds, batch)
+    choice = chooser.fitting(shape, max_tokens, degrees, profile, tried)
     if counts.host_shortage and choice.restore.dispatched == "offload":
-        choice = chooser.fitting(shape, max_tokens, degrees, profile, host_is_full=True)
+        choice = chooser.fitting(shape, max_tokens, degrees, profile, tried, host_is_full=True)
     return choice
 
 
@@ -59,5 +61,9 @@ def solved_degrees(batch: Batch, restore: Restore) -> PassDegrees:
     solver: Solver = parts.known.choosers.setdefault(key, new)
     modules = parts.experts.as_modules()
     t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
-    shape, tried = memory_shape(parts, rows_TM), functools.partial(tried_seconds, batch, restore)
-    return solver.degrees(shape, rows_TM, batch.counts.max_tokens, t_gar, modules, tried)
+    shape, tokens = memory_shape(parts, rows_TM), batch.counts.max_tokens
+
+    def tried(degrees: Sequence[int]) -> list[tuple[float, float]] | None:
+        return tried_seconds(batch, [Choice(forward=n, backward=n, restore=restore) for n in degrees])
+
+    return solver.degrees(shape, rows_TM, tokens, t_gar, modules, tried)

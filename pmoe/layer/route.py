@@ -174,6 +174,8 @@ def check_input(parts: Parts, x: Tensor) -> None:
     d_model, like = parts.spec.d_model, parts.like
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
+    if x.layout is not torch.strided:
+        raise FaultError(Fault.SHAPE, f"x (of layout {x.layout}) must be dense")
     if x.dim() == 0 or x.shape[-1] != d_model:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"

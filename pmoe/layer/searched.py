@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from pmoe.layer.alike import options_in_words
 from pmoe.layer.choose import Batch
 from pmoe.layer.parts import Parts
 from pmoe.measure.bench import identity
-from pmoe.planner.degree import DEGREES
+from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.granularity import PassDegrees
 from pmoe.runners.pipeline import PipelineRunner
 from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, save_degrees, search, trials
@@ -51,7 +51,12 @@ def degrees(batch: Batch, restore: Restore) -> PassDegrees:
     if found is not None or not tries:
         return found or PassDegrees(ruled, ruled)
 
-    with _trying(batch, restore) as runner_of:
+    def runner_of(degrees: PassDegrees) -> Runner | None:
+        if degrees.forward != degrees.backward and (not spec.rotates or spec.send_once):
+            return None
+        return PipelineRunner(batch.plan_for(degrees.forward, degrees.backward, restore))
+
+    with _no_traffic(parts):
         found = search(known, max_tokens, spec.degrees, runner_of, batch.inputs, ranks)
     learnt.keep()
     return found
@@ -67,27 +72,24 @@ def _tries(batch: Batch) -> bool:
 
 
 @contextlib.contextmanager
-def _trying(batch: Batch, restore: Restore) -> Iterator[Callable[[PassDegrees], Runner | None]]:
-    """What runs the batch with any degrees, None where the layer does not allow them. Trials are no traffic
-    of the model."""
-    parts, spec, traffic = batch.parts, batch.parts.spec, replace(batch.parts.traffic)
-
-    def runner_of(degrees: PassDegrees) -> Runner | None:
-        if degrees.forward != degrees.backward and (not spec.rotates or spec.send_once):
-            return None
-        return PipelineRunner(batch.plan_for(degrees.forward, degrees.backward, restore))
-
-    yield runner_of
+def _no_traffic(parts: Parts) -> Iterator[None]:
+    """What is sent in the block is no traffic of the model."""
+    traffic = replace(parts.traffic)
+    yield
     vars(parts.traffic).update(vars(traffic))
 
 
-def tried_seconds(batch: Batch, restore: Restore, degrees: Sequence[int]) -> list[tuple[float, float]] | None:
-    """Of both passes in so many chunks each, the slowest rank's; None where trials are not for this layer.
+def tried_seconds(batch: Batch, choices: Sequence[Choice]) -> list[tuple[float, float]] | None:
+    """Of both passes with each choice, the slowest rank's; None where trials are not for this layer.
     Collective."""
     if not _tries(batch) or batch.parts.gradients is not None:
         return None
-    with _trying(batch, restore) as runner_of:
-        return trials([PassDegrees(n, n) for n in degrees], runner_of, batch.inputs, batch.parts.ranks)
+
+    def runner_of(choice: Choice) -> Runner:
+        return PipelineRunner(batch.plan_for(choice.forward, choice.backward, choice.restore))
+
+    with _no_traffic(batch.parts):
+        return trials(choices, runner_of, batch.inputs, batch.parts.ranks)
 
 
 def learnt_of(parts: Parts) -> Learnt:

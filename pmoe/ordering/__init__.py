@@ -37,9 +37,9 @@ def make_order(order: str | Order) -> Order:
     """The module of MoELayer's argument ``order``. Raises ValueError or TypeError for others."""
     if isinstance(order, Order):
         return order
-    if order == "sorted":
+    if isinstance(order, str) and order == "sorted":
         return SortedOrder()
-    if order == "einsum":
+    if isinstance(order, str) and order == "einsum":
         from pmoe.ordering.einsum import EinsumOrder
 
         return EinsumOrder()

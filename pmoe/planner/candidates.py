@@ -174,6 +174,12 @@ def _fastest(candidates: Sequence[PricedChoice]) -> PricedChoice:
 # ---- the choices of a layer
 
 
+FEW = 3
+
+Tried = Callable[[Sequence[PricedChoice]], "list[tuple[float, float]] | None"]
+"""Seconds of both passes by choice, the same on every rank; None where trials are not for a layer."""
+
+
 class Chooser:
     """Chooses for one layer, from numbers that all its ranks share, and remembers by B tokens of a rank.
 
@@ -210,12 +216,14 @@ class Chooser:
         max_tokens: int,
         degrees: Sequence[tuple[int, int]],
         profile: Callable[[], Profile],
+        tried: Tried,
         *,
         host_is_full: bool = False,
     ) -> Choice:
         """The fastest choice within the budget; none that offloads T_DI where the host is full.
 
-        degrees: (forward, backward) to choose from.
+        degrees: (forward, backward) to choose from. tried: measures a few choices, where it can: of each
+        number of chunks the pair that is predicted to be the fastest, or of one number the fastest pairs.
         Raises ValueError with the least budget that would do.
         """
         pairs = self.pairs
@@ -228,7 +236,7 @@ class Chooser:
             key = (sizes, tokens, tuple(degrees), pairs)
             if key not in self._known:
                 try:
-                    self._known[key] = self._fit(sizes, tokens, degrees, pairs, profile)
+                    self._known[key] = self._fit(sizes, tokens, degrees, pairs, profile, tried)
                 except ValueError:
                     if tokens == max_tokens:
                         raise
@@ -245,6 +253,7 @@ class Chooser:
         degrees: Sequence[tuple[int, int]],
         pairs: Sequence[Restore],
         profile: Callable[[], Profile],
+        tried: Tried,
     ) -> Choice:
         assert self.budget is not None
         several = len(pairs) * len(degrees) > 1
@@ -257,9 +266,22 @@ class Chooser:
             slack=self.slack,
             bins=self.bins,
         )
-        best = within_budget(candidates, self.budget)
+        best: Choice = within_budget(candidates, self.budget)
+        if several:
+            few = _worth_trying([each for each in candidates if each.memory.promised <= self.budget])
+            seconds = tried(few) if len(few) > 1 else None
+            best = best if seconds is None else few[min(range(len(few)), key=lambda at: sum(seconds[at]))]
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
         return best
+
+
+def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
+    """Of each number of chunks the fastest, or, of one number alone, the FEW fastest."""
+    ordered = sorted(candidates, key=lambda each: (each.seconds, each.memory.promised))
+    first: dict[tuple[int, int], PricedChoice] = {}
+    for each in ordered:
+        first.setdefault((each.forward, each.backward), each)
+    return list(first.values()) if len(first) > 1 else ordered[:FEW]
 
 
 def _rounded_up(tokens: int) -> int:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from pmoe.warn import log, warn_once
 
 # ---- the file of what trials found: a table for each restore pair and type of rows
 
+
+C = TypeVar("C")
 
 FORMAT = 2
 """Of the file; another one is refused. 2: a key of all that changes the time, several tables."""
@@ -204,15 +206,15 @@ def search(
 
 
 def trials(
-    candidates: Sequence[PassDegrees],
-    runner_of: Callable[[PassDegrees], Runner | None],
+    candidates: Sequence[C],
+    runner_of: Callable[[C], Runner | None],
     inputs: Inputs,
     ranks: Ranks,
 ) -> list[tuple[float, float]]:
     """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns."""
     device = inputs.x_TM.device
     clock = clock_of(device)
-    runs = [functools.partial(_run_both, runner_of(degrees), inputs, clock) for degrees in candidates]
+    runs = [functools.partial(_run_both, runner_of(each), inputs, clock) for each in candidates]
     agree = functools.partial(largest, ranks, device, stage="agreeing on a number of chunks")
     medians = median_seconds(runs, REPEATS, begin=begin_together(ranks), agree=agree)
     return [(ahead, back) for ahead, back in medians]

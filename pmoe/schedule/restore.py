@@ -45,7 +45,7 @@ class Restore:
             ("dispatched", self.dispatched, get_args(DispatchedFate)),
             ("hidden", self.hidden, get_args(HiddenFate)),
         ):
-            if fate not in allowed:
+            if not isinstance(fate, str) or fate not in allowed:
                 raise ValueError(f"{name} ({fate!r}) must be one of {', '.join(allowed)}")
 
     def __str__(self) -> str:

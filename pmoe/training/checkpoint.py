@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from pmoe.arguments import is_int, plain_int
+from pmoe.arguments import check_model, check_path, is_int, plain_int
 from pmoe.comm.ranks import Ranks, from_first, gathered
 from pmoe.training import checkpoint_files as files
 from pmoe.training import checkpoint_state as states
@@ -78,10 +78,12 @@ def save_checkpoint(
     Raises CheckpointError on every rank where one failed, for example because the model was not parallelized,
     so that ranks hold different experts under one name; RuntimeError where a peer died.
     """
+    check_path(folder=folder)
     ranks, folder, step, keep = Ranks(group), Path(folder), plain_int(step), plain_int(keep)
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         _check_arguments(step, extra, keep)
+        check_model(model)
         names = states.Names(model)
         tensors, of_modules = states.model_state(model, names)
         of_optimizer, plain = states.optimizer_state(names, _listed(optimizer))
@@ -124,6 +126,7 @@ def load_checkpoint(
     no checkpoint, where names, shapes or types are others than the model's and the optimizers' (the message
     names them), or where files are missing or too short on any rank.
     """
+    check_path(folder=folder)
     ranks, folder, optimizers = Ranks(group), Path(folder), _listed(optimizer)
     path = folder / _on_first(ranks, "looking for it", lambda: files.find(folder, plain_int(step)))
     plain, metadata, random = _on_all(
@@ -131,6 +134,7 @@ def load_checkpoint(
     )
 
     def collect() -> tuple[states.Names, dict[str, Tensor]]:
+        check_model(model)
         names = states.Names(model)
         return names, states.model_state(model, names)[0]
 
@@ -157,7 +161,12 @@ def _check_arguments(step: object, extra: object, keep: object) -> None:
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    several: Any = () if optimizer is None else optimizer
+    found: list[Optimizer] = list(several) if isinstance(several, list | tuple) else [several]
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"optimizer ({each!r}) must be a torch.optim.Optimizer, or a list of them")
+    return found
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from pmoe.arguments import check_flag, check_number, list_of
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
 from pmoe.layer import MoELayer
@@ -55,11 +56,14 @@ def clip_grad_norm_(
     Raises ValueError where a number is out of its range, a gradient is still a summand (Partial), the group
     is too small, or experts come without their model; with error_if_nonfinite RuntimeError on every rank.
     """
-    norm_type = float(norm_type)
+    check_number(max_norm=max_norm, norm_type=norm_type)
+    check_flag("error_if_nonfinite", error_if_nonfinite)
+    check_flag("foreach", foreach, or_none=True)
     if not max_norm >= 0:
         raise ValueError(f"max_norm ({max_norm}) must be a number of at least 0")
     if not norm_type > 0:
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
+    norm_type = float(norm_type)
     ranks, named = Ranks(group), _named(parameters)
     gradients = _grouped(named, _copies_of_experts(parameters, named, ranks.size), ranks.size)
     norm = _norm(gradients, norm_type, _scalar_device(named, ranks), ranks, foreach)
@@ -96,8 +100,12 @@ def device_type_of(group: dist.ProcessGroup | None) -> str:
 def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
     if isinstance(parameters, nn.Module):
         return list(parameters.named_parameters())
-    listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    return [(f"parameter {at}", each) for at, each in enumerate(listed)]
+    listed = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
+    found = [(f"parameter {at}", each) for at, each in enumerate(listed)]
+    for name, each in found:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"parameters ({name}: {each!r}) must be tensors")
+    return found
 
 
 def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_ranks: int) -> dict[int, int]:
@@ -209,7 +217,10 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self, device: str = "cuda", *args: Any, group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
+        if not isinstance(device, str):
+            raise TypeError(f"device ({device!r}) must be a device's type, as in 'cuda'")
         super().__init__(device, *args, **options)
+        Ranks(group)  # refuses what is none
         self.group = group
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import nn
 
+from pmoe.arguments import check_flag, check_model
 from pmoe.comm.ranks import Ranks, gathered
 from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
@@ -63,6 +64,8 @@ class GradientReducer:
         average: bool = True,
         partition: Partition | Literal[False] | None = None,
     ) -> None:
+        check_model(model)
+        check_flag("average", average)
         ranks, self.average = Ranks(group), average
         # A group of its own: the lane between nodes sends here while another may use the given one.
         own = None if ranks.group is None else dist.new_group(ranks.members, **options_like(ranks.group))

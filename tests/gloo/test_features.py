@@ -7,7 +7,7 @@ import pytest
 from pmoe.runners.features import Feature
 from tests import featured
 from tests.pool import ranks
-from tests.takers import COMPUTED, wrong_of
+from tests.takers import COMPUTED, TAKERS, wrong_of
 
 
 def wrong_job(rank: int, world: int, taker: str, among: Feature, some: slice) -> dict[str, list[str]]:
@@ -16,7 +16,7 @@ def wrong_job(rank: int, world: int, taker: str, among: Feature, some: slice) ->
 
 
 @pytest.mark.parametrize("among", [Feature.RANKS, Feature.SHARDED], ids=lambda feature: feature.name)
-@pytest.mark.parametrize("taker", COMPUTED)
+@pytest.mark.parametrize("taker", TAKERS)
 def test_each_feature_among_ranks_gives_the_definitions_result_or_is_refused_by_name(
     taker: str, among: Feature
 ) -> None:

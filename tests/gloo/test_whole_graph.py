@@ -73,6 +73,7 @@ def compare(rank: int, world: int, steps: list[tuple[int, ...]], options: dict[s
         for one, other in zip(layers(plain), layers(graph), strict=True):
             assert torch.equal(one.tokens_per_expert, other.tokens_per_expert)
             assert torch.equal(one.row_counts.recv.sum(0), other.row_counts.recv[0])
+            assert one.max_tokens == other.max_tokens == SIZES["context"] * max(counts)
             assert other.ran.path == "whole graph", other.ran
         for optimizer in optimizers:
             optimizer.step()

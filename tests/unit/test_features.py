@@ -26,7 +26,7 @@ from tests.allocated import Allocated
 from tests.featured import Features, build, differences, expected, found, sentence
 from tests.kit import one_thread
 from tests.plain_steps import plain_steps, using
-from tests.takers import COMPUTED, built, capturing, wrong_of, wrong_refusal
+from tests.takers import COMPUTED, TAKERS, built, capturing, wrong_of, wrong_refusal
 
 __all__ = ["one_thread"]
 
@@ -35,7 +35,7 @@ SINGLE: list[Features] = [(feature,) for feature in ONE_RANK]
 PAIRS: list[Features] = [pair for pair in itertools.combinations(ONE_RANK, 2) if featured.fit(pair)]
 
 
-@pytest.mark.parametrize("taker", COMPUTED)
+@pytest.mark.parametrize("taker", TAKERS)
 def test_each_feature_gives_the_definitions_result_or_is_refused_by_name(taker: str) -> None:
     assert not wrong_of(COMPUTED[taker], SINGLE)
 
@@ -45,7 +45,7 @@ SHARE = 4
 
 
 @pytest.mark.parametrize("share", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(SHARE)])
-@pytest.mark.parametrize("taker", COMPUTED)
+@pytest.mark.parametrize("taker", TAKERS)
 def test_each_pair_of_features_gives_the_definitions_result_or_is_refused_by_name(
     taker: str, share: int
 ) -> None:

@@ -35,15 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import bench.links.modelled as modelled
 import pmoe
+from bench.graph_timeline import PassTimeline
 from bench.links import INFINITE, launch
 from bench.timing import Timing, interleaved, table, write_json
 from examples.lm_model import VOCABULARY, ByteGPT
 from pmoe.comm.ranks import Ranks
 from pmoe.graph import run, weight_gradients
-from pmoe.graph.explain import bars_of
+from pmoe.graph.explain import PassSeconds, bars_of
 from pmoe.graph.instructions import exposed_seconds, total_seconds
 from pmoe.graph.run import Key
-from pmoe.graph.watch import PassSeconds, PassTimeline
 from pmoe.measure.allocations import watched
 from pmoe.planner.timeline import draw
 

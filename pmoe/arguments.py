@@ -86,7 +86,7 @@ def check_path(**paths: object) -> None:
             raise TypeError(f"{name} ({path!r}) must be a path")
 
 
-def check_model(model: object) -> None:
+def check_module(model: object) -> None:
     """TypeError unless it is a module."""
     from torch import nn  # not needed for numbers
 

@@ -372,7 +372,7 @@ def _join(node: fx.Node) -> Iterator[Combination]:
     yield Combination((IRREGULAR,) * 6, 0)
 
 
-@rule_of(moe.exchange.default, moe.by_expert.default)
+@rule_of(moe.exchange.default)
 def _rows(node: fx.Node) -> Iterator[Combination]:
     yield Combination((IRREGULAR,) * len(tensors(node)), IRREGULAR)
 

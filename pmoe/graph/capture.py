@@ -132,11 +132,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     home = travel
     if ranks > 1:
         arrived = messages.exchange_rows([travel, travel_weight], send_WE, recv_WE, None, False, number)
-        if ranks > 2:
-            arrived = operators.by_expert(arrived, recv_WE, False)
         done = operators.experts(*arrived, recv_WE, parameters, number)[0]
-        if ranks > 2:
-            (done,) = operators.by_expert([done], recv_WE, True)
         (home,) = messages.exchange_rows([done], recv_WE, send_WE, travel.shape[0], True, number)
     stayed = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
     y_TM = operators.join(home, stayed, *order, layer.top_k, tokens)

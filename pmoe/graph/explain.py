@@ -5,36 +5,53 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from pmoe.graph import run
 from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
 from pmoe.graph.run import Key, Program
-from pmoe.graph.watch import PassSeconds, PassTimeline
 from pmoe.graph.weight_gradients import weight_gradients
 from pmoe.measure.black_box import tensors_in
+from pmoe.measure.rounds import clock_of
 from pmoe.planner.simulator import Simulated
 from pmoe.planner.timeline import Bar, draw
 from pmoe.text import table
 
-STEPS = 9
-"""Passes that `explain` runs: three to measure and agree, the others to be timed, the last by instruction."""
+STEPS = 8
+"""Passes that `explain` runs: three to measure and agree, the others to be timed."""
+
+
+class PassSeconds:
+    """Runs passes in a program's place (`Program.watch`), and counts their seconds."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def __call__(self, module: fx.GraphModule, boxed: list[Any]) -> Sequence[Any]:
+        clock = clock_like(boxed)
+        begin = clock()
+        done: Sequence[Any] = module.forward(boxed)
+        self.found.append(clock() - begin)
+        return done
+
+
+def clock_like(values: Sequence[Any]) -> Callable[[], float]:
+    """A clock that waits for the devices of these tensors."""
+    return clock_of(*(each.device for each in values if isinstance(each, Tensor)))
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """By direction: the programs of a model, the seconds that their passes took, and when in one of them each
-    instruction ran."""
+    """By direction: the programs of a model, and the seconds that their passes took."""
 
     programs: Mapping[str, Program]
     measured: Mapping[str, float]
-    ran: Mapping[str, Sequence[Simulated[Instruction]]]
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -56,16 +73,13 @@ class Explanation:
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
 
     def draw(self, path: str | Path | IO[bytes]) -> None:
-        """The timelines as predicted for the traced order and for the order that runs, and as measured, as a
-        PNG. Needs matplotlib."""
+        """The predicted timelines, as traced and as run, as a PNG. Needs matplotlib."""
         panels = {}
         for direction, program in self.programs.items():
-            free = weight_gradients(program.before)
-            panels[f"{direction}, as traced: predicted"] = bars_of(direction, timeline(program.before), free)
-            predicted = timeline(program.instructions)
-            panels[f"{direction}, as run: predicted"] = bars_of(direction, predicted, free)
-            panels[f"{direction}, as run: measured"] = bars_of(direction, self.ran[direction], free)
-        draw(path, panels, "A pass of the whole model")
+            for order, found in (("traced", program.before), ("run", program.instructions)):
+                bars = bars_of(direction, timeline(found), weight_gradients(found))
+                panels[f"{direction}, as {order}"] = bars
+        draw(path, panels, "A pass of the whole model: predicted")
 
 
 def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None = None) -> Explanation:
@@ -78,7 +92,7 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     """
     compiled = torch.compile(model, backend="pmoe", options=dict(options or {}))
     parameters = [each for each in model.parameters() if each.requires_grad]
-    seconds, ran = dict[Key, PassSeconds](), dict[Key, PassTimeline]()
+    seconds = dict[Key, PassSeconds]()
     try:
         for step in range(STEPS):
             result = next(tensors_in(compiled(*example)))
@@ -87,20 +101,14 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
             if step == STEPS // 2:
                 for key, program in run.PROGRAMS.items():
                     program.watch = seconds[key] = PassSeconds()
-            if step == STEPS - 2:
-                for key, program in run.PROGRAMS.items():
-                    program.watch = ran[key] = PassTimeline(program.instructions)
     finally:
         for program in run.PROGRAMS.values():
             program.watch = None
-    programs = {key[0]: run.PROGRAMS[key] for key, each in ran.items() if each.found and key[1]}
+    programs = {key[0]: run.PROGRAMS[key] for key, each in seconds.items() if each.found and key[1]}
     if not programs:
         raise ValueError("model must hold a MoELayer among several ranks that can be captured")
-    return Explanation(
-        programs,
-        {name: statistics.median(seconds[each.key].found) for name, each in programs.items()},
-        {name: ran[each.key].found for name, each in programs.items()},
-    )
+    measured = {name: statistics.median(seconds[each.key].found) for name, each in programs.items()}
+    return Explanation(programs, measured)
 
 
 def _moved(program: Program) -> Counter[str]:

@@ -33,7 +33,6 @@ CALLS: dict[object, Callable[..., Any]] = {
         "order",
         "pack",
         "join",
-        "by_expert",
         "experts",
         "experts_input_gradient",
         "experts_weight_gradient",

@@ -68,8 +68,19 @@ def _(counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int) -> tuple[
 # ---- rows between ranks
 
 
+def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[Tensor]:
+    """Rows (N, ...) that lie by (rank, expert), by (expert, rank); ``back``, the other way round."""
+    ranks, experts = counts_WE.shape
+    group = torch.arange(experts).repeat(ranks).repeat_interleave(counts_WE.flatten())
+    index = group.argsort(stable=True)
+    if back:
+        index = torch.empty_like(index).scatter_(0, index, torch.arange(index.numel()))
+    index = index.to(rows[0].device, non_blocking=True)
+    return [each.index_select(0, index) for each in rows]
+
+
 class Exchanging:
-    """Rows under way."""
+    """Rows under way. They come by expert, and leave so on the way home."""
 
     def __init__(
         self, rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, returns: bool, layer: int
@@ -79,6 +90,9 @@ class Exchanging:
         self._stage = f"{'combine' if returns else 'dispatch'} (layer {layer})"
         way = parts.combine if returns else parts.dispatch
         send, recv = send_WE.sum(1).tolist(), recv_WE.sum(1).tolist()
+        self._by_expert = None if returns else recv_WE
+        if returns and len(send_WE) > 2:  # of one other rank they lie so already
+            rows = regrouped(rows, send_WE, back=True)
         self._rows = [each.contiguous() for each in rows]  # until they have been sent
         self.out = [each.new_empty(sum(recv), *each.shape[1:]) for each in rows]
         with at_stage(self._stage, self._ranks):
@@ -92,6 +106,8 @@ class Exchanging:
                 if work is not None:
                     work.wait()
         self._rows.clear()
+        if self._by_expert is not None and len(self._by_expert) > 2:
+            self.out = regrouped(self.out, self._by_expert, back=False)
         return self.out
 
 
@@ -115,7 +131,7 @@ def exchange_rows(
     rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, num_out: int | None, returns: bool, layer: int
 ) -> list[Tensor]:
     """One all-to-all of each tensor (N, ...). num_out: rows that come, where they are known in the graph.
-    returns: whether it is the way home."""
+    returns: whether it is the way home, of rows that lie by expert here; those that come do so too."""
     return Exchanging(rows, send_WE, recv_WE, returns, layer).wait()
 
 

@@ -174,42 +174,6 @@ def _join_backward(ctx: Any, grad: Tensor) -> Any:
 join.register_autograd(_join_backward, setup_context=_join_setup)
 
 
-# ---- rows by expert
-
-
-@torch.library.custom_op(
-    "pmoe_graph::by_expert",
-    mutates_args=(),
-    schema="(Tensor[] rows, Tensor counts_RE, bool back) -> Tensor[]",
-)
-def by_expert(rows: Sequence[Tensor], counts_RE: Tensor, back: bool) -> list[Tensor]:
-    """Rows (N, ...) that lie by (sender, expert), by (expert, sender); ``back``, the other way round."""
-    senders, experts = counts_RE.shape
-    group = torch.arange(experts).repeat(senders).repeat_interleave(counts_RE.flatten())
-    index = group.argsort(stable=True)
-    if back:
-        index = torch.empty_like(index).scatter_(0, index, torch.arange(index.numel()))
-    index = index.to(rows[0].device, non_blocking=True)
-    return [each.index_select(0, index) for each in rows]
-
-
-@by_expert.register_fake
-def _(rows: Sequence[Tensor], counts_RE: Tensor, back: bool) -> list[Tensor]:
-    return [torch.empty_like(each) for each in rows]
-
-
-def _by_expert_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, counts_RE, ctx.back = inputs
-    ctx.save_for_backward(counts_RE)
-
-
-def _by_expert_backward(ctx: Any, grads: list[Tensor]) -> Any:
-    return by_expert(grads, *ctx.saved_tensors, not ctx.back), None, None
-
-
-by_expert.register_autograd(_by_expert_backward, setup_context=_by_expert_setup)
-
-
 # ---- experts
 
 

@@ -222,13 +222,10 @@ def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.
     if node.target is moe.pack.default:
         return args[3 + place], False
     if node.target is moe.exchange.default:
-        return args[2], False
-    if node.target is moe.by_expert.default:
-        return args[1], not args[2]
+        return args[2], not args[4]
     return args[2], _layout(*_maker(args[0], axes), axes)[1]  # the experts' rows lie as those they were given
 
 
 MAKERS = frozenset(
-    getattr(moe, name).default
-    for name in ("order", "exchange_counts", "pack", "exchange", "by_expert", "experts")
+    getattr(moe, name).default for name in ("order", "exchange_counts", "pack", "exchange", "experts")
 )

@@ -80,13 +80,14 @@ def pipeline_seconds(
 ) -> float:
     """P: the end of the pipeline, and of what joins its results."""
     if k == 1:
-        return total_seconds(_alone(body, costs))
+        return total_seconds(alone(body, costs))
     inside = {each.name for each in body}
     joined = (name for name in inside if not inside.issuperset(users[name]))
     return total_seconds(pipelined(body, k, costs)) + sum(costs.join.get(name, 0.0) for name in joined)
 
 
-def _alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
+def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
+    """The instructions as if nothing were before them, with the seconds of one part."""
     inside = {each.name for each in body}
     return [
         replace(

@@ -79,15 +79,10 @@ class GraphRunner:
     _boxed_call = True
 
     def __init__(
-        self,
-        module: fx.GraphModule,
-        direction: str,
-        options: Options,
-        batch_inputs: Sequence[int],
-        is_tiny: bool,
+        self, module: fx.GraphModule, direction: str, options: Options, batch: Sequence[int], is_tiny: bool
     ) -> None:
-        """batch_inputs: which of the inputs hold a batch of sequences, along their first dimension. is_tiny:
-        of one sequence, or none, which are traced another way than several."""
+        """batch: which of the inputs hold sequences, along their first dimension. is_tiny: of one, or none,
+        which are traced another way than several."""
         _strip_checks(module.graph)
         merge_weight_gradients(module.graph)
         name_all(module.graph)
@@ -98,8 +93,8 @@ class GraphRunner:
         key = (direction, tuple(dict.fromkeys(exchanges)))
         self.program = PROGRAMS.setdefault(key, Program(key))
         inputs = module.graph.find_nodes(op="placeholder")
-        batch = [inputs[at] for at in batch_inputs] if direction != "backward" else []
-        self.cutting = Cutting(module, batch)
+        sequences = [inputs[at] for at in batch] if direction != "backward" else []
+        self.cutting = Cutting(module, sequences)
         self._is_tiny = is_tiny
         self._run: Any = None
         self._costs: Costs | None = None

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe import __version__
-from pmoe.arguments import check_count, check_flag, check_int, check_model, check_path
+from pmoe.arguments import check_count, check_flag, check_int, check_module, check_path
 from pmoe.comm.ranks import Ranks, from_first
 from pmoe.engine.recording import Journal, recording
 from pmoe.integrations import run_folder as files
@@ -120,7 +120,7 @@ class StatsWriter:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         check_path(run_dir=run_dir)
-        check_model(model)
+        check_module(model)
         check_count(every=every)
         check_flag("tensorboard", tensorboard)
         check_flag("exposed", exposed)

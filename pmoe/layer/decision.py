@@ -25,20 +25,13 @@ if TYPE_CHECKING:
 
 
 class LeftCounts(Protocol):
-    """Row counts that a call leaves for those who ask afterwards. Reading them may synchronize."""
+    """Row counts that a call leaves for those who ask afterwards, on the host; reading them may synchronize.
+    max_tokens: the largest number of any rank. kept_E: (E,) int64, kept rows of this rank by expert."""
 
     @property
-    def max_tokens(self) -> int:
-        """The largest number of any rank."""
-        ...
-
-    def rows(self) -> RankCounts:
-        """On the host."""
-        ...
-
-    def kept_E(self) -> Tensor:
-        """(E,) int64 on the CPU: kept rows of this rank for each expert."""
-        ...
+    def max_tokens(self) -> int: ...
+    def rows(self) -> RankCounts: ...
+    def kept_E(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ GEMM_STEP, GEMM_STEPS = 2**19, 12
 to."""
 
 SMALLER = (16, 4)
-"""Parts of the first size that are measured too, for what an operation costs whatever its size: on a slow
-link, from large messages alone, that would be anything."""
+"""Parts of the first size that are measured too: large messages alone do not tell what any one costs."""
 
 RUNS = 5
 """Of each size, and one before them."""

@@ -176,7 +176,7 @@ def _fastest(candidates: Sequence[PricedChoice]) -> PricedChoice:
 
 FEW = 3
 
-Tried = Callable[[Sequence[PricedChoice]], "list[tuple[float, float]] | None"]
+TriedChoices = Callable[[Sequence[PricedChoice]], "list[tuple[float, float]] | None"]
 """Seconds of both passes by choice, the same on every rank; None where trials are not for a layer."""
 
 
@@ -216,7 +216,7 @@ class Chooser:
         max_tokens: int,
         degrees: Sequence[tuple[int, int]],
         profile: Callable[[], Profile],
-        tried: Tried,
+        tried: TriedChoices,
         *,
         host_is_full: bool = False,
     ) -> Choice:
@@ -253,7 +253,7 @@ class Chooser:
         degrees: Sequence[tuple[int, int]],
         pairs: Sequence[Restore],
         profile: Callable[[], Profile],
-        tried: Tried,
+        tried: TriedChoices,
     ) -> Choice:
         assert self.budget is not None
         several = len(pairs) * len(degrees) > 1

@@ -34,7 +34,7 @@ BLACK_BOX_ROWS = (64, 256, 1024)
 TRIED, HALVINGS = (1, 8), 24
 """Numbers of chunks whose difference tells what a chunk costs, and how closely it is found."""
 
-Tried = Callable[[Sequence[int]], "list[tuple[float, float]] | None"]
+TriedDegrees = Callable[[Sequence[int]], "list[tuple[float, float]] | None"]
 
 _operations: dict[tuple[str, str, torch.device, torch.dtype], Operations] = {}
 
@@ -98,33 +98,19 @@ class Solver:
         num_tokens: int,
         t_gar: float,
         modules: Sequence[nn.Module],
-        tried: Tried,
+        tried: TriedDegrees,
     ) -> PassDegrees:
         """modules: this rank's experts, where they are modules. t_gar: seconds of other layers' gradients in
         the backward pass. tried: measures both passes in some numbers of chunks, where it can. Collective the
         first time."""
         key = (num_tokens, t_gar)
-        if key not in self._found:
-            operations = operations_of(self._grid, rows_TM.device, rows_TM.dtype)
-            if modules and self._black_box is None:
-                self._black_box = black_box(modules[0], rows_TM, self._grid)
-            found = self._solve(shape, operations, num_tokens, rows_TM.device.type, t_gar, tried)
-            self._found[key] = found
-            told = (found.forward, found.backward, num_tokens)
-            log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *told)
-        return self._found[key]
-
-    def _solve(
-        self,
-        shape: LayerSizes,
-        operations: Operations,
-        num_tokens: int,
-        device_type: str,
-        t_gar: float,
-        tried: Tried,
-    ) -> PassDegrees:
+        if key in self._found:
+            return self._found[key]
+        operations = operations_of(self._grid, rows_TM.device, rows_TM.dtype)
+        if modules and self._black_box is None:
+            self._black_box = black_box(modules[0], rows_TM, self._grid)
         ahead, back = self._black_box or (None, None)
-        costs = functools.partial(layer_costs, shape, operations, num_tokens, device_type)
+        costs = functools.partial(layer_costs, shape, operations, num_tokens, rows_TM.device.type)
         forward = costs(ahead)
         backward = forward.backward() if back is None else costs(back)
         options = functools.partial(
@@ -136,15 +122,19 @@ class Solver:
             ahead_few, ahead_many, back_few, back_many = (pair[at] for at in (0, 1) for pair in seconds)
             forward = with_chunk_cost(forward, way, ahead_many - ahead_few)
             backward = with_chunk_cost(backward, way_back, back_many - back_few)
-        if self._restore is not None:
-            found = best_degree(forward, way, degrees=DEGREES)
-            return PassDegrees(found, best_degree(backward, way_back, t_gar, DEGREES))
 
         def step(n: int) -> float:
             return pass_seconds(forward, n, way) + pass_seconds(backward, n, way_back, t_gar)
 
-        best = min(DEGREES, key=step)
-        return PassDegrees(best, best)
+        if self._restore is None:
+            best = min(DEGREES, key=step)
+            found = PassDegrees(best, best)
+        else:
+            ahead_n = best_degree(forward, way, degrees=DEGREES)
+            found = PassDegrees(ahead_n, best_degree(backward, way_back, t_gar, DEGREES))
+        log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *vars(found).values(), num_tokens)
+        self._found[key] = found
+        return found
 
 
 def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from pmoe.arguments import check_model, check_path, is_int, plain_int
+from pmoe.arguments import check_count, check_module, check_path, is_int, plain_int
 from pmoe.comm.ranks import Ranks, from_first, gathered
 from pmoe.training import checkpoint_files as files
 from pmoe.training import checkpoint_state as states
@@ -83,7 +83,7 @@ def save_checkpoint(
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         _check_arguments(step, extra, keep)
-        check_model(model)
+        check_module(model)
         names = states.Names(model)
         tensors, of_modules = states.model_state(model, names)
         of_optimizer, plain = states.optimizer_state(names, _listed(optimizer))
@@ -134,7 +134,7 @@ def load_checkpoint(
     )
 
     def collect() -> tuple[states.Names, dict[str, Tensor]]:
-        check_model(model)
+        check_module(model)
         names = states.Names(model)
         return names, states.model_state(model, names)[0]
 
@@ -154,8 +154,7 @@ def load_checkpoint(
 def _check_arguments(step: object, extra: object, keep: object) -> None:
     if not is_int(step) or step < 0:
         raise ValueError(f"step ({step!r}) must be an int of at least 0")
-    if not is_int(keep) or keep < 1:
-        raise ValueError(f"keep ({keep!r}) must be an int of at least 1")
+    check_count(keep=keep)  # type: ignore[arg-type]
     if extra is not None and not isinstance(extra, Mapping):
         raise ValueError(f"extra ({extra!r}) must be a mapping of names, or None")
 

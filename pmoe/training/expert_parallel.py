@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from pmoe.arguments import check_flag, check_model, list_of
+from pmoe.arguments import check_flag, check_module, list_of
 from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
 from pmoe.comm.ranks import Grid, Ranks, at_stage
 from pmoe.experts.base import Experts, is_expert, local_part
@@ -70,7 +70,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     Raises ValueError or TypeError, naming the layer, before any weight is touched, where there is no layer,
     one is of other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh is none of these.
     """
-    check_model(model)
+    check_module(model)
     check_flag("reduce", reduce)
     inner = _experts_mesh(mesh)
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
@@ -101,7 +101,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of this rank's routed experts: the ignored_params of FSDP2's ``fully_shard``."""
-    check_model(model)
+    check_module(model)
     return {each for each in model.parameters() if is_expert(each)}
 
 
@@ -119,7 +119,7 @@ def parameter_groups(
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    given = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
+    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
     found = []
     for group in groups:

@@ -31,7 +31,7 @@ from torch._utils import _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from pmoe.arguments import is_int
+from pmoe.arguments import check_count
 from pmoe.comm.mesh import ACROSS, INSIDE
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
@@ -90,9 +90,7 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     Every rank must call it with the same arguments; a second call with them returns the same meshes. Raises
     ValueError where the sizes do not tile the ranks, RuntimeError without a process group.
     """
-    for name, size in {"mp": mp, "ep": ep, "esp": esp}.items():
-        if not is_int(size) or size < 1:
-            raise ValueError(f"{name} ({size!r}) must be an int of at least 1")
+    check_count(mp=mp, ep=ep, esp=esp)
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("torch.distributed must be initialised (init_process_group) before make_meshes")
     num_ranks = dist.get_world_size()

@@ -17,7 +17,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import nn
 
-from pmoe.arguments import check_flag, check_model
+from pmoe.arguments import check_flag, check_module
 from pmoe.comm.ranks import Ranks, gathered
 from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
@@ -64,7 +64,7 @@ class GradientReducer:
         average: bool = True,
         partition: Partition | Literal[False] | None = None,
     ) -> None:
-        check_model(model)
+        check_module(model)
         check_flag("average", average)
         ranks, self.average = Ranks(group), average
         # A group of its own: the lane between nodes sends here while another may use the given one.

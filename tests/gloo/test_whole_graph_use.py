@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
+from bench.graph_timeline import PassTimeline
 from pmoe.experts.base import local_part
 from pmoe.graph import explain, run
 from tests.gloo.test_whole_graph import batch, build, layers, loss_of
@@ -212,16 +213,30 @@ def explained(rank: int, world: int, folder: str) -> str:
     found = explain(model, batch(rank, 0, 4))
     assert next(model.parameters()).grad is kept and kept.eq(1).all()
     assert found.measured.keys() == found.programs.keys() == {"forward", "backward"}
-    for direction, program in found.programs.items():
-        names = {each.name for each in program.instructions}
-        ran = {each.task.name: each for each in found.ran[direction]}
-        assert names <= ran.keys()
-        assert all(0 <= each.start <= each.end for each in ran.values())
-        assert {each.name for each in program.instructions if each.communicates} == {
-            name for name in names if ran[name].task.communicates
-        }
     found.draw(f"{folder}/{rank}.png")
     return str(found)
+
+
+def seen(rank: int, world: int) -> None:
+    fresh()
+    call, x = compile_for_pmoe(model := build()), batch(rank, 0, 4)
+    for _ in range(4):
+        loss_of(model, call, x).backward()
+    watches = {}
+    for key, program in run.PROGRAMS.items():
+        program.watch = watches[key] = PassTimeline(program.instructions)
+    loss_of(model, call, x).backward()
+    for key, watch in watches.items():
+        ran = {each.task.name: each for each in watch.found}
+        instructions = run.PROGRAMS[key].instructions
+        assert {each.name for each in instructions} <= ran.keys()
+        assert all(0 <= each.start <= each.end for each in ran.values())
+        assert all(each.communicates == ran[each.name].task.communicates for each in instructions)
+
+
+@pytest.mark.slow
+def test_a_timeline_has_every_instruction_on_its_lane() -> None:
+    ranks(2).run(seen)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a compiled graph really takes: seconds of its passes, and when each instruction of one ran."""
+"""When each instruction of a compiled graph's pass really ran."""
 
 from __future__ import annotations
 
@@ -6,33 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from pmoe.graph.explain import clock_like
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import STARTS, label
-from pmoe.measure.rounds import clock_of
 from pmoe.planner.simulator import Simulated
 
-BEGINS, ENDS = (frozenset(pair[at] for pair in STARTS.values()) for at in (0, 1))
-
-
-class PassSeconds:
-    """Runs passes in a program's place (`Program.watch`), and counts their seconds."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def __call__(self, module: fx.GraphModule, boxed: list[Any]) -> Sequence[Any]:
-        clock = clock_like(boxed)
-        begin = clock()
-        done: Sequence[Any] = module.forward(boxed)
-        self.found.append(clock() - begin)
-        return done
+ENDS = frozenset(wait for _, wait in STARTS.values())
 
 
 class PassTimeline:
-    """The same for when each instruction ran, of the last pass. An all-to-all is shown from its start to the
-    end of the wait for it; where it was there before, for the seconds that its instruction says."""
+    """Runs passes in a program's place (`Program.watch`); found is of the last one. An all-to-all is shown
+    from its start to the end of the wait for it; where it was there before, for the seconds that its
+    instruction says."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._seconds = {each.name: each.seconds for each in instructions}
@@ -60,11 +47,6 @@ class PassTimeline:
 
 SHORT = 1e-4
 """Seconds of a wait for something that was there."""
-
-
-def clock_like(values: Sequence[Any]) -> Callable[[], float]:
-    """A clock that waits for the devices of these tensors."""
-    return clock_of(*(each.device for each in values if isinstance(each, Tensor)))
 
 
 class _Interpreter(fx.Interpreter):

@@ -86,12 +86,18 @@ def check_path(**paths: object) -> None:
             raise TypeError(f"{name} ({path!r}) must be a path")
 
 
+def check_kind(kind: type, told: str, **values: object) -> None:
+    """TypeError unless each is of that class."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} ({type(value).__name__}) must be a {told}")
+
+
 def check_module(model: object) -> None:
     """TypeError unless it is a module."""
     from torch import nn  # not needed for numbers
 
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model ({model!r}) must be a torch.nn.Module")
+    check_kind(nn.Module, "torch.nn.Module", model=model)
 
 
 def check_tensors(dims: int, **tensors: Any) -> None:

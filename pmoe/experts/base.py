@@ -54,7 +54,8 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of every expert's hidden columns these are: the index-th of count equal ones."""
+    """Which part of every expert's hidden columns these are: the index-th of count equal ones. Raises
+    ValueError or TypeError where it is none of them."""
 
     index: int = 0
     count: int = 1

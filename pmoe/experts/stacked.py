@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pmoe.arguments import check_count, check_flag, check_place
+from pmoe.arguments import check_count, check_flag, check_kind, check_place
 from pmoe.experts.base import WHOLE, Allocate, Experts, Hidden, Runs, Shard, fresh, local_part, row_dot
 from pmoe.experts.products import (
     GradientSum,
@@ -66,8 +66,7 @@ class StackedExperts(Experts):
         check_count(d_model=d_model, d_hidden=d_hidden, num_local_experts=num_local_experts)
         check_flag("bias", bias)
         check_place(device, dtype)
-        if not isinstance(shard, Shard):
-            raise TypeError(f"shard ({shard!r}) must be a pmoe.experts.Shard")
+        check_kind(Shard, "pmoe.experts.Shard", shard=shard)
         self.num_local_experts, self.shard, self.all_hidden = num_local_experts, shard, d_hidden
         d_hidden //= shard.count
 

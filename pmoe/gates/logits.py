@@ -65,7 +65,7 @@ def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     probability_TE: (T, E). expert_TK: (T, K). Returns a scalar; without tokens 0, attached to the graph.
 
     f_e is the share of the T*K choices that fell on expert e, counted before any capacity drops, and P_e
-    the mean probability of e. Only P carries a gradient.
+    the mean probability of e. Only P carries a gradient. Raises ValueError or TypeError for other tensors.
     """
     check_tensors(2, probability_TE=probability_TE, expert_TK=expert_TK)
     if expert_TK.dtype != torch.int64:

@@ -359,7 +359,7 @@ def _order(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(moe.exchange_counts.default)
 def _exchange_counts(node: fx.Node) -> Iterator[Combination]:
-    yield Combination((IRREGULAR,), (IRREGULAR,) * 4)
+    yield Combination((IRREGULAR,) * 2, (IRREGULAR,) * 4)
 
 
 @rule_of(moe.pack.default)

@@ -125,7 +125,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     )
     rows = x_TM if autocast is None else x_TM.to(autocast)
     parameters = given if autocast is None else [each.to(autocast) for each in given]
-    send_WE, recv_WE, own_1E, tokens_W = messages.exchange_counts(counts, tokens, rows.dtype, number)
+    send_WE, recv_WE, own_1E, tokens_W = messages.exchange_counts(counts, slot, rows.dtype, number)
     order = (slot, position, send_WE, own_1E)
     travel, stay = operators.pack(rows, *order, layer.top_k)
     travel_weight, stay_weight = operators.pack(routing.weight.reshape(-1), *order, 1)

@@ -21,12 +21,12 @@ from pmoe.graph.operators import parts_of
 # ---- the exchange of counts
 
 
-def start_counts(counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int) -> CountsExchange:
+def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
     parts = parts_of(layer)
     return CountsExchange(
         parts.grid,
         counts[:-1].unsqueeze(0),
-        num_tokens=num_tokens,
+        num_tokens=slot.shape[0] // parts.spec.top_k,
         fault=counts[-1],
         needs_grad=True,
         dtype=dtype,
@@ -45,20 +45,19 @@ def wait_counts(exchange: CountsExchange, layer: int) -> tuple[Tensor, Tensor, T
 @torch.library.custom_op(
     "pmoe_graph::exchange_counts",
     mutates_args=(),
-    schema="(Tensor counts, SymInt num_tokens, ScalarType dtype, int layer)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor counts, Tensor slot, ScalarType dtype, int layer) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def exchange_counts(
-    counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int
+    counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(send_WE, recv_WE, own_1E, tokens_W), on the host: rows for each rank's experts, from each rank, and
-    those that stay, which the others leave out; and every rank's tokens. Raises FaultError on every rank
-    where any rank's routing is at fault."""
-    return wait_counts(start_counts(counts, num_tokens, dtype, layer), layer)
+    those that stay, which the others leave out; and every rank's tokens. slot: of `order`. Raises FaultError
+    on every rank where any rank's routing is at fault."""
+    return wait_counts(start_counts(counts, slot, dtype, layer), layer)
 
 
 @exchange_counts.register_fake
-def _(counts: Tensor, num_tokens: int, dtype: torch.dtype, layer: int) -> tuple[Tensor, ...]:
+def _(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> tuple[Tensor, ...]:
     ranks = parts_of(layer).ranks.size
     experts = (counts.shape[0] - 1) // ranks
     sizes = ((ranks, experts), (ranks, experts), (1, experts), (ranks,))

@@ -108,11 +108,7 @@ def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int
     return LAUNCH + product + work.moved / k / (0.8 * cluster.memory)
 
 
-Seconds = Callable[..., float]
-"""`seconds_on` some GPUs: of an operator, and of one of k parts of it."""
-
-
-def forward(works: Sequence[Operator], seconds: Seconds) -> list[Instruction]:
+def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
     """One waits for the one before."""
     return [
         Instruction(
@@ -125,7 +121,7 @@ def forward(works: Sequence[Operator], seconds: Seconds) -> list[Instruction]:
     ]
 
 
-def backward(works: Sequence[Operator], seconds: Seconds) -> list[Instruction]:
+def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
     """Each product has two gradients of its own size; for that of its weight nobody waits."""
     found, waits = list[Instruction](), tuple[str, ...]()
     for work in reversed(works):
@@ -157,7 +153,7 @@ def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
 
-def in_ranges(works: Sequence[Operator], seconds: Seconds, sequences: int) -> SimulatedStep:
+def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
     """The forward pass as Lancet's dynamic programme cuts it."""
     instructions, inside, ends = forward(works, seconds), False, [True]
     for work in works:  # no routed rows cross the end of a range
@@ -177,7 +173,7 @@ def in_ranges(works: Sequence[Operator], seconds: Seconds, sequences: int) -> Si
 
 
 def in_layers(
-    instructions: Sequence[Instruction], works: Sequence[Operator], seconds: Seconds, k: int
+    instructions: Sequence[Instruction], works: Sequence[Operator], seconds: Callable[..., float], k: int
 ) -> SimulatedStep:
     """Each layer's all-to-alls and experts in k parts, everything else in one: Tutel's pipeline."""
     shares = {work.name: seconds(work, k) / seconds(work) for work in works}

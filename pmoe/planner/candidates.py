@@ -174,8 +174,6 @@ def _fastest(candidates: Sequence[PricedChoice]) -> PricedChoice:
 # ---- the choices of a layer
 
 
-FEW = 3
-
 TriedChoices = Callable[[Sequence[PricedChoice]], "list[tuple[float, float]] | None"]
 """Seconds of both passes by choice, the same on every rank; None where trials are not for a layer."""
 
@@ -223,7 +221,7 @@ class Chooser:
         """The fastest choice within the budget; none that offloads T_DI where the host is full.
 
         degrees: (forward, backward) to choose from. tried: measures a few choices, where it can: of each
-        number of chunks the pair that is predicted to be the fastest, or of one number the fastest pairs.
+        number of chunks the pair predicted to be the fastest, or of one number the three fastest pairs.
         Raises ValueError with the least budget that would do.
         """
         pairs = self.pairs
@@ -276,12 +274,12 @@ class Chooser:
 
 
 def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
-    """Of each number of chunks the fastest, or, of one number alone, the FEW fastest."""
+    """Of each number of chunks the fastest, or, of one number alone the three fastest."""
     ordered = sorted(candidates, key=lambda each: (each.seconds, each.memory.promised))
     first: dict[tuple[int, int], PricedChoice] = {}
     for each in ordered:
         first.setdefault((each.forward, each.backward), each)
-    return list(first.values()) if len(first) > 1 else ordered[:FEW]
+    return list(first.values()) if len(first) > 1 else ordered[:3]
 
 
 def _rounded_up(tokens: int) -> int:

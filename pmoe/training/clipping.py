@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pmoe.arguments import check_flag, check_number, list_of
+from pmoe.arguments import check_flag, check_kind, check_number, list_of
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
 from pmoe.layer import MoELayer
@@ -59,11 +59,11 @@ def clip_grad_norm_(
     check_number(max_norm=max_norm, norm_type=norm_type)
     check_flag("error_if_nonfinite", error_if_nonfinite)
     check_flag("foreach", foreach, or_none=True)
+    norm_type = float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"max_norm ({max_norm}) must be a number of at least 0")
     if not norm_type > 0:
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
-    norm_type = float(norm_type)
     ranks, named = Ranks(group), _named(parameters)
     gradients = _grouped(named, _copies_of_experts(parameters, named, ranks.size), ranks.size)
     norm = _norm(gradients, norm_type, _scalar_device(named, ranks), ranks, foreach)
@@ -217,8 +217,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self, device: str = "cuda", *args: Any, group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
-        if not isinstance(device, str):
-            raise TypeError(f"device ({device!r}) must be a device's type, as in 'cuda'")
+        check_kind(str, "device's type, as in 'cuda'", device=device)
         super().__init__(device, *args, **options)
         Ranks(group)  # refuses what is none
         self.group = group

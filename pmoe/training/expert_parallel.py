@@ -116,6 +116,7 @@ def parameter_groups(
     Args:
         parameters: a model, its parameters (of any shape), or groups as optimizers take them, each of which
             is split with all its options. The order of groups and of parameters is kept, plain ones first.
+            Raises TypeError for what is none of these.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

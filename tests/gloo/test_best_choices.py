@@ -136,9 +136,23 @@ def profile(**lines: LineCost) -> Profile:
     )
 
 
-def chosen_job(rank: int, world: int, lanes: dict[str, LineCost], options: dict[str, Any]) -> Any:
-    """How a layer ran, and its sizes."""
-    with mock.patch.object(predicted, "profile_of", lambda *_: profile(**lanes)):
+def chosen_job(
+    rank: int,
+    world: int,
+    lanes: dict[str, LineCost],
+    options: dict[str, Any],
+    trials: dict[int, float] | None = None,
+) -> Any:
+    """How a layer ran, and its sizes. trials: the seconds of a pass by n, as trials would measure them; none
+    are made where they are not stated."""
+
+    def tried(_: Any, choices: Any) -> Any:
+        return None if trials is None else [(trials[each.forward], 0.0) for each in choices]
+
+    with (
+        mock.patch.object(predicted, "profile_of", lambda *_: profile(**lanes)),
+        mock.patch.object(predicted, "tried_seconds", tried),
+    ):
         layer = build(top_k=1, slack=SLACK, **options)
         ran = step(layer, rank)
     return (ran.forward, ran.backward, ran.restore), memory_shape(layer.parts), layer.parts.num_bins
@@ -206,3 +220,18 @@ def test_of_what_fits_a_budget_a_layer_runs_with_the_fastest() -> None:
         assert known[choice][0] == min(time for time, size in known.values() if size <= budget)
         found.append(choice)
     assert len(set(found)) == 3, "each budget has a best of its own"
+
+
+@pytest.mark.parametrize("best", [1, 4, 16])
+def test_of_what_fits_a_budget_trials_choose_the_number_of_chunks(best: int) -> None:
+    """With the pair that is predicted to be the fastest of those that fit with it."""
+    options = {"pipeline": True, "memory_reuse": True, "d_hidden": WIDE}
+    _, sizes, bins = ranks(2).run(chosen_job, OVERLAP_PAYS, {**options, "memory_budget": 1 << 40})[0]
+    known = candidates(sizes, bins, OVERLAP_PAYS)
+    budget = sorted(size for _, size in known.values())[len(known) * 2 // 3]
+    fitting = {choice: time for choice, (time, size) in known.items() if size <= budget}
+    found = ranks(2).run(chosen_job, OVERLAP_PAYS, {**options, "memory_budget": budget}, seconds(best))
+    [choice] = {each[0] for each in found}
+    tried = {n for n, _, _ in fitting}
+    assert choice[0] == min(tried, key=seconds(best).__getitem__)
+    assert fitting[choice] == min(time for (n, _, _), time in fitting.items() if n == choice[0])

@@ -104,7 +104,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "save_checkpoint": {
         "folder": TEXT, "model": "module", "optimizer": "None ()", "step": f"0 {NUMBER}", "extra": "None {}",
-        "keep": NUMBER, "group": NONE,
+        "keep": COUNT, "group": NONE,
     },
     "load_checkpoint": {
         "folder": NOTHING, "model": NOTHING, "optimizer": "None ()", "step": "None 1", "group": NONE,

@@ -56,6 +56,7 @@ class CapturedCounts:
 def install(backend: Any) -> None:
     """From now on `MoELayer.forward`, where it is traced for ``backend``, is what `_captured` says."""
     BACKENDS.add(backend)
+    _forward.__doc__ = _eager.__doc__
     MoELayer.forward = _forward  # type: ignore[assignment, method-assign]
 
 

@@ -59,12 +59,12 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 
 @functools.cache
 def prepare() -> None:
-    """Sizes that only a run knows, as numbers of rows are, stay in graphs from here on;
-    DistributedDataParallel must not cut graphs between layers that communicate, and a rank that was compiled
-    for too many shapes raises, for without its graph it would send other messages than the others."""
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    torch._dynamo.config.optimize_ddp = False
+    """Numbers of rows, known when a graph runs, stay in it; DDP must not cut graphs between layers that
+    communicate; every block may be compiled alone; and a rank that has compiled too often raises:
+    without its graph it would send other messages than the others."""
+    found: Any = torch._dynamo.config
+    found.capture_dynamic_output_shape_ops = found.fail_on_recompile_limit_hit = True
+    found.recompile_limit, found.optimize_ddp = found.accumulated_recompile_limit, False
     capture.install(backend)
 
 

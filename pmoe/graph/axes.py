@@ -202,10 +202,14 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
             yield Combination(tuple(inputs), dim)
 
 
-@rule_of(aten.mm.default)
-def _mm(node: fx.Node) -> Iterator[Combination]:
-    yield Combination((0, None), 0)
-    yield Combination((None, 1), 1)
+ALWAYS: dict[object, list[Combination]] = {
+    aten.mm.default: [Combination((0, None), 0), Combination((None, 1), 1)],
+    aten.bmm.default: [Combination((0, 0), 0), Combination((1, None), 1), Combination((None, 2), 2)],
+    moe.exchange_counts.default: [Combination((IRREGULAR,) * 2, (IRREGULAR,) * 4)],
+    moe.pack.default: [Combination((0, *(IRREGULAR,) * 4), (IRREGULAR,) * 2)],
+    moe.join.default: [Combination((IRREGULAR,) * 6, 0)],
+}
+RULES.update({target: lambda _, found=found: found for target, found in ALWAYS.items()})  # type: ignore[misc]
 
 
 @rule_of(aten.addmm.default)
@@ -213,13 +217,6 @@ def _addmm(node: fx.Node) -> Iterator[Combination]:
     bias = len(shape(tensors(node)[0]))
     yield Combination((0 if bias == 2 else None, 0, None), 0)
     yield Combination((bias - 1, None, 1), 1)
-
-
-@rule_of(aten.bmm.default)
-def _bmm(node: fx.Node) -> Iterator[Combination]:
-    yield Combination((0, 0), 0)
-    yield Combination((1, None), 1)
-    yield Combination((None, 2), 2)
 
 
 @rule_of(aten.native_layer_norm.default, aten._fused_rms_norm.default)
@@ -348,28 +345,13 @@ def _cat(node: fx.Node) -> Iterator[Combination]:
         yield Combination((each,) * len(given), each + (each >= at))
 
 
-# ---- rules of a layer's operators: a gate's rows are cut with the batch, and what they become is irregular
+# ---- a layer's operators: a gate's rows are cut with the batch, and what they become is irregular
 
 
 @rule_of(moe.order.default)
 def _order(node: fx.Node) -> Iterator[Combination]:
     given = tensors(node)
     yield Combination((*(0 for _ in given[:-1]), None), (IRREGULAR,) * 3 + (None,))
-
-
-@rule_of(moe.exchange_counts.default)
-def _exchange_counts(node: fx.Node) -> Iterator[Combination]:
-    yield Combination((IRREGULAR,) * 2, (IRREGULAR,) * 4)
-
-
-@rule_of(moe.pack.default)
-def _pack(node: fx.Node) -> Iterator[Combination]:
-    yield Combination((0, *(IRREGULAR,) * 4), (IRREGULAR, IRREGULAR))
-
-
-@rule_of(moe.join.default)
-def _join(node: fx.Node) -> Iterator[Combination]:
-    yield Combination((IRREGULAR,) * 6, 0)
 
 
 @rule_of(moe.exchange.default)

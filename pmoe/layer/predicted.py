@@ -30,7 +30,12 @@ def pair_of_batch(batch: Batch) -> Restore:
     """MPipeMoE's Eq. 10, on measured rates."""
     parts, rows_TM = batch.parts, batch.inputs.x_TM
     profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
-    return chooser_of(batch).pair(memory_shape(parts, rows_TM), batch.counts.max_tokens, profile)
+    n, m = parts.spec.fixed_degree or 2, parts.spec.pipeline_backward  # 2 where n follows the pair
+
+    def tried(pairs: Sequence[Restore]) -> list[tuple[float, float]] | None:
+        return tried_seconds(batch, [Choice(forward=n, backward=m or n, restore=pair) for pair in pairs])
+
+    return chooser_of(batch).pair(memory_shape(parts, rows_TM), batch.counts.max_tokens, profile, tried)
 
 
 def choice_within_budget(batch: Batch) -> Choice:

@@ -100,7 +100,6 @@ def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
 
 
 def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int = 1) -> float:
-    """Of each of k parts."""
     if work.sent:
         return MESSAGE + work.sent / k * (gpus - 8) / gpus * 8 / (0.8 * cluster.nic)
     share = rows / k / (rows / k + 512)
@@ -193,7 +192,6 @@ def in_layers(
 
 
 def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str, SimulatedStep]:
-    """By system, a step."""
     sequences = model.sequences[cluster.name]
     seconds = functools.partial(seconds_on, cluster, gpus, sequences * TOKENS)
     works = list(forward_work(model, sequences))
@@ -236,7 +234,6 @@ PAPER: Mapping[str, str] = {
 
 
 def largest_gains(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the numbers that the paper gives at most, ours."""
     return {name: max(row[name] for row in rows) for name in PAPER}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
@@ -174,8 +175,13 @@ def _fastest(candidates: Sequence[PricedChoice]) -> PricedChoice:
 # ---- the choices of a layer
 
 
-TriedChoices = Callable[[Sequence[PricedChoice]], "list[tuple[float, float]] | None"]
+T = TypeVar("T")
+NEAR = 1.25
+"""Eq. 10 knows the slowest lane alone: a pair that costs at most so many times the cheapest may be faster."""
+
+Measured = list[tuple[float, float]] | None
 """Seconds of both passes by choice, the same on every rank; None where trials are not for a layer."""
+TriedPairs, TriedChoices = Callable[[Sequence[Restore]], Measured], Callable[[Sequence[PricedChoice]], Measured]
 
 
 class Chooser:
@@ -192,14 +198,19 @@ class Chooser:
         self._known: dict[tuple[object, ...], Choice | None] = {}
         self._pairs: dict[tuple[object, ...], Restore] = {}
 
-    def pair(self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile]) -> Restore:
-        """The cheapest pair by Eq. 10. profile: asked only where there is something to choose."""
+    def pair(
+        self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedPairs
+    ) -> Restore:
+        """The cheapest pair by Eq. 10; of those that are about as cheap the fastest, where ``tried`` measures
+        them. profile: asked only where there is something to choose."""
         if len(self.pairs) == 1 or max_tokens == 0:
             return self.pairs[0]
         tokens = _rounded_up(max_tokens)
         key = (sizes, tokens, self.pairs)
         if key not in self._pairs:
             found, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
+            near = [pair for pair in self.pairs if seconds[pair] <= NEAR * seconds[found]]
+            found = _fastest_tried(near, tried) or found
             if found not in self._pairs.values():
                 told = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
                 log.info(
@@ -267,10 +278,15 @@ class Chooser:
         best: Choice = within_budget(candidates, self.budget)
         if several:
             few = _worth_trying([each for each in candidates if each.memory.promised <= self.budget])
-            seconds = tried(few) if len(few) > 1 else None
-            best = best if seconds is None else few[min(range(len(few)), key=lambda at: sum(seconds[at]))]
+            best = _fastest_tried(few, tried) or best
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
         return best
+
+
+def _fastest_tried(few: Sequence[T], tried: Callable[[Sequence[T]], Measured]) -> T | None:
+    """None where there is one only, or trials are not for the layer."""
+    seconds = tried(few) if len(few) > 1 else None
+    return None if seconds is None else few[min(range(len(few)), key=lambda at: sum(seconds[at]))]
 
 
 def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:

@@ -141,13 +141,15 @@ def chosen_job(
     world: int,
     lanes: dict[str, LineCost],
     options: dict[str, Any],
-    trials: dict[int, float] | None = None,
+    trials: dict[Any, float] | None = None,
 ) -> Any:
-    """How a layer ran, and its sizes. trials: the seconds of a pass by n, as trials would measure them; none
-    are made where they are not stated."""
+    """How a layer ran, and its sizes. trials: the seconds of a pass by n, or by pair, as trials would measure
+    them; none are made where they are not stated."""
 
     def tried(_: Any, choices: Any) -> Any:
-        return None if trials is None else [(trials[each.forward], 0.0) for each in choices]
+        if trials is None:
+            return None
+        return [(trials.get(each.restore, trials.get(each.forward)), 0.0) for each in choices]
 
     with (
         mock.patch.object(predicted, "profile_of", lambda *_: profile(**lanes)),
@@ -185,6 +187,17 @@ def test_the_pair_that_suits_the_machine_is_what_a_layer_runs_with(name: str) ->
     _, lanes = PAIRS[name]
     for (_, _, restore), _, _ in ranks(2).run(chosen_job, lanes, {"pipeline": 2, "memory_reuse": True}):
         assert restore == STRATEGIES[name]
+
+
+@pytest.mark.parametrize("fastest", STRATEGIES)
+def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
+    """Where computing hides everything, a step is 6 units with S1 and S2, and 7 with S3 and S4. With dear
+    copies S4 alone is worth a trial, whatever it would say."""
+    trials = {pair: 1.0 + (name != fastest) for name, pair in STRATEGIES.items()}
+    options = {"pipeline": 2, "memory_reuse": True}
+    for lanes, expected in ((lanes_of(1, 1e-6, 1e-6), fastest), (lanes_of(1, 1, 50), "S4")):
+        for (_, _, restore), _, _ in ranks(2).run(chosen_job, lanes, options, trials):
+            assert restore == STRATEGIES[expected]
 
 
 WIDE = 48

@@ -181,7 +181,7 @@ NEAR = 1.25
 
 Measured = list[tuple[float, float]] | None
 """Seconds of both passes by choice, the same on every rank; None where trials are not for a layer."""
-TriedPairs, TriedChoices = Callable[[Sequence[Restore]], Measured], Callable[[Sequence[PricedChoice]], Measured]
+TriedBy = Callable[[Sequence[T]], Measured]
 
 
 class Chooser:
@@ -199,7 +199,7 @@ class Chooser:
         self._pairs: dict[tuple[object, ...], Restore] = {}
 
     def pair(
-        self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedPairs
+        self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
     ) -> Restore:
         """The cheapest pair by Eq. 10; of those that are about as cheap the fastest, where ``tried`` measures
         them. profile: asked only where there is something to choose."""
@@ -225,7 +225,7 @@ class Chooser:
         max_tokens: int,
         degrees: Sequence[tuple[int, int]],
         profile: Callable[[], Profile],
-        tried: TriedChoices,
+        tried: TriedBy[PricedChoice],
         *,
         host_is_full: bool = False,
     ) -> Choice:
@@ -262,7 +262,7 @@ class Chooser:
         degrees: Sequence[tuple[int, int]],
         pairs: Sequence[Restore],
         profile: Callable[[], Profile],
-        tried: TriedChoices,
+        tried: TriedBy[PricedChoice],
     ) -> Choice:
         assert self.budget is not None
         several = len(pairs) * len(degrees) > 1
@@ -275,7 +275,7 @@ class Chooser:
             slack=self.slack,
             bins=self.bins,
         )
-        best: Choice = within_budget(candidates, self.budget)
+        best = within_budget(candidates, self.budget)
         if several:
             few = _worth_trying([each for each in candidates if each.memory.promised <= self.budget])
             best = _fastest_tried(few, tried) or best
@@ -283,7 +283,7 @@ class Chooser:
         return best
 
 
-def _fastest_tried(few: Sequence[T], tried: Callable[[Sequence[T]], Measured]) -> T | None:
+def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
     """None where there is one only, or trials are not for the layer."""
     seconds = tried(few) if len(few) > 1 else None
     return None if seconds is None else few[min(range(len(few)), key=lambda at: sum(seconds[at]))]

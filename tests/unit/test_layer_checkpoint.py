@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from pmoe import MoELayer
+from pmoe.graph import capture
 from tests.kit import AUX, D_HIDDEN, D_MODEL, NUM_EXPERTS, assert_same, build, gradients, loss_of, tokens
 from tests.own_experts import mlp
 
@@ -99,7 +100,9 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has not used the pmoe backend, which looks into layers before others do."""
+    monkeypatch.setattr(MoELayer, "forward", capture._eager)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -82,8 +82,8 @@ def _no_traffic(parts: Parts) -> Iterator[None]:
 def tried_seconds(batch: Batch, choices: Sequence[Choice]) -> list[tuple[float, float]] | None:
     """Of both passes with each choice, the slowest rank's; None where trials are not for this layer.
     Collective."""
-    if not _tries(batch) or batch.parts.gradients is not None:
-        return None
+    if not _tries(batch) or batch.parts.gradients is not None or batch.counts.host_shortage:
+        return None  # a choice that offloads would fail on the rank alone whose host is full
 
     def runner_of(choice: Choice) -> Runner:
         return PipelineRunner(batch.plan_for(choice.forward, choice.backward, choice.restore))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 
 import pmoe
 from pmoe.layer import predicted
+from pmoe.layer import searched as layer_searched
 from pmoe.layer.memory import memory_shape
 from pmoe.planner.candidates import bound
 from pmoe.planner.cost_model import Interference
@@ -198,6 +200,15 @@ def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
     for lanes, expected in ((lanes_of(1, 1e-6, 1e-6), fastest), (lanes_of(1, 1, 50), "S4")):
         for (_, _, restore), _, _ in ranks(2).run(chosen_job, lanes, options, trials):
             assert restore == STRATEGIES[expected]
+
+
+def test_no_trial_is_made_where_a_host_is_full() -> None:
+    """One that offloads would fail on that rank alone."""
+    batch: Any = SimpleNamespace(
+        parts=SimpleNamespace(gradients=None), counts=SimpleNamespace(host_shortage=True)
+    )
+    with mock.patch.object(layer_searched, "_tries", lambda _: True):
+        assert layer_searched.tried_seconds(batch, []) is None
 
 
 WIDE = 48

@@ -125,12 +125,11 @@ class GraphRunner:
             self._run = lowered(module, self._ordered(module))
         watch = program.watch
         try:
-            done: Sequence[Any] = self._run.forward(boxed) if watch is None else watch(self._run, boxed)
+            return self._run.forward(boxed) if watch is None else watch(self._run, boxed)
         except RuntimeError as error:
             rank = 0 if ranks is None else ranks.rank
             where = f"{failed_at(self._run, error)} of the {program.key[0]} graph"
             raise type(error)(f"pmoe: rank {rank} failed in {where}: {error}") from error
-        return done
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
         program = self.program

@@ -10,7 +10,7 @@ Letters: B tokens of the fullest rank, K choices, P ranks across nodes, L inside
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pmoe.comm.ranks import Grid, largest
 from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
+from pmoe.planner.candidates import TriedBy
 from pmoe.planner.costs import LayerCosts, LineCost, StageWork
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
@@ -33,8 +34,6 @@ BLACK_BOX_ROWS = (64, 256, 1024)
 
 TRIED, HALVINGS = (1, 8), 24
 """Numbers of chunks whose difference tells what a chunk costs, and how closely it is found."""
-
-TriedDegrees = Callable[[Sequence[int]], "list[tuple[float, float]] | None"]
 
 _operations: dict[tuple[str, str, torch.device, torch.dtype], Operations] = {}
 
@@ -98,7 +97,7 @@ class Solver:
         num_tokens: int,
         t_gar: float,
         modules: Sequence[nn.Module],
-        tried: TriedDegrees,
+        tried: TriedBy[int],
     ) -> PassDegrees:
         """modules: this rank's experts, where they are modules. t_gar: seconds of other layers' gradients in
         the backward pass. tried: measures both passes in some numbers of chunks, where it can. Collective the
@@ -132,9 +131,9 @@ class Solver:
         else:
             ahead_n = best_degree(forward, way, degrees=DEGREES)
             found = PassDegrees(ahead_n, best_degree(backward, way_back, t_gar, DEGREES))
-        log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *vars(found).values(), num_tokens)
-        self._found[key] = found
-        return found
+        told = (found.forward, found.backward, num_tokens)
+        log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *told)
+        return self._found.setdefault(key, found)
 
 
 def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:

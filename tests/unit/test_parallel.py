@@ -20,10 +20,8 @@ from pmoe.training.parallel import is_expert, make_meshes
 @pytest.mark.parametrize("name", ["mp", "ep", "esp"])
 @pytest.mark.parametrize("value", [0, -2, 1.0, True, "2", None])
 def test_sizes_that_are_no_counts_are_refused(name: str, value: Any) -> None:
-    rule = (
-        "must be at least 1" if isinstance(value, int) and not isinstance(value, bool) else "must be an int"
-    )
-    with pytest.raises((ValueError, TypeError), match=rf"{name} \({value!r}\) {rule}"):
+    error, rule = (ValueError, "must be at least 1") if type(value) is int else (TypeError, "must be an int")
+    with pytest.raises(error, match=rf"{name} \({value!r}\) {rule}"):
         make_meshes(**{name: value})
 
 

@@ -2,6 +2,7 @@
 # make test    set up .venv once and run the tests that are quick and need no GPU
 # make test-all        the slow ones, too
 # make fuzz            10,000 random layers, called in random ways, beside the definition
+# make soak            10,000 steps that change, and what they leave in memory (30 minutes)
 # make test-versions   a part of them with the oldest and the newest Python, torch and transformers
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
@@ -30,7 +31,7 @@ VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.23.0
 # where they are not, each of some hundred processes compiles all of pmoe, an eighth of the tests' time.
 OMP := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
-.PHONY: help setup extension browser docs train test test-all fuzz test-versions lint format bench clean FORCE
+.PHONY: help setup extension browser docs train test test-all fuzz soak test-versions lint format bench clean FORCE
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -110,6 +111,9 @@ test: $(STAMP) extension browser $(FAIRSEQ)
 # Random layers, called in random ways, beside the definition: some 20 minutes.
 fuzz: $(STAMP) extension
 	@$(OMP) $(BIN)/python -m tests.fuzz $(ARGS)
+
+soak: $(STAMP) extension
+	@$(OMP) $(BIN)/python -m tests.soak $(ARGS)
 
 test-versions:
 	@bash tests/versions.sh $(VERSIONS)

@@ -28,13 +28,12 @@ def parse_bytes(name: str, value: int | str) -> int:
 
     TypeError for another type, ValueError for another text and for less than one byte.
     """
+    rule = f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB' or '500 MB'"
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB'")
+        raise TypeError(rule)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     if found is None or found[2].upper() not in UNITS:
-        raise ValueError(
-            f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB' or '500 MB'"
-        )
+        raise ValueError(rule)
     number = int(float(found[1]) * UNITS[found[2].upper()])
     if number < 1:
         raise ValueError(f"{name} ({value!r}) must be at least one byte")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,7 +20,11 @@ class Ranks:
     """One rank's place in its expert-parallel group. group=None and size 1 mean no communication.
 
     Copies share the group; pickling leaves it out, and `reconnect` finds the default group again.
+
+    layer: whose messages they carry, for errors; "" of no layer, and of one that was not called yet.
     """
+
+    layer, _first_calls = "", itertools.count(1)
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -63,8 +69,17 @@ class Ranks:
             )
         self.group = found.group
 
+    def name_layer(self) -> None:
+        """A layer that nobody named is known by its number among the process's first calls."""
+        self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
+
+    def of_layer(self, name: str) -> Ranks:
+        named = copy.copy(self)
+        named.group, named.layer = self.group, name  # a copy is made as a pickle is
+        return named
+
     def __deepcopy__(self, memo: dict[int, object]) -> Ranks:
-        return self
+        return self.of_layer("")
 
     def __getstate__(self) -> dict[str, object]:
         return {"group": None, "size": self.size, "rank": self.rank}
@@ -82,8 +97,8 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
         if ranks.size == 1:
             raise
         raise RuntimeError(
-            f"pmoe: {ranks} failed in {stage}; a peer has died, never arrived, or took longer than the "
-            f"group's timeout: {error}"
+            f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; a peer has died, "
+            f"never arrived, or took longer than the group's timeout: {error}"
         ) from error
 
 

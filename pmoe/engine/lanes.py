@@ -1,7 +1,5 @@
 """How tasks of the lanes run side by side: asynchronous works on the CPU, or CUDA streams and events
-(`pmoe.engine.cuda_lanes`).
-
-Both present the same three steps to the engine, so what is tested with gloo is what runs on a GPU.
+(`pmoe.engine.cuda_lanes`), in the same three steps: what is tested with gloo is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
@@ -175,7 +175,10 @@ def run_schedule(
     lanes = lanes_for(rows, schedule, ranks, in_steps)
 
     def act(task: Task) -> dist.Work | None:
-        return actions[task.kind](task.chunk)
+        if not _profiler_enabled():
+            return actions[task.kind](task.chunk)
+        with record_function(f"{task.name} {schedule.direction} {ranks.layer}"):
+            return actions[task.kind](task.chunk)
 
     step: Action = watchers[-1].watch(schedule, act, rows.device, of) if watchers else act
     try:

@@ -61,15 +61,6 @@ def assign(instructions: Listing) -> dict[str, str]:
     return assigned
 
 
-def overlapped_seconds(instructions: Listing, assigned: Mapping[str, str]) -> float:
-    """The objective of section 4.2: of each all-to-all the seconds that it is hidden for, summed."""
-    seconds = {each.name: each.seconds for each in instructions}
-    hidden: dict[str, float] = {}
-    for name, behind in assigned.items():
-        hidden[behind] = hidden.get(behind, 0.0) + seconds[name]
-    return sum(min(seconds[name], found) for name, found in hidden.items())
-
-
 def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instruction]:
     """The sequence with each weight gradient right behind its all-to-all, and before it those of its kind
     that it waits for; others stay behind what they stood behind."""

@@ -1,8 +1,7 @@
 """The one loop of timing: runs take turns in rounds, medians count, and the slowest rank's of those.
 
-A run is one call that returns the seconds of its parts. In each round every run has a turn: a clock that
-changes, or other work on the machine, meets them all. How often they run follows from the arguments alone,
-never from a clock, so that runs may be collectives.
+A run is one call that returns the seconds of its parts. Other work on the machine meets all runs of a round.
+How often they run follows from the arguments alone, never from a clock, so that runs may be collectives.
 """
 
 from __future__ import annotations

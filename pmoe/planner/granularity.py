@@ -36,18 +36,12 @@ class GranularityTable:
     """Algorithm 1's memory: disjoint ranges of B with the degrees that trials found fastest there.
 
     Only the measured points are stored, sorted by B; a range is a longest run of neighbouring points of equal
-    value, from its first to its last. Where the hypothesis holds, these are Algorithm 1's ranges: a point
-    between two of value n has value n too, so all points of n are one run, and from its least to its greatest
-    B is what merging (min(B, lower), max(B, upper)) ends with, in whatever order the points came. The paper's
-    hash table of answers is not needed beside them.
+    value. Where the hypothesis holds, these are what Algorithm 1's merging ends with, in whatever order the
+    points came. Where it does not, a merged range would reach over another value's: here the point in between
+    cuts the run, and what was measured last stands. ``contradictions`` counts such measurements: one whose
+    value is not between those of its neighbours, and one that replaces another value at the same B.
 
-    Where it does not hold, Algorithm 1's merged range would reach over another value's. Here the point in
-    between cuts the run: ranges stay disjoint, a value may own several, and what was measured last stands.
-    ``contradictions`` counts such measurements: one whose value is not between those of its neighbours, and
-    one that replaces another value at the same B. It is 0 as long as what was measured is monotone.
-
-    On several ranks every rank holds its own table. They answer alike where all record the same seconds and
-    start from the same table.
+    Every rank holds its own table. They answer alike where all record the same seconds.
 
     Example: 100 -> 2, 400 -> 2, 900 -> 4 gives (100..400: 2), (900..900: 4); of 300 it is 2, of 500 None.
     Then 200 -> 4 gives (100: 2), (200: 4), (400: 2), (900: 4) and one contradiction.
@@ -88,10 +82,7 @@ class GranularityTable:
         return below, above
 
     def to_fields(self) -> dict[str, Any]:
-        """Everything that was measured, as JSON can hold it.
-
-        Example: {"contradictions": 0, "points": [[100, 2, 2]]}: n = 2 in both passes for B = 100.
-        """
+        """Everything that was measured, as JSON can hold it: points as [B, forward, backward]."""
         points = [[B, value.forward, value.backward] for B, value in self.points.items()]
         return {"contradictions": self.contradictions, "points": points}
 

@@ -85,15 +85,16 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     _check_wrappers(model)
     (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
     copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
-    for _, layer in layers:
+    for name, layer in layers:
         if layer.experts.is_parallelized:
             continue
         if not _is_over(layer, grid):
             layer.spread(inner)
+        layer.ranks.layer = name or "model"
         _take_first(layer.experts, copies, grid.inside)
         _lay_out(layer.experts, mesh)
         layer.experts.is_parallelized = True
-        layer.experts.reduce = MeanOverRanks(mesh.size(), copies) if reduce else None
+        layer.experts.reduce = MeanOverRanks(mesh.size(), copies.of_layer(name)) if reduce else None
     for module in model.modules():
         _leave_to_experts(module)
     return model

@@ -167,6 +167,7 @@ def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str,
     finally:
         pool.stop()
     where = "the exchange of row counts" if stage == "forward" else r"[a-z]+ \([SR]0\) of chunk 0, backward"
+    where += " of MoELayer 1"
     assert re.match(rf"RuntimeError: pmoe: rank 0 of 2 failed in {where}; a peer has died, never", message), (
         message
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
@@ -20,10 +20,18 @@ from pmoe.graph.weight_gradients import (
     assign,
     labels,
     listed,
-    overlapped_seconds,
     placed,
     weight_gradients,
 )
+
+
+def overlapped_seconds(instructions: Sequence[Instruction], assigned: Mapping[str, str]) -> float:
+    """The objective of section 4.2: of each all-to-all the seconds that it is hidden for, summed."""
+    seconds = {each.name: each.seconds for each in instructions}
+    hidden: dict[str, float] = {}
+    for name, behind in assigned.items():
+        hidden[behind] = hidden.get(behind, 0.0) + seconds[name]
+    return sum(min(seconds[name], found) for name, found in hidden.items())
 
 
 def of(name: str, *waits: str, seconds: float = 1.0, lane: str = COMPUTE, num_bytes: int = 0) -> Instruction:

@@ -1,7 +1,4 @@
-"""Charts of a report, drawn by matplotlib: lines over steps, and heat maps. Titles and legends are HTML.
-
-Numbers are as people read them, and long series are made short.
-"""
+"""Charts of a report, drawn by matplotlib: lines over steps, and heat maps. Titles and legends are HTML."""
 
 from __future__ import annotations
 
@@ -95,8 +92,8 @@ def nan_unless_finite(ys: ArrayLike) -> Numbers:
 # ---- charts
 
 
-COLUMN, BROAD = (330, 200), (690, 220)
-"""Width and height in CSS pixels: as wide as a phone or a column of the page, and as two columns."""
+COLUMN = (330, 200)
+"""Width and height in CSS pixels: as wide as a phone or a column of the page."""
 
 MAX_POINTS = 300
 """Of a line: about as many as a column shows apart."""
@@ -167,7 +164,6 @@ def line_chart(
     floor: float | None = None,
     show: Callable[[float], str] = format_number,
     note: str = "",
-    is_broad: bool = False,
 ) -> str:
     """Values over steps, at most as many lines as the theme has colours.
 
@@ -196,7 +192,6 @@ def line_chart(
         "chart",
         title,
         axes_svg(label, COLUMN, draw),
-        broad=axes_svg(label, BROAD, draw) if is_broad else "",
         unit=unit,
         keys=names if len(lines) > 1 else (),
         note=" ".join(notes),

@@ -111,7 +111,7 @@ def _losses(history: History) -> list[str]:
         for name, curve in history.losses.items()
     ]
     groups = [lines[i : i + len(SERIES)] for i in range(0, len(lines), len(SERIES))]
-    return [grid([line_chart("Loss", group, is_broad=True) for group in groups])] if lines else []
+    return [grid([line_chart("Loss", group) for group in groups])] if lines else []
 
 
 def _others(history: History) -> list[str]:

@@ -137,6 +137,8 @@ def gradients(
     else:
         model = build(submesh(mesh), torch.float64, expert=expert)
     pmoe.parallelize(model, mesh, reduce=reduce)
+    layers = {at: each for at, each in model.named_modules() if isinstance(each, pmoe.MoELayer)}
+    assert layers and all(each.ranks.layer == (at or "model") for at, each in layers.items())
     for at in range(2):  # two passes add up
         loss_of(model, batch(at, world).chunk(world)[rank]).backward()
     if reduce:

@@ -2,7 +2,7 @@
 # make test    set up .venv once and run the tests that are quick and need no GPU
 # make test-all        the slow ones, too
 # make fuzz            10,000 random layers, called in random ways, beside the definition
-# make soak            10,000 steps that change, and what they leave in memory (30 minutes)
+# make soak            10,000 steps that change, and what they leave in memory (5 minutes)
 # make test-versions   a part of them with the oldest and the newest Python, torch and transformers
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch

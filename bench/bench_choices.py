@@ -211,7 +211,7 @@ def main() -> None:
     by_batch = launched(run_batches, BATCH_CASE, setting, batches, rounds)
     print(f"\nn by batch size, {BATCH_CASE}, after {time.monotonic() - began:.0f} s")
     print(table(batch_rows(by_batch)))
-    print(f"\n{setting}, one thread each; medians of {rounds} rounds")
+    print(f"\n{setting}, one thread each; medians of {rounds} rounds or more")
     print(table(summary(rows)))
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / "choices_modelled"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
 from pmoe.arguments import check_place
 from pmoe.schedule.slots import BufferSizes, arena_elements, slot_elements
@@ -56,7 +57,6 @@ class Arena:
 
 
 LARGE_BYTES = 1 << 16  # malloc does not ask the system for less
-_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class DevicePool:

@@ -73,7 +73,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     check_module(model)
     check_flag("reduce", reduce)
     inner = _experts_mesh(mesh)
-    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
+    layers = [(name or "model", each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
     if not layers:
         raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
     grid = grid_of_mesh(inner)
@@ -81,7 +81,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         try:
             _check_layer(layer, inner, grid)
         except (ValueError, TypeError) as error:
-            raise type(error)(f"{name or 'model'}: {error}") from None
+            raise type(error)(f"{name}: {error}") from None
     _check_wrappers(model)
     (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
     copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
@@ -90,7 +90,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
             continue
         if not _is_over(layer, grid):
             layer.spread(inner)
-        layer.ranks.layer = name or "model"
+        layer.ranks.layer = name
         _take_first(layer.experts, copies, grid.inside)
         _lay_out(layer.experts, mesh)
         layer.experts.is_parallelized = True

@@ -31,6 +31,7 @@ DEPENDS = {
     "ranks": RUN,
     "reuse": (*RUN, "pmoe/planner"),
     "send_once": RUN,
+    "train_lm": (*RUN, "pmoe/training", "pmoe/planner"),
 }
 """The folders behind the numbers of a file, by the first word of its name."""
 
@@ -38,8 +39,9 @@ STORED = sorted(path for path in RESULTS.glob("*.json") if not path.name.endswit
 
 
 def folders_of(path: Path) -> tuple[str, ...]:
-    (found,) = (folders for word, folders in DEPENDS.items() if re.match(rf"{word}(_|\.)", path.name))
-    return found
+    found = [folders for word, folders in DEPENDS.items() if re.match(rf"{word}(_|\.)", path.name)]
+    assert len(found) == 1, f"{path.name}: DEPENDS has {len(found)} entries for it, not one"
+    return found[0]
 
 
 def git(*arguments: str) -> str:

@@ -59,9 +59,8 @@ def decide(call: Call) -> Decision:
         return Agreed(choice=choose(Batch(parts, routed, counts, inputs, plan_for)))
 
     choice = call.replay.once(agree).choice
-    return in_chunks(
-        call, routed, inputs, plan_for, choice, CallCounts(counts.on_host(), kind.num_tokens, kept_E)
-    )
+    totals = CallCounts(counts.on_host(), kind.num_tokens, kept_E)
+    return in_chunks(call, routed, inputs, plan_for, choice, totals)
 
 
 def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
@@ -73,6 +72,8 @@ def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
         return
     if parts.ranks.size > 1 or is_again:
         compare_ranks(parts, kind, routed)
+    if len(known) >= 256:  # on every rank at the same call
+        known.clear()
     known.add(kind)
 
 
@@ -114,8 +115,7 @@ def compare_ranks(parts: Parts, kind: PaddedKind, routed: Routed) -> None:
             f"x must have the same number of tokens on every rank with pad_to_capacity (True): {told}"
         )
     if len(set(needs_grad)) > 1:
-        told = ", ".join(str(rank) for rank, needs in enumerate(needs_grad) if not needs)
         raise ValueError(
             "gradients must be asked for on every rank or on none with pad_to_capacity (True): they are not "
-            f"on rank {told}"
+            f"on rank {', '.join(str(rank) for rank, needs in enumerate(needs_grad) if not needs)}"
         )

@@ -30,10 +30,12 @@ def impatient(world: int) -> Pool:
 
 
 def outcome(case: Case, ranks: Callable[[int], Pool] = impatient) -> list[str]:
-    """What is wrong of a case, in words; ["refused: ..."] where every rank refuses it alike."""
+    """What is wrong of a case, in words; ["refused: ..."] where every rank refuses it alike, or one that is in a group
+    of its own."""
     told = ranks(case.world).run(job, case, _folder())
     refusals = [each[0] for each in told if each and each[0].startswith("refused")]
-    if len(refusals) == case.world:
+    alone = case.options.get("group") == "single"
+    if refusals and len(refusals) == (sum(map(bool, told)) if alone else case.world):
         return refusals[:1]
     return [f"rank {rank}: {line}" for rank, lines in enumerate(told) for line in lines]
 

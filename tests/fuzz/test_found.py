@@ -6,6 +6,7 @@ import pytest
 
 from tests.fuzz.cases import Call, Case
 from tests.fuzz.play import job
+from tests.fuzz.run import outcome
 from tests.pool import ranks
 
 FOUND = {
@@ -34,3 +35,9 @@ def test_what_was_found_is_right_now(name: str, tmp_path_factory: pytest.TempPat
     case = FOUND[name]
     told = ranks(case.world).run(job, case, str(tmp_path_factory.getbasetemp()))
     assert not any(told), told
+
+
+def test_only_a_rank_in_a_group_of_its_own_refuses_alone() -> None:
+    case = Case(options={"group": "single", "memory_budget": "4KiB"}, calls=(Call(tokens=(0, 1, 5, 5)),))
+    told = outcome(case, ranks)
+    assert len(told) == 1 and told[0].startswith("refused: ValueError: memory_budget (4096 bytes)"), told

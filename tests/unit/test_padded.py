@@ -274,6 +274,13 @@ def test_copies_have_agreed_on_nothing() -> None:
     assert "pad_to_capacity=True" in repr(layer) and "pad_to_capacity" not in repr(make())
 
 
+def test_so_many_kinds_are_remembered_at_most() -> None:
+    layer = padded()
+    for num_tokens in range(1, 400):
+        layer(tokens()[:1].expand(num_tokens, -1))
+    assert 0 < len(layer.known.padded_kinds) <= 256
+
+
 # ---- what it cannot be combined with
 
 

@@ -30,8 +30,8 @@ def impatient(world: int) -> Pool:
 
 
 def outcome(case: Case, ranks: Callable[[int], Pool] = impatient) -> list[str]:
-    """What is wrong of a case, in words; ["refused: ..."] where every rank refuses it alike, or one that is in a group
-    of its own."""
+    """What is wrong of a case, in words; ["refused: ..."] where every rank refuses it alike, or one
+    that is in a group of its own."""
     told = ranks(case.world).run(job, case, _folder())
     refusals = [each[0] for each in told if each and each[0].startswith("refused")]
     alone = case.options.get("group") == "single"

@@ -105,8 +105,8 @@ class DevicePool:
         self.keep_at_most(0)
 
     def keep_at_most(self, num_bytes: int) -> None:
-        if self.kept_bytes > num_bytes:
-            self._own.trim()
+        if (excess := self.kept_bytes - num_bytes) > 0:
+            self._own.trim(excess)
 
 
 class Pool:

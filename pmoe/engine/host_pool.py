@@ -43,15 +43,19 @@ class _Segment:
             else:
                 joined.append((at, room))
 
-    def trim(self) -> None:
-        """Whole pages that are free go back to the system; their addresses stay."""
-        for start, room in self.free:
-            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            pages = (min(start + room, self.top) - first) // mmap.PAGESIZE
-            if pages > 0:
-                self.memory.madvise(mmap.MADV_DONTNEED, first, pages * mmap.PAGESIZE)
-        if self.free and sum(self.free[-1]) == self.num_bytes:
-            self.top = min(self.top, self.free[-1][0])
+    def trim(self, most: int) -> int:
+        """``most`` free bytes go back to the system in whole pages, the last first: the first are handed out
+        first. Their addresses stay. Returns how many it had not."""
+        for start, room in reversed(self.free):
+            end = min(start + room, self.top)
+            first = max(start, end - most)
+            page = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+            if (size := (end - page) // mmap.PAGESIZE * mmap.PAGESIZE) > 0:
+                self.memory.madvise(mmap.MADV_DONTNEED, page, size)
+            if start + room == self.num_bytes:
+                self.top = min(self.top, first)
+            most -= max(end - first, 0)
+        return most
 
 
 _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -93,14 +97,14 @@ class HostPool:
         """What is free, but not given back to the system, at most."""
         return sum(each.top for each in self._segments) - self.bytes_in_use
 
-    def trim(self) -> None:
-        """Gives what is free back to the system; of pinned memory, segments that are free as a whole."""
+    def trim(self, most: int = sys.maxsize) -> None:
+        """Gives ``most`` bytes of what is free back to the system; of pinned memory, all free segments."""
         with self._lock:
             self._collect()
             if self._pinned:
                 self._drop_free_segments()
-            for segment in () if self._pinned else self._segments:
-                segment.trim()
+            for segment in () if self._pinned else reversed(self._segments):
+                most = segment.trim(most)
 
     def new(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Of this memory where there is room, else of torch's."""

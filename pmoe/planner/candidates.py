@@ -184,6 +184,7 @@ NEAR = 1.25
 Measured = list[tuple[float, float]] | None
 """Seconds of both passes by choice, the same on every rank; None where trials are not for a layer."""
 TriedBy = Callable[[Sequence[T]], Measured]
+_Case = tuple[LayerSizes, int, tuple[tuple[int, int], ...], tuple[Restore, ...]]  # what is chosen for
 
 
 class Chooser:
@@ -197,7 +198,7 @@ class Chooser:
         self, *, pairs: Sequence[Restore], budget: int | None, slack: float, bins: int | None = None
     ) -> None:
         self.pairs, self.budget, self.slack, self.bins = tuple(pairs), budget, slack, bins
-        self._known: dict[tuple[object, ...], Choice | None] = {}
+        self._known: dict[_Case, Choice | None] = {}
         self._pairs: dict[tuple[object, ...], Restore] = {}
 
     def pair(
@@ -244,29 +245,22 @@ class Chooser:
             )
         # What holds for more tokens holds for fewer: few numbers are decided on. None where nothing holds.
         for tokens in (_rounded_up(max_tokens), max_tokens):
-            key = (sizes, tokens, tuple(degrees), pairs)
-            if key not in self._known:
+            case = (sizes, tokens, tuple(degrees), pairs)
+            if case not in self._known:
                 try:
-                    self._known[key] = self._fit(sizes, tokens, degrees, pairs, profile, tried)
+                    self._known[case] = self._fit(case, profile, tried)
                 except ValueError:
                     if tokens == max_tokens:
                         raise
-                    self._known[key] = None
-            found = self._known[key]
+                    self._known[case] = None
+            found = self._known[case]
             if found is not None:
                 return found
         raise AssertionError("unreachable: the last number of tokens fits or raises")
 
-    def _fit(
-        self,
-        sizes: LayerSizes,
-        tokens: int,
-        degrees: Sequence[tuple[int, int]],
-        pairs: Sequence[Restore],
-        profile: Callable[[], Profile],
-        tried: TriedBy[PricedChoice],
-    ) -> Choice:
+    def _fit(self, case: _Case, profile: Callable[[], Profile], tried: TriedBy[PricedChoice]) -> Choice:
         assert self.budget is not None
+        sizes, tokens, degrees, pairs = case
         several = len(pairs) * len(degrees) > 1
         candidates = evaluate(
             sizes,

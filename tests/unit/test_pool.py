@@ -125,6 +125,34 @@ def test_trim_gives_pages_back_to_the_system_and_leaves_what_is_held() -> None:
     assert pool.take((MIB,), torch.uint8).fill_(1).all()
 
 
+def test_what_is_trimmed_in_part_is_handed_out_last() -> None:
+    pool = HostPool(torch.device("cpu"))
+    held = [pool.take((32 * MIB,), torch.uint8).fill_(value) for value in range(3)]
+    first, last = held[0].data_ptr(), held[2].data_ptr()
+    del held[0], held[1]
+    before = resident()
+    pool.trim(40 * MIB)  # all of the last, and 8 MiB at the first one's end
+    assert 39 * MIB < before - resident() < 41 * MIB
+    assert int(held[0].max()) + int(held[0].min()) == 2
+    again = [pool.take((24 * MIB,), torch.uint8), pool.take((32 * MIB,), torch.uint8)]
+    assert [each.data_ptr() for each in again] == [first, last]
+    assert before - resident() > 39 * MIB  # nothing was touched
+    again[0].fill_(1)
+    assert before - resident() > 39 * MIB  # its pages had stayed
+
+
+def test_a_layer_that_keeps_more_than_its_budget_between_steps_gives_back_the_excess_alone() -> None:
+    device = DevicePool(torch.device("cpu"))
+    like = torch.empty(0, dtype=torch.uint8)
+    device.new(like, 96 * MIB).fill_(1)
+    before = resident()
+    device.keep_at_most(80 * MIB)
+    assert 15 * MIB < before - resident() < 17 * MIB
+    assert device.kept_bytes == 80 * MIB
+    device.keep_at_most(96 * MIB)
+    assert device.kept_bytes == 80 * MIB
+
+
 def test_a_layer_with_a_budget_gives_back_what_others_left(device: DevicePool) -> None:
     large = build(pipeline=1)
     x = tokens(0, 16 * TOKENS)

@@ -127,6 +127,10 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   return before;
 }
 
+__device__ __forceinline__ void store_release(uint32_t* p, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
 // ---- across ranks: other devices, and processes
 
 __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* p) {

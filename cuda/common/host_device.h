@@ -34,6 +34,14 @@ PMOE_HD constexpr T larger(T a, T b) {
   return a < b ? b : a;
 }
 
+PMOE_HD int count_bits(uint32_t mask) {
+#if defined(__CUDA_ARCH__)
+  return __popc(mask);
+#else
+  return __builtin_popcount(mask);
+#endif
+}
+
 // Calls each(Index<i>{}) for i from 0 to kCount - 1: a loop that is unrolled however long it gets.
 // (A compiler may ignore its pragma for a loop of thousands of instructions.)
 template <int kIndex>

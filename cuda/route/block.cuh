@@ -21,14 +21,6 @@ struct Forward {
   Workspace workspace;
 };
 
-__device__ __forceinline__ int count_bits(uint32_t mask) {
-#if defined(__CUDACC__)
-  return __popc(mask);
-#else
-  return __builtin_popcount(mask);
-#endif
-}
-
 // A block's shared memory; see ForwardShared.
 template <class S>
 struct Shared {

@@ -158,6 +158,8 @@ inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   return before;
 }
 
+inline void store_release(uint32_t* p, uint32_t value) { write(p, value); }
+
 // The same, and what follows may be written by others: bulk reads of it need a fence.
 inline uint32_t load_acquire_system(const uint32_t* p) {
   ++emu::self().block->acquires[emu::self().linear / 32];

@@ -1,7 +1,7 @@
 // What the protocol of cuda/comet asks of the machine, on plain threads: ThreadSanitizer then sees every
 // access, and every order that a release and an acquire make. One thread stands for a warp: it is a Team of
 // one lane. Same names as cuda/common/device_ptx.cuh, those alone that
-// comet/{protocol.h,dispatch.cuh,combine.cuh} use.
+// comet/{protocol.h,dispatch.cuh,combine.cuh} and flashdmoe/ use.
 //
 // PMOE_ACCESS(pointer, bytes, writes): where a test defines it, it sees every access too.
 #pragma once
@@ -72,6 +72,8 @@ inline void store_release_system(uint32_t* p, uint32_t value) {
   else
     word.store(value, std::memory_order_release);
 }
+
+inline void store_release(uint32_t* p, uint32_t value) { store_release_system(p, value); }
 
 // Of a warp that one thread stands for.
 inline uint32_t ballot(bool holds) { return holds; }

@@ -208,6 +208,7 @@ def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: 
         ((2, 1, 3, 2), "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0"),
         ((3, 0, 0, 5), "rank 0 itself: the tiles of column chunk 5"),
         ((4, 1, 0, 4), "rank 1: the return of column chunk 4 of the rows of rank 0's tokens"),
+        ((5, 1, 0, 0), "rank 1: the numbers of its rows for the experts of rank 0"),
     ],
 )
 def test_a_report_becomes_a_sentence(words: tuple[int, ...], told: str) -> None:
@@ -219,7 +220,7 @@ def test_reports_are_read_as_the_kernels_write_them() -> None:
     waits = re.search(r"enum class Wait : int \{([^}]*)\}", text)
     fields = re.search(r"struct Report \{(.*?)\n\};", text, re.DOTALL)
     assert waits is not None and fields is not None
-    assert re.findall(r"\w+", waits[1]) == ["kNone", "kGrant", "kArrival", "kDone", "kReturn"]
+    assert re.findall(r"\w+", waits[1]) == ["kNone", "kGrant", "kArrival", "kDone", "kReturn", "kAnnounced"]
     assert WAITS == ("nothing", "grant", "arrival", "tiles", "returned")
     code = re.sub(r"//.*", "", fields[1])
     declared = [name for line in re.findall(r"u?int32_t ([^;]*);", code) for name in line.split(", ")]

@@ -94,6 +94,7 @@ def awaited(report: Sequence[int]) -> str:
         f"rank {peer}: the arrival of piece {part} of its rows for expert {expert} of rank {rank}",
         f"rank {peer} itself: the tiles of column chunk {part}",
         f"rank {peer}: the return of column chunk {part} of the rows of rank {rank}'s tokens",
+        f"rank {peer}: the numbers of its rows for the experts of rank {rank}",
     )
     return f"{sentences[wait]}, in round {epoch % 2**32}"
 

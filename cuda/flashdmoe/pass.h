@@ -1,0 +1,69 @@
+// What one rank's part of a persistent launch is told.
+#pragma once
+#include "comet/protocol.h"
+#include "comet/watch.h"
+#include "flashdmoe/layout.h"
+#include "flashdmoe/task.h"
+
+namespace pmoe::flashdmoe {
+
+using comet::Wait;
+using comet::Watch;
+
+constexpr int kCombineTokens = 32;  // of a combine task
+
+// A processor's door: who is it, and what should it do?
+constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
+
+struct Pass {
+  Layout layout;          // of every rank's heap
+  uint8_t* const* heaps;  // (P), as this rank sees them
+  int rank = 0;
+  Watch watch;
+
+  // Routing: rows by expert of all ranks, at most C each; the slot of an expert's c-th row, at [expert * C +
+  // c]; and by slot the expert, the routing weight and c, -1 where it is dropped.
+  const int32_t* counts = nullptr;
+  const int32_t* slot = nullptr;
+  const int32_t* expert = nullptr;
+  const int32_t* row = nullptr;
+  const float* weight = nullptr;
+  int tokens = 0, choices = 1;     // S, k
+  Divisor by_choices, by_experts;  // k, E
+
+  const uint8_t* source = nullptr;  // rows of tokens, row_bytes of the layout each
+  int64_t source_stride = 0;        // bytes
+  uint8_t* result = nullptr;
+  int64_t result_stride = 0;  // bytes
+
+  int columns_0 = 1, columns_1 = 1;  // tiles across the results of GEMM_0 and of GEMM_1
+
+  // Zeros before the first round.
+  Queue queue = {};
+  uint32_t* doors = nullptr;  // (processors)
+  uint32_t* made = nullptr;   // (tiles of all cells): of GEMM_0's tiles across
+  uint32_t* sent = nullptr;   // likewise of GEMM_1's
+  int32_t* heard = nullptr;   // (cells): see subscriber.h
+  int processors = 1;
+
+  PMOE_HD uint8_t* own() const { return heaps[rank]; }
+  PMOE_HD uint8_t* at(int peer, const Coordinates& i) const { return heaps[peer] + layout.at(i); }
+  PMOE_HD int groups() const { return ceil_div(tokens, kCombineTokens); }
+  PMOE_HD const int32_t* announced_rows(int source_rank) const {
+    return reinterpret_cast<const int32_t*>(own() + layout.counts(source_rank));
+  }
+  PMOE_HD int tile_number(const Task& t) const {
+    return layout.cell(t.peer, t.expert) * layout.cell_tiles() + t.tile;
+  }
+  PMOE_HD int rows_of(int count, int tile) const {
+    return smaller(layout.tile_rows, count - tile * layout.tile_rows);
+  }
+};
+
+// Tasks of a round, at most.
+PMOE_HD int64_t most_tasks(const Layout& layout, int tokens, int columns_0, int columns_1) {
+  return int64_t{layout.cells()} * layout.cell_tiles() * (1 + columns_0 + columns_1) +
+         ceil_div(tokens, kCombineTokens);
+}
+
+}  // namespace pmoe::flashdmoe

@@ -1,0 +1,155 @@
+// Subscribers (FlashDMoE, Algorithm 3): they look at the flags that other ranks raise, and decode what has
+// arrived into tasks. They alone wait for other ranks; processors never do.
+//
+// A thread has its own peers, cells and groups of tokens: every `count`-th from its number on. Where one of
+// them has to wait, the others go on.
+#pragma once
+#include "flashdmoe/pass.h"
+
+namespace pmoe::flashdmoe {
+
+constexpr int32_t kUnannounced = 0, kHeard = -1;  // of a cell; else 1 + the tile that is awaited
+
+// What a thread saw missing first, and since when nothing has come.
+struct Missing {
+  Wait wait = Wait::kNone;
+  int peer = 0, expert = 0, part = 0;
+  uint64_t since = 0;
+
+  __device__ __forceinline__ void note(Wait what, int of, int e, int tile) {
+    if (wait == Wait::kNone) wait = what, peer = of, expert = e, part = tile;
+  }
+  // Behind a look at everything. false: that was too long, or somebody else has failed.
+  __device__ __forceinline__ bool may_go_on(const Watch& watch, bool moved) {
+    if (comet::has_failed(watch)) return false;
+    const uint64_t now = nanoseconds();
+    if (moved || since == 0) since = now;
+    if (now - since > watch.bound) {
+      comet::report(watch, wait, peer, expert, part);
+      return false;
+    }
+    wait = Wait::kNone;
+    if (!moved) pause();
+    return true;
+  }
+};
+
+class Subscriber {
+ public:
+  __device__ __forceinline__ Subscriber(const Pass& pass, int number, int count)
+      : pass_(pass), number_(number), count_(count), group_(number) {
+    slot_ = group_ * kCombineTokens * pass.choices;
+  }
+
+  __device__ __forceinline__ void run() {
+    const Watch& watch = pass_.watch;
+    comet::nap(watch, 7000 + number_);
+    for (int peer = number_; peer < pass_.layout.ranks; peer += count_)
+      comet::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
+    Missing missing;
+    bool is_open = true;
+    while (is_open) {
+      is_open = false, moved_ = false;
+      for (int peer = number_, i = 0; peer < pass_.layout.ranks; peer += count_, ++i)
+        is_open |= !greet(peer, uint64_t{1} << i, missing);
+      for (int cell = number_; cell < pass_.layout.cells(); cell += count_) is_open |= !hear(cell, missing);
+      is_open |= !gather(missing);
+      if (is_open && !missing.may_go_on(watch, moved_)) return;
+    }
+    for (int cell = number_; cell < pass_.layout.cells(); cell += count_)
+      write(&pass_.heard[cell], kUnannounced);
+    add_acq_rel(&pass_.queue.state->promised, promised_);
+    add_acq_rel(&pass_.queue.state->listened, 1u);
+  }
+
+ private:
+  __device__ __forceinline__ bool is_raised(int64_t flag, Wait wait) const {
+    if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
+    const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
+    return comet::reached(load_acquire_system(word), pass_.watch.epoch);
+  }
+
+  __device__ __forceinline__ void push(const Task& task, int columns = 1) {
+    pass_.queue.push(task, columns);
+    moved_ = true;
+  }
+
+  // A peer that has begun the round is told how many rows come, and they may be sent. Whether that is done.
+  __device__ __forceinline__ bool greet(int peer, uint64_t bit, Missing& missing) {
+    if (greeted_ & bit) return true;
+    if (!is_raised(pass_.layout.granted(peer), Wait::kGrant)) {
+      missing.note(Wait::kGrant, peer, 0, 0);
+      return false;
+    }
+    const int experts = pass_.layout.experts;
+    auto* const told = reinterpret_cast<int32_t*>(pass_.heaps[peer] + pass_.layout.counts(pass_.rank));
+    for (int e = 0; e < experts; ++e) write(told + e, read(pass_.counts + peer * experts + e));
+    comet::nap(pass_.watch, 7100 + number_);
+    comet::signal(pass_.watch, pass_.heaps[peer] + pass_.layout.announced(pass_.rank));
+    for (int e = 0; e < experts; ++e) {
+      const int tiles = pass_.layout.tiles(read(pass_.counts + peer * experts + e));
+      for (int tile = 0; tile < tiles; ++tile) push({TaskType::kDispatch, peer, e, tile, 0});
+      promised_ += static_cast<uint32_t>(tiles);
+    }
+    greeted_ |= bit;
+    moved_ = true;
+    return true;
+  }
+
+  // Each tile of a cell that has arrived: GEMM_0's tasks. Whether all have.
+  __device__ __forceinline__ bool hear(int cell, Missing& missing) {
+    const Layout& layout = pass_.layout;
+    int32_t heard = read(&pass_.heard[cell]);
+    if (heard == kHeard) return true;
+    const int source = pass_.by_experts.divide(cell), e = cell - source * layout.experts;
+    const bool is_new = heard == kUnannounced;
+    if (is_new && !is_raised(layout.announced(source), Wait::kAnnounced)) {
+      missing.note(Wait::kAnnounced, source, 0, 0);
+      return false;
+    }
+    const int tiles = layout.tiles(read(pass_.announced_rows(source) + e));
+    if (is_new) {
+      heard = 1;
+      promised_ += static_cast<uint32_t>(tiles * (pass_.columns_0 + pass_.columns_1));
+    }
+    while (heard <= tiles && is_raised(layout.arrival(source, e, heard - 1), Wait::kArrival)) {
+      push({TaskType::kGemm0, source, e, heard - 1, 0}, pass_.columns_0);
+      ++heard;
+    }
+    if (heard > tiles)
+      heard = kHeard, moved_ = true;
+    else
+      missing.note(Wait::kArrival, source, e, heard - 1);
+    write(&pass_.heard[cell], heard);
+    return heard == kHeard;
+  }
+
+  // Groups of tokens whose products have all come back, one after the other. Whether that is all of them.
+  __device__ __forceinline__ bool gather(Missing& missing) {
+    const Layout& layout = pass_.layout;
+    for (; group_ < pass_.groups(); group_ += count_, slot_ = group_ * kCombineTokens * pass_.choices) {
+      const int end = smaller((group_ + 1) * kCombineTokens, pass_.tokens) * pass_.choices;
+      for (; slot_ < end; ++slot_) {
+        const int row = read(pass_.row + slot_);
+        if (row < 0) continue;
+        const int expert = read(pass_.expert + slot_), peer = pass_.by_experts.divide(expert);
+        const int e = expert - peer * layout.experts, tile = row / layout.tile_rows;
+        if (is_raised(layout.returned(peer, e, tile), Wait::kReturn)) continue;
+        missing.note(Wait::kReturn, peer, e, tile);
+        return false;
+      }
+      push({TaskType::kCombine, pass_.rank, 0, group_, 0});
+      ++promised_;
+    }
+    return true;
+  }
+
+  const Pass& pass_;
+  int number_, count_;
+  int group_, slot_;       // of the tokens that are looked for
+  uint64_t greeted_ = 0;   // a bit a peer of this thread's
+  uint32_t promised_ = 0;  // tasks that follow from what it has heard
+  bool moved_ = false;     // something has come at this look
+};
+
+}  // namespace pmoe::flashdmoe

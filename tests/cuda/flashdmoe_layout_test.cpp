@@ -1,0 +1,103 @@
+// FlashDMoE's layout L: Table 6.2, Definition 5.3.2 and Theorem 5.3.1 over all coordinates, and that no two
+// places are one.
+#include <cstdint>
+#include <cstdio>
+#include <set>
+#include <string>
+
+#include "flashdmoe/layout.h"
+
+using namespace pmoe;
+using namespace pmoe::flashdmoe;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool holds, const std::string& what) {
+  if (!holds && ++failures < 20) std::printf("FAILED: %s\n", what.c_str());
+}
+
+template <class Visit>
+void for_each(const Layout& layout, const Visit& visit) {
+  for (int p = 0; p < layout.ranks; ++p)
+    for (Round r : {Round::kDispatch, Round::kCombine})
+      for (Staging b : {Staging::kOutgoing, Staging::kIncoming}) {
+        if (layout.buffers == 1 && b == Staging::kOutgoing) continue;
+        for (int e = 0; e < layout.experts; ++e)
+          for (int c = 0; c < layout.capacity; ++c) visit(Coordinates{p, r, b, e, c});
+      }
+}
+
+// Tokens of 4 KB, tiles of 128 rows, 8 ranks: Size(L) in MiB. (The paper prints up to 0.02 more than this.)
+void test_table_6_2() {
+  struct {
+    int tokens, experts, capacity, mebibytes;
+  } const lines[] = {{4096, 16, 256, 64},   {4096, 32, 128, 64},   {4096, 64, 64, 128},
+                     {4096, 128, 32, 256},  {8192, 16, 512, 128},  {8192, 32, 256, 128},
+                     {8192, 64, 128, 128},  {8192, 128, 64, 256},  {16384, 16, 1024, 256},
+                     {16384, 32, 512, 256}, {16384, 64, 256, 256}, {16384, 128, 128, 256}};
+  for (const auto& line : lines) {
+    expect(line.capacity == line.tokens / line.experts, "Table 6.2: EC");
+    const int capacity = larger(128, line.capacity);
+    const Layout single = {8, line.experts / 8, capacity, 128, 2, 4096};
+    expect(single.size() == int64_t{line.mebibytes} << 20, "Table 6.2: Size(L) of " +
+                                                               std::to_string(line.tokens) + " tokens, " +
+                                                               std::to_string(line.experts) + " experts");
+    const Layout bf16 = {8, line.experts / 8, capacity, 128, 2, 2048};
+    const Layout unstaged = {8, line.experts / 8, capacity, 128, 1, 2048};
+    expect(2 * bf16.size() == single.size() && 4 * unstaged.size() == single.size(), "half, and half of it");
+  }
+}
+
+void test_places(const Layout& layout) {
+  std::set<int64_t> rows, flags;
+  for_each(layout, [&](const Coordinates& i) {
+    const int64_t at = layout.at(i);
+    expect(at % 16 == 0 && at >= layout.begin() && at + layout.row_bytes <= layout.begin() + layout.size(),
+           "a row outside L");
+    expect(rows.insert(at).second, "two coordinates are one place");
+    const Coordinates back = layout.of_byte(at + layout.row_bytes - 1);
+    expect(back.p == i.p && back.r == i.r && back.b == i.b && back.e == i.e && back.c == i.c,
+           "the coordinates of a place");
+  });
+  expect(static_cast<int64_t>(rows.size()) * layout.row_bytes == layout.size(), "Size(L)");
+  const auto flag = [&](int64_t at) {
+    expect(at >= 4 && at + 4 <= layout.begin() && at % 4 == 0, "a flag outside its region");
+    expect(flags.insert(at).second, "two flags are one");
+  };
+  for (int p = 0; p < layout.ranks; ++p) {
+    flag(layout.granted(p)), flag(layout.announced(p));
+    for (int e = 0; e < layout.experts; ++e) {
+      flag(layout.counts(p) + 4 * e);
+      for (int tile = 0; tile < layout.cell_tiles(); ++tile)
+        flag(layout.arrival(p, e, tile)), flag(layout.returned(p, e, tile));
+    }
+  }
+  expect(layout.bytes() >= layout.begin() + layout.size(), "the heap is too small");
+}
+
+// Theorem 5.3.1: of two sources with valid coordinates in one target's L, not both have the same.
+void test_theorem(const Layout& layout) {
+  for_each(layout, [&](const Coordinates& i) {
+    for (int target = 0; target < layout.ranks; ++target) {
+      int may = 0;
+      for (int source = 0; source < layout.ranks; ++source) may += is_valid(source, target, i);
+      expect(may == 1, "a place that not exactly one rank may write");
+    }
+  });
+}
+
+}  // namespace
+
+int main() {
+  test_table_6_2();
+  for (int buffers : {1, 2})
+    for (const Layout& layout : {Layout{1, 1, 4, 4, buffers, 16}, Layout{2, 3, 8, 4, buffers, 48},
+                                 Layout{4, 2, 12, 4, buffers, 32}, Layout{5, 1, 128, 128, buffers, 16}}) {
+      test_places(layout);
+      test_theorem(layout);
+    }
+  std::printf("%d failures\n", failures);
+  return failures != 0;
+}

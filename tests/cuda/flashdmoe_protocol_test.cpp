@@ -1,0 +1,355 @@
+// FlashDMoE's actors as threads: subscribers, scheduler and processors of several ranks, round after round,
+// with experts whose sums are exact in any order. Under ThreadSanitizer, and recording every write.
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+
+// Who writes what into the heaps, where that is asked for.
+inline void (*on_write)(const void*, size_t) = nullptr;
+#define PMOE_ACCESS(pointer, bytes, writes) \
+  if (writes && on_write != nullptr) on_write(pointer, bytes)
+
+#include "flashdmoe/processor.cuh"
+#include "flashdmoe/scheduler.h"
+#include "flashdmoe/subscriber.h"
+#include "flashdmoe_world.h"
+
+using namespace world;
+
+namespace {
+
+constexpr int kModel = 16, kHidden = 6, kTileRows = 4, kAcross = 2;  // tiles across either product
+constexpr int kProcessors = 3, kSubscribers = 2, kRoundsPlayed = 4;
+
+std::atomic<int> failures{0};
+
+void expect(bool holds, const std::string& what) {
+  if (!holds && ++failures < 20) std::printf("FAILED: %s\n", what.c_str());
+}
+
+struct Mistake {
+  const char* name;
+  Wait not_waited;
+  bool is_relaxed, reuses_flags;
+};
+constexpr Mistake kMistakes[] = {
+    {"none", Wait::kNone, false, false},
+    {"no_grant_wait", Wait::kGrant, false, false},
+    {"no_announcement_wait", Wait::kAnnounced, false, false},
+    {"no_arrival_wait", Wait::kArrival, false, false},
+    {"no_done_wait", Wait::kDone, false, false},
+    {"no_return_wait", Wait::kReturn, false, false},
+    {"relaxed_signal", Wait::kNone, true, false},
+    {"reused_flags", Wait::kNone, false, true},
+};
+
+// ---- the experts: whole numbers
+
+float first_weight(int expert, int from, int to) {
+  return static_cast<float>((expert * 5 + from * 3 + to * 7) % 3);
+}
+float second_weight(int expert, int from, int to) { return static_cast<float>((expert + from * 5 + to) % 3); }
+
+template <class Row>
+float hidden_value(int expert, const Row& row, int column) {
+  float sum = 0;
+  for (int k = 0; k < kModel; ++k) sum += row[k] * first_weight(expert, k, column);
+  return sum;
+}
+
+template <class Hidden>
+bf16 product_value(int expert, const Hidden& hidden, int column) {
+  float sum = 0;
+  for (int h = 0; h < kHidden; ++h) sum += hidden[h] * second_weight(expert, h, column);
+  return narrow<bf16>(sum);
+}
+
+// ---- a rank in a round
+
+struct Member {
+  Routing routing;
+  std::vector<bf16> source, result;
+  std::vector<float> hidden;  // by cell and row
+  Pass pass;
+};
+
+struct World {
+  Heaps heaps;
+  std::vector<std::unique_ptr<Workspace>> work;  // by rank
+  std::vector<std::vector<Member>> rounds;       // by round and rank
+
+  int ranks() const { return heaps.layout.ranks; }
+};
+
+World make(int ranks, int experts, uint32_t seed, double bound_seconds,
+           const Mistake& mistake = kMistakes[0]) {
+  const Layout layout = {ranks,     experts, 2 * kTileRows, kTileRows, 1 + static_cast<int>(seed % 2),
+                         kModel * 2};
+  World w = {Heaps(layout), {}, {}};
+  std::mt19937 random(seed);
+  for (int rank = 0; rank < ranks; ++rank)
+    w.work.push_back(std::make_unique<Workspace>(layout, 80, kAcross, kAcross, kProcessors));
+  for (int round = 0; round < kRoundsPlayed; ++round) {
+    w.rounds.emplace_back(static_cast<size_t>(ranks));
+    for (int rank = 0; rank < ranks; ++rank) {
+      Member& m = w.rounds.back()[static_cast<size_t>(rank)];
+      // Some have no tokens; now and then all go to one expert, and more than fit.
+      const int tokens = round != 1 && (rank + round) % 3 == 2 ? 0 : 1 + static_cast<int>(random() % 79);
+      m.routing = route(random, layout, tokens, 1 + (ranks * experts > 1), round == 1 ? 0 : -1);
+      for (int i = 0; i < tokens * kModel; ++i)
+        m.source.push_back(narrow<bf16>(static_cast<float>(random() % 4)));
+      m.result.assign(m.source.size(), bf16{0xFFFF});
+      m.hidden.assign(static_cast<size_t>(layout.cells() * layout.capacity * kHidden), -1.0f);
+    }
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto at = static_cast<size_t>(rank);
+      Member& m = w.rounds.back()[at];
+      const int epoch = mistake.reuses_flags ? 1 : round + 1;
+      m.pass = pass_of(w.heaps, rank, m.routing, *w.work[at], static_cast<uint32_t>(epoch),
+                       static_cast<uint64_t>(bound_seconds * 1e9));
+      m.pass.watch.nap_seed = seed;
+      if (mistake.not_waited != Wait::kNone)
+        m.pass.watch.not_waited = 1u << static_cast<int>(mistake.not_waited);
+      m.pass.source = reinterpret_cast<const uint8_t*>(m.source.data());
+      m.pass.result = reinterpret_cast<uint8_t*>(m.result.data());
+      m.pass.source_stride = m.pass.result_stride = layout.row_bytes;
+      m.pass.columns_0 = m.pass.columns_1 = kAcross;
+    }
+  }
+  return w;
+}
+
+void multiply(Member& m, const Task& task) {
+  const Pass& pass = m.pass;
+  const Layout& layout = pass.layout;
+  const int expert = layout.cell(pass.rank, task.expert), first = task.tile * kTileRows;
+  const int rows = pass.rows_of(read(pass.announced_rows(task.peer) + task.expert), task.tile);
+  for (int row = first; row < first + rows; ++row) {
+    float* const hidden =
+        m.hidden.data() + (layout.cell(task.peer, task.expert) * layout.capacity + row) * kHidden;
+    if (task.type == TaskType::kGemm0) {
+      const uint8_t* const from =
+          pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, row});
+      float x[kModel];
+      for (int v = 0; v < kModel / 8; ++v) {
+        const Words words = load16(from + v * 16);
+        for (int i = 0; i < 4; ++i)
+          x[v * 8 + 2 * i] = low_half<bf16>(words.word[i]),
+                        x[v * 8 + 2 * i + 1] = high_half<bf16>(words.word[i]);
+      }
+      for (int h = task.column * kHidden / kAcross; h < (task.column + 1) * kHidden / kAcross; ++h)
+        hidden[h] = hidden_value(expert, x, h);
+    } else {
+      uint8_t* const to =
+          pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, row});
+      Words words;
+      for (int i = 0; i < 4; ++i) {
+        const int column = task.column * 8 + 2 * i;
+        words.word[i] = product_value(expert, hidden, column).bits |
+                        uint32_t{product_value(expert, hidden, column + 1).bits} << 16;
+      }
+      store16(to + task.column * 16, words);
+    }
+  }
+}
+
+thread_local int acting = -1;  // the rank whose thread this is
+
+// One launch: all its threads, until they have ended. room: processors that run at one time.
+void launch(Member& m, int room = kProcessors) {
+  std::vector<std::thread> threads;
+  const auto start = [&](auto body) {
+    threads.emplace_back([&m, body] {
+      acting = m.pass.rank;
+      body();
+    });
+  };
+  start([&m] { Scheduler(m.pass, 0, 1).run(kSubscribers); });
+  for (int i = 0; i < kSubscribers; ++i) start([&m, i] { Subscriber(m.pass, i, kSubscribers).run(); });
+  for (int first = 0; first < room; ++first)
+    start([&m, first, room] {
+      for (int i = first; i < kProcessors; i += room) {
+        int place = 0;
+        process<bf16>(m.pass, i, &place, 0, 1, 1, [] {}, [&](const Task& task) { multiply(m, task); });
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+void check(const World& w, size_t round, size_t rank, const std::string& where) {
+  const Member& m = w.rounds[round][rank];
+  const Routing& g = m.routing;
+  for (int t = 0; t < g.tokens; ++t) {
+    float x[kModel];
+    for (int i = 0; i < kModel; ++i)
+      x[i] = low_half<bf16>(m.source[static_cast<size_t>(t * kModel + i)].bits);
+    for (int column = 0; column < kModel; ++column) {
+      float sum = 0;
+      for (int k = 0; k < g.choices; ++k) {
+        const auto slot = static_cast<size_t>(t * g.choices + k);
+        if (g.row[slot] < 0) continue;
+        float hidden[kHidden];
+        for (int h = 0; h < kHidden; ++h) hidden[h] = hidden_value(g.expert[slot], x, h);
+        sum += g.weight[slot] * low_half<bf16>(product_value(g.expert[slot], hidden, column).bits);
+      }
+      if (narrow<bf16>(sum).bits == m.result[static_cast<size_t>(t * kModel + column)].bits) continue;
+      expect(false, where + ": token " + std::to_string(t) + ", column " + std::to_string(column));
+      return;
+    }
+  }
+}
+
+template <class Body>
+void for_ranks(int ranks, const Body& body) {
+  std::vector<std::thread> drivers;
+  for (int rank = 0; rank < ranks; ++rank)
+    drivers.emplace_back([&body, rank] { body(static_cast<size_t>(rank)); });
+  for (std::thread& driver : drivers) driver.join();
+}
+
+// Ranks meet nowhere but in their heaps.
+void play(World& w, int room) {
+  for_ranks(w.ranks(), [&](size_t rank) {
+    for (auto& round : w.rounds) launch(round[rank], room);
+  });
+}
+
+void test_rounds(int ranks, const Mistake& mistake, int room = kProcessors) {
+  signals_are_relaxed = mistake.is_relaxed;
+  const bool is_right = mistake.name == kMistakes[0].name;
+  for (uint32_t seed = 1; seed <= 20; ++seed) {
+    World w = make(ranks, 1 + static_cast<int>(seed % 3), seed, is_right ? 60 : 2, mistake);
+    play(w, room);
+    for (size_t rank = 0; rank < w.work.size(); ++rank) {
+      const std::string where = "seed " + std::to_string(seed) + ", rank " + std::to_string(rank);
+      for (size_t round = 0; round < w.rounds.size(); ++round)
+        check(w, round, rank, where + ", round " + std::to_string(round + 1));
+      expect(w.work[rank]->report.wait == 0, where + ": a report");
+      expect(w.work[rank]->is_clean(), where + ": what the next round would find");
+    }
+  }
+}
+
+// ---- Theorem 5.3.1, by every write
+
+const World* recorded = nullptr;
+std::vector<std::vector<std::atomic<int8_t>>> authors;  // 1 + the rank that wrote the word, by heap
+std::atomic<int64_t> words_written{0};
+
+void record(const void* pointer, size_t bytes) {
+  const Layout& layout = recorded->heaps.layout;
+  for (size_t target = 0; target < authors.size(); ++target) {
+    const int64_t offset = static_cast<const uint8_t*>(pointer) - recorded->heaps.at[target];
+    if (offset < 0 || offset >= layout.bytes()) continue;
+    const auto last = offset + static_cast<int64_t>(bytes);
+    expect(last <= layout.bytes(), "a write beyond a heap");
+    if (offset >= layout.begin())
+      expect(is_valid(acting, static_cast<int>(target), layout.of_byte(offset)), "a write that is not valid");
+    for (int64_t at = offset; at < last; at += 4, ++words_written) {
+      const int8_t before =
+          authors[target][static_cast<size_t>(at / 4)].exchange(static_cast<int8_t>(acting + 1));
+      expect(before == 0 || before == acting + 1, "two ranks write one word");
+    }
+  }
+}
+
+void test_writes(int ranks) {
+  World w = make(ranks, 2, 5, 60);
+  recorded = &w;
+  for (int rank = 0; rank < ranks; ++rank)
+    authors.emplace_back(static_cast<size_t>(w.heaps.layout.bytes() / 4));
+  on_write = record;
+  play(w, kProcessors);
+  on_write = nullptr;
+  expect(words_written > 1000, "nothing was recorded");
+  // It notices one that is not valid.
+  const int before = failures;
+  acting = 0;
+  record(w.heaps.at[1] + w.heaps.layout.at({1, Round::kDispatch, Staging::kIncoming, 0, 0}), 4);
+  expect(failures > before, "a write to another's cell goes unnoticed");
+  failures = before;
+}
+
+// ---- a rank that does not come
+
+// It has raised so many of its flags in the second round: granted; announced no rows, or some that never
+// come.
+struct Absence {
+  const char* name;
+  bool grants, announces;
+  int rows;
+  Wait wait, other;
+};
+
+void test_absence(int ranks, const Absence& absence) {
+  constexpr double kBound = 1.0;
+  World w = make(ranks, 2, 2, kBound);
+  const Layout& layout = w.heaps.layout;
+  for_ranks(ranks, [&](size_t rank) { launch(w.rounds[0][rank]); });
+  const comet::Watch& watch = w.rounds[1][0].pass.watch;
+  for (int peer = 1; peer < ranks; ++peer) {
+    uint8_t* const heap = w.heaps.at[static_cast<size_t>(peer)];
+    for (int e = 0; e < layout.experts; ++e)
+      reinterpret_cast<int32_t*>(heap + layout.counts(0))[e] = e == 1 ? absence.rows : 0;
+    if (absence.grants) comet::signal(watch, heap + layout.granted(0));
+    if (absence.announces) comet::signal(watch, heap + layout.announced(0));
+  }
+  for_ranks(ranks, [&](size_t rank) {
+    if (rank == 0) return;
+    // To rank 0 as to all.
+    const uint64_t start = nanoseconds();
+    launch(w.rounds[1][rank]);
+    const double seconds = static_cast<double>(nanoseconds() - start) * 1e-9;
+    const comet::Report& found = w.work[rank]->report;
+    const std::string where = std::string(absence.name) + ", rank " + std::to_string(rank);
+    const auto wait = static_cast<Wait>(found.wait);
+    expect(
+        (wait == absence.wait || wait == absence.other) && found.peer == 0,
+        where + ": reports wait " + std::to_string(found.wait) + " for rank " + std::to_string(found.peer));
+    expect(found.epoch == 2 && found.rank == static_cast<int>(rank), where + ": another round or rank");
+    expect(seconds >= kBound && seconds < 2 * kBound + 5, where + ": took " + std::to_string(seconds) + " s");
+  });
+}
+
+// Processors of this rank that do not come.
+void test_nobody_works() {
+  World w = make(1, 2, 3, 1.0);
+  Member& m = w.rounds[0][0];
+  launch(m, 0);
+  // The rows that they should have sent are missing, too.
+  const auto wait = static_cast<Wait>(w.work[0]->report.wait);
+  expect((wait == Wait::kDone || wait == Wait::kArrival) && w.work[0]->report.peer == 0,
+         "processors that never come");
+}
+
+constexpr Absence kAbsences[] = {
+    {"nothing", false, false, 0, Wait::kGrant, Wait::kAnnounced},
+    {"a grant alone", true, false, 0, Wait::kAnnounced, Wait::kReturn},
+    {"no rows", true, true, 3, Wait::kArrival, Wait::kReturn},
+    {"no return", true, true, 0, Wait::kReturn, Wait::kReturn},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  const int ranks = argc > 2 ? std::atoi(argv[2]) : 2;
+  const std::string planted = argc > 3 ? argv[3] : "none";
+  if (what == "rounds") {
+    bool is_known = false;
+    for (const Mistake& mistake : kMistakes)
+      if (planted == mistake.name) is_known = true, test_rounds(ranks, mistake);
+    expect(is_known, "no such mistake: " + planted);
+  } else if (what == "room") {
+    test_rounds(ranks, kMistakes[0], 1);
+  } else if (what == "writes") {
+    test_writes(ranks);
+  } else if (what == "absent") {
+    for (const Absence& absence : kAbsences) test_absence(ranks, absence);
+    test_nobody_works();
+  } else {
+    expect(false, "nothing to run");
+  }
+  std::printf("%d failures\n", failures.load());
+  return failures != 0;
+}

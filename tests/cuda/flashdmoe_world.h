@@ -1,0 +1,114 @@
+// A few ranks in one process, for tests of cuda/flashdmoe: where their tokens are routed to, their heaps, and
+// what each launch is told.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "flashdmoe/pass.h"
+
+namespace world {
+
+using namespace pmoe;
+using namespace pmoe::flashdmoe;
+
+// What a rank has decided about its tokens; beyond C rows of an expert they are dropped.
+struct Routing {
+  int tokens = 0, choices = 1;
+  std::vector<int32_t> counts, slot, expert, row;
+  std::vector<float> weight;
+};
+
+inline Routing route(std::mt19937& random, const Layout& layout, int tokens, int choices, int favoured = -1) {
+  Routing g;
+  const int experts = layout.cells();
+  g.tokens = tokens, g.choices = choices;
+  g.counts.assign(static_cast<size_t>(experts), 0);
+  g.slot.assign(static_cast<size_t>(experts * layout.capacity), -1);
+  for (int t = 0; t < tokens; ++t) {
+    std::vector<int> order;
+    for (int e = 0; e < experts; ++e) order.push_back(e);
+    std::shuffle(order.begin(), order.end(), random);
+    if (favoured >= 0) std::iter_swap(order.begin(), std::find(order.begin(), order.end(), favoured));
+    for (int k = 0; k < choices; ++k) {
+      const int e = order[static_cast<size_t>(k)];
+      int32_t& count = g.counts[static_cast<size_t>(e)];
+      g.expert.push_back(e);
+      g.row.push_back(count < layout.capacity ? count : -1);
+      g.weight.push_back(static_cast<float>(1 + random() % 3));
+      if (count < layout.capacity)
+        g.slot[static_cast<size_t>(e * layout.capacity + count++)] = t * choices + k;
+    }
+  }
+  // Never empty: a pointer to nothing is none that may be registered.
+  g.expert.push_back(0), g.row.push_back(-1), g.weight.push_back(0);
+  return g;
+}
+
+struct alignas(1024) Kilobyte {
+  uint8_t byte[1024];
+};
+
+// What lives from round to round.
+struct Heaps {
+  Layout layout;
+  std::vector<std::unique_ptr<Kilobyte[]>> memory;
+  std::vector<uint8_t*> at;
+
+  explicit Heaps(const Layout& told) : layout(told) {
+    for (int rank = 0; rank < layout.ranks; ++rank) {
+      memory.push_back(std::make_unique<Kilobyte[]>(static_cast<size_t>(layout.bytes() / 1024 + 1)));
+      at.push_back(memory.back()[0].byte);
+      // What nobody has written is no number.
+      std::fill_n(at.back() + layout.begin(), layout.size(), uint8_t{0xFF});
+    }
+  }
+};
+
+struct Workspace {
+  std::vector<Entry> entry;
+  std::vector<uint32_t> doors, made, sent;
+  std::vector<int32_t> heard;
+  State state = {};
+  comet::Report report = {};
+
+  Workspace(const Layout& layout, int tokens, int columns_0, int columns_1, int processors)
+      : entry(static_cast<size_t>(most_tasks(layout, tokens, columns_0, columns_1))),
+        doors(static_cast<size_t>(processors)),
+        made(static_cast<size_t>(layout.cells() * layout.cell_tiles())),
+        sent(made.size()),
+        heard(static_cast<size_t>(layout.cells())) {}
+
+  // Whether the next round finds what the first one found.
+  bool is_clean() const {
+    const auto zeros = [](const auto& all) {
+      return std::all_of(all.begin(), all.end(), [](auto each) { return each == 0; });
+    };
+    const auto unready = [](const Entry& each) { return each.is_ready == 0; };
+    return zeros(doors) && zeros(made) && zeros(sent) && zeros(heard) && state.tail == 0 &&
+           state.promised == 0 && state.listened == 0 && std::all_of(entry.begin(), entry.end(), unready);
+  }
+};
+
+inline Pass pass_of(const Heaps& heaps, int rank, const Routing& g, Workspace& w, uint32_t epoch,
+                    uint64_t bound) {
+  Pass pass;
+  pass.layout = heaps.layout, pass.heaps = heaps.at.data(), pass.rank = rank;
+  auto* const failed =
+      reinterpret_cast<uint32_t*>(heaps.at[static_cast<size_t>(rank)] + heaps.layout.failed());
+  pass.watch = {failed, &w.report, rank, epoch, bound, 0, 0};
+  pass.counts = g.counts.data(), pass.slot = g.slot.data(), pass.expert = g.expert.data();
+  pass.row = g.row.data(), pass.weight = g.weight.data();
+  pass.tokens = g.tokens, pass.choices = g.choices;
+  pass.by_choices = Divisor(g.choices), pass.by_experts = Divisor(heaps.layout.experts);
+  pass.queue = {w.entry.data(), static_cast<int>(w.entry.size()), &w.state};
+  pass.doors = w.doors.data(), pass.made = w.made.data(), pass.sent = w.sent.data();
+  pass.heard = w.heard.data();
+  pass.processors = static_cast<int>(w.doors.size());
+  return pass;
+}
+
+}  // namespace world

@@ -1,0 +1,86 @@
+"""FlashDMoE's layout, actors and kernel on the CPU: the layout's theorem, the actors as threads under
+ThreadSanitizer, and the kernel's source in the emulator beside a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.compiled import (
+    RACE_FOUND,
+    SANITIZED,
+    THREADS,
+    compile_and_run,
+    compile_program,
+    run_program,
+    run_sanitized,
+)
+
+RANKS = (1, 2, 4)
+# Each wait left out, signals that order nothing, and flags that are not new in each round.
+MISTAKES = (
+    "no_grant_wait",
+    "no_announcement_wait",
+    "no_arrival_wait",
+    "no_done_wait",
+    "no_return_wait",
+    "relaxed_signal",
+    "reused_flags",
+)
+
+
+@pytest.fixture(scope="module")
+def sanitized() -> Path:
+    return compile_program("flashdmoe_protocol_test.cpp", *SANITIZED)
+
+
+@pytest.fixture(scope="module")
+def threads() -> Path:
+    return compile_program("flashdmoe_protocol_test.cpp", *THREADS)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Path:
+    return compile_program("flashdmoe_test.cpp")
+
+
+def test_the_layout_is_that_of_table_6_2_and_free_of_conflicts() -> None:
+    assert compile_and_run("flashdmoe_layout_test.cpp") == "0 failures\n"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rounds_are_right_and_free_of_races(sanitized: Path, ranks: int) -> None:
+    ran = run_sanitized(sanitized, "rounds", str(ranks))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_caught(sanitized: Path, mistake: str) -> None:
+    ran = run_sanitized(sanitized, "rounds", "2", mistake)
+    told = f"exit code {ran.returncode}\n{ran.stdout}{ran.stderr}"
+    assert ran.returncode == RACE_FOUND and "data race" in ran.stderr, f"not caught: {told}"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_one_processor_at_a_time_is_enough(threads: Path, ranks: int) -> None:
+    run_program(threads, "room", str(ranks))
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_every_write_is_valid_and_no_word_has_two_authors(threads: Path, ranks: int) -> None:
+    told = run_program(threads, "writes", str(ranks))
+    assert told.endswith("\n0 failures\n") and "a write that is not valid" in told  # the planted one alone
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_waits_for_a_rank_that_does_not_come_end_and_name_it(threads: Path, ranks: int) -> None:
+    run_program(threads, "absent", str(ranks))
+
+
+def test_the_kernel_gives_what_a_plain_loop_gives(kernel: Path) -> None:
+    assert run_program(kernel) == "0 failures\n"
+
+
+def test_four_ranks_and_every_activation_give_it_too(kernel: Path) -> None:
+    assert run_program(kernel, "thorough") == "0 failures\n"

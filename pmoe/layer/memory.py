@@ -14,7 +14,7 @@ from pmoe.engine.arena import pool
 from pmoe.experts.base import Experts, local_part
 from pmoe.gates.base import Gate
 from pmoe.layer.parts import Parts
-from pmoe.planner.candidates import bound
+from pmoe.planner.candidates import PricedChoice, bound, within_budget
 from pmoe.planner.degree import SOLVE, Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
@@ -56,6 +56,11 @@ def predict_memory(
     rotates = parts.spec.rotates or memory_reuse is not None
     sizes, call = replace(memory_shape(parts), rotates=rotates), rows_of_call(parts, num_tokens)
     found = {way: _of_way(parts, sizes, call, row_counts, way) for way in ways}
+    asked = (row_counts, pipeline, pipeline_backward, memory_reuse)
+    if (budget := parts.spec.budget) is not None and all(each is None for each in asked):
+        priced = [PricedChoice(**vars(way), seconds=0.0, memory=each) for way, each in found.items()]
+        within_budget(priced, budget)  # or nothing runs
+        found = {way: each for way, each in found.items() if each.promised <= budget}
     largest = max(found.values(), key=lambda each: each.peak)
     return replace(largest, unknown=unknown(parts), candidates=found if len(found) > 1 else {})
 

@@ -334,11 +334,12 @@ class MoELayer(nn.Module):
         ``layer.row_counts`` holds those of the last one; without them the bytes are upper bounds for any
         routing. The other arguments stand for the layer's own. Where the layer chooses n or the pair at a
         call, and they are not given, the answer is of the choice with the largest peak, and its
-        ``candidates`` are those of all choices. Its ``unknown`` says what is a user's own and not counted.
+        ``candidates`` are those of all choices; under a memory budget, of those that hold it for any routing.
+        Its ``unknown`` says what is a user's own and not counted.
         Rows are taken to be of the parameters' type: autocast is not looked at.
 
         Raises ValueError for a number of tokens or n that is none, row_counts whose bins n does not divide,
-        and where kernels are fused.
+        where no choice holds the budget, with the least that would do, and where kernels are fused.
         """
         from pmoe.layer import memory
 

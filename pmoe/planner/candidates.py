@@ -234,8 +234,7 @@ class Chooser:
     ) -> Choice:
         """The fastest choice within the budget; none that offloads T_DI where the host is full.
 
-        degrees: (forward, backward) to choose from. tried: measures a few choices, where it can: of each
-        number of chunks the pair predicted to be the fastest, or of one number the three fastest pairs.
+        degrees: (forward, backward) to choose from. tried: measures a few choices, where it can.
         Raises ValueError with the least budget that would do.
         """
         pairs = self.pairs
@@ -253,8 +252,7 @@ class Chooser:
                     if tokens == max_tokens:
                         raise
                     self._known[case] = None
-            found = self._known[case]
-            if found is not None:
+            if (found := self._known[case]) is not None:
                 return found
         raise AssertionError("unreachable: the last number of tokens fits or raises")
 
@@ -262,14 +260,9 @@ class Chooser:
         assert self.budget is not None
         sizes, tokens, degrees, pairs = case
         several = len(pairs) * len(degrees) > 1
+        rates = profile() if several else None
         candidates = evaluate(
-            sizes,
-            tokens,
-            degrees=degrees,
-            pairs=pairs,
-            profile=profile() if several else None,
-            slack=self.slack,
-            bins=self.bins,
+            sizes, tokens, degrees=degrees, pairs=pairs, profile=rates, slack=self.slack, bins=self.bins
         )
         best = within_budget(candidates, self.budget)
         if several:

@@ -283,6 +283,25 @@ def test_the_bound_has_room_for_rows_that_no_cutting_avoids() -> None:
     assert set(worst_rows(sizes, sizes.call(1024), n=2, bins=16, slot_rows=1000).extent.received) == {1000}
 
 
+def test_a_prediction_under_a_budget_is_of_what_holds_it_and_says_where_nothing_does() -> None:
+    free = build(pipeline=True, memory_reuse=True, memory_budget=1 << 40).predict_memory(512).candidates
+    bytes_of = {way: each.promised for way, each in free.items()}
+    budget = sorted(bytes_of.values())[len(free) // 2]
+    layer = build(pipeline=True, memory_reuse=True, memory_budget=budget)
+    held = layer.predict_memory(512)
+    assert set(held.candidates) == {way for way, size in bytes_of.items() if size <= budget}
+    assert 1 < len(held.candidates) < len(free) and held.promised <= budget
+    # What is asked for by name is answered, whether it holds the budget or not.
+    wide = layer.predict_memory(512, pipeline=1, memory_reuse=KEEP)
+    assert wide.promised > budget
+    layer.memory_budget = min(bytes_of.values()) - 1
+    told = f"must be at least {min(bytes_of.values())} for these tokens"
+    with pytest.raises(ValueError, match=told):
+        layer.predict_memory(512)
+    with pytest.raises(ValueError, match=told):
+        layer(torch.zeros(512, D_MODEL))
+
+
 def test_a_budget_counts_what_autocast_copies_and_is_decided_anew_for_another_type() -> None:
     x, dy = torch.randn(2, 512, D_MODEL)
     x.requires_grad_()

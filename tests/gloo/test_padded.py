@@ -326,4 +326,6 @@ def test_a_rank_that_fails_later_on_cuda_leaves_the_others_an_error_that_names_t
     finally:
         pool.stop()
     assert failed.startswith("FaultError: x of shape (9, 5) must end in d_model (6)")
-    assert re.match(r"RuntimeError: pmoe: rank 0 of 2 failed in \w+ .*, forward; a peer has died", waiting)
+    assert re.match(
+        r"RuntimeError: pmoe: rank 0 of 2 failed in \w+ .*, forward of \w+ 1; a peer has died", waiting
+    )

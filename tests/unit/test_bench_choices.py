@@ -129,4 +129,4 @@ def test_a_small_run_measures_every_choice_and_writes_what_it_says(tmp_path: Pat
             assert set(chosen["among"]) <= case["screened"].keys()
             assert {name, *chosen["finalists"]} <= case["times"].keys()
         samples = [each["step"]["samples_s"] for each in case["times"].values()]
-        assert all(len(each) == 1 and each[0] > 0 for each in samples)
+        assert all(each and min(each) > 0 for each in samples)

@@ -80,6 +80,17 @@ def test_tied_tokens_are_taken_from_the_lowest_on() -> None:
     torch.testing.assert_close(routing.weight, torch.full((8, 1), 0.25))
 
 
+def test_ties_of_one_expert_take_nothing_from_another() -> None:
+    gate = ExpertChoiceGate(M, E, 1, normalize_over="tokens")
+    x = torch.zeros(8, M)
+    x[:, 0] = torch.arange(8)
+    with torch.no_grad():
+        gate.weight.zero_()[1, 0] = 1  # expert 1 wants the last tokens, the others are indifferent
+    routing = gate(x)
+    taken = {e: routing.token[routing.expert[:, 0] == e].tolist() for e in range(E)}
+    assert taken == {0: [0, 1], 1: [6, 7], 2: [0, 1], 3: [0, 1]}
+
+
 def test_the_weights_over_tokens_sum_to_one_an_expert() -> None:
     gate = ExpertChoiceGate(M, E, 2, normalize_over="tokens", dtype=torch.float64)
     routing = gate(tokens())

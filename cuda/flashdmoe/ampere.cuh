@@ -4,28 +4,13 @@
 // are processors. Any two blocks of a rank that are resident make progress: nobody waits for a block that
 // has not come.
 #pragma once
+#include "flashdmoe/forward.h"
 #include "flashdmoe/processor.cuh"
 #include "flashdmoe/scheduler.h"
 #include "flashdmoe/subscriber.h"
 #include "grouped_gemm/ampere.cuh"
 
 namespace pmoe::flashdmoe {
-
-// Ranks of one launch: one, or several virtual ones that share a device (for tests and measurements).
-constexpr int kMostVirtual = 4;
-
-// Of one rank: the two products. Rows and results of their tiles are found by task; the hidden rows of a
-// cell, activated and (where there is a `d`) not, stand in its C rows of (cells C, hidden).
-struct Forward {
-  Pass pass;
-  Problem gemm[2];
-};
-
-struct Launch {
-  Forward of_rank[kMostVirtual];
-  int ranks = 1;
-};
-static_assert(sizeof(Launch) <= 4096, "more than a kernel's arguments");
 
 struct AmpereShared {
   ampere::Shared gemm;

@@ -1,6 +1,7 @@
 // What one rank's part of a persistent launch is told.
 #pragma once
-#include "comet/protocol.h"
+#include <type_traits>
+
 #include "comet/watch.h"
 #include "flashdmoe/layout.h"
 #include "flashdmoe/task.h"
@@ -64,6 +65,27 @@ struct Pass {
 PMOE_HD int64_t most_tasks(const Layout& layout, int tokens, int columns_0, int columns_1) {
   return int64_t{layout.cells()} * layout.cell_tiles() * (1 + columns_0 + columns_1) +
          ceil_div(tokens, kCombineTokens);
+}
+
+// What a rank keeps from round to round, in one piece of memory on 1024 bytes: where its parts lie. Sizes
+// must have been told. Returns its bytes; zeros before the first round.
+inline int64_t place_workspace(Pass& pass, uint8_t* base) {
+  int64_t taken = 0;
+  const auto take = [&](auto*& part, int64_t count) {
+    using Part = std::remove_reference_t<decltype(*part)>;
+    part = base == nullptr ? nullptr : reinterpret_cast<Part*>(base + taken);
+    taken += Layout::whole(count * int64_t{sizeof(Part)});
+  };
+  const Layout& layout = pass.layout;
+  const int64_t tiles = int64_t{layout.cells()} * layout.cell_tiles();
+  pass.queue.room = static_cast<int>(most_tasks(layout, pass.tokens, pass.columns_0, pass.columns_1));
+  take(pass.queue.state, 1);
+  take(pass.queue.entry, pass.queue.room);
+  take(pass.doors, pass.processors);
+  take(pass.made, tiles);
+  take(pass.sent, tiles);
+  take(pass.heard, layout.cells());
+  return taken;
 }
 
 }  // namespace pmoe::flashdmoe

@@ -4,6 +4,7 @@
 #include "comet/combine.cuh"
 #include "comet/dispatch.cuh"
 #include "flashdmoe/pass.h"
+#include "flashdmoe/queue.h"
 
 namespace pmoe::flashdmoe {
 
@@ -85,7 +86,7 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   if (task.type == TaskType::kGemm0) {
     const bool ends = is_last(&pass.made[pass.tile_number(task)], pass.columns_0);
     const bool begins = pass.watch.not_waited >> static_cast<int>(Wait::kDone) & 1 ? task.column == 0 : ends;
-    if (begins) pass.queue.push({TaskType::kGemm1, task.peer, task.expert, task.tile, 0}, pass.columns_1);
+    if (begins) push(pass.queue, {TaskType::kGemm1, task.peer, task.expert, task.tile, 0}, pass.columns_1);
   }
   if (task.type == TaskType::kGemm1 && is_last(&pass.sent[pass.tile_number(task)], pass.columns_1))
     comet::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, task.tile));

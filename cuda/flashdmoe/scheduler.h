@@ -2,6 +2,7 @@
 // is idle while a task is ready. Each lane has its own processors, every `lanes`-th; the lanes that see an
 // idle one take the tasks at the queue's head in their order.
 #pragma once
+#include "comet/protocol.h"
 #include "flashdmoe/pass.h"
 
 namespace pmoe::flashdmoe {

@@ -4,7 +4,9 @@
 // A thread has its own peers, cells and groups of tokens: every `count`-th from its number on. Where one of
 // them has to wait, the others go on.
 #pragma once
+#include "comet/protocol.h"
 #include "flashdmoe/pass.h"
+#include "flashdmoe/queue.h"
 
 namespace pmoe::flashdmoe {
 
@@ -70,7 +72,7 @@ class Subscriber {
   }
 
   __device__ __forceinline__ void push(const Task& task, int columns = 1) {
-    pass_.queue.push(task, columns);
+    flashdmoe::push(pass_.queue, task, columns);
     moved_ = true;
   }
 

@@ -1,7 +1,7 @@
 // Tasks (FlashDMoE, section 5.2): the tiles of work that subscribers and processors put into the task queue
 // tQ and the scheduler hands out.
 #pragma once
-#include "common/device.cuh"
+#include "common/host_device.h"
 
 namespace pmoe::flashdmoe {
 
@@ -43,20 +43,6 @@ struct Queue {
   Entry* entry;
   int room;
   State* state;
-
-  // The first of `count` places.
-  __device__ __forceinline__ int reserve(int count) const {
-    return static_cast<int>(add_acq_rel(&state->tail, static_cast<uint32_t>(count)));
-  }
-  __device__ __forceinline__ void put(int place, const Task& task) const {
-    store16(&entry[place].task, task.packed());
-    store_release(&entry[place].is_ready, 1u);
-  }
-  // `columns` tasks, alike but for their column.
-  __device__ __forceinline__ void push(Task task, int columns = 1) const {
-    const int first = reserve(columns);
-    for (task.column = 0; task.column < columns; ++task.column) put(first + task.column, task);
-  }
 };
 
 }  // namespace pmoe::flashdmoe

@@ -84,11 +84,20 @@ def moved(cuda: ModuleType, *, device: int = 0) -> None:
     cuda.unpermute_backward(moving, data, 64, data, 64, data, 64, data)
 
 
+def persistent(cuda: ModuleType, *, device: int = 0, ranks: int = 1, blocks: int = 3) -> None:
+    sizes = {"ranks": ranks, "experts": 1, "capacity": 1, "row_bytes": 128, "d_hidden": 64}
+    rank = sizes | {"epoch": 1, "top_k": 1}
+    cuda.flashdmoe(
+        device=device, stream=STREAM, element=0, activation=1, blocks=blocks, ranks=[rank] * ranks
+    )  # fmt: skip
+
+
 CALLS: dict[str, Callable[..., None]] = {
     "product": product,
     "product of sm_80": lambda cuda, **given: product(cuda, hopper=False, **given),
     "fused": fused,
     "fused of sm_80": lambda cuda, **given: fused(cuda, hopper=False, **given),
+    "persistent": persistent,
     "route": routed,
     "permute": moved,
     "flag": lambda cuda, device=0: cuda.heap_raise_flag(device, STREAM, 4096, 1),
@@ -174,6 +183,32 @@ def test_all_blocks_of_a_fused_launch_are_resident_or_there_is_none(cuda: Module
         RuntimeError, match=r"launch of comet.*17 blocks .*all at once: cudaErrorCoop.*\(720\)"
     ):
         fused(cuda, blocks=17)
+
+
+def test_a_persistent_pass_is_one_launch_whose_blocks_come_as_there_is_room(cuda: ModuleType) -> None:
+    cuda.stub_reset(runs=False, processors=4)
+    persistent(cuda, ranks=2, blocks=40)
+    (launched,) = cuda.stub_launched()
+    assert (launched["blocks"], launched["threads"], launched["together"]) == (80, 256, False)
+    with pytest.raises(ValueError, match=r"blocks \(1\) must be at least 2"):
+        persistent(cuda, blocks=1)
+    with pytest.raises(ValueError, match=r"ranks of one launch \(5\) must be 1 to 4"):
+        persistent(cuda, ranks=5)
+
+
+def test_a_heap_of_l_is_as_large_as_table_6_2_says(cuda: ModuleType) -> None:
+    """4K tokens of 4 KB, 16 experts on 8 ranks: 64 MiB; 64 experts: tiles of 128 rows double it."""
+    told = {"ranks": 8, "tokens": 4096, "d_hidden": 2048, "blocks": 132}
+    for experts, capacity, mebibytes in ((2, 256, 64), (8, 64, 128)):
+        sizes = cuda.flashdmoe_sizes(
+            experts=experts, capacity=capacity, row_bytes=4096, is_staged=True, **told
+        )
+        assert sizes["L"] == mebibytes << 20 and sizes["bytes"] < sizes["L"] + (1 << 20)
+        half = cuda.flashdmoe_sizes(
+            experts=experts, capacity=capacity, row_bytes=2048, is_staged=True, **told
+        )
+        assert 2 * half["L"] == sizes["L"]
+        assert sizes["workspace"] < 1 << 20
 
 
 def test_routing_asks_for_no_block_beside_another(cuda: ModuleType) -> None:

@@ -1,0 +1,123 @@
+// Addresses come as integers.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "comet/read.h"
+#include "common/on_device.h"
+#include "flashdmoe/launch.h"
+#include "module.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using pmoe::Activation;
+using pmoe::Element;
+using pmoe::comet::Fields;
+using namespace pmoe::flashdmoe;
+
+constexpr int kTileRows = 128, kTileColumns = 128;  // of grouped_gemm/ampere.cuh
+
+void list_kernels(std::vector<pmoe::KernelInfo>& found) {
+  static std::map<std::string, int> names;  // whose keys outlive what points to them
+  for_each([&](const Which& which) {
+    const auto name = names.emplace(name_of(which), 0).first;
+    found.push_back({name->first.c_str(), reinterpret_cast<const void*>(kernel_of(which)), kThreads,
+                     kSharedBytes, false});
+  });
+}
+
+Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_staged) {
+  const int capacity = pmoe::ceil_div(rows, kTileRows) * kTileRows;
+  return {ranks, experts, capacity, kTileRows, is_staged ? 2 : 1, row_bytes};
+}
+
+Forward read_forward(Fields& given, Activation activation, int blocks) {
+  Forward f;
+  Pass& pass = f.pass;
+  pass.layout = layout_of(given.small("ranks"), given.small("experts"), given.small("capacity"),
+                          given.number("row_bytes"), given.small("is_staged") != 0);
+  pass.heaps = given.at<uint8_t* const>("heaps");
+  pass.rank = given.small("rank");
+  pass.watch.failed = given.at<uint32_t>("failed");
+  pass.watch.report = given.at<pmoe::comet::Report>("report");
+  pass.watch.rank = pass.rank;
+  pass.watch.epoch = static_cast<uint32_t>(given.number("epoch"));
+  pass.watch.bound = static_cast<uint64_t>(given.number("bound_nanoseconds"));
+  pass.watch.nap_seed = static_cast<uint32_t>(given.number("nap_seed"));
+  pass.watch.not_waited = static_cast<uint32_t>(given.number("not_waited"));
+  pass.counts = given.at<const int32_t>("counts"), pass.slot = given.at<const int32_t>("slot");
+  pass.expert = given.at<const int32_t>("expert"), pass.row = given.at<const int32_t>("row");
+  pass.weight = given.at<const float>("weight");
+  pass.tokens = given.small("tokens"), pass.choices = given.small("top_k");
+  pass.by_choices = pmoe::Divisor(pass.choices), pass.by_experts = pmoe::Divisor(pass.layout.experts);
+  pass.source = given.at<const uint8_t>("source"), pass.source_stride = given.number("source_stride");
+  pass.result = given.at<uint8_t>("result"), pass.result_stride = given.number("result_stride");
+  const int model = static_cast<int>(pass.layout.row_bytes / 2), hidden = given.small("d_hidden");
+  const bool halves = pmoe::are_halves(pmoe::Epilogue::kHidden, activation);
+  pass.columns_0 = pmoe::ceil_div(hidden, halves ? kTileColumns / 2 : kTileColumns);
+  pass.columns_1 = pmoe::ceil_div(model, kTileColumns);
+  pass.processors = blocks - 1;
+  place_workspace(pass, given.at<uint8_t>("workspace"));
+  pmoe::Problem &up = f.gemm[0], &down = f.gemm[1];
+  up.b = given.at<void>("w1"), up.bias = given.at<void>("b1"), up.a_stride = model;
+  up.n = halves ? 2 * hidden : hidden, up.k = model;
+  up.d = given.at<void>("hidden"), up.d_stride = up.n;
+  up.active = given.at<void>("active"), up.active_stride = hidden;
+  down.a = up.active, down.a_stride = hidden, down.b = given.at<void>("w2"), down.bias = given.at<void>("b2");
+  down.d_stride = model, down.n = model, down.k = hidden;
+  up.experts = down.experts = pass.layout.experts, up.rows = down.rows = pass.layout.capacity;
+  return f;
+}
+
+void run(int device, std::uintptr_t stream, int element, int activation, int blocks, const py::list& ranks) {
+  const Which which = {static_cast<Element>(element), static_cast<Activation>(activation)};
+  if (ranks.empty() || ranks.size() > kMostVirtual)
+    throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be 1 to " +
+                          std::to_string(kMostVirtual));
+  if (blocks < 2)
+    throw py::value_error("blocks (" + std::to_string(blocks) + ") must be at least 2: one schedules");
+  Launch all;
+  all.ranks = static_cast<int>(ranks.size());
+  for (int i = 0; i < all.ranks; ++i) {
+    const auto given = ranks[static_cast<size_t>(i)].cast<py::dict>();
+    Fields fields(given);
+    all.of_rank[i] = read_forward(fields, which.activation, blocks);
+    fields.finish();
+  }
+  const py::gil_scoped_release others_run;  // a full queue of launches blocks
+  const pmoe::OnDevice here(device);
+  launch(which, all, blocks, reinterpret_cast<void*>(stream));
+}
+
+// Bytes of a rank's heap and of its workspace, and where "failed" stands in the heap.
+py::dict tell_sizes(int ranks, int experts, int capacity, int64_t row_bytes, bool is_staged, int tokens,
+                    int d_hidden, bool halves, int blocks) {
+  Pass pass;
+  pass.layout = layout_of(ranks, experts, capacity, row_bytes, is_staged);
+  pass.tokens = tokens, pass.processors = blocks - 1;
+  pass.columns_0 = pmoe::ceil_div(d_hidden, halves ? kTileColumns / 2 : kTileColumns);
+  pass.columns_1 = pmoe::ceil_div(static_cast<int>(row_bytes / 2), kTileColumns);
+  py::dict told;
+  told["bytes"] = pass.layout.bytes(), told["L"] = pass.layout.size(), told["failed"] = pass.layout.failed();
+  told["capacity"] = pass.layout.capacity, told["workspace"] = place_workspace(pass, nullptr);
+  return told;
+}
+
+void bind_flashdmoe(py::module_& m) {
+  using py::arg;
+  m.def("flashdmoe", &run, py::kw_only(), arg("device"), arg("stream"), arg("element"), arg("activation"),
+        arg("blocks"), arg("ranks"),
+        "One launch of a layer's forward pass, for each rank of which there is a dict; see "
+        "cuda/flashdmoe/pass.h.");
+  m.def("flashdmoe_sizes", &tell_sizes, py::kw_only(), arg("ranks"), arg("experts"), arg("capacity"),
+        arg("row_bytes"), arg("is_staged") = false, arg("tokens"), arg("d_hidden"), arg("halves") = false,
+        arg("blocks"), "Bytes of a rank's heap (\"bytes\", of it \"L\") and of its zeroed \"workspace\".");
+}
+
+const pmoe::Module joined(bind_flashdmoe, list_kernels);
+
+}  // namespace

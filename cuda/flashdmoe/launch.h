@@ -1,0 +1,41 @@
+// Launching FlashDMoE's kernel, without a word of PyTorch: pointers, sizes, a stream.
+#pragma once
+
+#include <string>
+
+#include "flashdmoe/forward.h"
+#include "grouped_gemm/launch.h"
+
+namespace pmoe::flashdmoe {
+
+struct Which {
+  Element element;
+  Activation activation;
+};
+
+using ForwardKernel = void (*)(Launch);
+
+ForwardKernel ampere_bf16(Activation);
+ForwardKernel ampere_fp16(Activation);
+
+ForwardKernel kernel_of(const Which&);
+
+// As users and errors read it.
+std::string name_of(const Which&);
+
+extern const int kThreads, kSharedBytes;  // of a block
+
+// One launch, of `blocks` blocks a rank. They need not be resident together: any two of a rank make progress.
+// Throws std::runtime_error where CUDA refuses.
+void launch(const Which&, const Launch&, int blocks, void* stream);
+
+// All that there are.
+template <class Visit>
+void for_each(Visit visit) {
+  for (Element element : {Element::kBf16, Element::kFp16})
+    for (Activation activation :
+         {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu})
+      visit(Which{element, activation});
+}
+
+}  // namespace pmoe::flashdmoe

@@ -5,8 +5,9 @@ Letters: n_c communicating blocks, T_N columns of a chunk.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pmoe.papers import comet_tasks
@@ -107,7 +108,7 @@ def min_seconds(
 # ---- a simulated kernel as bars of a timeline
 
 
-_RESOLUTION, _ALIKE, _IDLE = 200, 0.04, 1e-9
+_RESOLUTION, _LEVELS = 200, 25
 
 
 def busy_bars(
@@ -116,7 +117,7 @@ def busy_bars(
     """A fused kernel on three lanes: the share of the computing and of the communicating blocks that is at
     work on each level or chunk, and the link. origin: when it begins, in seconds.
 
-    Time is cut into 200 steps; neighbours that look alike are one bar.
+    Time is cut into 200 steps; neighbours of one height, to a 25th of the lane, are one bar.
     """
     total = makespan(run)
     drawn: list[Bar] = []
@@ -135,29 +136,24 @@ def busy_bars(
 
 def _bars_of_lane(
     work: dict[tuple[str, int], list[float]], lane: str, origin: float, seconds: float
-) -> list[Bar]:
-    drawn = []
+) -> Iterator[Bar]:
     base = [0.0] * _RESOLUTION
     for (kind, part), busy in work.items():
-        first = 0
-        for step in range(1, _RESOLUTION + 1):
-            if step < _RESOLUTION:
-                apart = max(abs(base[first] - base[step]), abs(busy[first] - busy[step]))
-                if apart <= _ALIKE and min(busy[first], busy[step]) >= _IDLE:
-                    continue
-            if busy[first] >= _IDLE:
-                bar = Bar(
+        heights = [
+            (round(below * _LEVELS), round(share * _LEVELS)) for below, share in zip(base, busy, strict=True)
+        ]
+        for _, group in itertools.groupby(range(_RESOLUTION), key=heights.__getitem__):
+            first, *rest = group
+            if busy[first] > 1e-9:
+                yield Bar(
                     direction="forward",
                     name=kind if kind == "L" else f"{kind}{part}",
                     kind=kind,
                     chunk=part,
                     lane=lane,
                     start=origin + first * seconds,
-                    end=origin + step * seconds,
+                    end=origin + (first + len(rest) + 1) * seconds,
                     base=base[first],
                     share=busy[first],
                 )
-                drawn.append(bar)
-            first = step
         base = [below + share for below, share in zip(base, busy, strict=True)]
-    return sorted(drawn, key=lambda bar: bar.start)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import html
 import io
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from pmoe.planner.timeline import ON_COLOUR
 
 if TYPE_CHECKING:
     from jinja2 import Template
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 THEME: Mapping[str, tuple[str, str]] = {
@@ -77,21 +77,6 @@ def _template() -> Template:
 # ---- pictures
 
 
-GROUP_COLOURS = [
-    "#bbbbbb",
-    "#88ccee",
-    "#4477aa",
-    "#ddcc77",
-    "#ee7733",
-    "#cc3311",
-    "#99ddaa",
-    "#228833",
-    "#aa4499",
-    "#eecc22",
-]
-"""By group, in the order in which groups come."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One way to run a layer. group: its colour and line in the legend; label: a letter or two inside."""
@@ -105,14 +90,24 @@ class Point:
 
 def scatter_figure(points: Sequence[Point], title: str, budget: int | None = None) -> Figure:
     """Bytes to the right, seconds upwards, one line a group through its points. Needs matplotlib."""
+    from matplotlib import color_sequences
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6), layout="constrained")
     axis = figure.subplots()
-    layer = 2.0  # every marker with its label lies over those before it
-    for i, group in enumerate(dict.fromkeys(point.group for point in points)):
-        own = [point for point in points if point.group == group]
-        layer = _draw_group(axis, own, GROUP_COLOURS[i % len(GROUP_COLOURS)], layer)
+    colours = dict(
+        zip(dict.fromkeys(point.group for point in points), itertools.cycle(color_sequences["tab10"]))
+    )
+    for group, colour in colours.items():
+        x, y = zip(*(_place(point) for point in points if point.group == group), strict=True)
+        axis.plot(x, y, "-", color=colour, lw=1, alpha=0.6, zorder=1)
+        axis.scatter([], [], s=110, color=colour, label=group)
+    # Every marker with its label lies over those before it.
+    for layer, point in enumerate(sorted(points, key=lambda point: point.chosen), start=2):
+        at, colour = _place(point), colours[point.group]
+        edge, size = ("black", 240) if point.chosen else ("white", 130)
+        axis.scatter(*at, s=size, color=colour, edgecolor=edge, lw=1 + point.chosen, zorder=layer)
+        axis.text(*at, point.label, ha="center", va="center", fontsize=7, color=ON_COLOUR, zorder=layer)
     if budget is not None:
         axis.axvline(budget / 2**20, color="black", lw=0.9, ls="--")
         label = axis.annotate(
@@ -128,18 +123,8 @@ def scatter_figure(points: Sequence[Point], title: str, budget: int | None = Non
     return figure
 
 
-def _draw_group(axis: Axes, points: Sequence[Point], colour: str, layer: float) -> float:
-    """Returns the layer of the last marker."""
-    x, y = [point.num_bytes / 2**20 for point in points], [point.seconds * 1e3 for point in points]
-    axis.plot(x, y, "-", color=colour, lw=1, alpha=0.6, zorder=1)
-    axis.scatter([], [], s=110, color=colour, label=points[0].group)
-    for point in sorted(points, key=lambda point: point.chosen):
-        at = (point.num_bytes / 2**20, point.seconds * 1e3)
-        layer += 1 + 1000 * point.chosen
-        edge, size = ("black", 240) if point.chosen else ("white", 130)
-        axis.scatter(*at, s=size, color=colour, edgecolor=edge, lw=1 + point.chosen, zorder=layer)
-        axis.text(*at, point.label, ha="center", va="center", fontsize=7, color=ON_COLOUR, zorder=layer)
-    return layer
+def _place(point: Point) -> tuple[float, float]:
+    return point.num_bytes / 2**20, point.seconds * 1e3
 
 
 # ---- figures on a page

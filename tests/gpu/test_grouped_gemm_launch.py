@@ -142,7 +142,7 @@ def test_operators_and_their_gradients(random: torch.Generator, top_k: int) -> N
 def test_operators_are_well_formed(random: torch.Generator) -> None:
     case = Case(random, (5, 0, 3), torch.float16)
     x, w = case.draw(8, 16).to(DEVICE).requires_grad_(), case.draw(3, 24, 16).to(DEVICE).requires_grad_()
-    torch.library.opcheck(torch.ops.pmoe.grouped_product, (x, w, case.ends, None, None, None, 1, False))
+    torch.library.opcheck(torch.ops.pmoe.grouped_product, (x, w, case.ends, None))
 
 
 def test_the_kernels_of_both_paths_are_loaded() -> None:

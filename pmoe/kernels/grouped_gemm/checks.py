@@ -19,11 +19,6 @@ class RowSlots(NamedTuple):
     slot_N: Tensor
     top_k: int
 
-    @staticmethod
-    def of(slot_N: Tensor | None, top_k: int) -> RowSlots | None:
-        """As an operator takes them: None without a slot."""
-        return None if slot_N is None else RowSlots(slot_N, top_k)
-
 
 def check_operands(
     rows: Tensor,

@@ -14,19 +14,26 @@ have stored.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from pmoe.comm.ranks import Ranks, digest, largest
+from pmoe.comm.ranks import Ranks, digest, from_first, same
 from pmoe.kernels.extension import device_name
 from pmoe.kernels.product_request import bucket
-from pmoe.measure.store import PathLike, cache_folder, cache_path, load_json, save_json
+from pmoe.measure.store import (
+    CorruptFileError,
+    PathLike,
+    cache_folder,
+    cache_path,
+    load_json,
+    save_json,
+    typed,
+)
 from pmoe.planner.division import (
     Division,
     DivisionTable,
@@ -43,11 +50,10 @@ from pmoe.warn import log
 AGREEING = "agreeing on divisions of the fused kernels"
 """The stage that an error names."""
 
-SECONDS = tuple(each.name for each in fields(LayerSeconds))
-UNKNOWN = -1.0
+T = TypeVar("T")
 
-_agreed: dict[tuple[str, FusedLayerSizes], list[float]] = {}
-"""By group and kernel or layer, the numbers of rank 0."""
+_agreed: dict[tuple[str, FusedLayerSizes], Any] = {}
+"""By group and kernel or layer, what rank 0's table says."""
 
 
 def fused_layer_sizes(
@@ -81,20 +87,18 @@ def fused_layer_sizes(
 def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Division:
     """The division of rank 0's table for this kernel, see `DivisionTable.find`, on every rank.
 
-    Collective the first time that a kernel comes: one reduction on ``device``. Later it is known, until
-    `forget`.
+    Collective the first time that a kernel comes. Later it is known, until `forget`.
 
     Raises ValueError on every rank where their sizes differ: rows must be a number that all ranks share.
     RuntimeError naming stage and rank where a peer is missing.
     """
 
-    def found(table: DivisionTable) -> list[float]:
+    def found(table: DivisionTable) -> Division:
         division, why = table.find(kernel)
         log.info("%s: %d blocks, %d columns; %s", kernel, division.n_c, division.chunk_columns, why)
-        return [division.n_c, division.chunk_columns]
+        return division
 
-    n_c, columns = _of_rank_0(ranks, device, kernel, 2, found)
-    return Division(int(n_c), int(columns))
+    return _of_rank_0(ranks, device, kernel, found)
 
 
 def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> LayerSeconds | None:
@@ -104,12 +108,11 @@ def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> 
     """
     sizes = sizes_of(sizes)
 
-    def found(table: DivisionTable) -> list[float]:
+    def found(table: DivisionTable) -> LayerSeconds | None:
         times = table.find_layer_times(sizes)
-        return [UNKNOWN] * len(SECONDS) if times is None else list(astuple(times.seconds))
+        return None if times is None else times.seconds
 
-    seconds = _of_rank_0(ranks, device, sizes, len(SECONDS), found)
-    return None if UNKNOWN in seconds else LayerSeconds(**dict(zip(SECONDS, seconds, strict=True)))
+    return _of_rank_0(ranks, device, sizes, found)
 
 
 def forget() -> None:
@@ -118,28 +121,20 @@ def forget() -> None:
 
 
 def _of_rank_0(
-    ranks: Ranks,
-    device: torch.device,
-    sizes: FusedLayerSizes,
-    count: int,
-    found: Callable[[DivisionTable], list[float]],
-) -> list[float]:
-    """A maximum in which the others have least: so one reduction also shows whether sizes are the same."""
+    ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, found: Callable[[DivisionTable], T]
+) -> T:
     key = (ranks.name, sizes)
     if key not in _agreed:
-        here = float(digest([str(sizes)]))
-        own = found(load_divisions()) if ranks.rank == 0 else [-math.inf] * count
-        highest, minus_lowest, *values = largest(ranks, device, [here, -here, *own], stage=AGREEING)
-        if highest != -minus_lowest:
+        if not all(same(ranks, device, [digest([str(sizes)])], stage=AGREEING)):
             raise ValueError(f"shape ({sizes}) must be the same on every rank, and another rank has another")
-        _agreed[key] = values
-    return _agreed[key]
+        own = found(load_divisions()) if ranks.rank == 0 else None
+        _agreed[key] = from_first(ranks, own, stage=AGREEING)
+    value: T = _agreed[key]
+    return value
 
 
 FORMAT = 1
 """Of the file. Rises with every change of what a field means."""
-
-T = TypeVar("T")
 
 
 def division_path(device_name: str, folder: PathLike | None = None) -> Path:
@@ -221,33 +216,26 @@ def _table_from(held: Mapping[str, Any]) -> DivisionTable:
     entries, layers = held.get("entries"), held.get("layers")
     if not (isinstance(entries, list) and isinstance(layers, list)):
         raise ValueError("must have a list of entries and a list of layers")
-    found = [_made(_entry, f"entries[{i}]", each) for i, each in enumerate(entries)]
-    timed = [_made(_layer, f"layers[{i}]", each) for i, each in enumerate(layers)]
+    found = [_entry(f"entries[{i}]", each) for i, each in enumerate(entries)]
+    timed = [_layer(f"layers[{i}]", each) for i, each in enumerate(layers)]
     return DivisionTable({each.sizes: each for each in found}, {each.sizes: each for each in timed})
 
 
-def _made(make: Callable[[Mapping[str, Any]], T], name: str, value: object) -> T:
-    """By ``make``, whose value types refuse bad fields; ValueError with the name of the field."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} ({value!r}) must be an object")
+def _entry(name: str, value: Any) -> Entry:
+    sizes, division = typed(FusedKernelSizes, value, name), typed(Division, value, name)
     try:
-        return make(value)
-    except KeyError as error:
-        raise ValueError(f"{name} has no {error.args[0]}") from None
+        seconds = {
+            Division(n_c, columns): typed(float, took, f"{name}.seconds[{i}]")
+            for i, (n_c, columns, took) in enumerate(value.get("seconds"))
+        }
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise CorruptFileError(f"{name}: {error}") from None
+    if division not in seconds:
+        raise CorruptFileError(f"{name}: division ({division}) must be among those measured")
+    when = typed(str, value.get("when"), f"{name}.when")
+    return Entry(sizes=sizes, division=division, seconds=seconds, when=when)
 
 
-def _part(kind: Any, value: Mapping[str, Any]) -> Any:
-    return kind(**{each.name: value[each.name] for each in fields(kind)})
-
-
-def _entry(value: Mapping[str, Any]) -> Entry:
-    sizes, division = _part(FusedKernelSizes, value), _part(Division, value)
-    seconds = {Division(n_c, columns): took for n_c, columns, took in value["seconds"]}
-    return Entry(sizes=sizes, division=division, seconds=seconds, when=str(value["when"]))
-
-
-def _layer(value: Mapping[str, Any]) -> LayerTimes:
-    sizes, seconds = _part(FusedLayerSizes, value), _part(LayerSeconds, value)
-    return LayerTimes(sizes=sizes, seconds=seconds, when=str(value["when"]))
+def _layer(name: str, value: Any) -> LayerTimes:
+    sizes, seconds = typed(FusedLayerSizes, value, name), typed(LayerSeconds, value, name)
+    return LayerTimes(sizes=sizes, seconds=seconds, when=typed(str, value.get("when"), f"{name}.when"))

@@ -17,12 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pmoe.arguments import check_not_negative
 from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
 from pmoe.comm.ranks import Agree, Ranks, digest, largest
 from pmoe.kernels import comet, status
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes, route
-from pmoe.measure.division import AGREEING, SECONDS
+from pmoe.measure.division import AGREEING
 from pmoe.measure.rounds import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.planner.division import (
@@ -34,7 +35,6 @@ from pmoe.planner.division import (
     LayerSeconds,
     all_kernel_sizes,
     candidates,
-    check_seconds,
     clamped,
     rule,
 )
@@ -212,7 +212,7 @@ def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> f
     """Infinite where it cannot be measured here, with one warning for each reason."""
     try:
         seconds = float(time())
-        check_seconds("seconds", seconds)
+        check_not_negative(seconds=seconds)
         return seconds
     except Exception as error:
         if str(error) not in warned:
@@ -242,11 +242,11 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
         work(layer)
         return (clock() - begin,)
 
-    # in the order of SECONDS
+    # in the order of the fields of `LayerSeconds`
     runs = [partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)]
     medians = median_seconds(
         runs, ROUNDS, warm_up=WARM_UP, begin=begin_together(ranks), agree=_agree_among(ranks, x_TM.device)
     )
     for layer in (fused, chunked):
         layer.zero_grad(set_to_none=True)
-    return LayerSeconds(**dict(zip(SECONDS, (seconds for (seconds,) in medians), strict=True)))
+    return LayerSeconds(*(seconds for (seconds,) in medians))

@@ -9,9 +9,6 @@ for each device, group and dtype; other files in the folder are not looked at.
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
-import typing
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +21,15 @@ from pmoe.comm.ranks import Ranks, from_first, largest
 from pmoe.measure.bench import AGREEING, identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.rates import measure
-from pmoe.measure.store import CorruptFileError, PathLike, cache_folder, cache_path, load_json, save_json
+from pmoe.measure.store import (
+    CorruptFileError,
+    PathLike,
+    cache_folder,
+    cache_path,
+    load_json,
+    save_json,
+    typed,
+)
 from pmoe.planner.profile import FORMAT, GOOD_FIT, Identity, Profile
 from pmoe.warn import log, warn_once
 
@@ -180,35 +185,5 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
     found = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
     if isinstance(found, int) and found != FORMAT:
         raise ValueError(f"format version ({found}) must be {FORMAT} (`pmoe profile` writes it)")
-    profile: Profile = _typed(Profile, fields, "profile")
+    profile: Profile = typed(Profile, fields, "profile")
     return profile
-
-
-def _typed(kind: Any, value: Any, name: str) -> Any:
-    """``value``, as JSON has it, as the ``kind`` of a dataclass's field, or CorruptFileError."""
-    if isinstance(kind, types.UnionType):  # something or None
-        if value is None:
-            return None
-        [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
-    if dataclasses.is_dataclass(kind):
-        return _typed_record(kind, value, name)
-    if kind is not float:
-        if type(value) is not kind:
-            raise CorruptFileError(f"{name} ({value!r}) is of the wrong type")
-    elif type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise CorruptFileError(f"{name} ({value!r}) must be a finite number of at least 0")
-    return kind(value)
-
-
-def _typed_record(kind: Any, value: Any, name: str) -> Any:
-    if not isinstance(value, dict):
-        raise CorruptFileError(f"{name} ({value!r}) must be an object")
-    kinds = typing.get_type_hints(kind)
-    missing = [field for field in kinds if field not in value]
-    if missing:
-        raise CorruptFileError(f"{name} has no {', '.join(missing)}")
-    made = {field: _typed(kinds[field], value[field], f"{name}.{field}") for field in kinds}
-    try:
-        return kind(**made)
-    except ValueError as error:
-        raise CorruptFileError(f"{name}: {error}") from None

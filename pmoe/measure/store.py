@@ -5,9 +5,13 @@ Files that pmoe names itself lie in $PMOE_CACHE, or ~/.cache/pmoe where that is 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import re
+import types
+import typing
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -74,3 +78,40 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def typed(kind: Any, value: Any, name: str) -> Any:
+    """``value``, as JSON has it, as the ``kind`` of a dataclass's field, or as that dataclass.
+
+    Raises CorruptFileError, with the ``name`` of the field, where it is of another type, where a number is
+    negative or not finite, where a field is missing, or where the dataclass refuses its fields.
+    """
+    if isinstance(kind, types.UnionType):  # something or None
+        if value is None:
+            return None
+        [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
+    if dataclasses.is_dataclass(kind):
+        return _record(kind, value, name)
+    if typing.get_origin(kind) is typing.Literal:
+        if value not in typing.get_args(kind):
+            raise CorruptFileError(f"{name} ({value!r}) must be one of {', '.join(typing.get_args(kind))}")
+    elif kind is not float:
+        if type(value) is not kind:
+            raise CorruptFileError(f"{name} ({value!r}) is of the wrong type")
+    elif type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise CorruptFileError(f"{name} ({value!r}) must be a finite number of at least 0")
+    return value if kind is not float else float(value)
+
+
+def _record(kind: Any, value: Any, name: str) -> Any:
+    if not isinstance(value, dict):
+        raise CorruptFileError(f"{name} ({value!r}) must be an object")
+    kinds = typing.get_type_hints(kind)
+    missing = [field for field in kinds if field not in value]
+    if missing:
+        raise CorruptFileError(f"{name} has no {', '.join(missing)}")
+    made = {field: typed(kinds[field], value[field], f"{name}.{field}") for field in kinds}
+    try:
+        return kind(**made)
+    except ValueError as error:
+        raise CorruptFileError(f"{name}: {error}") from None

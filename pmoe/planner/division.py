@@ -14,6 +14,7 @@ from typing import get_args
 
 import torch
 
+from pmoe.arguments import check_count
 from pmoe.kernels.comet import FusedKernel
 from pmoe.kernels.product_request import bucket
 from pmoe.schedule.tasks import PassDirection
@@ -60,14 +61,10 @@ class FusedLayerSizes:
     virtual: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(FusedLayerSizes):
-            value: object = getattr(self, each.name)
-            kind = {"int": int, "str": str, "bool": bool}[str(each.type)]
-            if type(value) is not kind:  # a bool is no number here
-                raise ValueError(f"{each.name} ({value!r}) must be of type {kind.__name__}")
-            minimum = 2 if each.name == "num_blocks" else 1
-            if isinstance(value, int) and kind is int and value < minimum:
-                raise ValueError(f"{each.name} ({value}) must be at least {minimum}")
+        counts = ("num_blocks", "num_ranks", "experts", "rows", "d_model", "d_hidden")
+        check_count(**{name: getattr(self, name) for name in counts})
+        if self.num_blocks < 2:
+            raise ValueError(f"num_blocks ({self.num_blocks}) must be at least 2")
         if self.rows != bucket(self.rows):
             raise ValueError(f"rows ({self.rows}) must be a power of two: {bucket(self.rows)}")
         dtype = getattr(torch, self.dtype, None)
@@ -102,12 +99,6 @@ class FusedKernelSizes(FusedLayerSizes):
     kernel: FusedKernel
     direction: PassDirection
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, known in (("kernel", KERNELS), ("direction", DIRECTIONS)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name} ({value!r}) must be one of {', '.join(known)}")
-
     def __str__(self) -> str:
         return f"{self.kernel} {self.direction} {super().__str__()}"
 
@@ -134,18 +125,16 @@ class Division:
     n_c: blocks that communicate; the others compute. chunk_columns: T_N, the columns that the combining
     kernel finishes before they leave, a multiple of 256; the dispatching kernel has no use for it.
 
-    Raises ValueError for n_c below 1, and for chunk_columns that are no positive multiple of 256.
+    Raises TypeError or ValueError for an n_c below 1, and for chunk_columns that are no multiple of 256.
     """
 
     n_c: int
     chunk_columns: int = RULE_COLUMNS
 
     def __post_init__(self) -> None:
-        if type(self.n_c) is not int or self.n_c < 1:
-            raise ValueError(f"n_c ({self.n_c!r}) must be a whole number of at least 1")
-        columns = self.chunk_columns
-        if type(columns) is not int or columns < COLUMNS or columns % COLUMNS:
-            raise ValueError(f"chunk_columns ({columns!r}) must be a multiple of {COLUMNS}, and not 0")
+        check_count(n_c=self.n_c, chunk_columns=self.chunk_columns)
+        if self.chunk_columns % COLUMNS:
+            raise ValueError(f"chunk_columns ({self.chunk_columns}) must be a multiple of {COLUMNS}")
 
 
 def rule(sizes: FusedKernelSizes) -> Division:
@@ -185,8 +174,6 @@ class Entry:
     """The measurements of one kernel.
 
     division: the fastest. seconds: of each division tried, on the slowest rank. when: ISO 8601, UTC.
-
-    Raises ValueError where division is not among seconds, or a time is no finite float of at least 0.
     """
 
     sizes: FusedKernelSizes
@@ -194,30 +181,18 @@ class Entry:
     seconds: Mapping[Division, float]
     when: str
 
-    def __post_init__(self) -> None:
-        if self.division not in self.seconds:
-            raise ValueError(f"division ({self.division}) must be among those measured")
-        for division, seconds in self.seconds.items():
-            check_seconds(f"seconds of {division}", seconds)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerSeconds:
     """Seconds of a whole layer on the slowest rank: with the fused kernels, and as a pipeline of chunks.
 
     fused_forward, chunked_forward: in inference. fused_step, chunked_step: forward and backward.
-
-    Raises ValueError for a time that is no finite float of at least 0.
     """
 
     fused_forward: float
     fused_step: float
     chunked_forward: float
     chunked_step: float
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            check_seconds(each.name, getattr(self, each.name))
 
     def fused_is_faster(self, *, training: bool) -> bool:
         if training:
@@ -316,9 +291,3 @@ def _order(entry: FusedKernelSizes, wanted: FusedKernelSizes) -> tuple[object, .
         entry.device_name,
         entry.num_blocks,
     )
-
-
-def check_seconds(name: str, value: float) -> None:
-    """Raises ValueError unless ``value`` is a finite float of at least 0."""
-    if type(value) is not float or not 0 <= value < math.inf:
-        raise ValueError(f"{name} ({value!r}) must be a finite float of at least 0")

@@ -21,13 +21,13 @@ Letters: P ranks; DP, MP, EDP, EP, ESP the sizes of the dimensions: P = DP * MP 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -43,7 +43,7 @@ DP, MP, EDP = "dp", "mp", "edp"
 """Names of the meshes' dimensions beside "ep" and "esp"."""
 
 BUCKET_BYTES = 32 << 20
-"""The most bytes of gradients that share one all-reduce. It takes memory for two buckets."""
+"""The most bytes of gradients that share one all-reduce. It takes memory for one such bucket."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,9 @@ def reduce_gradients(
         summed.setdefault((over, gradient.device, gradient.dtype), []).append(gradient)
     for (copies, _, _), gradients in scaled.items():
         torch._foreach_div_(gradients, divide_by * copies)
-    _all_reduce(
-        (groups[over], bucket)
-        for (over, _, _), gradients in summed.items()
-        if dist.get_world_size(groups[over]) > 1
-        for bucket in _buckets(gradients)
-    )
+    for (over, _, _), gradients in summed.items():
+        if dist.get_world_size(groups[over]) > 1:
+            _all_reduce(gradients, groups[over])
 
 
 def _summand(
@@ -200,36 +197,11 @@ def _summand(
     return DP, 1, local_gradient(gradient)
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket, size_bytes = list[Tensor](), 0
-    for gradient in gradients:
-        if bucket and size_bytes + gradient.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size_bytes = [], 0
-        bucket.append(gradient)
-        size_bytes += gradient.nbytes
-    if bucket:
-        yield bucket
-
-
-def _all_reduce(buckets: Iterable[tuple[dist.ProcessGroup | None, list[Tensor]]]) -> None:
-    """Sums each bucket over its group, in place; one is packed while the one before travels."""
-    before: tuple[dist.Work, Tensor, list[Tensor]] | None = None
-    for group, bucket in buckets:
-        (first, *others) = bucket
-        is_flat = not others and first.is_contiguous()
-        flat = first.view(-1) if is_flat else torch.cat([each.reshape(-1) for each in bucket])
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        if before is not None:
-            _unpack(*before)
-        before = (work, flat, [] if is_flat else bucket)
-    if before is not None:
-        _unpack(*before)
-
-
-def _unpack(work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
-    work.wait()
-    if bucket:
+def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sums gradients of one type over the group, in place."""
+    for bucket in _take_tensors(gradients, BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group)
         torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 

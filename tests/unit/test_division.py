@@ -71,12 +71,8 @@ def alone(values: Sequence[float]) -> list[float]:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"kernel": "scatter"}, r"kernel \('scatter'\) must be one of dispatch, combine"),
-        ({"direction": "up"}, r"direction \('up'\) must be one of forward, backward"),
         ({"num_blocks": 1}, r"num_blocks \(1\) must be at least 2"),
         ({"num_ranks": 0}, r"num_ranks \(0\) must be at least 1"),
-        ({"experts": True}, r"experts \(True\) must be of type int"),
-        ({"gated": 1}, r"gated \(1\) must be of type bool"),
         ({"rows": 1000}, r"rows \(1000\) must be a power of two: 1024"),
         ({"dtype": "int8"}, r"dtype \('int8'\) must name a floating-point type"),
         ({"dtype": "nn"}, r"dtype \('nn'\) must name a floating-point type"),
@@ -90,22 +86,14 @@ def test_shapes_that_no_kernel_has_are_refused(changes: dict[str, Any], told: st
 @pytest.mark.parametrize(
     ("n_c", "columns", "told"),
     [
-        (0, 512, r"n_c \(0\) must be a whole number of at least 1"),
-        (1.0, 512, r"n_c \(1.0\)"),
-        (1, 0, r"chunk_columns \(0\) must be a multiple of 256"),
+        (0, 512, r"n_c \(0\) must be at least 1"),
+        (1, 0, r"chunk_columns \(0\) must be at least 1"),
         (1, 300, r"chunk_columns \(300\) must be a multiple of 256"),
     ],
 )
 def test_divisions_that_no_kernel_takes_are_refused(n_c: Any, columns: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Division(n_c, columns)
-
-
-def test_an_entry_takes_one_of_the_divisions_that_were_timed() -> None:
-    with pytest.raises(ValueError, match="must be among those measured"):
-        Entry(sizes=SHAPE, division=Division(2), seconds={Division(1): 1.0}, when=WHEN)
-    with pytest.raises(ValueError, match=r"seconds of Division.* \(inf\) must be a finite float"):
-        Entry(sizes=SHAPE, division=Division(1), seconds={Division(1): math.inf}, when=WHEN)
 
 
 def test_the_kernels_of_a_layer_have_its_sizes() -> None:
@@ -268,8 +256,6 @@ def test_layer_times_are_those_of_equal_sizes_and_rows_within_a_power_of_two() -
 def test_layer_seconds_say_which_way_is_faster_in_which_pass() -> None:
     assert SECONDS.fused_is_faster(training=False)
     assert not SECONDS.fused_is_faster(training=True)
-    with pytest.raises(ValueError, match=r"fused_step \(nan\) must be a finite float"):
-        replace(SECONDS, fused_step=math.nan)
 
 
 def test_time_layers_times_both_passes_of_both_layers() -> None:

@@ -102,12 +102,16 @@ CORRUPT = {
     "a layer that is none": (lambda held: held | {"layers": [{}]}, r"layers\[0\] has no device_name"),
     "no n_c": (changed(n_c=None), r"entries\[0\] has no n_c"),
     "rows of no bucket": (changed(rows=7), r"entries\[0\]: rows \(7\) must be a power of two"),
-    "an unknown kernel": (changed(kernel=[]), r"entries\[0\]: kernel \(\[\]\) must be one of"),
+    "an unknown kernel": (changed(kernel=[]), r"entries\[0\].kernel \(\[\]\) must be one of dispatch, combine"),
+    "an unknown direction": (changed(direction="up"), r"entries\[0\].direction \('up'\) must be one of"),
+    "a count that is none": (changed(experts=True), r"entries\[0\].experts \(True\) is of the wrong type"),
+    "a flag that is none": (changed(gated=1), r"entries\[0\].gated \(1\) is of the wrong type"),
+    "no date": (changed(when=None), r"entries\[0\].when \(None\) is of the wrong type"),
     "an n_c nobody timed": (changed(n_c=3), r"entries\[0\]: division .* must be among those measured"),
-    "times that are none": (changed(seconds=[[26, 512, "1"]]), r"entries\[0\]: seconds of .* \('1'\)"),
+    "times that are none": (changed(seconds=[[26, 512, "1"]]), r"entries\[0\]: .*seconds\[0\] \('1'\)"),
     "times without divisions": (changed(seconds=[1.0]), r"entries\[0\]: "),
     "no times": (changed(seconds=7), r"entries\[0\]: "),
-    "infinite times": (changed(seconds=[[26, 512, math.inf]]), r"entries\[0\]: seconds of .* \(inf\)"),
+    "infinite times": (changed(seconds=[[26, 512, math.inf]]), r"entries\[0\]: .*seconds\[0\] \(inf\)"),
 }
 
 

@@ -42,11 +42,7 @@ def wait_counts(exchange: CountsExchange, layer: int) -> tuple[Tensor, Tensor, T
     return without_own(found.send, rank)[0], without_own(found.recv, rank)[0], own_1E, tokens_W
 
 
-@torch.library.custom_op(
-    "pmoe_graph::exchange_counts",
-    mutates_args=(),
-    schema="(Tensor counts, Tensor slot, ScalarType dtype, int layer) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe_graph::exchange_counts", mutates_args=())
 def exchange_counts(
     counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -120,12 +116,7 @@ def wait_exchange(exchanging: Exchanging, layer: int) -> list[Tensor]:
     return exchanging.wait()
 
 
-@torch.library.custom_op(
-    "pmoe_graph::exchange",
-    mutates_args=(),
-    schema="(Tensor[] rows, Tensor send_WE, Tensor recv_WE, SymInt? num_out, bool returns, int layer)"
-    " -> Tensor[]",
-)
+@torch.library.custom_op("pmoe_graph::exchange", mutates_args=())
 def exchange_rows(
     rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, num_out: int | None, returns: bool, layer: int
 ) -> list[Tensor]:

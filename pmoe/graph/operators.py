@@ -46,12 +46,7 @@ def parts_of(layer: int) -> Parts:
 # ---- order
 
 
-@torch.library.custom_op(
-    "pmoe_graph::order",
-    mutates_args=(),
-    schema="(Tensor expert_TK, Tensor? keep_TK, Tensor? logits, Tensor used_E, SymInt capacity, int layer)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe_graph::order", mutates_args=())
 def order(
     expert_TK: Tensor,
     keep_TK: Tensor | None,
@@ -91,12 +86,7 @@ def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> 
 # ---- tokens to rows, and rows to tokens
 
 
-@torch.library.custom_op(
-    "pmoe_graph::pack",
-    mutates_args=(),
-    schema="(Tensor values, Tensor slot, Tensor position, Tensor send_WE, Tensor own_1E, SymInt top_k)"
-    " -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe_graph::pack", mutates_args=())
 def pack(
     values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor]:
@@ -130,12 +120,7 @@ def _pack_backward(ctx: Any, travel: Tensor, stay: Tensor) -> Any:
 pack.register_autograd(_pack_backward, setup_context=_pack_setup)
 
 
-@torch.library.custom_op(
-    "pmoe_graph::join",
-    mutates_args=(),
-    schema="(Tensor travelled, Tensor stayed, Tensor slot, Tensor position, Tensor send_WE, Tensor own_1E,"
-    " SymInt top_k, SymInt num_values) -> Tensor",
-)
+@torch.library.custom_op("pmoe_graph::join", mutates_args=())
 def join(
     travelled: Tensor,
     stayed: Tensor,
@@ -183,12 +168,7 @@ def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
     return RowGroups(counts=tuple(counts_E.tolist()), ends=ends)
 
 
-@torch.library.custom_op(
-    "pmoe_graph::experts",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor weight_N, Tensor counts_RE, Tensor[] parameters, int layer)"
-    " -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe_graph::experts", mutates_args=())
 def experts(
     rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Sequence[Tensor], layer: int
 ) -> tuple[Tensor, Tensor]:
@@ -205,12 +185,7 @@ def _(
     return torch.empty_like(rows), rows.new_empty(rows.shape[0], parameters[0].shape[1])
 
 
-@torch.library.custom_op(
-    "pmoe_graph::experts_input_gradient",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor rows, Tensor weight_N, Tensor hidden, Tensor counts_RE, Tensor[] parameters,"
-    " int layer) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("pmoe_graph::experts_input_gradient", mutates_args=())
 def experts_input_gradient(
     grad: Tensor,
     rows: Tensor,
@@ -219,12 +194,12 @@ def experts_input_gradient(
     counts_RE: Tensor,
     parameters: Sequence[Tensor],
     layer: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of rows and weight_N, and three tensors for `experts_weight_gradient`."""
-    out, grad_weight_N, (_, *pending) = parts_of(layer).experts.input_gradient(
+    out, grad_weight_N, (_, grad_hidden, active, grad_out) = parts_of(layer).experts.input_gradient(
         grad.clone(), rows, weight_N, Hidden(tensors=[hidden]), _groups(counts_RE, rows), parameters
     )
-    return out, grad_weight_N, *pending
+    return out, grad_weight_N, grad_hidden, active, grad_out
 
 
 @experts_input_gradient.register_fake
@@ -240,12 +215,7 @@ def _(grad: Tensor, rows: Tensor, weight_N: Tensor, hidden: Tensor, *others: Any
     )
 
 
-@torch.library.custom_op(
-    "pmoe_graph::experts_weight_gradient",
-    mutates_args=(),
-    schema="(Tensor[] rows, Tensor[] grad_hidden, Tensor[] active, Tensor[] grad_out, Tensor[] counts_RE,"
-    " Tensor[] parameters, int layer) -> Tensor[]",
-)
+@torch.library.custom_op("pmoe_graph::experts_weight_gradient", mutates_args=())
 def experts_weight_gradient(
     rows: Sequence[Tensor],
     grad_hidden: Sequence[Tensor],

@@ -60,6 +60,11 @@ class Held:
     @staticmethod
     def now() -> Held:
         gc.collect()
+        pool = pmoe.pool()
+        _ = (
+            pool.device.kept_bytes,
+            pool.host.bytes_in_use,
+        )  # asking collects blocks that nobody holds any more
         return Held(
             resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
             files=len(os.listdir("/proc/self/fd")),

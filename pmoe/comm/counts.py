@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.comm.base import Exchange, Traffic
-from pmoe.comm.ranks import Grid, at_stage
+from pmoe.comm.ranks import Grid, at_stage, wait_for
 
 
 class Fault(enum.IntEnum):
@@ -247,7 +247,7 @@ class CountsExchange:
         """Waits for the counts. Raises FaultError on every rank where any rank reported a fault."""
         with at_stage("the exchange of row counts", self._ranks):
             if self._work is not None:
-                self._work.wait()
+                wait_for(self._work, self._ranks.group, self._received.is_cuda)
             messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
             device_FWX = self._grid.by_arrival(messages.transpose(0, 1)).long()
             recv_device, received_once = self._split(device_FWX)
@@ -331,5 +331,7 @@ class CountsExchange:
                 agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
             self._traffic.counts += agreed.numel() * agreed.element_size()
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._ranks.group)
+            group = self._ranks.group
+            work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group, async_op=True)
+            wait_for(work, group, agreed.is_cuda)
         return agreed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.base import Exchange, RowCounts, Traffic, all_to_all
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, wait_for
 from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
 
 
@@ -91,7 +91,7 @@ class HierarchicalExchange(Exchange):
         groups = self.connect()
         group = groups.across if across else groups.inside
         assert group is not None
-        all_to_all(rows, send_rows, out, recv_rows, group).wait()
+        wait_for(all_to_all(rows, send_rows, out, recv_rows, group), group, rows.is_cuda)
 
     def step(
         self,

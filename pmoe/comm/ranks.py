@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import functools
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -69,8 +71,10 @@ class Ranks:
             )
         self.group = found.group
 
-    def name_layer(self) -> None:
+    def begin_call(self) -> None:
         """A layer that nobody named is known by its number among the process's first calls."""
+        if _has_told.is_set():
+            _tell(None)
         self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
 
     def of_layer(self, name: str) -> Ranks:
@@ -96,10 +100,87 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     except RuntimeError as error:
         if ranks.size == 1:
             raise
-        raise RuntimeError(
-            f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; a peer has died, "
-            f"never arrived, or took longer than the group's timeout: {error}"
-        ) from error
+        late = "a peer has died, never arrived, or took longer than the group's timeout: "
+        failed = RuntimeError(
+            f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; "
+            f"{'' if isinstance(error, PeerError) else late}{error}"
+        )
+        _tell(failed)
+        raise failed from error
+
+
+# ---- what a rank tells of its failure, in the store where ranks met: on the CPU, where the host waits
+
+
+class PeerError(RuntimeError):
+    """Another rank, which is waited for, has told what it raised."""
+
+
+LOOK_AFTER = datetime.timedelta(seconds=0.5)
+"""How long a collective is waited for before this rank looks whether a peer has failed, and between looks."""
+
+FAILED = "pmoe/failed"
+"""The key that says that some rank has failed; each rank's own is below it, empty once the rank goes on."""
+
+_has_told = threading.Event()
+
+
+@contextlib.contextmanager
+def telling(ranks: Ranks) -> Iterator[None]:
+    """Tells peers, which may wait for this rank, what is raised in here. It is for what one rank alone may
+    raise (users' code, a failed allocation); what all ranks raise together must not be told."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks.size > 1:
+            _tell(error)
+        raise
+
+
+def _tell(error: BaseException | None) -> None:
+    """None takes back what was told."""
+    if not dist.is_initialized():
+        return
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+
+    def write() -> None:
+        with contextlib.suppress(RuntimeError):
+            text = "" if error is None else f"global rank {rank} raised {type(error).__name__}: {error}"
+            store.set(f"{FAILED}/{rank}", text[:4000])
+            store.set(FAILED, "")
+
+    _has_told.set() if error is not None else _has_told.clear()
+    writer = threading.Thread(target=write, daemon=True)  # the store may be on a rank that has stopped
+    writer.start()
+    writer.join(2)
+
+
+def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = False) -> None:
+    """Waits for a collective. On the CPU it raises PeerError where a rank of the group has told that it
+    failed; on a GPU the current stream waits."""
+    if group is None or on_gpu or not hasattr(work, "is_completed"):
+        work.wait()
+        return
+    told, looker = list[str](), None
+    while not told:
+        with contextlib.suppress(RuntimeError):
+            work.wait(LOOK_AFTER)
+            return
+        if work.is_completed():
+            work.wait()  # raises again what it met
+            return
+        if looker is None or not looker.is_alive():
+            looker = threading.Thread(target=_look, args=(group, told), daemon=True)
+            looker.start()
+    raise PeerError(min(told, key=len))  # the others' tell of it in turn
+
+
+def _look(group: dist.ProcessGroup, told: list[str]) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):
+        if store.check([FAILED]):
+            keys = [f"{FAILED}/{rank}" for rank in dist.get_process_group_ranks(group)]
+            told += filter(None, (store.get(key).decode() for key in keys if store.check([key])))
 
 
 # ---- agreement. Each is a collective in which every rank takes part once with as many values as the others
@@ -127,7 +208,8 @@ def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stag
         return list(values)
     with at_stage(stage, ranks):
         agreed = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group)
+        work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group, async_op=True)
+        wait_for(work, ranks.group, agreed.is_cuda)
         return [float(value) for value in agreed.tolist()]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.base import Traffic, all_to_all
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, wait_for
 
 
 class Sharing:
@@ -53,4 +53,4 @@ class Sharing:
     def _exchange(self, rows: Tensor, send: list[int], out: Tensor, recv: list[int]) -> None:
         self.traffic.add(rows, sum(send) - send[self.inside.rank], inside=True)
         assert self.inside.group is not None
-        all_to_all(rows, send, out, recv, self.inside.group).wait()
+        wait_for(all_to_all(rows, send, out, recv, self.inside.group), self.inside.group, rows.is_cuda)

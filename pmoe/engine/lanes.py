@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
-from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.comm.ranks import Ranks, at_stage, wait_for
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 Action = Callable[[Task], "dist.Work | None"]
@@ -105,7 +105,7 @@ class CpuLanes(Lanes):
             work.result()  # its thread has named the stage
             return
         try:
-            work.wait()
+            wait_for(work, self._ranks.group)
         except RuntimeError as error:
             self.fail(task, error)
 
@@ -121,7 +121,7 @@ class CpuLanes(Lanes):
             with torch.inference_mode(self._inference), torch.no_grad():
                 begun = action(task)
                 if begun is not None:
-                    begun.wait()
+                    wait_for(begun, self._ranks.group)
         except Exception as error:
             self._has_failed = True
             self.fail(task, error)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
+from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Path, Runner, run_experts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
@@ -125,8 +126,9 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     that: FSDP2 warns of a module that returns a view, for an operation in place would drop its hook."""
     x = decision.routed.x
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
-    for callback in decision.call.parts.callbacks:
-        y = callback.before_moe_end(y)
+    with telling(decision.call.parts.ranks):
+        for callback in decision.call.parts.callbacks:
+            y = callback.before_moe_end(y)
     return y
 
 

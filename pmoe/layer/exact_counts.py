@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
+from pmoe.comm.ranks import telling
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.layer.choose import Batch, choose, slots_to_ask
@@ -23,9 +24,10 @@ def decide(call: Call) -> Decision:
 
         return fused.decide(call)
     routed, orders = sorted_rows(call)
-    exchange = start(call, routed, orders)
-    inputs = make_inputs(parts, routed)
-    sort_early(parts, orders)
+    with telling(parts.ranks):
+        exchange = start(call, routed, orders)
+        inputs = make_inputs(parts, routed)
+        sort_early(parts, orders)
 
     def agree() -> Agreed:
         counts = shared_counts(exchange, routed)
@@ -102,7 +104,7 @@ def in_chunks(
 ) -> Decision:
     """The decision to run by the pipeline engine."""
     assert choice is not None
-    with hidden_from_checkpoints():  # trials may have made parts of it
+    with telling(call.parts.ranks), hidden_from_checkpoints():  # trials may have made parts of it
         plan = plan_for(choice.forward, choice.backward, choice.restore)
     return Decision(
         call=call,

@@ -268,7 +268,7 @@ def check_ranks(parts: Parts) -> None:
     """Finds the group again after unpickling, refuses wrappers that have experts, and compares the ranks'
     options at the first call. Collective then."""
     parts.grid.reconnect()
-    parts.grid.all.name_layer()
+    parts.grid.all.begin_call()
     if parts.ranks.size > 1 or parts.experts.is_parallelized:
         from pmoe.layer.wrapped import check_wrapped
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.backward_pass import Backward, SavedForBackward
 from pmoe.engine.forward_pass import Forward
@@ -30,8 +31,9 @@ class PipelineRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         plan = self.plan
         parts = _special_parts(plan, moves=keep and plan.restore.offloads)
-        forward = _together((*(part for part, _ in parts), Forward))(plan, inputs, keep)
-        y_TM = forward.run()
+        with telling(plan.modules.grid.all):
+            forward = _together((*(part for part, _ in parts), Forward))(plan, inputs, keep)
+            y_TM = forward.run()
         return y_TM, keep_for_backward(plan, inputs, forward.left) if keep else None
 
 
@@ -87,8 +89,9 @@ def _backward(
     filled = _swapped(left, lambda _: next(found))
     saved = SavedForBackward(inputs=given, wanted=wanted, **vars(filled))
     parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
-    backward = _together((*(part for _, part in parts), Backward))(plan, grad_TM, saved)
-    gradients: list[Tensor | None] = backward.run()
+    with telling(plan.modules.grid.all):
+        backward = _together((*(part for _, part in parts), Backward))(plan, grad_TM, saved)
+        gradients: list[Tensor | None] = backward.run()
     return gradients
 
 

@@ -1,5 +1,5 @@
 """A rank is killed, stopped or raises at a task of its schedule: whichever it is, every other rank raises
-within the group's timeout, names stage and rank, and ends as a process that nothing happened to."""
+within the group's timeout, names layer, stage and rank, and ends as a process that nothing happened to."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ LAYERS: dict[str, dict[str, Any]] = {
     "S4": {"memory_reuse": "S4"},
     "esp": {"memory_reuse": "S4", "mesh": "esp"},
     "padded": {"pad_to_capacity": True, "capacity_factor": 1.0},
-    "hierarchical": {"dispatch": "hierarchical_2d", "nodes": 1},
+    "hierarchical": {"dispatch": "hierarchical_2d", "nodes": 2},
 }
+"""nodes: ranks a node. Of two ranks, which are then one node, one collective is left."""
 ENDINGS = ("dies", "stops", "raises")
 
 
-def build(options: dict[str, Any]) -> MoELayer:
+def build(options: dict[str, Any], world: int) -> MoELayer:
     torch.manual_seed(7)
     if options.get("mesh"):
-        options = {**options, "mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep", "esp"))}
+        options = {**options, "mesh": init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "esp"))}
     return MoELayer(6, 8, 4, 2, pipeline=4, dtype=torch.float64, **options)
 
 
@@ -73,7 +74,7 @@ def tasks_job(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str,
     """The tasks of a step by direction and name."""
     watcher = Failing("", "", "")
     lanes.watchers.append(watcher)
-    step(build(options), rank)
+    step(build(options, world), rank)
     lanes.watchers.remove(watcher)
     return watcher.seen
 
@@ -82,7 +83,7 @@ def failing_job(
     rank: int, world: int, options: dict[str, Any], direction: str, task: str, ending: str
 ) -> tuple[str, float]:
     """What this rank met in two steps, in the first of which rank 1 ends, and the seconds of the longer."""
-    layer = build(options)
+    layer = build(options, world)
     step(layer, rank)  # connections are made
     if rank == 1:
         lanes.watchers.append(Failing(direction, task, ending))
@@ -99,17 +100,22 @@ def failing_job(
     return told, longest
 
 
-def what_is_wrong(options: dict[str, Any], direction: str, task: str, ending: str) -> str:
+def what_is_wrong(world: int, options: dict[str, Any], direction: str, task: str, ending: str) -> str:
     """Of one case, "" if nothing is."""
-    pool = Pool(2, TIMEOUT_SECONDS)
+    pool = Pool(world, TIMEOUT_SECONDS)
+    told_by = (
+        "global rank 1 raised .*it was planted" if ending == "raises" else "(a peer has died|global rank)"
+    )
     try:
         pool.start(failing_job, options, direction, task, ending)
-        told, seconds = pool.answer(0, timeout=60)
-        if not re.match(r"RuntimeError: pmoe: rank 0 of 2 failed in .+; a peer has died, never", told):
-            return f"rank 0 was told {told!r}"
-        if seconds > TIMEOUT_SECONDS + 20:
-            return f"rank 0 waited {seconds:.0f} s"
-        survivors = [0]
+        survivors = [rank for rank in range(world) if rank != 1]
+        for rank in survivors:
+            told, seconds = pool.answer(rank, timeout=60)
+            expected = rf"RuntimeError: pmoe: rank {rank} of {world} failed in .+ of MoELayer 1; {told_by}"
+            if not re.match(expected, told, re.DOTALL):
+                return f"rank {rank} was told {told!r}"
+            if seconds > TIMEOUT_SECONDS + 20:
+                return f"rank {rank} waited {seconds:.0f} s"
         if ending == "raises":
             told, _ = pool.answer(1, timeout=60)
             survivors.append(1)
@@ -135,17 +141,22 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name, every", [("S4", 12), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in LAYERS)]
+    "name, every, world",
+    [
+        ("S4", 12, 2),
+        *(pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in LAYERS),
+        *(pytest.param(name, 5, 4, marks=pytest.mark.slow) for name in LAYERS),
+    ],
 )
-def test_whatever_task_a_rank_ends_at_the_other_is_told_in_time_and_ends_cleanly(
-    name: str, every: int
+def test_whatever_task_a_rank_ends_at_the_others_are_told_in_time_and_end_cleanly(
+    name: str, every: int, world: int
 ) -> None:
-    found, others = map(sorted, ranks(2).run(tasks_job, LAYERS[name]))  # threads begin in any order
-    assert found == others
+    found, *others = map(sorted, ranks(world).run(tasks_job, LAYERS[name]))  # threads begin in any order
+    assert all(found == each for each in others)
     cases = [(*task, ENDINGS[i % 3]) for i, task in enumerate(found)][::every]
     assert {direction for direction, _, _ in cases} == {"forward", "backward"}
     before = shared_memory()
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        wrong = list(threads.map(lambda case: what_is_wrong(LAYERS[name], *case), cases))
+    with ThreadPoolExecutor(AT_ONCE * 2 // world) as threads:
+        wrong = list(threads.map(lambda case: what_is_wrong(world, LAYERS[name], *case), cases))
     assert not any(wrong), {" ".join(case): each for case, each in zip(cases, wrong, strict=True) if each}
     assert not shared_memory() - before

@@ -42,7 +42,7 @@ class _Experts(torch.autograd.Function):
         y_TM, saved = runner.forward(inputs.like(tensors), keep=True)
         assert saved is not None
         ctx.save_for_backward(*saved.tensors)
-        ctx.backward_from = saved.backward
+        ctx.backward_from, ctx.inputs = saved.backward, inputs
         return y_TM
 
     @staticmethod
@@ -51,8 +51,11 @@ class _Experts(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
         tensors = list(ctx.saved_tensors)
+        wanted = ctx.needs_input_grad[3:]
+        if ctx.inputs.compare is not None:
+            ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
         with torch.autocast(grad_TM.device.type, enabled=False):
-            return None, None, None, *ctx.backward_from(tensors, ctx.needs_input_grad[3:], grad_TM)
+            return None, None, None, *ctx.backward_from(tensors, wanted, grad_TM)
 
 
 def run_experts(runner: Runner, inputs: Inputs, *, needs_grad: bool) -> Tensor:

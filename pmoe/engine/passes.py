@@ -8,7 +8,7 @@ not rotate. "_L" marks buffers of rows that stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class Inputs:
 
     shared_weight_T: the factor of the shared expert's output, None where there is none.
     autocast: the type that the caller's autocast gives rows; None where there is none.
+    compare: called before backward with which of ``parameters`` want gradients, and the device; a collective.
     """
 
     x_TM: Tensor
@@ -48,6 +49,7 @@ class Inputs:
     shared_parameters: Sequence[Tensor] = ()
     hook_parameters: Sequence[Tensor] = ()
     autocast: torch.dtype | None = None
+    compare: Callable[[Sequence[bool], torch.device], None] | None = None
 
     @property
     def all(self) -> list[Tensor | None]:
@@ -58,14 +60,14 @@ class Inputs:
         """The same with other tensors, in the order of ``all``."""
         x_TM, weight_TK, shared_weight_T, *rest = tensors
         own, shared = len(self.parameters), len(self.parameters) + len(self.shared_parameters)
-        return Inputs(
+        return replace(
+            self,
             x_TM=x_TM,
             weight_TK=weight_TK,
             shared_weight_T=shared_weight_T,
             parameters=rest[:own],
             shared_parameters=rest[own:shared],
             hook_parameters=rest[shared:],
-            autocast=self.autocast,
         )
 
     def padded(self, padding: Padding | None) -> Inputs:

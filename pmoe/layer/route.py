@@ -212,6 +212,7 @@ def make_inputs(parts: Parts, routed: Routed) -> Inputs:
         shared_parameters=() if parts.shared_expert is None else _operands(parts.shared_expert, dtype),
         hook_parameters=() if parts.hooks is None else parts.hooks.parameters,
         autocast=dtype,
+        compare=getattr(parts.experts.reduce, "compare", None),
     )
 
 

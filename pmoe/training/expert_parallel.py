@@ -17,7 +17,7 @@ each gradient is the ranks' sum divided by their number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pmoe.arguments import check_flag, check_module, list_of
 from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
-from pmoe.comm.ranks import Grid, Ranks, at_stage
+from pmoe.comm.ranks import Grid, Ranks, at_stage, largest, same, wait_for
 from pmoe.experts.base import Experts, is_expert, local_part
 from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
@@ -94,7 +94,9 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         _take_first(layer.experts, copies, grid.inside)
         _lay_out(layer.experts, mesh)
         layer.experts.is_parallelized = True
-        layer.experts.reduce = MeanOverRanks(mesh.size(), copies.of_layer(name)) if reduce else None
+        if reduce:
+            names = tuple(own for own, _ in layer.experts.named_parameters())
+            layer.experts.reduce = MeanOverRanks(mesh.size(), copies.of_layer(name), layer.ranks, names)
     for module in model.modules():
         _leave_to_experts(module)
     return model
@@ -142,10 +144,31 @@ class MeanOverRanks:
     """Sums experts' gradients over the experts' copies, and divides them by the number of all ranks.
 
     They come as sums over the tokens of the ranks that share the experts.
+
+    ranks: those. names: of the experts' parameters.
     """
 
     num_ranks: int
     copies: Ranks
+    ranks: Ranks = field(default_factory=Ranks.single)
+    names: tuple[str, ...] = ()
+    compared: set[tuple[bool, ...]] = field(default_factory=set)
+
+    def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
+        """Before a backward pass: ValueError on every rank where copies want gradients of other parameters.
+        Collective; on a GPU, where the host would wait, only where these were not compared before."""
+        if self.copies.size == 1 or (device.type != "cpu" and tuple(wanted) in self.compared):
+            return
+        self.copies.reconnect()
+        stage = "comparing which parameters of experts are trained"
+        are_same = same(self.copies, device, wanted, stage=stage)
+        differ = largest(self.ranks, device, [not each for each in are_same], stage=stage)
+        if any(differ):
+            names = ", ".join(name for name, found in zip(self.names, differ, strict=True) if found)
+            raise ValueError(
+                f"requires_grad of experts' {names} must be the same on all copies of the experts"
+            )
+        self.compared.add(tuple(wanted))
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         if not gradients:
@@ -157,7 +180,7 @@ class MeanOverRanks:
         with at_stage("summing the gradients of copies of experts", self.copies):
             works = [dist.all_reduce(each, group=self.copies.group, async_op=True) for each in gradients]
             for work in works:
-                work.wait()
+                wait_for(work, self.copies.group, gradients[0].is_cuda)
 
 
 def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -21,6 +21,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
 from pmoe.layer import searched
 from pmoe.layer.memory import memory_shape
+from tests.gloo.kit import error_of
 from tests.gloo.lm import (
     D_HIDDEN,
     D_MODEL,
@@ -344,3 +345,33 @@ def test_an_optimizer_made_before_experts_are_replaced_refuses_to_step() -> None
                 f"optimizer (SGD of a parameter of shape ({experts}, 12, 8) that the model has no more) must "
                 "be made after pmoe.parallelize or MoELayer.spread, which replace experts' parameters"
             )
+
+
+# ---- copies that are not trained alike
+
+
+def frozen_job(rank: int, world: int, frozen: tuple[str, ...], who: tuple[int, ...]) -> str:
+    """On a mesh of two copies, what a rank is told where only some have frozen parameters; then all have."""
+    mesh = square(rank, world)
+    layer = pmoe.parallelize(pmoe.MoELayer(4, 6, 4, 2, mesh=mesh["ep"], dtype=torch.float64), mesh)
+    x = torch.ones(3, 4, dtype=torch.float64)
+    layer(x).sum().backward()
+    for name in frozen:
+        layer.experts.get_parameter(name).requires_grad_(rank not in who)
+    told = error_of(lambda: layer(x).sum().backward())
+    for name in frozen:
+        layer.experts.get_parameter(name).requires_grad_(False)
+    layer(x).sum().backward()
+    return told
+
+
+@pytest.mark.parametrize(
+    "frozen, who", [(("w1",), (0,)), (("w1", "w2", "b1", "b2"), (0, 1)), (("b1", "b2"), (1, 2))]
+)
+def test_experts_frozen_on_some_copies_only_are_an_error_on_every_rank(
+    frozen: tuple[str, ...], who: tuple[int, ...]
+) -> None:
+    """They hung, or sent gradients of different lengths to each other, which ends in gloo's abort."""
+    named = ", ".join(name for name in ("w1", "w2", "b1", "b2") if name in frozen)
+    told = f"ValueError: requires_grad of experts' {named} must be the same on all copies of the experts"
+    assert ranks(4).run(frozen_job, frozen, who) == [told] * 4

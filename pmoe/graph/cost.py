@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.parallel.distributed import _find_tensors
 
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, calls_of, communicates, is_result, label
-from pmoe.measure.black_box import tensors_in
 from pmoe.measure.profile import profile_of
 from pmoe.measure.rounds import clock_of
 from pmoe.measure.store import CorruptFileError, cache_path, load_json, save_json
@@ -96,12 +96,12 @@ class Profiled(fx.Interpreter):
         for each in n.all_input_nodes:
             if each not in self._bases:  # an input of the graph
                 value = self.env[each]
-                self._bases[each] = [None for _ in tensors_in(value)]
+                self._bases[each] = [None for _ in _find_tensors(value)]
                 self.found[label(each)] = Cost(0.0, _bytes(value))
         bases = {
             _memory(tensor): base or (label(each) if isinstance(self.env[each], Tensor) else None)
             for each in n.all_input_nodes
-            for tensor, base in zip(tensors_in(self.env[each]), self._bases[each], strict=True)
+            for tensor, base in zip(_find_tensors(self.env[each]), self._bases[each], strict=True)
         }
         seconds = 0.0
         if n.op != "call_function":
@@ -114,7 +114,7 @@ class Profiled(fx.Interpreter):
                 seconds = self._link(max(_bytes(args[0]), _bytes(result)))
             else:
                 seconds, result = self._timed(n, run, signature(n, args, kwargs))
-        found = [bases.get(_memory(tensor)) for tensor in tensors_in(result)]
+        found = [bases.get(_memory(tensor)) for tensor in _find_tensors(result)]
         self._bases[n] = found
         # Of several results each has its own bytes, where it is taken; those of a message come together.
         counts = isinstance(result, Tensor) and found[0] is None
@@ -125,7 +125,7 @@ class Profiled(fx.Interpreter):
     def _timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
         known = self._costs.seconds
         times = 1 if name in known or not _may_repeat(node) else REPEATS
-        clock = clock_of(*(each.device for each in tensors_in(list(run.args))))
+        clock = clock_of(*(each.device for each in _find_tensors(list(run.args))))
         seconds = math.inf
         for _ in range(times):
             begin = clock()
@@ -145,7 +145,7 @@ def _may_repeat(node: fx.Node) -> bool:
 
 
 def _bytes(value: object) -> int:
-    return sum(each.nbytes for each in tensors_in(value))
+    return sum(each.nbytes for each in _find_tensors(value))
 
 
 def _memory(tensor: Tensor) -> int:

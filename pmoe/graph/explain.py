@@ -12,12 +12,12 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parallel.distributed import _find_tensors
 
 from pmoe.graph import run
 from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
 from pmoe.graph.run import Key, Program
 from pmoe.graph.weight_gradients import weight_gradients
-from pmoe.measure.black_box import tensors_in
 from pmoe.measure.rounds import clock_of
 from pmoe.planner.simulator import Simulated
 from pmoe.planner.timeline import Bar, draw
@@ -95,7 +95,7 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     seconds = dict[Key, PassSeconds]()
     try:
         for step in range(STEPS):
-            result = next(tensors_in(compiled(*example)))
+            result = next(iter(_find_tensors(compiled(*example))))
             if parameters and result.requires_grad:
                 torch.autograd.grad(result.float().square().mean(), parameters, allow_unused=True)
             if step == STEPS // 2:

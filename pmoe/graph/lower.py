@@ -11,12 +11,12 @@ import linecache
 import operator
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import CodeGen
+from torch.fx.graph import _BoxedCodeGen
 
 from pmoe.graph import messages, operators
 
@@ -152,7 +152,7 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
     for node in list(started):  # nobody takes what they bring, but it must have come
         value(node)
     graph.output(fx.node.map_arg(output.args[0], value))
-    graph.set_codegen(_Boxed())
+    graph.set_codegen(_BoxedCodeGen())
     return fx.GraphModule(module, graph)
 
 
@@ -166,16 +166,3 @@ def failed_at(module: fx.GraphModule, error: BaseException) -> str:
             own = (*CALLS.values(), *(each for pair in STARTS.values() for each in pair))
             return label(node) + (f" (layer {node.args[-1]})" if node.target in own else "")
     return "its results"
-
-
-class _Boxed(CodeGen):
-    """One list for all arguments, which is emptied: whoever calls holds none of them any more."""
-
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        names = [name for name in _names(free_vars) if name != "self"]
-        taken = f"\n    {', '.join(names)}, = boxed\n    boxed.clear()" if names else ""
-        return f"def {self._func_name}(self, boxed){maybe_return_annotation}:{taken}"
-
-
-def _names(free_vars: list[str]) -> Iterator[str]:
-    return (each.split(":")[0].split("=")[0].strip() for each in free_vars)

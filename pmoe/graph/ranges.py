@@ -99,15 +99,13 @@ def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
     ]
 
 
-def solve(
-    graph: Cuttable, costs: Mapping[int, PartCosts], *, longest: int = LONGEST
-) -> tuple[float, list[Range]]:
+def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[Range]]:
     """(seconds predicted, the ranges that are cut). costs: by k, 1 among them."""
     instructions = graph.instructions
     users, ends = users_of(instructions), _groups(graph, costs[1].part)
     best, chosen = [0.0] + [math.inf] * (len(ends) - 1), [(0, 1)] * len(ends)
     for n in range(1, len(ends)):
-        for i in range(max(0, n - longest), n):
+        for i in range(max(0, n - LONGEST), n):
             first, last = ends[i], ends[n]
             body = instructions[first:last]
             is_cuttable = all(graph.can[first:last]) and any(each.communicates for each in body)

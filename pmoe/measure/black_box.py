@@ -6,14 +6,14 @@ Nothing is sent: a module that communicates inside is no black box of one rank.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _find_tensors
 
 from pmoe.measure.rounds import clock_of, median_seconds
 from pmoe.planner.costs import Fit, fit
@@ -32,8 +32,6 @@ def profile_module(
     module: nn.Module,
     rows: Sequence[int],
     make_input: int | Callable[[int], ModuleInputs],
-    *,
-    now: Callable[[], float] | None = None,
 ) -> tuple[Fit, Fit]:
     """Seconds of a forward pass, and of the backward pass after it, by rows: lines by least squares, each
     with its r squared, through the median of five runs of each number of ``rows``.
@@ -46,8 +44,6 @@ def profile_module(
     The module is left as it was: buffers, attributes of it and its children, gradients (none is
     accumulated, so no hook on that runs), and torch's random numbers. What is changed inside an attribute,
     such as a list, stays. It runs in the mode, training or not, that it is in.
-
-    now: a clock that tells when all work so far is done; by default that of the device of the inputs.
 
     Raises ValueError for rows without two distinct numbers or below 1, and make_input below 1.
     Example: a module of 1 ms and 2 us a row, rows 100, 200, 400 -> forward alpha 1e-3, beta 2e-6.
@@ -62,7 +58,7 @@ def profile_module(
         for count in rows:
             arguments = _arguments(make_input(count))
             tensors = (each for each in (*arguments, *module.parameters()) if isinstance(each, Tensor))
-            clock = now or clock_of(*(tensor.device for tensor in tensors))
+            clock = clock_of(*(tensor.device for tensor in tensors))
             run = functools.partial(_timed_run, module, arguments, clock)
             ((ahead, back),) = median_seconds([run], RUNS)
             samples.append((float(count), ahead, back))
@@ -76,7 +72,7 @@ def _timed_run(
     begin = now()
     output = module(*arguments)
     forward = now() - begin
-    ends = [found for found in tensors_in(output) if found.requires_grad]
+    ends = [found for found in _find_tensors(output) if found.requires_grad]
     starts = [found for found in arguments if isinstance(found, Tensor) and found.requires_grad]
     starts += [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not ends or not starts:
@@ -93,21 +89,6 @@ def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
         each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
         for each in (made if isinstance(made, tuple) else (made,))
     )
-
-
-def tensors_in(found: Any) -> Iterator[Tensor]:
-    """All that lie in tuples, lists, mappings and dataclasses."""
-    inner: Iterable[Any] = ()
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, Mapping):
-        inner = found.values()
-    elif isinstance(found, (tuple, list)):
-        inner = found
-    elif dataclasses.is_dataclass(found) and not isinstance(found, type):
-        inner = (getattr(found, field.name) for field in dataclasses.fields(found))
-    for each in inner:
-        yield from tensors_in(each)
 
 
 def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:

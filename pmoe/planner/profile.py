@@ -6,9 +6,7 @@ Nothing is measured and no file is read here: `pmoe.measure.rates` and `pmoe.mea
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from pmoe.planner.cost_model import Interference, Rates
 from pmoe.planner.costs import Fit, LineCost
@@ -58,8 +56,9 @@ class Identity:
     link: str = ""
 
     def difference(self, other: Identity) -> str:
-        """The fields that differ. Example: "num_ranks 4, here 8"."""
-        held, here = (_by_path(asdict(each)) for each in (self, other))
+        """The fields that differ, those of the versions among them. Example: "num_ranks 4, here 8"."""
+        held, here = (asdict(each) | asdict(each.versions) for each in (self, other))
+        del held["versions"]
         return "; ".join(
             f"{name} {held[name]!r}, here {here[name]!r}" for name in held if held[name] != here[name]
         )
@@ -148,14 +147,3 @@ class Profile(Identity):
 
 def _rate(beta_seconds: float) -> float:
     return min(1 / beta_seconds, sys.float_info.max) if beta_seconds else sys.float_info.max
-
-
-def _by_path(record: Mapping[str, Any]) -> dict[str, Any]:
-    """{"versions": {"torch": t}} -> {"versions.torch": t}"""
-    found: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{inner}": deeper for inner, deeper in _by_path(value).items()}
-        else:
-            found[name] = value
-    return found

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pmoe.measure import black_box
 from pmoe.measure.black_box import RUNS, profile_module
 from pmoe.planner.costs import LineCost
 
@@ -56,13 +58,18 @@ class Priced(nn.Module):
         )
 
 
+def profile_by(clock: Clock, *given: Any) -> Any:
+    with mock.patch.object(black_box, "clock_of", return_value=clock):
+        return profile_module(*given)
+
+
 def line_of(found: Any) -> tuple[float, float]:
     return found.line.alpha_seconds, found.line.beta_seconds
 
 
 def test_both_directions_have_their_own_line() -> None:
     clock = Clock()
-    forward, backward = profile_module(Priced(clock), [100, 200, 400], 4, now=clock)
+    forward, backward = profile_by(clock, Priced(clock), [100, 200, 400], 4)
     assert line_of(forward) == pytest.approx((1e-3, 2e-6))
     assert line_of(backward) == pytest.approx((3e-3, 4e-6))
     assert forward.r_squared == pytest.approx(1.0) and backward.r_squared == pytest.approx(1.0)
@@ -72,7 +79,7 @@ def test_both_directions_have_their_own_line() -> None:
 def test_the_first_run_and_interruptions_do_not_count() -> None:
     clock = Clock()
     module = Priced(clock, lambda call: 60.0 if call % (RUNS + 1) in (1, 3) else 0.0)
-    forward, backward = profile_module(module, [100, 200], 4, now=clock)
+    forward, backward = profile_by(clock, module, [100, 200], 4)
     assert line_of(forward) == pytest.approx((1e-3, 2e-6))
     assert line_of(backward) == pytest.approx((3e-3, 4e-6))
     assert module.log == [100] * (RUNS + 1) + [200] * (RUNS + 1)
@@ -167,7 +174,7 @@ class Gate(nn.Module):
 def test_a_gate_takes_several_arguments_and_returns_what_it_likes() -> None:
     clock = Clock()
     gate = Gate(clock)
-    forward, backward = profile_module(gate, [10, 20, 30], lambda rows: (torch.randn(rows, 4), 2), now=clock)
+    forward, backward = profile_by(clock, gate, [10, 20, 30], lambda rows: (torch.randn(rows, 4), 2))
     assert line_of(backward) == pytest.approx((0.0, 1e-6))
     assert forward.line == LineCost(0.0, 0.0)
 

@@ -102,7 +102,10 @@ CORRUPT = {
     "a layer that is none": (lambda held: held | {"layers": [{}]}, r"layers\[0\] has no device_name"),
     "no n_c": (changed(n_c=None), r"entries\[0\] has no n_c"),
     "rows of no bucket": (changed(rows=7), r"entries\[0\]: rows \(7\) must be a power of two"),
-    "an unknown kernel": (changed(kernel=[]), r"entries\[0\].kernel \(\[\]\) must be one of dispatch, combine"),
+    "an unknown kernel": (
+        changed(kernel=[]),
+        r"entries\[0\].kernel \(\[\]\) must be one of dispatch, combine",
+    ),
     "an unknown direction": (changed(direction="up"), r"entries\[0\].direction \('up'\) must be one of"),
     "a count that is none": (changed(experts=True), r"entries\[0\].experts \(True\) is of the wrong type"),
     "a flag that is none": (changed(gated=1), r"entries\[0\].gated \(1\) is of the wrong type"),

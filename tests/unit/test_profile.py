@@ -179,7 +179,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
         ({"dtype": "float64"}, "dtype 'float32', here 'float64'"),
         (
             {"versions": Versions(torch="2.14.0", cuda="13.0", file=3)},
-            "versions.torch '2.13.0+cpu', here '2.14.0'; versions.cuda None, here '13.0'",
+            "torch '2.13.0+cpu', here '2.14.0'; cuda None, here '13.0'",
         ),
     ],
 )

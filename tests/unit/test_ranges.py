@@ -68,7 +68,7 @@ def test_the_ranges_are_the_best_of_all(seed: int, launch: float) -> None:
     can = [True] * len(instructions)
     can[0] = seed % 2 == 0
     graph = Cuttable(instructions, [True] * (len(instructions) + 1), can)
-    seconds, ranges = solve(graph, costs, longest=len(instructions))
+    seconds, ranges = solve(graph, costs)
     assert seconds == pytest.approx(everything(graph, costs))
     assert bool(ranges) == (launch < 1)
 
@@ -76,7 +76,7 @@ def test_the_ranges_are_the_best_of_all(seed: int, launch: float) -> None:
 def test_no_range_ends_where_it_may_not() -> None:
     instructions, costs = chain(1, launch=0.0)
     ends = [True, True, False, False, True, False, True]
-    seconds, ranges = solve(Cuttable(instructions, ends, [True] * 6), costs, longest=6)
+    seconds, ranges = solve(Cuttable(instructions, ends, [True] * 6), costs)
     names = [each.name for each in instructions]
     for each in ranges:
         assert ends[names.index(each.first)] and ends[names.index(each.last) + 1]

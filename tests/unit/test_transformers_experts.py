@@ -235,11 +235,13 @@ def test_weights_of_two_types_without_values_or_elsewhere_are_refused_with_what_
     module = make_experts(*EXPERTS["usual"][:2]).float()
     assert_refused(
         module,
-        r"hidden_states \(torch.float64\) of experts module \(MixtralExperts\) must be of the type of its "
-        r"weights: model.to\(torch.float32\)",
+        r"hidden_states of experts module \(MixtralExperts\) is torch.float64; it must be of the type of "
+        r"gate_up_proj: model.to\(torch.float32\)",
     )
     x, index, weight = routed()
-    with pytest.raises(ValueError, match=r"hidden_states \(meta\) .* where its weights are: model.to\(\"cpu"):
+    with pytest.raises(
+        ValueError, match=r"hidden_states of .* on meta; it must be where gate_up_proj is: model.to\(\"cpu"
+    ):
         module(x.to("meta"), index, weight)
 
 

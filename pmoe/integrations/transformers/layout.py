@@ -44,7 +44,7 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
         transposed=_flag(module, "is_transposed"),
     )
     _check_shapes(module, stacks)
-    _check_alike(module)
+    check_alike(module)
     experts = _activated(module, stacks)
     if not _flag(module, "has_post_expert_norm"):
         return experts
@@ -130,12 +130,12 @@ def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
         )
 
 
-def _check_alike(module: nn.Module) -> None:
+def check_alike(module: nn.Module, **inputs: Tensor) -> None:
+    """Parameters, or inputs by name, must be where the module's first weight is, and of its type."""
     name, first = type(module).__name__, _up_name(module)
     wanted = _tensor(module, first)
-    for key in sorted(_expected(module)):
-        found = _tensor(module, key)
-        if found.is_meta:
+    for key, found in (inputs or {key: _tensor(module, key) for key in sorted(_expected(module))}).items():
+        if found.is_meta and not inputs:
             raise ValueError(
                 f"{key} of experts module ({name}) is on the meta device; it must hold values: load weights, "
                 "by from_pretrained or load_state_dict(..., assign=True), before the model is called"

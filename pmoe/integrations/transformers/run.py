@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pmoe.gates.external import ExternalGate
 from pmoe.integrations.transformers.layers import layer_of
-from pmoe.integrations.transformers.layout import borrow
+from pmoe.integrations.transformers.layout import borrow, check_alike
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -37,8 +37,8 @@ def run_module(
             f"top_k_weights (shape {tuple(top_k_weights.shape)}) must be of the shape of top_k_index "
             f"({tuple(top_k_index.shape)}), one row a token"
         )
-    if group is None:
-        _check_input(module, hidden_states, next(experts.parameters()))
+    if group is None:  # among several ranks the layer checks, which tells all of them
+        check_alike(module, hidden_states=hidden_states)
     keep_TK = top_k_index != num_experts
     expert_TK = top_k_index.to(torch.int64).where(keep_TK, 0)
     with layer_of(module, experts, top_k_index.shape[1], num_experts, group) as layer:
@@ -53,18 +53,3 @@ def run_module(
         finally:
             layer.experts = experts.returned()
     return y.to(hidden_states.dtype)
-
-
-def _check_input(module: nn.Module, hidden_states: Tensor, like: Tensor) -> None:
-    """In the words of a model's user. Among several ranks the layer checks, which tells all of them."""
-    name = type(module).__name__
-    if hidden_states.device != like.device:
-        raise ValueError(
-            f"hidden_states ({hidden_states.device}) of experts module ({name}) must be where its weights "
-            f'are: model.to("{like.device}")'
-        )
-    if hidden_states.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
-        raise ValueError(
-            f"hidden_states ({hidden_states.dtype}) of experts module ({name}) must be of the type of its "
-            f"weights: model.to({like.dtype}), or call the model under autocast"
-        )

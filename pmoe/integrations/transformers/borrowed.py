@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from pmoe.experts.base import Allocate, Experts, Hidden, Runs, row_dot
+from pmoe.experts.base import Experts
 from pmoe.experts.ffn import FFNExperts
+from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.experts.swiglu import SwiGLUExperts
@@ -65,6 +67,7 @@ class BorrowedExperts(StackedExperts):
     registers, moves or marks them."""
 
     is_parallel = False  # whoever owns them says how their gradients are reduced
+    stacks: Stacks
 
     def __init__(self, stacks: Stacks) -> None:
         Experts.__init__(self)
@@ -151,112 +154,36 @@ class BorrowedActivation(BorrowedExperts):
         grad_NG.copy_(found)
 
 
-class NormedExperts(Experts):
+class NormedExperts(ModuleExperts):
     """Experts with a norm behind them, one for all of them: each row of T_DO passes it before the routing
-    weight. The norm wants T_DO for its gradient, which therefore counts among what is saved with T_M (or is
-    made again with it). The bytes that it takes are its own to know, so memory is not predicted."""
+    weight. Differentiated by autograd, as experts that are modules: memory is not predicted.
+
+    activation: from T_M to the activated hidden, row by row. norm: of rows (N, M).
+    """
 
     is_parallel = False
-    inner: BorrowedExperts
-    norm: Function
+    stacks: Stacks
+    activation: Any
+    norm: Any
 
-    def __init__(
-        self, experts: BorrowedExperts, norm: nn.Module | None, norm_parameters: Sequence[Tensor]
-    ) -> None:
-        super().__init__()
-        self.num_local_experts = experts.num_local_experts
-        vars(self).update(inner=experts, norm=norm)  # setattr would register them
-        self.norm_parameters = tuple(norm_parameters)
+    def __init__(self, stacks: Stacks, activation: Function | None, norm: nn.Module | None) -> None:
+        super().__init__([])
+        vars(self).update(stacks=stacks, activation=activation, norm=norm)  # setattr would register them
+        self.views = {name: each.unbind() for name, each in stacks.named.items()}
+        self.num_local_experts = len(self.views["w1"])
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
-        yield from self.inner.named_parameters()
-        for i, parameter in enumerate(self.norm_parameters):
-            yield f"norm.{i}", parameter
+        for name, parts in self.views.items():
+            yield from ((f"{name}.{expert}", part) for expert, part in enumerate(parts))
+        if self.norm is not None:
+            yield from self.norm.named_parameters(prefix="norm")
 
     def returned(self) -> NormedExperts:
-        left = [_stand_in(each) for each in self.norm_parameters]
-        return NormedExperts(self.inner.returned(), None, left)
+        return NormedExperts(self.stacks.stand_ins(), None, None)
 
-    def compute(
-        self,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        *,
-        space: Allocate | None = None,
-        out: Tensor | None = None,
-        keep: bool = True,
-    ) -> tuple[Tensor, Hidden | None]:
-        plain_NM, hidden = self._plain(rows_NM, groups, parameters, keep=keep)
-        out = torch.empty_like(rows_NM) if out is None else out
-        out.copy_(self.norm(plain_NM) * weight_N.unsqueeze(1))
-        return out, None if hidden is None else Hidden(tensors=[*hidden.tensors, plain_NM])
-
-    def _plain(
-        self, rows_NM: Tensor, groups: RowGroups, parameters: Sequence[Tensor], *, keep: bool
-    ) -> tuple[Tensor, Hidden | None]:
-        """T_DO before the norm, in memory of its own."""
-        ones_N = rows_NM.new_ones(rows_NM.shape[0])
-        return self.inner.compute(rows_NM, ones_N, groups, self._inner_part(parameters), keep=keep)
-
-    def _inner_part(self, values: Sequence[Any]) -> Sequence[Any]:
-        return values[: len(values) - len(self.norm_parameters)]
-
-    def recompute(
-        self,
-        rows_NM: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        recipe: Any,
-        *,
-        space: Allocate | None = None,
-    ) -> Hidden:
-        plain_NM, hidden = self._plain(rows_NM, groups, parameters, keep=True)
-        assert hidden is not None
-        return Hidden(tensors=[*hidden.tensors, plain_NM], expendable=True)
-
-    def join(
-        self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
-    ) -> Hidden:
-        joined = list[Tensor]()
-        for i in range(len(parts[0][0].tensors)):
-            of_one = [(Hidden(tensors=[part.tensors[i]]), runs) for part, runs in parts]
-            joined += self.inner.join(of_one, num_rows).tensors
-        return Hidden(tensors=joined, expendable=True)
-
-    def input_gradient(
-        self,
-        grad_NM: Tensor,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        hidden: Hidden,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        *,
-        space: Allocate | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Any]:
-        hidden_NG, plain_NM = hidden.tensors
-        wanted = [each for each in self.norm_parameters if each.requires_grad]
-        with torch.enable_grad():
-            plain_NM = plain_NM.detach().requires_grad_()
-            normed_NM = self.norm(plain_NM)
-        grad_weight_N = row_dot(normed_NM.detach(), grad_NM.to(normed_NM.dtype)).to(weight_N.dtype)
-        grad_normed_NM = (grad_NM * weight_N.unsqueeze(1)).to(normed_NM.dtype)
-        grad_plain_NM, *of_norm = torch.autograd.grad(normed_NM, [plain_NM, *wanted], grad_normed_NM)
-        ones_N = rows_NM.new_ones(rows_NM.shape[0])
-        before_norm = Hidden(tensors=[hidden_NG], expendable=hidden.expendable)
-        out, _, pending = self.inner.input_gradient(
-            grad_plain_NM, rows_NM, ones_N, before_norm, groups, self._inner_part(parameters), out=out
-        )
-        found = iter(of_norm)
-        gradients = [next(found) if each.requires_grad else None for each in self.norm_parameters]
-        return out, grad_weight_N, (pending, gradients)
-
-    def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
-        of_inner, of_norm = pending
-        self.inner.weight_gradient(of_inner, groups, self._inner_part(sums))
-        for total, gradient in zip(sums[len(sums) - len(of_norm) :], of_norm, strict=True):
-            if total is not None:
-                total.add(gradient)
+    def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
+        held = {name: parts[expert] for name, parts in self.views.items()}
+        w1, w2 = (held[name].t() if self.stacks.transposed else held[name] for name in ("w1", "w2"))
+        active_NH = self.activation(F.linear(rows_NM, w1, held.get("b1")))
+        normed_NM: Tensor = self.norm(F.linear(active_NH, w2, held.get("b2")))
+        return normed_NM

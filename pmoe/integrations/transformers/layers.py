@@ -100,8 +100,10 @@ def layer_of(
 ) -> Iterator[MoELayer]:
     """Built at the first call, and again where sizes, ranks or `configure`'s options are others since. One
     thread has it at a time."""
-    inner = experts.inner if isinstance(experts, NormedExperts) else experts
-    sizes, options = (inner.w2.shape[1], inner.num_hidden, num_experts, top_k), _options
+    _, d_hidden, d_model = experts.stacks.w2.shape
+    if not experts.stacks.transposed:
+        d_hidden, d_model = d_model, d_hidden
+    sizes, options = (d_model, d_hidden, num_experts, top_k), _options
     typed = {name: (type(value), value) for name, value in options.items()}  # pipeline=True is no 1
     built, made_for = _layers.get(module), (sizes, group, typed)
     if built is None or built.made_for != made_for:

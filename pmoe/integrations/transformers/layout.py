@@ -45,11 +45,9 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
     )
     _check_shapes(module, stacks)
     check_alike(module)
-    experts = _activated(module, stacks)
-    if not _flag(module, "has_post_expert_norm"):
-        return experts
-    norm: Any = module.post_expert_norm
-    return borrowed.NormedExperts(experts, norm, list(norm.parameters()))
+    if _flag(module, "has_post_expert_norm"):
+        return borrowed.NormedExperts(stacks, _function(module), module.get_submodule("post_expert_norm"))
+    return _activated(module, stacks)
 
 
 def check(module: nn.Module) -> None:
@@ -159,12 +157,19 @@ def _activated(module: nn.Module, stacks: borrowed.Stacks) -> borrowed.BorrowedE
         name = _name_of(module_.act_fn)
         if name is not None:
             return borrowed.BorrowedFFN(stacks, name)
-        return borrowed.BorrowedActivation(stacks, lambda hidden: module_.act_fn(hidden), hidden_factor=1)
+        return borrowed.BorrowedActivation(stacks, _function(module), hidden_factor=1)
     gating = getattr(module_._apply_gate, "__func__", None)
     is_usual = gating is not None and gating is getattr(moe, "_default_apply_gate", None)
     if is_usual and _name_of(module_.act_fn) == "silu":
         return borrowed.BorrowedSwiGLU(stacks)
-    return borrowed.BorrowedActivation(stacks, module_._apply_gate, hidden_factor=2)
+    return borrowed.BorrowedActivation(stacks, _function(module), hidden_factor=2)
+
+
+def _function(module: Any) -> borrowed.Function:
+    """The module's own activation."""
+    if _flag(module, "has_gate"):
+        return module._apply_gate  # type: ignore[no-any-return]
+    return lambda hidden: module.act_fn(hidden)
 
 
 def _name_of(activation: object) -> str | None:

@@ -232,7 +232,7 @@ class DivisionTable:
             return clamped(exact.division, kernel), f"measured {exact.when}"
         work = operator.attrgetter("kernel", "direction", "dtype")
         alike = (each for each in self.entries.values() if work(each.sizes) == work(kernel))
-        entry = min(alike, key=lambda each: _order(each.sizes, kernel), default=None)
+        entry = min(alike, key=lambda each: _apart(each.sizes, kernel), default=None)
         if entry is None:
             of = f"{kernel.kernel} {kernel.direction} in {kernel.dtype}"
             return rule(kernel), f"rule: nothing measured of {of}"
@@ -277,17 +277,6 @@ def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
     return len(set(places)) > 1
 
 
-def _order(entry: FusedKernelSizes, wanted: FusedKernelSizes) -> tuple[object, ...]:
-    """The least is the nearest. Ties are settled by the same gating, then by fewer rows and lesser sizes,
-    then by the place: every rank finds the same."""
-    sizes = (entry.rows, entry.d_model, entry.d_hidden, entry.experts, entry.num_ranks)
-    place = (entry.virtual != wanted.virtual, entry.device_name != wanted.device_name)
-    return (
-        _elsewhere(entry, wanted),
-        distance(entry, wanted),
-        entry.gated != wanted.gated,
-        *sizes,
-        *place,
-        entry.device_name,
-        entry.num_blocks,
-    )
+def _apart(entry: FusedKernelSizes, wanted: FusedKernelSizes) -> tuple[bool, float, str]:
+    """The least is the nearest; of equals the first in the order of their texts."""
+    return _elsewhere(entry, wanted), distance(entry, wanted), str(entry)

@@ -44,7 +44,7 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
         transposed=_flag(module, "is_transposed"),
     )
     _check_shapes(module, stacks)
-    check_alike(module)
+    check_same_place(module)
     if _flag(module, "has_post_expert_norm"):
         return borrowed.NormedExperts(stacks, _function(module), module.get_submodule("post_expert_norm"))
     return _activated(module, stacks)
@@ -128,7 +128,7 @@ def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
         )
 
 
-def check_alike(module: nn.Module, **inputs: Tensor) -> None:
+def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
     """Parameters, or inputs by name, must be where the module's first weight is, and of its type."""
     name, first = type(module).__name__, _up_name(module)
     wanted = _tensor(module, first)

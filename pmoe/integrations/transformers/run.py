@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pmoe.gates.external import ExternalGate
 from pmoe.integrations.transformers.layers import layer_of
-from pmoe.integrations.transformers.layout import borrow, check_alike
+from pmoe.integrations.transformers.layout import borrow, check_same_place
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def run_module(
             f"({tuple(top_k_index.shape)}), one row a token"
         )
     if group is None:  # among several ranks the layer checks, which tells all of them
-        check_alike(module, hidden_states=hidden_states)
+        check_same_place(module, hidden_states=hidden_states)
     keep_TK = top_k_index != num_experts
     expert_TK = top_k_index.to(torch.int64).where(keep_TK, 0)
     with layer_of(module, experts, top_k_index.shape[1], num_experts, group) as layer:

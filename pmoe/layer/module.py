@@ -238,7 +238,11 @@ class MoELayer(nn.Module):
 
     @property
     def l_aux(self) -> Tensor | None:
-        """Scalar, the auxiliary loss of the last call, on its graph; None may be set to let it go."""
+        """Scalar, the auxiliary loss of the last call, on its graph; None may be set to let it go.
+
+        Until then, or the next call, that graph lives on, and with it what layers before this one keep for a
+        backward pass that never came.
+        """
         return self.last.l_aux
 
     @l_aux.setter

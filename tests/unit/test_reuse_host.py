@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe import Restore, warn
@@ -275,3 +276,34 @@ def test_many_random_takes_never_overlap_and_all_come_back() -> None:
     live.clear()
     assert pool.bytes_in_use == 0
     assert take(pool, 1 << 16).nbytes == 1 << 16  # in one piece again
+
+
+# ---- who holds offloaded tensors when a graph is gone
+
+
+def dropped(y: Tensor) -> None:
+    """Nobody wants it."""
+
+
+WAYS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], None]] = {
+    "backward": lambda run, x: run(x).sum().backward(),
+    "no gradient": lambda run, x: dropped(torch.no_grad()(run)(x)),
+    "reentrant": lambda run, x: checkpoint(run, x, use_reentrant=True).sum().backward(),
+    "plain": lambda run, x: checkpoint(run, x, use_reentrant=False).sum().backward(),
+    "contexts": lambda run, x: (
+        checkpoint(run, x, use_reentrant=False, context_fn=pmoe.checkpoint_contexts).sum().backward()
+    ),
+    "a checkpoint without backward": lambda run, x: dropped(checkpoint(run, x, use_reentrant=False)),
+    "no backward": lambda run, x: dropped(run(x)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_offloaded_tensors_go_with_the_graph_and_with_l_aux_where_no_backward_came(way: str) -> None:
+    """The balance loss of a second layer has the first one's graph, of which nothing else is left."""
+    first, second = (build(memory_reuse=Restore("offload", "offload")) for _ in range(2))
+    WAYS[way](lambda x: second(first(x)), tokens(40, 1).requires_grad_())
+    gc.collect()
+    assert (pmoe.pool().host.bytes_in_use > 0) == (way == "no backward")
+    second.l_aux = None
+    assert pmoe.pool().host.bytes_in_use == 0

@@ -16,8 +16,8 @@ from tests.gloo.kit import error_of
 from tests.pool import Pool
 
 M, H, E = 6, 8, 4
-TIMEOUT_SECONDS = 240.0
-"""Of the groups: longer than the test may take."""
+TIMEOUT_SECONDS = 60.0
+"""Of the groups. Who waits for so long has been told nothing."""
 
 
 class PlantedError(Exception):
@@ -117,6 +117,8 @@ def told_job(rank: int, world: int) -> dict[str, str]:
                 layer(x.requires_grad_()).sum().backward()
 
         found[name] = error_of(step)
+        if "raised" not in found[name] and rank != 1:
+            return found
         dist.barrier()  # all are back, and call again
     layer = build(None)
     layer(x).sum().backward()

@@ -83,9 +83,26 @@ RANKS = (
         name="largest-of-this-rank",
         breaks="ranks decide from numbers of their own",
         file="pmoe/comm/ranks.py",
-        old="        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group)\n",
+        old="        work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group, async_op=True)\n"
+        "        wait_for(work, ranks.group, agreed.is_cuda)\n",
         new="",
         tests="tests/gloo/test_agree.py",
+    ),
+    Plant(
+        name="failed-peers-unheard",
+        breaks="a rank does not look whether the one that it waits for has failed",
+        file="pmoe/comm/ranks.py",
+        old="        if store.check([FAILED]):\n",
+        new="        if not store.check([FAILED]):\n",
+        tests="tests/gloo/test_told.py",
+    ),
+    Plant(
+        name="other-copies-frozen",
+        breaks="copies of experts of which one is frozen are not told of each other",
+        file="pmoe/training/expert_parallel.py",
+        old="        differ = largest(self.ranks, device, [not each for each in are_same], stage=stage)\n",
+        new="        differ = [float(not each) for each in are_same]\n",
+        tests="tests/gloo/test_parallelize_experts.py -k frozen_on_some",
     ),
     Plant(
         name="shards-swapped",

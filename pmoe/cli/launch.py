@@ -18,11 +18,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def own_device(text: str, *, must_exist: bool) -> torch.device:
-    """As `parse_device`; "cuda" without a number is the device of this process among those of its node."""
+def own_device(text: str) -> torch.device:
+    """As `parse_device`, of one that torch sees; "cuda" without a number is the device of this process among those of its node."""
     if text == "cuda":
         text = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return parse_device(text, must_exist=must_exist)
+    return parse_device(text, must_exist=True)
 
 
 @contextmanager

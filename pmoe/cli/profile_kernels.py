@@ -14,9 +14,10 @@ from pmoe.cli.arguments import DTYPES, refuse_options, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
 from pmoe.comm.ranks import Ranks, from_first
+from pmoe.kernels import comet
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
-from pmoe.measure.fused_kernels import measure_kernels, time_layers, timing_refusal
+from pmoe.measure.fused_kernels import measure_kernels, time_layers
 from pmoe.measure.rounds import timestamp
 from pmoe.measure.store import cache_folder
 from pmoe.planner.division import (
@@ -81,8 +82,8 @@ def _fused_device(args: argparse.Namespace) -> torch.device:
     virtual, world = args.virtual_ranks, world_size()
     if virtual is not None and world > 1:
         raise ValueError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
-    device = own_device(args.device or "cuda", must_exist=False)
-    reason = timing_refusal(device)
+    device = own_device(args.device or "cuda")
+    _, reason = comet.path(device)
     if reason is not None:
         raise ValueError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
     return device

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pmoe.arguments import check_not_negative
 from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
 from pmoe.comm.ranks import Agree, Ranks, digest, largest
-from pmoe.kernels import comet, status
+from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes, route
 from pmoe.measure.division import AGREEING
@@ -145,21 +145,6 @@ def _launches(
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
     return partial(largest, ranks, device, stage=AGREEING)
-
-
-def timing_refusal(device: torch.device) -> str | None:
-    """Why the fused kernels cannot be timed on ``device``; None where they can."""
-    found = status()
-    if found.no_devices is not None:
-        return found.no_devices
-    if device.type != "cuda":
-        return f"device ({device}) is none"
-    if found.reason is not None:
-        return found.reason
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= len(found.devices):
-        return f"device ({device}) is not here, torch sees {len(found.devices)}"
-    return found.devices[index].reason or comet.path(torch.device("cuda", index))[1]
 
 
 def measure_kernels(

@@ -13,7 +13,7 @@ import torch
 
 from pmoe.cli import profile_kernels
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet, extension, status
+from pmoe.kernels import comet
 from pmoe.measure import division as among_ranks
 from pmoe.measure import fused_kernels
 from pmoe.measure.division import as_fields, division_path, load_divisions, save_divisions
@@ -32,37 +32,26 @@ KERNELS = ["profile", "--kernels"]
 NEEDS = "pmoe profile --kernels needs a CUDA device with the fused kernels: "
 
 
-def device(reason: str | None = None) -> extension.Device:
-    return extension.Device(index=0, name="NVIDIA H200", capability=(9, 0), kernels=(), reason=reason)
-
-
 @pytest.mark.parametrize(
-    ("found", "options", "told"),
+    ("options", "told"),
     [
-        ({"no_devices": "torch sees no CUDA device"}, [], "torch sees no CUDA device"),
-        ({"reason": "pmoe._cuda is not built"}, [], "pmoe._cuda is not built"),
-        ({"devices": (device("no code for 7.5"),)}, [], "no code for 7.5"),
-        ({}, ["--device", "cpu"], "device (cpu) is none"),
-        ({}, ["--device", "cuda:3"], "device (cuda:3) is not here, torch sees 1"),
-        ({}, [], "no code for this device"),
+        ([], f"{NEEDS}no code for this device"),
+        (["--device", "cpu"], f"{NEEDS}device cpu: the kernels are for CUDA"),
+        (["--device", "cuda:3"], "--device ('cuda:3') must be here: torch sees 1 GPUs"),
     ],
 )
 def test_without_a_device_that_runs_them_one_message_says_why(
-    found: dict[str, Any],
-    options: list[str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fine: dict[str, Any] = {"no_devices": None, "reason": None, "devices": (device(),)}
-    monkeypatch.setattr(fused_kernels, "status", lambda: replace(status(), **fine | found))
-    monkeypatch.setattr(comet, "path", lambda device: (None, "no code for this device"))
-    assert refused(capsys, *KERNELS, *options).endswith(f"{NEEDS}{told}\n")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    if not options:
+        monkeypatch.setattr(comet, "path", lambda device: (None, "no code for this device"))
+    assert refused(capsys, *KERNELS, *options).endswith(f"{told}\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_on_a_machine_without_one_the_reason_is_that_of_status(capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"{NEEDS}{status().no_devices}" in refused(capsys, *KERNELS)
+def test_on_a_machine_without_one_the_message_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--device ('cuda:0') must be here: torch sees 0 GPUs" in refused(capsys, *KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +91,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FusedKernelSizes, Divis
 
     monkeypatch.setattr(fused_kernels, "time_division", time_division)
     monkeypatch.setattr(comet, "path", lambda device: ("sm_90a", None))
-    monkeypatch.setattr(fused_kernels, "status", lambda: replace(
-        status(), no_devices=None, reason=None, devices=(device(),)
-    ))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(among_ranks, "device_name", lambda device: "NVIDIA H200")
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -19,7 +19,7 @@ def world_size() -> int:
 
 
 def own_device(text: str) -> torch.device:
-    """As `parse_device`, of a device that torch sees; "cuda" without a number is this process's on its node."""
+    """As `parse_device`, of a device that torch sees. "cuda" alone is the one of this process on its node."""
     if text == "cuda":
         text = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return parse_device(text, must_exist=True)

@@ -47,11 +47,11 @@ from bench.passes import (
     timed,
 )
 from bench.timing import Timing, table, write_json
-from pmoe.engine.recording import Span, recording
+from pmoe.engine.recording import recording
 from pmoe.layer.spec import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
-from pmoe.planner.timeline import Bar, bars, draw, simulated_bars
+from pmoe.planner.timeline import Span, bars, draw, simulated_bars
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, sequential
 
@@ -222,10 +222,10 @@ def report_rows(
     return [{key: row.get(key) for key in keys} for row in rows]
 
 
-def panels(setting: Setting, result: Result, n: int) -> dict[str, list[Bar]]:
+def panels(setting: Setting, result: Result, n: int) -> dict[str, list[Span]]:
     """One measured step above the step that the schedule predicts."""
     predicted = predict(result.costs, setting, n, False)
-    shifted: list[Bar] = []
+    shifted: list[Span] = []
     origin = 0.0
     for direction in DIRECTIONS:
         spans = predicted["spans"][direction]

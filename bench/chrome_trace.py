@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pmoe.planner.timeline import Bar
+from pmoe.planner.timeline import Span
 
 
-def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Bar]]) -> None:
+def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Span]]) -> None:
     """The bars as a Chrome trace (about:tracing, Perfetto): a process a panel, a thread a lane."""
     events = [
         {

@@ -20,7 +20,7 @@ from pmoe.graph.run import Key, Program
 from pmoe.graph.weight_gradients import weight_gradients
 from pmoe.measure.rounds import clock_of
 from pmoe.planner.simulator import Simulated
-from pmoe.planner.timeline import Bar, draw
+from pmoe.planner.timeline import Span, draw
 from pmoe.text import table
 
 STEPS = 8
@@ -126,10 +126,10 @@ def _moved(program: Program) -> Counter[str]:
     return Counter(runs[name] for name in runs if name in free and runs[name] != traced[name])
 
 
-def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collection[str]) -> list[Bar]:
+def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collection[str]) -> list[Span]:
     """For `pmoe.planner.timeline.draw`. free: the names of weight gradients."""
     return [
-        Bar(
+        Span(
             direction=direction,
             name=each.task.name,
             kind=_kind(each.task, free),

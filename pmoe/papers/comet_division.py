@@ -14,7 +14,7 @@ from pmoe.papers import comet_tasks
 from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Returning
 from pmoe.planner.division import COLUMNS, Division, all_columns
 from pmoe.planner.simulator import Simulated, makespan, simulate
-from pmoe.planner.timeline import FUSED_LANES, Bar
+from pmoe.planner.timeline import FUSED_LANES, Span
 
 
 def fused_run(
@@ -113,14 +113,14 @@ _RESOLUTION, _LEVELS = 200, 25
 
 def busy_bars(
     run: Sequence[Simulated[comet_tasks.FusedTask]], device: DeviceRates, n_c: int, origin: float = 0.0
-) -> list[Bar]:
+) -> list[Span]:
     """A fused kernel on three lanes: the share of the computing and of the communicating blocks that is at
     work on each level or chunk, and the link. origin: when it begins, in seconds.
 
     Time is cut into 200 steps; neighbours of one height, to a 25th of the lane, are one bar.
     """
     total = makespan(run)
-    drawn: list[Bar] = []
+    drawn: list[Span] = []
     prefixes, sizes = ("link", "comm ", "block "), (1, n_c, device.blocks - n_c)
     for lane, prefix, size in zip(FUSED_LANES, prefixes, sizes, strict=True):
         here = [item for item in run if item.task.lane.startswith(prefix) and item.end > item.start]
@@ -136,7 +136,7 @@ def busy_bars(
 
 def _bars_of_lane(
     work: dict[tuple[str, int], list[float]], lane: str, origin: float, seconds: float
-) -> Iterator[Bar]:
+) -> Iterator[Span]:
     base = [0.0] * _RESOLUTION
     for (kind, part), busy in work.items():
         heights = [
@@ -145,7 +145,7 @@ def _bars_of_lane(
         for _, group in itertools.groupby(range(_RESOLUTION), key=heights.__getitem__):
             first, *rest = group
             if busy[first] > 1e-9:
-                yield Bar(
+                yield Span(
                     direction="forward",
                     name=kind if kind == "L" else f"{kind}{part}",
                     kind=kind,

@@ -18,7 +18,7 @@ from pmoe.papers.comet_division import BestDivision, best_division, busy_bars, f
 from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Model, Returning, even_layer
 from pmoe.papers.comet_tasks import row_tiles
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
-from pmoe.planner.timeline import Bar, simulated_bars
+from pmoe.planner.timeline import Span, simulated_bars
 from pmoe.schedule.straight import forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, piece_of
 
@@ -269,7 +269,7 @@ def beside() -> Beside:
     )
 
 
-def panels(found: Beside) -> dict[str, list[Bar]]:
+def panels(found: Beside) -> dict[str, list[Span]]:
     """The drawing of `beside`: fused, and chunked in n = 2 and the best n."""
     arriving, returning = _mixtral(found.tokens, tp=1)
     first, second = found.dispatch.division, found.combine.division

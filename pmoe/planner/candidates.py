@@ -21,7 +21,7 @@ from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import worst_rows
 from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import makespan
-from pmoe.planner.timeline import Bar, simulated_bars
+from pmoe.planner.timeline import Span, simulated_bars
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.warn import log
 
@@ -158,9 +158,9 @@ def advise(
     )
 
 
-def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: PricedChoice) -> list[Bar]:
+def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: PricedChoice) -> list[Span]:
     """When each task of a step would run: forward, and backward right behind it."""
-    drawn: list[Bar] = []
+    drawn: list[Span] = []
     origin = 0.0
     step = simulated_step(sizes, profile, num_tokens, chosen.forward, chosen.backward, chosen.restore)
     for direction, ran in step.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from pmoe.planner.simulator import Simulated
-from pmoe.schedule.tasks import Kind, Lane, Task
+from pmoe.schedule.tasks import Lane, Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,23 +20,12 @@ ON_COLOUR = "#101010"
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """When one task ran: seconds on a clock that all tasks of a journal share."""
+    """When one task ran: seconds on a clock that all tasks of a journal share, on a drawing from its start.
 
-    direction: str
-    name: str
-    kind: Kind
-    chunk: int
-    lane: Lane
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """One task on the drawing: seconds from the start of the step.
-
-    share, base: the part of the lane's height that it takes, and what lies below it, where a lane is many
-    blocks of a device, of which some work on this."""
+    kind, lane: a `Kind` and a `Lane` of a schedule's task, else their texts.
+    share, base: the part of the lane's height that a bar takes, and what lies below it, where a lane is many
+        blocks of a device, of which some work on this.
+    """
 
     direction: str
     name: str
@@ -49,7 +38,7 @@ class Bar:
     base: float = 0.0
 
 
-def bars(spans: Iterable[Span | Bar]) -> list[Bar]:
+def bars(spans: Iterable[Span]) -> list[Span]:
     """Spans as bars from time 0, each starting when its lane was free.
 
     A communication span begins when it is issued; the time until the message before it has ended is
@@ -66,14 +55,14 @@ def bars(spans: Iterable[Span | Bar]) -> list[Bar]:
     return drawn
 
 
-def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin: float = 0.0) -> list[Bar]:
+def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin: float = 0.0) -> list[Span]:
     """A simulated pass that begins at ``origin`` seconds, as bars."""
     return [_bar(direction, each.task, origin + each.start, origin + each.end) for each in simulated]
 
 
-def _bar(direction: str, task: Span | Bar | Task, start: float, end: float) -> Bar:
+def _bar(direction: str, task: Span | Task, start: float, end: float) -> Span:
     kind, lane = (str(getattr(each, "value", each)) for each in (task.kind, task.lane))
-    return Bar(
+    return Span(
         direction=direction, name=task.name, kind=kind, chunk=task.chunk, lane=lane, start=start, end=end
     )
 
@@ -121,12 +110,12 @@ FUSED_LANES = ("link", "communicating blocks", "computing blocks")
 """Those of a fused kernel (`pmoe.papers.comet_division.busy_bars`), from the top."""
 
 
-def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Bar]], title: str) -> None:
+def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Span]], title: str) -> None:
     """Draws `drawing` as a PNG. Needs matplotlib."""
     drawing(panels, title).savefig(path, dpi=130)
 
 
-def drawing(panels: Mapping[str, Sequence[Bar]], title: str) -> Figure:
+def drawing(panels: Mapping[str, Sequence[Span]], title: str) -> Figure:
     """One panel a key, lanes as rows, all on one time axis. Needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -146,18 +135,18 @@ def drawing(panels: Mapping[str, Sequence[Bar]], title: str) -> Figure:
     return figure
 
 
-def _fused(content: Sequence[Bar]) -> bool:
+def _fused(content: Sequence[Span]) -> bool:
     return any(bar.lane in FUSED_LANES for bar in content)
 
 
-def _lanes(content: Sequence[Bar]) -> list[str]:
+def _lanes(content: Sequence[Span]) -> list[str]:
     if _fused(content):
         return list(FUSED_LANES)
     used = {"communicate", "compute", *(bar.lane for bar in content)}
     return [lane for lane in LANES if lane in used]
 
 
-def _draw_panel(axis: Axes, name: str, content: Sequence[Bar]) -> None:
+def _draw_panel(axis: Axes, name: str, content: Sequence[Span]) -> None:
     lanes = _lanes(content)
     total = max((bar.end for bar in content), default=1.0)
     for bar in content:

@@ -4,15 +4,18 @@ within the group's timeout, names layer, stage and rank, and ends as a process t
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from pmoe import MoELayer
@@ -40,9 +43,13 @@ ENDINGS = ("dies", "stops", "raises")
 
 def build(options: dict[str, Any], world: int) -> MoELayer:
     torch.manual_seed(7)
-    if options.get("mesh"):
-        options = {**options, "mesh": init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "esp"))}
-    return MoELayer(6, 8, 4, 2, pipeline=4, dtype=torch.float64, **options)
+    # A mesh's groups have torch's timeout, half an hour, whatever the default group's is.
+    seconds = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+    with mock.patch.object(dist.distributed_c10d, "_get_default_timeout", lambda _: seconds):
+        if options.get("mesh"):
+            mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "esp"))
+            options = {**options, "mesh": mesh}
+        return MoELayer(6, 8, 4, 2, pipeline=4, dtype=torch.float64, **options)
 
 
 class Failing:

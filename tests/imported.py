@@ -4,11 +4,11 @@ import gc
 
 import pmoe
 import pmoe.experts.modules
+import pmoe.experts.wrapped
+import pmoe.layer.chosen
 import pmoe.layer.exact_counts
-import pmoe.layer.predicted
 import pmoe.layer.searched
 import pmoe.layer.spread
-import pmoe.layer.wrapped
 import pmoe.runners.solved
 import pmoe.schedule.rings
 import pmoe.schedule.straight

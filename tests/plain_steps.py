@@ -21,9 +21,9 @@ from torch import Tensor
 
 from pmoe.comm.base import FlatDispatch, Traffic
 from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.engine.once import carriers
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
-from pmoe.layer.once_orders import carriers
 from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request
 

@@ -13,7 +13,8 @@ import torch
 from pmoe.cli.arguments import DTYPES, refuse_options, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
-from pmoe.comm.ranks import Ranks, from_first
+from pmoe.comm.agreement import from_first
+from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions

@@ -204,7 +204,7 @@ class CountsExchange:
         traffic: Traffic,
         slots: Slots | None = None,
         once_FP: Tensor | None = None,
-        exchanges: tuple[Exchange, ...] = (),
+        exchanges: Sequence[Exchange] = (),
         bypass_local: bool = False,
         asks_max_rows: bool = False,
         one_row_a_choice: bool = True,
@@ -300,16 +300,14 @@ class CountsExchange:
         not."""
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
-        own, arrived = self._own_FPX, self._grid.of_own_place(device_FWX)
-        if self._counted_once:
-            send_FP, recv_FP = own[..., -1].contiguous(), arrived[..., -1].contiguous()
-        else:
-            send_FP, recv_FP = own.sum(2), arrived.sum(2)
+        from pmoe.comm.hierarchical import relayed
+
+        rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
+        rows = [each[..., -1].contiguous() if self._counted_once else each.sum(2) for each in rows]
         if self._bypass_local:
-            send_FP, recv_FP = (without_own(each, self._ranks.rank) for each in (send_FP, recv_FP))
+            rows = [without_own(each, self._ranks.rank) for each in rows]
         dispatch, combine = self._exchanges
-        found = [dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP)]
-        return [own.new_empty(own.shape[0], 0) if counts is None else counts for counts in found]
+        return relayed(dispatch, combine, *rows)
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
         """The largest over all ranks of: the header's numbers, host shortage, rows received and whether they

@@ -155,3 +155,9 @@ def _runs(sizes: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:
         elif end > start:
             runs.append((start, end))
     return runs
+
+
+def relayed(dispatch: Exchange, combine: Exchange, send_FP: Tensor, recv_FP: Tensor) -> list[Tensor]:
+    """The numbers of `Exchange.relay_counts` for both ways, of the rows that will travel."""
+    found = [dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP)]
+    return [send_FP.new_empty(send_FP.shape[0], 0) if counts is None else counts for counts in found]

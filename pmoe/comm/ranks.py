@@ -1,4 +1,4 @@
-"""The ranks that share the experts: a process group, or one rank without any; their grid, and agreement."""
+"""The ranks that share the experts: a process group, or one rank without any; and their grid."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import contextlib
 import copy
 import datetime
 import functools
-import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,8 +71,10 @@ class Ranks:
 
     def begin_call(self) -> None:
         """A layer that nobody named is known by its number among the process's first calls."""
-        if _has_told.is_set():
-            _tell(None)
+        if has_told.is_set():
+            from pmoe.comm import told
+
+            told.tell(None)
         self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
 
     def of_layer(self, name: str) -> Ranks:
@@ -100,29 +100,25 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     except RuntimeError as error:
         if ranks.size == 1:
             raise
+        from pmoe.comm import told
+
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
         failed = RuntimeError(
             f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; "
-            f"{'' if isinstance(error, PeerError) else late}{error}"
+            f"{'' if isinstance(error, told.PeerError) else late}{error}"
         )
-        _tell(failed)
+        told.tell(failed)
         raise failed from error
 
 
-# ---- what a rank tells of its failure, in the store where ranks met: on the CPU, where the host waits
-
-
-class PeerError(RuntimeError):
-    """Another rank, which is waited for, has told what it raised."""
+# ---- waiting for peers, and telling them of a failure (`pmoe.comm.told`)
 
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
 """How long a collective is waited for before this rank looks whether a peer has failed, and between looks."""
 
-FAILED = "pmoe/failed"
-"""The key that says that some rank has failed; each rank's own is below it, empty once the rank goes on."""
-
-_has_told = threading.Event()
+has_told = threading.Event()
+"""Set where peers have been told that this rank failed, until its next call."""
 
 
 @contextlib.contextmanager
@@ -133,26 +129,10 @@ def telling(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         if ranks.size > 1:
-            _tell(error)
+            from pmoe.comm import told
+
+            told.tell(error)
         raise
-
-
-def _tell(error: BaseException | None) -> None:
-    """None takes back what was told."""
-    if not dist.is_initialized():
-        return
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-
-    def write() -> None:
-        with contextlib.suppress(RuntimeError):
-            text = "" if error is None else f"global rank {rank} raised {type(error).__name__}: {error}"
-            store.set(f"{FAILED}/{rank}", text[:4000])
-            store.set(FAILED, "")
-
-    _has_told.set() if error is not None else _has_told.clear()
-    writer = threading.Thread(target=write, daemon=True)  # the store may be on a rank that has stopped
-    writer.start()
-    writer.join(2)
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = False) -> None:
@@ -161,85 +141,12 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
     if group is None or on_gpu or not hasattr(work, "is_completed"):
         work.wait()
         return
-    told, looker = list[str](), None
-    while not told:
-        with contextlib.suppress(RuntimeError):
-            work.wait(LOOK_AFTER)
-            return
-        if work.is_completed():
-            work.wait()  # raises again what it met
-            return
-        if looker is None or not looker.is_alive():
-            looker = threading.Thread(target=_look, args=(group, told), daemon=True)
-            looker.start()
-    raise PeerError(min(told, key=len))  # the others' tell of it in turn
-
-
-def _look(group: dist.ProcessGroup, told: list[str]) -> None:
-    store = dist.distributed_c10d._get_default_store()
     with contextlib.suppress(RuntimeError):
-        if store.check([FAILED]):
-            keys = [f"{FAILED}/{rank}" for rank in dist.get_process_group_ranks(group)]
-            told += filter(None, (store.get(key).decode() for key in keys if store.check([key])))
+        work.wait(LOOK_AFTER)
+        return
+    from pmoe.comm import told
 
-
-# ---- agreement. Each is a collective in which every rank takes part once with as many values as the others
-
-
-T = TypeVar("T")
-
-Agree = Callable[[Sequence[float]], list[float]]
-"""`largest` of some ranks: of each value the largest that a rank has, exactly (float64). Collective."""
-
-
-def digest(parts: Iterable[str]) -> int:
-    """48 bits of texts, which ranks compare in place of them: a float holds them exactly."""
-    return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
-
-
-def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[float]:
-    """Of each value the largest that any rank has. Also a barrier: no rank returns before all have come.
-
-    One all-reduce of ``len(values)`` float64 on ``device``, read by the host.
-
-    Example: ranks with (1, 5) and (3, 4) -> [3, 5].
-    """
-    if ranks.size == 1:
-        return list(values)
-    with at_stage(stage, ranks):
-        agreed = torch.tensor(values, dtype=torch.float64, device=device)
-        work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group, async_op=True)
-        wait_for(work, ranks.group, agreed.is_cuda)
-        return [float(value) for value in agreed.tolist()]
-
-
-def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[bool]:
-    """Of each value whether every rank has the same one. One `largest` of twice as many numbers.
-
-    Example: ranks with (1, 5) and (3, 5) -> [False, True].
-    """
-    found = largest(ranks, device, [*values, *(-value for value in values)], stage=stage)
-    highest, minus_lowest = found[: len(values)], found[len(values) :]
-    return [high == -low for high, low in zip(highest, minus_lowest, strict=True)]
-
-
-def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
-    """Every rank's value, by rank. Any value that can be pickled; it may be of another size on each rank."""
-    if ranks.size == 1:
-        return [value]
-    found = [value] * ranks.size
-    with at_stage(stage, ranks):
-        dist.all_gather_object(found, value, group=ranks.group)
-    return found
-
-
-def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
-    """The first rank's value. Any value that can be pickled; those of other ranks are not looked at."""
-    found = [value]
-    if ranks.size > 1:
-        with at_stage(stage, ranks):
-            dist.broadcast_object_list(found, group_src=0, group=ranks.group)
-    return found[0]
+    told.wait_and_look(work, group)
 
 
 # ---- where a rank stands among a layer's W = P * L ranks: P across the nodes (EP), over which experts are
@@ -265,7 +172,7 @@ class Grid:
         ranks = group if isinstance(group, Ranks) else Ranks(group)
         return Grid(ranks, ranks, Ranks.single(), tuple(range(ranks.size)))
 
-    @property
+    @functools.cached_property
     def is_sharded(self) -> bool:
         return self.inside.size > 1
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pmoe.arguments import is_int
-from pmoe.comm.ranks import Ranks, gathered
+from pmoe.comm.agreement import gathered
+from pmoe.comm.ranks import Ranks
 from pmoe.comm.subgroups import options_like
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"

@@ -34,19 +34,12 @@ class Arena:
         # unsafe: writes to one slot are no changes of the others' tensors.
         pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
         of_slot = dict(zip(spans, pieces, strict=True))
-        shapes = {name: sizes.of(name) for _, name, _, _ in schedule.turns}
         self.buffers: dict[str, Tensor] = {}
-        for buffer, name, chunk, slot in schedule.turns:
-            rows, columns = shapes[name]
-            if rows[chunk]:
-                self.buffers[buffer] = of_slot[slot].as_strided((rows[chunk], columns), (columns, 1))
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in one of the slots."""
-        return (
-            self._memory is not None
-            and tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
-        )
+        for name, turns in schedule.turns.items():
+            rows, columns = sizes.of(name)
+            for buffer, chunk, slot in turns:
+                if rows[chunk]:
+                    self.buffers[buffer] = of_slot[slot].as_strided((rows[chunk], columns), (columns, 1))
 
     def close(self) -> None:
         """Gives the memory back: after all lanes have ended, on the compute lane."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,9 +34,6 @@ class Backward(Pass):
     """What the all-to-all that sends T_DI again fills."""
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
-        if plan.padding is not None:
-            saved = replace(saved, inputs=saved.inputs.padded(plan.padding))
-            grad_TM = plan.padding.spread(grad_TM)
         super().__init__(plan, plan.backward, grad_TM, keep=True)
         self.saved, self.kept, self.parameters = saved, saved.kept, saved.inputs.parameters
         self.regroup = saved.regroup or self.regroup  # which may be known since forward's rows arrived
@@ -90,11 +87,8 @@ class Backward(Pass):
             gradients.ends()
         if self.cut.weights is not None:
             self.grad_weight[self.journey.slot] = self.grad_weight_home
-        grad_TM, grad_weight_TK = self.result_TM, self.grad_weight.view_as(self.saved.inputs.weight_TK)
-        padding = self.plan.padding
-        if padding is not None:
-            grad_TM, grad_weight_TK = padding.gather(grad_TM), padding.gather_weights(grad_weight_TK)
-        grads: list[Tensor | None] = [grad_TM, grad_weight_TK, self.grad_shared_weight]
+        grad_weight_TK = self.grad_weight.view_as(self.saved.inputs.weight_TK)
+        grads: list[Tensor | None] = [self.result_TM, grad_weight_TK, self.grad_shared_weight]
         for sums in (self.sums, self.shared_sums):
             while sums:  # each sum goes as soon as it is rounded
                 total = sums.pop(0)

@@ -17,7 +17,8 @@ class CudaLanes(Lanes):
 
     Every buffer is allocated on the compute stream and lives until `finish`, where the compute stream has
     waited for the last event of the others: so the allocator may hand it out again without record_stream.
-    Tensors that modules made are no such buffers: see `hold_for`.
+    Tensors that modules made are no such buffers: see
+    `pmoe.engine.offloaded.hold_for`.
     """
 
     _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}
@@ -26,7 +27,7 @@ class CudaLanes(Lanes):
         super().__init__(schedule, ranks)
         compute = torch.cuda.current_stream(device)
         self._stream = {Lane.COMPUTE: compute}
-        for lane in {task.lane for task in schedule.tasks} - {Lane.COMPUTE}:
+        for lane in schedule.lanes - {Lane.COMPUTE}:
             if (device, lane) not in self._streams:
                 self._streams[device, lane] = torch.cuda.Stream(device)
             self._stream[lane] = self._streams[device, lane]
@@ -49,10 +50,10 @@ class CudaLanes(Lanes):
         with torch.cuda.stream(stream):
             if task.lane not in (Lane.COMMUNICATE, Lane.INTRA_NODE):
                 with self._beside():
-                    action(task)
+                    action()
             else:
                 try:
-                    work = action(task)
+                    work = action()
                     if work is not None:
                         work.wait()  # the lane's stream waits for the collective's own; the host does not
                 except RuntimeError as error:

@@ -22,7 +22,7 @@ from pmoe.schedule.restore import Restore
 @dataclass(frozen=True, kw_only=True)
 class Ordered:
     """The rows of a pass in n chunks, those that stay in so many pieces. slots: all kept slots by expert.
-    sent: the rows that leave, the same but where several slots share one (`pmoe.layer.once_orders`): then
+    sent: the rows that leave, the same but where several slots share one (`pmoe.engine.once`): then
     carrier_TK is the choice whose row a slot's token travels in, and sent_nP rows by chunk and rank, on the
     device."""
 

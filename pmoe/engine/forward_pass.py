@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -35,7 +33,6 @@ class Forward(Pass):
     brought_by_S, taken_by_R = received, sent_back
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
-        inputs = inputs.padded(plan.padding)
         super().__init__(plan, plan.forward, inputs.x_TM, keep)
         self.inputs, self.parameters = inputs, inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
@@ -62,12 +59,14 @@ class Forward(Pass):
 
     def run(self) -> Tensor:
         self.run_schedule()
-        padding = self.plan.padding
-        return self.result_TM if padding is None else padding.gather(self.result_TM)
+        return self.result_TM
 
     def send_weights(self, _: int) -> dist.Work | None:
+        return self.send_scalars(self.scalars[0])
+
+    def send_scalars(self, of_rows: Scalars) -> dist.Work | None:
         journey, exchange = self.journey, self.plan.modules.scalars.exchange
-        return joined(exchange(each.sent, journey.send, each.own, journey.recv) for each in self.scalars)
+        return exchange(of_rows.sent, journey.send, of_rows.own, journey.recv)
 
     def compute_local(self, j: int) -> None:
         piece = self.cut.pieces[j]
@@ -127,13 +126,3 @@ class Forward(Pass):
                 "an expert draws random numbers: it can be recomputed only where backward has forward's "
                 f"chunks ({len(self.plan.forward.chunks)}), not {len(self.plan.backward.chunks)}"
             )
-
-
-def joined(works: Iterable[dist.Work | None]) -> dist.Work | None:
-    """The messages of one task as one."""
-    begun = [work for work in works if work is not None]
-    if len(begun) <= 1:
-        return begun[0] if begun else None
-    waits_for_all: Any = SimpleNamespace(wait=lambda: [work.wait() for work in begun])
-    waited: dist.Work | None = waits_for_all
-    return waited

@@ -6,20 +6,18 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
-from torch.autograd.profiler import record_function
 
 from pmoe.comm.ranks import Ranks, at_stage, wait_for
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
-Action = Callable[[Task], "dist.Work | None"]
+Action = Callable[[], "dist.Work | None"]
+TaskAction = Callable[[Task], "dist.Work | None"]
 
 
 class Lanes(abc.ABC):
@@ -49,38 +47,24 @@ class Lanes(abc.ABC):
 
 
 class CpuLanes(Lanes):
-    """The compute lane is this thread; the communication lane is whatever carries asynchronous works; each
-    copy lane is a thread. in_steps: communication lanes are threads too, for their tasks wait for each other,
-    or for a part of themselves, and computing must not."""
+    """The compute lane is this thread; the communication lane is whatever carries asynchronous works. Lanes
+    that are threads are those of `pmoe.engine.thread_lanes`."""
 
-    def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> None:
+    def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
         super().__init__(schedule, ranks)
-        self._in_steps, self._inference = in_steps, torch.is_inference_mode_enabled()
-        self._works: dict[str, tuple[Task, dist.Work | Future[Any]]] = {}
-        self._has_failed = False
+        self._works: dict[str, tuple[Task, Any]] = {}
 
     def run(self, task: Task, action: Action) -> None:
-        if self._in_steps and task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
-            begun = [self._works[name][1] for name in task.waits if name in self._works]
-            awaited = [work for work in begun if isinstance(work, Future)]  # here all are threads'
-            future = _thread(task.lane).submit(self._communicate, task, action, awaited)
-            self._works[task.name] = (task, future)
-            return
         for name in task.waits:
             if name in self._works:
                 self._wait(name)
-        if task.lane is Lane.COMPUTE:
-            action(task)
-            return
-        work: dist.Work | Future[Any] | None
-        if task.lane is Lane.COMMUNICATE:
-            try:
-                work = action(task)
-            except RuntimeError as error:
-                self.fail(task, error)
-        else:
-            work = _thread(task.lane).submit(action, task)
-        if work is not None:
+        try:
+            work = action()
+        except RuntimeError as error:
+            if task.lane is Lane.COMPUTE:
+                raise
+            self.fail(task, error)
+        if work is not None and task.lane is not Lane.COMPUTE:
             self._works[task.name] = (task, work)
 
     def finish(self) -> None:
@@ -88,60 +72,14 @@ class CpuLanes(Lanes):
             self._wait(name)
 
     def abandon(self) -> None:
-        # gloo's works hold their own buffers, and a missing peer must not be waited for; copies end by
-        # themselves, and soon.
-        for task, work in self._works.values():
-            if isinstance(work, Future):
-                if task.lane in (Lane.COPY_OUT, Lane.COPY_IN):
-                    work.result()
-                else:
-                    work.cancel()
-        self._works.clear()
-        self._has_failed = True  # threads may be in the middle of their tasks
+        self._works.clear()  # they hold their own buffers, and a missing peer must not be waited for
 
     def _wait(self, name: str) -> None:
         task, work = self._works.pop(name)
-        if isinstance(work, Future):
-            work.result()  # its thread has named the stage
-            return
         try:
             wait_for(work, self._ranks.group)
         except RuntimeError as error:
             self.fail(task, error)
-
-    def _communicate(self, task: Task, action: Action, awaited: Sequence[Future[Any]]) -> None:
-        """In a lane's thread: a task of communication, begun and ended. After one that failed no other
-        begins: a peer that is still at that one would take its rows for those."""
-        for future in awaited:
-            future.result()
-        if self._has_failed:
-            return
-        try:
-            # A thread has modes of its own.
-            with torch.inference_mode(self._inference), torch.no_grad():
-                begun = action(task)
-                if begun is not None:
-                    wait_for(begun, self._ranks.group)
-        except Exception as error:
-            self._has_failed = True
-            self.fail(task, error)
-
-
-@functools.cache
-def _thread(lane: Lane) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix=f"pmoe {lane.value}")
-
-
-def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
-    """The stream that operators on ``tensor`` are issued to; None on the CPU."""
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-
-
-def hold_for(stream: torch.cuda.Stream | None, tensor: Tensor) -> None:
-    """``tensor``, made on another stream, is used on ``stream``: once freed, its memory is not handed out
-    again before that use has ended."""
-    if stream is not None:
-        tensor.record_stream(stream)
 
 
 def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> Lanes:
@@ -149,7 +87,11 @@ def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = F
         from pmoe.engine.cuda_lanes import CudaLanes
 
         return CudaLanes(schedule, ranks, rows.device)
-    return CpuLanes(schedule, ranks, in_steps)
+    if in_steps or not schedule.lanes <= {Lane.COMPUTE, Lane.COMMUNICATE}:
+        from pmoe.engine.thread_lanes import ThreadLanes
+
+        return ThreadLanes(schedule, ranks, in_steps)
+    return CpuLanes(schedule, ranks)
 
 
 # ---- runs a schedule; knows nothing of experts or rows
@@ -173,17 +115,15 @@ def run_schedule(
     for `watchers`.
     """
     lanes = lanes_for(rows, schedule, ranks, in_steps)
+    seen: TaskAction | None = None
+    if watchers or _profiler_enabled():
+        from pmoe.engine import recording
 
-    def act(task: Task) -> dist.Work | None:
-        if not _profiler_enabled():
-            return actions[task.kind](task.chunk)
-        with record_function(f"{task.name} {schedule.direction} {ranks.layer}"):
-            return actions[task.kind](task.chunk)
-
-    step: Action = watchers[-1].watch(schedule, act, rows.device, of) if watchers else act
+        seen = recording.seen(schedule, actions, rows.device, ranks, of)
     try:
         for task in schedule.tasks:
-            lanes.run(task, step)
+            action = functools.partial(actions[task.kind], task.chunk)
+            lanes.run(task, action if seen is None else functools.partial(seen, task))
     except BaseException:
         lanes.abandon()
         raise

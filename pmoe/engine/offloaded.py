@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pmoe.engine import lanes
 from pmoe.engine.arena import copy, pool
 from pmoe.engine.backward_pass import Backward, SavedForBackward
 from pmoe.engine.forward_pass import Forward
@@ -21,6 +20,7 @@ from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden, Runs
+from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import aligned
 from pmoe.schedule.tasks import Kind
 from pmoe.warn import warn_once
@@ -80,16 +80,21 @@ class OffloadingForward(Forward):
 
     def _copy_out(self, kind: Kind, i: int) -> None:
         for target, tensor in self.leaving_device.pop((kind, i), ()):
-            if not self.arena.owns(tensor):
+            if not self._lies_in_a_slot(tensor):
                 # A module's own, or a part of it: made on the compute lane, and freed once this returns.
-                lanes.hold_for(lanes.current_stream(tensor), tensor)
+                hold_for(current_stream(tensor), tensor)
             copy(target, tensor)
+
+    def _lies_in_a_slot(self, tensor: Tensor) -> bool:
+        """All slots are one piece of memory."""
+        slot = next(iter(self.arena.buffers.values()), None)
+        return slot is not None and slot.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 class FetchingBackward(Backward):
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
         super().__init__(plan, grad_TM, saved)
-        self.compute_stream = lanes.current_stream(grad_TM)
+        self.compute_stream = current_stream(grad_TM)
 
     def actions(self) -> Actions:
         return {
@@ -132,7 +137,7 @@ class FetchingBackward(Backward):
         here = torch.empty_like(tensor, device=self.source_TM.device)
         copy(here, tensor)
         # The copy lane made it, the compute lane reads and frees it.
-        lanes.hold_for(self.compute_stream, here)
+        hold_for(self.compute_stream, here)
         return here
 
     def rows_of(self, unit: Unit) -> Tensor:
@@ -144,3 +149,27 @@ class FetchingBackward(Backward):
         if unit not in self.hidden and self.plan.rearranged and self.plan.restore.hidden == "keep":
             self.fetch_hidden(unit)
         return super().hidden_of(unit)
+
+
+def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
+    """The stream that operators on ``tensor`` are issued to; None on the CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def hold_for(stream: torch.cuda.Stream | None, tensor: Tensor) -> None:
+    """``tensor``, made on another stream, is used on ``stream``: once freed, its memory is not handed out
+    again before that use has ended."""
+    if stream is not None:
+        tensor.record_stream(stream)
+
+
+def check_host_memory(restore: Restore, where: torch.device) -> None:
+    """Raises ValueError where a layer that offloads is built with no host memory left."""
+    if where.type == "meta":
+        return  # it is not known yet where the layer will run
+    host = pool(where).host
+    if not host.free_bytes:
+        raise ValueError(
+            f"memory_reuse ({restore}) must not offload with no host memory left: {host.free_bytes} of "
+            f"{host.limit_bytes} bytes are left"
+        )

@@ -1,21 +1,71 @@
-"""Rows that travel once to a rank that holds several of their token's experts (`pmoe.layer.once_orders`):
-there they are replicated, and their partial results are summed before they return.
+"""Rows that travel once to a rank that holds several of their token's experts (send_once=True): there they
+are replicated, and their partial results are summed before they return.
 
 With each routing weight travels which of the rows that its rank gets in its chunk is its row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.backward_pass import Backward
 from pmoe.engine.cut import Ordered
 from pmoe.engine.forward_pass import Forward
+from pmoe.engine.orders import Orders
 from pmoe.engine.passes import Pass, split_by_chunk
-from pmoe.engine.plan import WeightJourney
+from pmoe.engine.plan import Modules, WeightJourney
+from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
+from pmoe.schedule.restore import Restore
+
+
+def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(carrier_TK, carries_TK): the first kept choice of the token that has the same rank, which is the slot
+    in whose row the token goes there, and whether a slot is such a one itself. Dropped slots carry nothing.
+
+    Example: ranks (2, 0, 2) of one token -> carriers (0, 1, 0), and the first two carry.
+    """
+    same_TKK = rank_TK.unsqueeze(2) == rank_TK.unsqueeze(1)
+    if keep_TK is not None:
+        same_TKK = same_TKK & keep_TK.unsqueeze(1)
+    carrier_TK = same_TKK.int().argmax(2)  # the first of equals
+    carries_TK = carrier_TK == torch.arange(rank_TK.shape[1], device=rank_TK.device)
+    return carrier_TK, carries_TK if keep_TK is None else carries_TK & keep_TK
+
+
+class OnceOrders(Orders):
+    """As `pmoe.engine.orders.Orders`; of a token's slots for one rank, the first carries the row."""
+
+    def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
+        super().__init__(modules, expert_TK, keep_TK, tokens)
+        self._num_ranks = modules.grid.across.size
+        self._rank_TK = expert_TK // modules.experts.num_local_experts
+        self._carrier_TK, self._carries_TK = carriers(self._rank_TK, keep_TK)
+
+    def count_once(self, bins: int) -> Tensor:
+        """(bins, ranks) rows that travel."""
+        return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
+
+    def _sort(self, n: int) -> Ordered:
+        ranks, tokens, nowhere = self._num_ranks, self.tokens, range(0, 0)
+        return replace(
+            super()._sort(n),
+            sent=sort_rows(self._rank_TK, self._carries_TK, n, ranks, nowhere, 0, tokens),
+            carrier_TK=self._carrier_TK,
+            sent_nP=self.count_once(n),
+        )
+
+    def _deep_enough(
+        self, forward: int, backward: int, restore: Restore, depth: dict[int, int]
+    ) -> tuple[int, int]:
+        forward, _ = super()._deep_enough(forward, backward, restore, depth)
+        return forward, forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +110,12 @@ class OnceForward(_Once, Forward):
         assert self.cut.once is not None
         self.number = self.scalar(self.cut.once.number)
         self.scalars.append(self.number)
+
+    def send_weights(self, _: int) -> dist.Work | None:
+        begun = [work for work in map(self.send_scalars, self.scalars) if work is not None]
+        waits_for_all: Any = SimpleNamespace(wait=lambda: [work.wait() for work in begun])
+        waited: dist.Work | None = waits_for_all if begun else None
+        return waited
 
     def sorted_weights(self) -> Tensor:
         assert self.cut.once is not None

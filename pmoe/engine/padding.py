@@ -11,12 +11,18 @@ Letters: T tokens of this rank, K choices, E experts of all W ranks, N padded ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.base import Traffic
+from pmoe.comm.counts import CountsExchange, Fault, RankCounts
+from pmoe.comm.ranks import Grid
+from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.forward_pass import Forward
+from pmoe.engine.passes import Inputs
+from pmoe.engine.plan import Plan
 from pmoe.ordering.sorted import count_rows, sort_rows
 
 
@@ -115,3 +121,73 @@ def _taken(rows: Tensor, index: Tensor) -> Tensor:
         return rows.new_zeros(*index.shape, *columns)
     found = rows.index_select(0, index.clamp(max=count - 1))
     return found.masked_fill_((index == count).view(-1, *(1 for _ in columns)), 0)
+
+
+# ---- what ranks must have alike, for no counts are exchanged
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedKind:
+    """What padded calls of one kind share. needs_grad: whether backward may follow. dtype: of the rows."""
+
+    num_tokens: int
+    needs_grad: bool
+    dtype: torch.dtype
+
+    def exchange(
+        self, grid: Grid, num_experts: int, device: torch.device, fault: Tensor | Fault, traffic: Traffic
+    ) -> CountsExchange:
+        """Tells the other ranks, for `check_same_calls`. Collective, with one host synchronisation."""
+        facts_FE = torch.empty(2, num_experts, dtype=torch.int64, device=device)
+        facts_FE[0], facts_FE[1] = self.num_tokens, self.needs_grad
+        return CountsExchange(grid, facts_FE, fault=fault, traffic=traffic, **vars(self))
+
+
+def check_same_calls(told: RankCounts) -> None:
+    """Raises ValueError, on every rank, where ranks do not make the same call."""
+    tokens, needs_grad = told.recv[:, :, 0].tolist()
+    if len(set(tokens)) > 1:
+        by_rank = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(tokens))
+        raise ValueError(
+            f"x must have the same number of tokens on every rank with pad_to_capacity (True): {by_rank}"
+        )
+    if len(set(needs_grad)) > 1:
+        raise ValueError(
+            "gradients must be asked for on every rank or on none with pad_to_capacity (True): they are not "
+            f"on rank {', '.join(str(rank) for rank, needs in enumerate(needs_grad) if not needs)}"
+        )
+
+
+# ---- the passes of a plan whose cuts are of padded rows
+
+
+def _padded(plan: Plan, inputs: Inputs) -> Inputs:
+    """The same with padded rows in place of tokens."""
+    padding, x_TM = plan.padding, inputs.x_TM
+    assert padding is not None
+    if x_TM is not None:  # as in a backward pass that has no use for it
+        x_TM = padding.spread(x_TM)
+    return replace(inputs, x_TM=x_TM, weight_TK=padding.spread_weights(inputs.weight_TK))
+
+
+class PaddedForward(Forward):
+    def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
+        super().__init__(plan, _padded(plan, inputs), keep)
+
+    def run(self) -> Tensor:
+        result_NM = super().run()
+        assert self.plan.padding is not None
+        return self.plan.padding.gather(result_NM)
+
+
+class PaddedBackward(Backward):
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
+        assert plan.padding is not None
+        saved = replace(saved, inputs=_padded(plan, saved.inputs))
+        super().__init__(plan, plan.padding.spread(grad_TM), saved)
+
+    def run(self) -> list[Tensor | None]:
+        grad_NM, grad_weight_N1, *others = super().run()
+        padding = self.plan.padding
+        assert padding is not None and grad_NM is not None and grad_weight_N1 is not None
+        return [padding.gather(grad_NM), padding.gather_weights(grad_weight_N1), *others]

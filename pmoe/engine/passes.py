@@ -9,6 +9,7 @@ not rotate. "_L" marks buffers of rows that stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,13 @@ from pmoe.engine import lanes as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.lanes import Actions
 from pmoe.engine.plan import PassPlan, Plan, WeightJourney, length
-from pmoe.experts.base import Allocate, Hidden
+from pmoe.experts.base import Allocate, Experts, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes
 from pmoe.schedule.tasks import Kind, Schedule, sequential
 
 if TYPE_CHECKING:
     from pmoe.engine.hooked import Passed
-    from pmoe.engine.padding import Padding
 
 Unit = tuple[int, str]
 """What experts compute at a time: (chunk, "") the rows received in it, (piece, "_L") rows that stay."""
@@ -51,6 +51,14 @@ class Inputs:
     autocast: torch.dtype | None = None
     compare: Callable[[Sequence[bool], torch.device], None] | None = None
 
+    def autocast_for(self, experts: Experts) -> AbstractContextManager[object]:
+        """The autocast state in which experts compute: the caller's for modules, else none."""
+        kind = self.x_TM.device.type
+        if self.autocast is None and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        inside = self.autocast is not None and experts.runs_under_autocast
+        return torch.autocast(kind, enabled=inside, dtype=self.autocast)
+
     @property
     def all(self) -> list[Tensor | None]:
         others = (*self.parameters, *self.shared_parameters, *self.hook_parameters)
@@ -68,17 +76,6 @@ class Inputs:
             parameters=rest[:own],
             shared_parameters=rest[own:shared],
             hook_parameters=rest[shared:],
-        )
-
-    def padded(self, padding: Padding | None) -> Inputs:
-        """The same with a row for each token that ``padding`` says."""
-        if padding is None:
-            return self
-        x_TM = self.x_TM  # None in a backward pass that has no use for it
-        return replace(
-            self,
-            x_TM=x_TM if x_TM is None else padding.spread(x_TM),
-            weight_TK=padding.spread_weights(self.weight_TK),
         )
 
 
@@ -165,11 +162,11 @@ class Pass:
         self.arena = Arena(self.pool, self.schedule, self.sizes, source_TM)
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
-        rotates = plan.modules.rotates
+        rotates, keeps = plan.modules.rotates, self.sizes.keeps_what_arrives
         for i, chunk in enumerate(cut.chunks):
             if not rotates:
                 self.make_buffers(i)
-            if not rotates or (not self.sizes.extent.regrouped[i] and self.sizes.keeps_what_arrives):
+            if not rotates or (keeps and not self.sizes.extent.regrouped[i]):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
         if not rotates:
             comes = sum(chunk.num_sent for chunk in cut.chunks)
@@ -280,7 +277,7 @@ class Pass:
         """The part of home for rows ``at`` of the sorted order, which are chunk i's."""
         if self.home is not None:
             return self.home[at]
-        home, start = self.temporary(self.home_name, i), self.cut.home(i).start
+        home, start = self.temporary(self.home_name, i), self.cut.home[i].start
         return home if length(at) == home.shape[0] else home[at.start - start : at.stop - start]
 
     def comes_home(self, i: int) -> Tensor:
@@ -299,7 +296,7 @@ class Pass:
         row_SK, out_TM, home = self.positions[i], self.results[i], self.home
         if home is None:
             home = self.temporary(self.home_name, i)
-            row_SK = row_SK - cut.home(i).start
+            row_SK = row_SK - cut.home[i].start
             if cut.has_drops:
                 home[-1].zero_()
         if cut.has_drops:
@@ -337,4 +334,4 @@ class Pass:
 
 
 def split_by_chunk(per_row: Tensor, cut: PassPlan) -> tuple[Tensor, ...]:
-    return per_row.split_with_sizes([chunk.received.num_rows for chunk in cut.chunks])
+    return per_row.split_with_sizes(list(cut.rows.received))

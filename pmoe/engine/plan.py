@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch, FlatAllToAll
+from pmoe.comm.base import Combine, Dispatch, FlatAllToAll, Traffic
 from pmoe.comm.ranks import Grid
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
 from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import ChunkRows
-from pmoe.schedule.tasks import Stages
+from pmoe.schedule.tasks import Stages, local_pieces
 
 if TYPE_CHECKING:
-    from pmoe.comm.sharing import Sharing
-    from pmoe.engine.callbacks import Hooks
+    from pmoe.engine.callbacks import Callback, Hooks
     from pmoe.engine.once import MergedRows
     from pmoe.engine.padding import Padding
     from pmoe.engine.rearranged import Joined
@@ -117,48 +117,91 @@ class PassPlan:
         by_chunk = len(self.pieces) in (0, n)
         apart = inside > 0 or self.once is not None
         return ChunkRows(
-            arrived=tuple(chunk.num_arrived for chunk in chunks) if apart else None,
-            gathered=tuple(chunk.num_gathered for chunk in chunks) if apart else None,
+            arrived=[chunk.num_arrived for chunk in chunks] if apart else None,
+            gathered=[chunk.num_gathered for chunk in chunks] if apart else None,
             inside=inside,
-            send=tuple(chunk.num_sent for chunk in chunks),
-            received=tuple(chunk.received.num_rows for chunk in chunks),
-            local=tuple(piece.groups.num_rows for piece in self.pieces) or (0,) * n,
-            home=tuple(length(self.home(i)) + self.has_drops for i in range(n)) if by_chunk else (0,) * n,
-            regrouped=tuple(self.once is not None or chunk.regroup is not None for chunk in chunks),
+            send=[chunk.num_sent for chunk in chunks],
+            received=[chunk.received.num_rows for chunk in chunks],
+            local=[piece.groups.num_rows for piece in self.pieces] or [0] * n,
+            home=[at.stop - at.start + self.has_drops for at in self.home] if by_chunk else [0] * n,
+            regrouped=[self.once is not None or chunk.regroup is not None for chunk in chunks],
         )
 
     @property
     def num_received(self) -> int:
-        return sum(chunk.received.num_rows for chunk in self.chunks)
+        return sum(self.rows.received)
 
-    def home(self, i: int) -> slice:
-        """Where all rows of chunk i's tokens stand, travelling or not, if there is a piece a chunk."""
-        sent = self.chunks[i].sent
-        return slice(sent.start, self.pieces[i].rows.stop) if self.pieces else sent
+    @functools.cached_property
+    def home(self) -> list[slice]:
+        """Where all rows of each chunk's tokens stand, travelling or not, if there is a piece a chunk."""
+        sent = [chunk.sent for chunk in self.chunks]
+        if not self.pieces:
+            return sent
+        return [slice(at.start, piece.rows.stop) for at, piece in zip(sent, self.pieces, strict=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Modules:
+class Modules(abc.ABC):
     """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
-    ranks, and which stages there are.
+    ranks, and which stages there are (`pmoe.layer.parts.Parts`).
 
-    gradients: of other layers, which a backward pass carries (FSMoE, section 5): it calls ``begins`` and
-    ``ends``, and ``inside`` as a task of its schedule, for the Work between the last S and the first R. For
-    ``t_gar`` seconds they travel there."""
+    scalars: carries routing weights. gradients: of other layers, which a backward pass carries (FSMoE,
+    section 5), where a `pmoe.GradientReducer` says so: it calls ``begins`` and ``ends``, and ``inside`` as a
+    task of its schedule, for the Work between the last S and the first R. For ``t_gar`` seconds they travel
+    there."""
 
-    experts: Experts
     grid: Grid
-    stages: Stages
+    experts: Experts
+    shared_expert: Experts | None
     order: Order
     dispatch: Dispatch
     combine: Combine
     scalars: FlatAllToAll
-    sharing: Sharing | None
-    hooks: Hooks | None
-    shared: Experts | None
+    callbacks: tuple[Callback, ...]
     gradients: Any
-    sequential: bool
-    rotates: bool
+    traffic: Traffic
+
+    @property
+    @abc.abstractmethod
+    def stages(self) -> Stages:
+        """The stages that every call has: the same on every rank, whatever rows it has."""
+
+    @property
+    @abc.abstractmethod
+    def rotates(self) -> bool:
+        """Whether buffers rotate through ring slots."""
+
+    @property
+    @abc.abstractmethod
+    def sequential(self) -> bool:
+        """Whether every task waits for the one before."""
+
+    @functools.cached_property
+    def hooks(self) -> Hooks | None:
+        """The callbacks' hooks inside the layer; None where they have none."""
+        if not self.callbacks:
+            return None
+        from pmoe.engine.callbacks import Hooks
+
+        return Hooks.of(self.callbacks)
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return self.grid.across.size * self.experts.num_local_experts
+
+    @functools.cached_property
+    def staying(self) -> range:
+        """The experts whose rows of this rank do not travel."""
+        count = self.experts.num_local_experts
+        first = self.grid.across.rank * count
+        return range(first, first + count * self.stages.local)
+
+    def num_pieces(self, n: int) -> int:
+        """Into how many pieces the rows that stay are cut, for n chunks."""
+        if self.rotates:
+            return n * self.stages.local
+        return local_pieces(n, local=self.stages.local, remote=self.stages.remote)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
-from pmoe.engine.lanes import Action, watchers
+from pmoe.comm.ranks import Ranks
+from pmoe.engine.lanes import Actions, TaskAction, watchers
 from pmoe.planner.timeline import Span
 from pmoe.schedule.tasks import Schedule, Task
 
@@ -39,7 +42,7 @@ class Journal:
         found = (each for each in reversed(self.passes) if each.of is of and each.direction == direction)
         return next((each.spans for each in found), None)
 
-    def watch(self, schedule: Schedule, act: Action, device: torch.device, of: object) -> Action:
+    def watch(self, schedule: Schedule, act: TaskAction, device: torch.device, of: object) -> TaskAction:
         """``act`` with its start and end noted: by events on CUDA, by the clock on the CPU."""
         noted = RecordedPass(of, schedule.direction)
         self.passes.append(noted)
@@ -108,3 +111,15 @@ def recording() -> Iterator[Journal]:
         for fill in journal._unfilled:
             fill()
         journal._unfilled.clear()
+
+
+def seen(schedule: Schedule, actions: Actions, device: torch.device, ranks: Ranks, of: object) -> TaskAction:
+    """What runs a task where somebody watches: torch's profiler, which is told its name, or `watchers`."""
+
+    def act(task: Task) -> dist.Work | None:
+        if not _profiler_enabled():
+            return actions[task.kind](task.chunk)
+        with record_function(f"{task.name} {schedule.direction} {ranks.layer}"):
+            return actions[task.kind](task.chunk)
+
+    return watchers[-1].watch(schedule, act, device, of) if watchers else act

@@ -9,7 +9,7 @@ under any other checkpoint `pmoe.engine.rerouting` notices where the gate decide
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -51,10 +51,15 @@ def replay_of(layer: nn.Module) -> Replay:
     return next((replay for replay in found if replay is not None), Replay())
 
 
-@contextmanager
-def hidden_from_checkpoints() -> Iterator[None]:
+def hidden_from_checkpoints() -> AbstractContextManager[None]:
     """Hides operations and the tensors that they save from checkpoints, which count them and must find the
     same in both passes: measuring, choosing and comparing happen in one of them only."""
+    is_plain = top_hooks() is None and not torch._C._len_torch_dispatch_stack()
+    return nullcontext() if is_plain else _hidden()
+
+
+@contextmanager
+def _hidden() -> Iterator[None]:
     selective = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
     with ExitStack() as hidden:
         if any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack()):

@@ -4,6 +4,8 @@ each other what came (AG), before R they sum what each made of it (RS).
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from pmoe.comm.sharing import Sharing
@@ -18,11 +20,9 @@ from pmoe.schedule.tasks import Kind
 class _Sharded(Pass):
     brought_by_S, taken_by_R = "arrived", "leaving"
 
-    @property
+    @functools.cached_property
     def sharing(self) -> Sharing:
-        found = self.plan.modules.sharing
-        assert found is not None
-        return found
+        return Sharing(self.plan.modules.grid.inside, self.plan.modules.traffic)
 
     def make_buffers(self, i: int) -> None:
         super().make_buffers(i)

@@ -22,7 +22,7 @@ SHARED: Unit = (-1, "_S")
 class _WithSharedExpert(Pass):
     @property
     def shared(self) -> Experts:
-        found = self.plan.modules.shared
+        found = self.plan.modules.shared_expert
         assert found is not None
         return found
 
@@ -46,8 +46,7 @@ class ForwardWithSharedExpert(_WithSharedExpert, Forward):
     def compute_shared(self, _chunk: int) -> None:
         inputs, shared = self.inputs, self.shared
         assert inputs.shared_weight_T is not None
-        inside = inputs.autocast is not None and shared.runs_under_autocast
-        with torch.autocast(self.source_TM.device.type, enabled=inside, dtype=inputs.autocast):
+        with inputs.autocast_for(shared):
             _, hidden = shared.compute(
                 self.source_TM,
                 inputs.shared_weight_T,

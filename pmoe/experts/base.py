@@ -99,7 +99,7 @@ class Experts(nn.Module, abc.ABC):
     """Whether compute expects the caller's autocast state (user modules), or cast operands and none."""
     is_parallelized = False
     """Whether `pmoe.parallelize` has laid the parameters out over ranks: stacked ones are DTensors."""
-    built = 0.0
+    built = ""
     """A digest of values that they were built with, to be compared at a layer's first call."""
     reduce: Reduce | None = None
     """What becomes of the parameters' gradients at the end of each backward pass, where parallelize says."""

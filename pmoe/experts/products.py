@@ -10,7 +10,7 @@ Letters: I in-features, O out-features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,18 +50,20 @@ class RowGroups:
                 yield expert, slice(start, start + count)
             start += count
 
-    def parts(self, *rows: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    @functools.cached_property
+    def with_rows(self) -> list[int]:
+        """The experts that have rows."""
+        return [expert for expert, count in enumerate(self.counts) if count]
+
+    def parts(self, *rows: Tensor) -> Iterable[tuple[int, tuple[Tensor, ...]]]:
         """(expert, its rows of each tensor) for each expert that has rows.
 
         One operation a tensor, or none: on a GPU the host's own time is what products wait for."""
-        experts = [expert for expert, count in enumerate(self.counts) if count]
-        if len(experts) == 1:
-            yield experts[0], rows
-        elif experts:
-            sizes = [self.counts[expert] for expert in experts]
-            yield from zip(
-                experts, zip(*(each.split_with_sizes(sizes) for each in rows), strict=True), strict=True
-            )
+        experts = self.with_rows
+        if len(experts) < 2:
+            return zip(experts, (rows,), strict=False)
+        sizes = [self.counts[expert] for expert in experts]
+        return zip(experts, zip(*(each.split_with_sizes(sizes) for each in rows), strict=True), strict=True)
 
 
 def choice(
@@ -73,15 +75,10 @@ def choice(
     out: Tensor | None = None,
 ) -> str:
     """PMOE, GROUPED_MM or LOOP: who is to compute this product; see `ProductOperands`."""
-    if not _asks(first) or not groups.num_rows:
-        return LOOP
+    if not groups.num_rows or not (first.is_cuda or PRODUCTS.forced is not None):
+        return LOOP  # on the CPU it is as fast as any, and writes in place
     operands = ProductOperands(form, first, second, len(groups.counts), bias, out)
     return PRODUCTS.choose(operands.request, operands)
-
-
-def _asks(rows: Tensor) -> bool:
-    """On the CPU a loop is as fast as any, and writes in place."""
-    return rows.is_cuda or PRODUCTS.forced is not None
 
 
 def expert_product(
@@ -176,7 +173,7 @@ class GradientSum:
 
     def add_bias(self, grad_NO: Tensor, groups: RowGroups) -> None:
         """total[e] += sum of grad over the rows of e"""
-        if _asks(grad_NO) and groups.num_rows and grad_NO.element_size() == 2:
+        if grad_NO.element_size() == 2 and (grad_NO.is_cuda or PRODUCTS.forced is not None):
             # A product with a column of ones sums in a fixed order; scattered atomic adds would not.
             ones = grad_NO.new_ones(grad_NO.shape[0], 8)
             way = choice("weight", grad_NO, ones, groups)

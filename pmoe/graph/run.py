@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pmoe.comm.ranks import Ranks, digest, from_first, gathered, same
+from pmoe.comm.agreement import digest, from_first, gathered, same
+from pmoe.comm.ranks import Ranks
 from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from pmoe import __version__
 from pmoe.arguments import check_count, check_flag, check_int, check_module, check_path
-from pmoe.comm.ranks import Ranks, from_first
+from pmoe.comm.agreement import from_first
+from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import Journal, recording
 from pmoe.integrations import run_folder as files
 from pmoe.integrations.statistics import LayerStats, Stats, layers_of, stats

@@ -10,12 +10,22 @@ from dataclasses import fields
 
 import torch
 
-from pmoe.comm.ranks import digest, gathered, same
+from pmoe.comm.agreement import digest, gathered, same
+from pmoe.experts.wrapped import COPIED, sampled
 from pmoe.layer.parts import Parts
-from pmoe.layer.wrapped import COPIED, sampled
 
-NOT_COMPARED = {"spec", "grid", "trusts_gate", "scalars", "callbacks", "gradients", "traffic", "known"}
-"""Of `Parts`: what is compared in other words, or may differ."""
+NOT_COMPARED = {
+    "gate",
+    "spec",
+    "grid",
+    "trusts_gate",
+    "scalars",
+    "callbacks",
+    "gradients",
+    "traffic",
+    "known",
+}
+"""Of `Parts`: what is compared first or in other words, or may differ."""
 
 PLAIN = (bool, int, float, str, torch.dtype)
 
@@ -26,9 +36,8 @@ def check_alike(parts: Parts) -> None:
     given = options_in_words(parts)
     like = parts.like
     device = torch.device("cpu") if like is None else like.device
-    digests = [float(digest([value])) for value in given.values()]
     built, now = parts.experts.built, sampled(parts.experts)
-    digests += [built, now, float(built == now)]
+    digests = [float(digest([value])) for value in (*given.values(), built, now)] + [float(built == now)]
     *agree, were_same, are_same, all_changed_or_none = same(
         parts.ranks, device, digests, stage="comparing the layer's options"
     )
@@ -51,7 +60,7 @@ def options_in_words(parts: Parts, *, of_users: bool = False) -> dict[str, str]:
     """Every option of the spec by its name, and of every module its class and settings. of_users: also those
     of classes that are not pmoe's, where ranks may differ."""
     spec = {field.name: getattr(parts.spec, field.name) for field in fields(parts.spec)}
-    names = [field.name for field in fields(parts) if field.name not in NOT_COMPARED]
+    names = ["gate", *(field.name for field in fields(parts) if field.name not in NOT_COMPARED)]
     others = {
         "callbacks": f"{'without' if parts.hooks is None else 'with'} hooks inside the layer",
         "a GradientReducer": parts.gradients is not None,

@@ -65,10 +65,14 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
         )
     if parts.shared_gate is not None and parts.shared_expert is None:
         raise ValueError("shared_gate (True) must be False without a shared_expert")
+    if parts.shared_expert is not None and getattr(parts.gate, "mixes_tokens", False):
+        raise ValueError("shared_expert must be None with SoftMoE, which mixes tokens")
     if isinstance(pair, Restore) and pair.offloads:
-        from pmoe.layer.memory import check_host_memory
+        from pmoe.engine.offloaded import check_host_memory
 
-        check_host_memory(pair, parts.like, device)
+        check_host_memory(
+            pair, torch.empty(0, device=device).device if parts.like is None else parts.like.device
+        )
     if spec.memory_budget is not None:
         from pmoe.layer.memory import check_budget
 
@@ -99,7 +103,7 @@ def make_layer_gate(
         if made.mixes_tokens and capacity_factor is not None:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
         return made
-    from pmoe.layer.given import check_gate
+    from pmoe.layer.own_gate import check_gate
 
     check_gate(gate, capacity_factor, normalize_gate, z_loss_weight)
     return gate
@@ -112,14 +116,14 @@ def make_experts(
     bias: bool,
     options: dict[str, Any],
 ) -> Experts:
+    sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
     if isinstance(expert, str):
-        sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
         stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
         initialise(stacked, first_expert=layer.first_expert)
         return stacked
-    from pmoe.layer.given import given_experts
+    from pmoe.experts.given import given_experts
 
-    return given_experts(layer, expert, options)
+    return given_experts(expert, sizes, layer.shard, layer.first_expert, options)
 
 
 def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Grid:

@@ -114,10 +114,9 @@ def decide(call: Call) -> Decision:
 
 def run(decision: Decision) -> Tensor:
     """The tokens' results, (T, M)."""
-    routed = decision.routed
-    with routed.autocast_for(decision.call.parts):
-        y_TM = run_experts(decision.runner, decision.inputs, needs_grad=decision.needs_grad)
-    mix = routed.routing.mix
+    inputs, mix = decision.inputs, decision.routed.routing.mix
+    with inputs.autocast_for(decision.call.parts.experts):
+        y_TM = run_experts(decision.runner, inputs, needs_grad=decision.needs_grad)
     return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
 
 

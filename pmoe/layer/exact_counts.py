@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.comm.ranks import telling
+from pmoe.engine.orders import Orders, PlanFor
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints
-from pmoe.layer.choose import Batch, choose, slots_to_ask
+from pmoe.layer.choose import choose, slots_to_ask
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.orders import Orders, PlanFor
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Routed, make_inputs, route_batch
 from pmoe.ordering.sorted import Tokens
@@ -31,8 +31,7 @@ def decide(call: Call) -> Decision:
 
     def agree() -> Agreed:
         counts = shared_counts(exchange, routed)
-        batch = Batch(parts, routed, counts, inputs, orders.plans(counts))
-        return Agreed(counts=counts, choice=choose(batch))
+        return Agreed(counts=counts, choice=choose(parts, counts, inputs, orders.plans(counts)))
 
     agreed = call.replay.once(agree)
     assert agreed.counts is not None
@@ -47,7 +46,7 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
     count = routing.expert.shape[0] if routing.token is None else routed.num_tokens
     kind = Orders
     if call.parts.spec.send_once:
-        from pmoe.layer.once_orders import OnceOrders
+        from pmoe.engine.once import OnceOrders
 
         kind = OnceOrders
     return routed, kind(call.parts, routing.expert, routing.keep, Tokens(count, routing.token))

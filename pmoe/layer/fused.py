@@ -15,7 +15,7 @@ from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
-from pmoe.layer.choose import Batch, choose
+from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
 from pmoe.layer.parts import Call, Parts
@@ -85,8 +85,8 @@ def decide(call: Call) -> Decision:
         if steps is not None and not (parts.spec.fused == "forward" and counts.needs_grad):
             return Agreed(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(parts)
-        batch = Batch(parts, routed, counts, inputs, orders.plans(counts))
-        return Agreed(counts=counts, steps=steps, choice=choose(batch, restore))
+        choice = choose(parts, counts, inputs, orders.plans(counts), restore)
+        return Agreed(counts=counts, steps=steps, choice=choice)
 
     agreed = replay.once(agree)
     shared, choice, steps = agreed.counts, agreed.choice, agreed.steps
@@ -151,7 +151,7 @@ def make_request(
         d_model=parts.spec.d_model,
         d_hidden=stacked(parts).w2.shape[2],
         activation=activation_of(stacked(parts)),
-        experts=parts.num_local_experts,
+        experts=parts.experts.num_local_experts,
         top_k=parts.spec.top_k,
         max_tokens=max_tokens,
         max_rows=max_rows,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from pmoe.arguments import MOST, is_int
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.hierarchical import HierarchicalExchange
-from pmoe.engine.arena import pool
 from pmoe.experts.base import Experts, local_part
 from pmoe.gates.base import Gate
 from pmoe.layer.parts import Parts
@@ -194,16 +192,3 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
 
 def _elements_of(experts: Experts) -> int:
     return sum(local_part(each).numel() for each in experts.parameters())
-
-
-def check_host_memory(restore: Restore, like: Tensor | None, device: torch.device | str | None) -> None:
-    """Raises ValueError where a layer that offloads is built with no host memory left."""
-    where = torch.empty(0, device=device).device if like is None else like.device
-    if where.type == "meta":
-        return  # it is not known yet where the layer will run
-    host = pool(where).host
-    if not host.free_bytes:
-        raise ValueError(
-            f"memory_reuse ({restore}) must not offload with no host memory left: {host.free_bytes} of "
-            f"{host.limit_bytes} bytes are left"
-        )

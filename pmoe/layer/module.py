@@ -167,13 +167,16 @@ class MoELayer(nn.Module):
         self.experts.mark_parameters()
         self.shared_expert: Experts | None = None
         if shared_expert is not None:
-            from pmoe.layer.given import make_shared
+            from pmoe.experts.given import shared_experts
 
-            self.shared_expert = make_shared(self, shared_expert, expert, activation, bias, options)
+            kind = expert if isinstance(expert, str) else "ffn"
+            self.shared_expert = shared_experts(
+                shared_expert, kind, self.d_model, activation, bias, self.num_experts, options
+            )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, device)
         if self.ranks.size > 1:
-            from pmoe.layer.wrapped import sampled
+            from pmoe.experts.wrapped import sampled
 
             self.experts.built = sampled(self.experts)
 

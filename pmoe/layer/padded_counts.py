@@ -8,30 +8,19 @@ routes again.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import CountsExchange
-from pmoe.engine.padding import Splits, make_padding
+from pmoe.engine.orders import Orders
+from pmoe.engine.padding import PaddedKind, Splits, check_same_calls, make_padding
 from pmoe.gates.capacity import expert_capacity
-from pmoe.layer.choose import Batch, choose
+from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts
-from pmoe.layer.orders import Orders
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Routed, make_inputs, route_batch
 from pmoe.ordering.sorted import Tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddedKind:
-    """What padded calls of one kind share. needs_grad: whether backward may follow. dtype: of the rows."""
-
-    num_tokens: int
-    needs_grad: bool
-    dtype: torch.dtype
 
 
 def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
@@ -56,7 +45,7 @@ def decide(call: Call) -> Decision:
 
     def agree() -> Agreed:
         _compare(call, routed, kind)
-        return Agreed(choice=choose(Batch(parts, routed, counts, inputs, plan_for)))
+        return Agreed(choice=choose(parts, counts, inputs, plan_for))
 
     choice = call.replay.once(agree).choice
     totals = CallCounts(counts.on_host(), kind.num_tokens, kept_E)
@@ -71,7 +60,9 @@ def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
     if kind in known and not (always or is_again):
         return
     if parts.ranks.size > 1 or is_again:
-        compare_ranks(parts, kind, routed)
+        where, fault = routed.x_TM.device, routed.gated.fault
+        exchange = kind.exchange(parts.grid, parts.spec.num_experts, where, fault, parts.traffic)
+        check_same_calls(shared_counts(exchange, routed))
     if len(known) >= 256:  # on every rank at the same call
         known.clear()
     known.add(kind)
@@ -92,30 +83,3 @@ def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
         capacity=min(capacity, num_tokens),  # a token's experts are distinct
         bins=math.lcm(*spec.degrees),
     )
-
-
-def compare_ranks(parts: Parts, kind: PaddedKind, routed: Routed) -> None:
-    """Raises ValueError, on every rank, where ranks do not make the same call, or any reports a fault.
-    Collective, with one host synchronisation."""
-    facts_FE = torch.empty(2, parts.spec.num_experts, dtype=torch.int64, device=routed.x_TM.device)
-    facts_FE[0], facts_FE[1] = kind.num_tokens, kind.needs_grad
-    exchange = CountsExchange(
-        parts.grid,
-        facts_FE,
-        num_tokens=kind.num_tokens,
-        fault=routed.gated.fault,
-        needs_grad=kind.needs_grad,
-        dtype=kind.dtype,
-        traffic=parts.traffic,
-    )
-    tokens, needs_grad = shared_counts(exchange, routed).recv[:, :, 0].tolist()
-    if len(set(tokens)) > 1:
-        told = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(tokens))
-        raise ValueError(
-            f"x must have the same number of tokens on every rank with pad_to_capacity (True): {told}"
-        )
-    if len(set(needs_grad)) > 1:
-        raise ValueError(
-            "gradients must be asked for on every rank or on none with pad_to_capacity (True): they are not "
-            f"on rank {', '.join(str(rank) for rank, needs in enumerate(needs_grad) if not needs)}"
-        )

@@ -5,7 +5,6 @@ What is wrong on one rank becomes a `Fault`, which travels with the row counts: 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,11 +61,6 @@ class Routed:
         """Of the rows as the experts get them."""
         return self.autocast or self.x_TM.dtype
 
-    def autocast_for(self, parts: Parts) -> AbstractContextManager[None]:
-        """The autocast state in which experts compute: the caller's for modules, else none."""
-        inside = self.autocast is not None and parts.experts.runs_under_autocast
-        return torch.autocast(self.x.device.type, enabled=inside, dtype=self.autocast)
-
 
 def route_batch(call: Call) -> Routed:
     """Checks the input and lets the gate decide. One rank alone raises at once; among several a rank that
@@ -103,7 +97,7 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
     routing = _ask_gate(call, x_TM)
     fault: Tensor | Fault = Fault.NONE
     if not parts.trusts_gate:
-        from pmoe.layer.check_routing import check_routing, clamped_with_fault
+        from pmoe.layer.own_gate import check_routing, clamped_with_fault
 
         check_routing(parts, routing, x_TM.shape[0])
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)

@@ -10,20 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from pmoe.comm.mesh import grid_of_mesh
 from pmoe.experts import initialise, seeded
 from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.wrapped import sampled
 from pmoe.gates.base import Gate
 from pmoe.layer.build import check_fit
 from pmoe.layer.parts import Parts
-from pmoe.layer.wrapped import sampled
 
 
 def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
     """As `pmoe.MoELayer.check_spread`."""
-    spec, like = parts.spec, parts.like
+    spec, like, held = parts.spec, parts.like, parts.experts.num_local_experts
     is_meta = like is not None and like.is_meta
     if parts.ranks.size > 1 and not is_meta:
         raise ValueError(
             f"a layer built over {parts.ranks.size} ranks must not be spread over others: this rank has "
-            f"only {parts.num_local_experts} of {spec.num_experts} experts; build it with mesh={mesh}, or "
+            f"only {held} of {spec.num_experts} experts; build it with mesh={mesh}, or "
             "on one rank (before init_process_group, or with a group of one rank)"
         )
     if parts.gradients is not None:
@@ -44,7 +44,7 @@ def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
 
 def reset_parameters(parts: Parts) -> None:
     """As `pmoe.MoELayer.reset_parameters`."""
-    first_expert = parts.grid.across.rank * parts.num_local_experts
+    first_expert = parts.grid.across.rank * parts.experts.num_local_experts
     if isinstance(parts.gate, Gate):
         parts.gate.reset_parameters()
     else:
@@ -57,7 +57,7 @@ def reset_parameters(parts: Parts) -> None:
             seeded(lambda i: resets[i](), first_expert=first, count=len(resets))  # noqa: B023
     if parts.shared_gate is not None:
         parts.shared_gate.reset_parameters()
-    parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else 0.0
+    parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else ""
 
 
 def reset_modules(module: nn.Module) -> None:

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.agreement import largest
 from pmoe.comm.base import all_to_all
-from pmoe.comm.ranks import Ranks, at_stage, largest
+from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.comm.topology import node_ids
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 

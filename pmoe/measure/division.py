@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from pmoe.comm.ranks import Ranks, digest, from_first, same
+from pmoe.comm.agreement import digest, from_first, same
+from pmoe.comm.ranks import Ranks
 from pmoe.kernels.extension import device_name
 from pmoe.kernels.product_request import bucket
 from pmoe.measure.store import (

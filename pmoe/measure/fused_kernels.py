@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_not_negative
+from pmoe.comm.agreement import Agree, digest, largest
 from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
-from pmoe.comm.ranks import Agree, Ranks, digest, largest
+from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.route import Routes, route

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.agreement import largest
 from pmoe.comm.base import Traffic
-from pmoe.comm.ranks import Ranks, at_stage, largest
+from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.comm.sharing import Sharing
 from pmoe.measure.bench import (
     AGREEING,

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field
 
 import torch
 
-from pmoe.comm.ranks import Agree, digest
+from pmoe.comm.agreement import Agree, digest
 from pmoe.kernels.extension import Architecture, loaded_architecture
 from pmoe.kernels.product_request import ProductRequest
 from pmoe.kernels.registry import MeasuredChoice, Registry

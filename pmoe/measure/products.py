@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pmoe.comm.ranks import Ranks, largest
+from pmoe.comm.agreement import largest
+from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm

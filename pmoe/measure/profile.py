@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from pmoe.comm.ranks import Ranks, from_first, largest
+from pmoe.comm.agreement import from_first, largest
+from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import AGREEING, identity
 from pmoe.measure.operations import measure_operations, part_of
 from pmoe.measure.rates import measure

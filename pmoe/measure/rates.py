@@ -18,7 +18,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from pmoe.comm.ranks import Ranks, from_first
+from pmoe.comm.agreement import from_first
+from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import (
     COMMUNICATE,
     COMPUTE,

@@ -17,7 +17,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.ranks import Agree, Ranks
+from pmoe.comm.agreement import Agree
+from pmoe.comm.ranks import Ranks
 from pmoe.warn import log
 
 Part = TypeVar("Part")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pmoe.comm.agreement import digest, largest, same
 from pmoe.comm.heap import HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
-from pmoe.comm.ranks import Ranks, digest, largest, same
+from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet as kernels
 from pmoe.kernels.comet import Steps
 from pmoe.kernels.product_request import bucket

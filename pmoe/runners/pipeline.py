@@ -40,11 +40,15 @@ class PipelineRunner:
 def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
     """moves: T_DI or T_M is copied away, or fetched from where forward kept it."""
     parts: list[tuple[type[Forward], type[Backward]]] = []
+    if plan.padding is not None:
+        from pmoe.engine.padding import PaddedBackward, PaddedForward
+
+        parts.append((PaddedForward, PaddedBackward))
     if plan.modules.hooks is not None:
         from pmoe.engine.hooked import HookedBackward, HookedForward
 
         parts.append((HookedForward, HookedBackward))
-    if plan.modules.shared is not None:
+    if plan.modules.shared_expert is not None:
         from pmoe.engine.shared_expert import BackwardWithSharedExpert, ForwardWithSharedExpert
 
         parts.append((ForwardWithSharedExpert, BackwardWithSharedExpert))

@@ -1,34 +1,30 @@
 """The granularity search on real steps: MPipeMoE's searchBestGran(B), and what layers learn together.
 
-Layers of one key on one group share what they learn. A trial runs both passes of the experts' part of a
-layer on the batch at hand, through the plan that the layer itself would make, and leaves nothing behind.
+Layers of one key on one group share what they learn.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from pmoe.comm.ranks import Ranks, digest, from_first, largest
-from pmoe.engine.autograd import Runner
-from pmoe.engine.passes import Inputs
-from pmoe.measure.rounds import begin_together, clock_of, median_seconds
+from pmoe.comm.agreement import digest, from_first
+from pmoe.comm.ranks import Ranks
 from pmoe.measure.store import PathLike, cache_path, load_json, save_json
+from pmoe.planner.degree import Choice
 from pmoe.planner.granularity import GranularityTable, PassDegrees
+from pmoe.runners.trials import Batch, adaptive_degree, tried_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.warn import log, warn_once
 
 # ---- the file of what trials found: a table for each restore pair and type of rows
 
-
-C = TypeVar("C")
 
 FORMAT = 2
 """Of the file; another one is refused. 2: a key of all that changes the time, several tables."""
@@ -89,11 +85,7 @@ def _check_key(found: Any, here: Mapping[str, Any]) -> None:
         raise ValueError(f"holds the degrees of another layer, group or machine: {told}")
 
 
-# ---- trials
-
-
-REPEATS, CLOSE, MORE = 3, 1.15, 7
-"""Runs of each candidate, and then of those that take at most so many times the fastest one's seconds."""
+# ---- what is learnt
 
 
 @dataclass
@@ -170,69 +162,52 @@ def _kept(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) 
         return {}
 
 
+def degrees(batch: Batch, restore: Restore, learnt: Learnt | None) -> PassDegrees:
+    """n known for this many tokens, or found by trials where they are worth it; else by a rule. learnt: None
+    where nothing was tried."""
+    modules, counts = batch.modules, batch.counts
+    ruled = adaptive_degree(batch.rows, 2 if modules.rotates else modules.grid.all.size)
+    if learnt is None:
+        return PassDegrees(ruled, ruled)
+    known = learnt.table(restore, batch.inputs.x_TM.dtype)
+    found = known.lookup(counts.max_tokens)
+    if found is not None or not batch.may_be_tried:
+        return found or PassDegrees(ruled, ruled)
+
+    def seconds_of(tried: Sequence[PassDegrees]) -> list[tuple[float, float]]:
+        return tried_seconds(batch, [Choice(**vars(each), restore=restore) for each in tried])
+
+    found = search(known, counts.max_tokens, batch.degrees, seconds_of, apart=batch.apart)
+    learnt.keep()
+    return found
+
+
 def search(
     known: GranularityTable,
     max_tokens: int,
     candidates: Sequence[int],
-    runner_of: Callable[[PassDegrees], Runner | None],
-    inputs: Inputs,
-    ranks: Ranks,
+    seconds_of: Callable[[Sequence[PassDegrees]], list[tuple[float, float]]],
+    *,
+    apart: bool,
 ) -> PassDegrees:
     """Finds by trials the degrees for ``max_tokens`` tokens, the largest number of a rank, and records them.
 
-    runner_of: what runs a call with these degrees, None where a layer does not allow them. First every n for
-    both passes; then, if forward and backward have different best n, that pair.
+    seconds_of: of both passes with each of some degrees. First every n for both passes; then, if forward and
+    backward have different best n, and a layer allows that (``apart``), these.
     """
     forward, backward, seconds = {}, {}, {}
     log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, candidates)), max_tokens)
     same = [PassDegrees(n, n) for n in candidates]
-    for degrees, (ahead, back) in zip(same, trials(same, runner_of, inputs, ranks), strict=True):
+    for degrees, (ahead, back) in zip(same, seconds_of(same), strict=True):
         forward[degrees.forward], backward[degrees.backward] = ahead, back
         seconds[degrees] = ahead + back
-    apart = PassDegrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
-    if apart not in seconds and runner_of(apart) is not None:
-        ((ahead, back),) = trials([apart], runner_of, inputs, ranks)
-        seconds[apart] = ahead + back
+    each = PassDegrees(min(forward, key=lambda n: forward[n]), min(backward, key=lambda n: backward[n]))
+    if each not in seconds and apart:
+        ((ahead, back),) = seconds_of([each])
+        seconds[each] = ahead + back
     best = known.record(max_tokens, seconds)
     told = ", ".join(f"{d.forward}/{d.backward}: {s * 1e3:.3g} ms" for d, s in seconds.items())
     log.info(
         "pipeline=True takes n=%d/%d for %d tokens a rank (%s)", best.forward, best.backward, max_tokens, told
     )
     return best
-
-
-def trials(
-    candidates: Sequence[C],
-    runner_of: Callable[[C], Runner | None],
-    inputs: Inputs,
-    ranks: Ranks,
-) -> list[tuple[float, float]]:
-    """Median seconds of forward and backward for each of candidates: one untimed step each, then in turns.
-
-    Those close to the fastest run again: a step on a CPU differs by a tenth from the next like it. All ranks
-    take the slowest rank's medians, and so the same candidates again.
-    """
-    device = inputs.x_TM.device
-    clock = clock_of(device)
-    runs = [functools.partial(_run_both, runner_of(each), inputs, clock) for each in candidates]
-    agree = functools.partial(largest, ranks, device, stage="agreeing on the fastest trials")
-    timed = functools.partial(median_seconds, begin=begin_together(ranks), agree=agree)
-    found = timed(runs, REPEATS)
-    close = [at for at, each in enumerate(found) if sum(each) <= CLOSE * min(map(sum, found))]
-    if len(close) > 1:
-        for at, each in zip(close, timed([runs[at] for at in close], MORE, warm_up=0), strict=True):
-            found[at] = each
-    return [(ahead, back) for ahead, back in found]
-
-
-@torch.no_grad()
-def _run_both(runner: Runner | None, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
-    """Runs both passes, T_O as its own gradient, and drops all results: the seconds of each."""
-    assert runner is not None
-    start = now()
-    y_TM, saved = runner.forward(inputs, keep=True)
-    middle = now()
-    assert saved is not None
-    wanted = [tensor is not None and tensor.requires_grad for tensor in inputs.all]
-    saved.backward(saved.tensors, wanted, y_TM)
-    return middle - start, now() - middle

@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pmoe.comm.ranks import Grid, largest
+from pmoe.comm.agreement import largest
+from pmoe.comm.ranks import Grid
 from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
 from pmoe.planner.candidates import TriedBy

@@ -47,13 +47,13 @@ class ChunkRows:
     inside: ranks that share each expert.
     """
 
-    send: tuple[int, ...]
-    received: tuple[int, ...]
-    local: tuple[int, ...]
-    home: tuple[int, ...]
-    regrouped: tuple[bool, ...]
-    arrived: tuple[int, ...] | None = None
-    gathered: tuple[int, ...] | None = None
+    send: Sequence[int]
+    received: Sequence[int]
+    local: Sequence[int]
+    home: Sequence[int]
+    regrouped: Sequence[bool]
+    arrived: Sequence[int] | None = None
+    gathered: Sequence[int] | None = None
     inside: int = 1
 
 
@@ -150,13 +150,11 @@ def aligned(num_bytes: int) -> int:
 
 def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
     """Elements of each ring slot: as many as the largest of its buffers."""
-    shapes = {name: sizes.of(name) for _, name, _, _ in schedule.turns}
     largest: dict[str, int] = {}
-    for _, name, chunk, slot in schedule.turns:
-        rows, columns = shapes[name]
-        elements = rows[chunk] * columns
-        if elements >= largest.get(slot, 0):
-            largest[slot] = elements
+    for name, turns in schedule.turns.items():
+        rows, columns = sizes.of(name)
+        for _, chunk, slot in turns:
+            largest[slot] = max(largest.get(slot, 0), rows[chunk] * columns)
     return largest
 
 

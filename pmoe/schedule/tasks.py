@@ -116,13 +116,21 @@ class Schedule:
     slots: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
-    def turns(self) -> tuple[tuple[str, str, int, str], ...]:
-        """(buffer, its name, its chunk, the slot) of each buffer that takes a turn in a slot.
+    def lanes(self) -> frozenset[Lane]:
+        """Those that have tasks."""
+        return frozenset(task.lane for task in self.tasks)
 
-        Example: ("T_M_L.3", "T_M_L", 3, "T_M[0]").
+    @functools.cached_property
+    def turns(self) -> dict[str, list[tuple[str, int, str]]]:
+        """By name, the buffers that take turns in slots: (buffer, its chunk, its slot).
+
+        Example: "T_M_L" -> [("T_M_L.3", 3, "T_M[0]")].
         """
-        parts = ((buffer, *buffer.rpartition("."), slot) for buffer, slot in self.slots.items())
-        return tuple((buffer, name, int(chunk), slot) for buffer, name, _, chunk, slot in parts)
+        found: dict[str, list[tuple[str, int, str]]] = {}
+        for buffer, slot in self.slots.items():
+            name, _, chunk = buffer.rpartition(".")
+            found.setdefault(name, []).append((buffer, int(chunk), slot))
+        return found
 
     @functools.cached_property
     def num_weight_gradients(self) -> int:

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from pmoe.arguments import check_count, check_module, check_path, is_int, plain_int
-from pmoe.comm.ranks import Ranks, from_first, gathered
+from pmoe.comm.agreement import from_first, gathered
+from pmoe.comm.ranks import Ranks
 from pmoe.training import checkpoint_files as files
 from pmoe.training import checkpoint_state as states
 from pmoe.training.checkpoint_files import CheckpointError

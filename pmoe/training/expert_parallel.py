@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pmoe.arguments import check_flag, check_module, list_of
+from pmoe.comm.agreement import largest, same
 from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
-from pmoe.comm.ranks import Grid, Ranks, at_stage, largest, same, wait_for
+from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
 from pmoe.experts.base import Experts, is_expert, local_part
 from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer

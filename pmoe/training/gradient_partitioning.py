@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pmoe.comm.ranks import Ranks, from_first
+from pmoe.comm.agreement import from_first
+from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 from pmoe.layer.memory import memory_shape
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of

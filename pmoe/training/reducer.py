@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pmoe.arguments import check_flag, check_module
-from pmoe.comm.ranks import Ranks, gathered
+from pmoe.comm.agreement import gathered
+from pmoe.comm.ranks import Ranks
 from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer

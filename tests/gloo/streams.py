@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from pmoe.comm import base, hierarchical, sharing
 from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.engine import arena, cuda_lanes, lanes
+from pmoe.engine import arena, cuda_lanes, offloaded
 from pmoe.engine import lanes as engine
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.host_pool import HostPool
@@ -302,8 +302,7 @@ def watching() -> Iterator[Watch]:
         return watch.message(rows, out, all_to_all(rows, send, out, recv, group), group)
 
     with (
-        mock.patch.object(lanes, "torch", SimpleNamespace(cuda=cuda)),  # torch itself stays as it is
-        mock.patch.object(cuda_lanes, "torch", SimpleNamespace(cuda=cuda)),
+        mock.patch.object(cuda_lanes, "torch", SimpleNamespace(cuda=cuda)),  # torch itself stays as it is
         mock.patch.object(CudaLanes, "_streams", {}),
         mock.patch.object(engine, "lanes_for", watched_lanes),
         mock.patch.object(base, "all_to_all", watched_message),
@@ -311,8 +310,8 @@ def watching() -> Iterator[Watch]:
         mock.patch.object(hierarchical, "all_to_all", watched_message),
         mock.patch.object(HostPool, "take", watched_take),
         mock.patch.object(arena, "LARGE_BYTES", 1 << 62),  # on a GPU all memory is torch's
-        mock.patch.object(lanes, "current_stream", lambda tensor: watch.current),
-        mock.patch.object(lanes, "hold_for", watch.hold_for),
+        mock.patch.object(offloaded, "current_stream", lambda tensor: watch.current),
+        mock.patch.object(offloaded, "hold_for", watch.hold_for),
         watch,
     ):
         yield watch

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.ranks import Ranks, from_first, gathered, largest, same
+from pmoe.comm.agreement import from_first, gathered, largest, same
+from pmoe.comm.ranks import Ranks
 from tests.pool import ranks
 
 CPU = torch.device("cpu")

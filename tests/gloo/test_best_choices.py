@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 
 import pmoe
-from pmoe.layer import predicted
-from pmoe.layer import searched as layer_searched
+from pmoe.layer import chosen
 from pmoe.layer.memory import memory_shape
 from pmoe.planner.candidates import bound
 from pmoe.planner.cost_model import Interference
@@ -19,7 +18,7 @@ from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.runners import pipeline, searched
+from pmoe.runners import pipeline, searched, trials
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from tests.gloo.kit import build
 from tests.kit import D_HIDDEN, D_MODEL, tokens
@@ -73,7 +72,7 @@ def tried_job(
     searched._learnt.clear()
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),  # no file of an earlier run answers
-        mock.patch.object(searched, "clock_of", lambda *_: lambda: clock.now),
+        mock.patch.object(trials, "clock_of", lambda *_: lambda: clock.now),
         mock.patch.object(pipeline.PipelineRunner, "forward", forward),
         mock.patch.object(pipeline, "_backward", backward),
     ):
@@ -154,8 +153,8 @@ def chosen_job(
         return [(trials.get(each.restore, trials.get(each.forward)), 0.0) for each in choices]
 
     with (
-        mock.patch.object(predicted, "profile_of", lambda *_: profile(**lanes)),
-        mock.patch.object(predicted, "tried_seconds", tried),
+        mock.patch.object(chosen, "profile_of", lambda *_: profile(**lanes)),
+        mock.patch.object(chosen, "_tried", tried),
     ):
         layer = build(top_k=1, slack=SLACK, **options)
         ran = step(layer, rank)
@@ -205,10 +204,11 @@ def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
 def test_no_trial_is_made_where_a_host_is_full() -> None:
     """One that offloads would fail on that rank alone."""
     batch: Any = SimpleNamespace(
-        parts=SimpleNamespace(gradients=None), counts=SimpleNamespace(host_shortage=True)
+        may_be_tried=True,
+        modules=SimpleNamespace(gradients=None),
+        counts=SimpleNamespace(host_shortage=True),
     )
-    with mock.patch.object(layer_searched, "_tries", lambda _: True):
-        assert layer_searched.tried_seconds(batch, []) is None
+    assert chosen._tried(batch, []) is None
 
 
 WIDE = 48

@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from pmoe.comm.ranks import Ranks, largest
+from pmoe.comm.agreement import largest
+from pmoe.comm.ranks import Ranks
 from pmoe.measure.division import agreed, agreed_layer, forget, save_divisions
 from pmoe.measure.fused_kernels import sweep
 from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes

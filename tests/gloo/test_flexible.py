@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pmoe
+import pmoe.engine.orders
 import pmoe.gates
-import pmoe.layer.orders
 from pmoe.engine.cut import make_plan
 from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
@@ -313,7 +313,7 @@ def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tup
 
     with (
         mock.patch.object(solve, "operations_of", lambda *_: operations),
-        mock.patch.object(pmoe.layer.orders, "make_plan", noted),
+        mock.patch.object(pmoe.engine.orders, "make_plan", noted),
     ):
         return run(rank, world, case), seen
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm import ranks as agree
+from pmoe.comm import agreement as agree
 from pmoe.comm.heap import (
     Heap,
     HeapError,

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.ranks import Ranks, largest
+from pmoe.comm.agreement import largest
+from pmoe.comm.ranks import Ranks
 from pmoe.experts import FFNExperts, StackedExperts
 from pmoe.experts.base import Shard
 from pmoe.experts.modules import ModuleExperts

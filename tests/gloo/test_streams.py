@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe import MoELayer, Restore
-from pmoe.engine import lanes, passes
+from pmoe.engine import offloaded, passes
 from pmoe.engine.arena import pool
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.schedule.restore import ALL_PAIRS
@@ -73,13 +73,13 @@ def finish_without(*unseen: Lane) -> contextlib.AbstractContextManager[Any]:
 def hold_whole_tensors() -> contextlib.AbstractContextManager[Any]:
     """What a module saves is held for the copy where it is a tensor of its own, not where it is a part."""
 
-    hold_for = lanes.hold_for
+    hold_for = offloaded.hold_for
 
     def hold(stream: Any, tensor: Tensor) -> None:
         if tensor.nbytes == tensor.untyped_storage().nbytes():
             hold_for(stream, tensor)
 
-    return mock.patch.object(lanes, "hold_for", hold)
+    return mock.patch.object(offloaded, "hold_for", hold)
 
 
 def nothing(*args: Any) -> None:
@@ -101,7 +101,7 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "host memory is handed out too early": lambda: mock.patch.object(
         CudaLanes, "_await_readers_of_the_host", nothing
     ),
-    "modules' tensors are not held": lambda: mock.patch.object(lanes, "hold_for", nothing),
+    "modules' tensors are not held": lambda: mock.patch.object(offloaded, "hold_for", nothing),
     "parts of modules' tensors are not held": hold_whole_tensors,
     "messages end unseen": lambda: mock.patch.object(Message, "wait", lambda self: self.work.wait()),
 }

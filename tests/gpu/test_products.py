@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.comm.ranks import Ranks, largest
+from pmoe.comm.agreement import largest
+from pmoe.comm.ranks import Ranks
 from pmoe.experts import FFNExperts, StackedExperts, products
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.engine import lanes
 from pmoe.engine import lanes as engine
+from pmoe.engine import offloaded
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.recording import recording
 from pmoe.layer.spec import Switches
@@ -334,7 +334,7 @@ def test_what_modules_save_is_held_until_it_is_copied(monkeypatch: pytest.Monkey
     layer = make_layer(**options)
     slow_copies(monkeypatch, LONG, Lane.COPY_OUT, behind=poison_memory)
     if planted:
-        monkeypatch.setattr(lanes, "hold_for", lambda stream, tensor: None)
+        monkeypatch.setattr(offloaded, "hold_for", lambda stream, tensor: None)
     check_planted(layer, planted, expert=options["expert"])
 
 

@@ -65,7 +65,7 @@ ENGINE = (
     Plant(
         name="sends-on-after-a-failure",
         breaks="what follows a failed exchange is sent to peers that are still at that one",
-        file=LANES,
+        file="pmoe/engine/thread_lanes.py",
         old="            self._has_failed = True\n            self.fail(task, error)\n",
         new="            self.fail(task, error)\n",
         tests="tests/unit/test_lanes.py",

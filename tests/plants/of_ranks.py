@@ -59,8 +59,8 @@ RANKS = (
         name="own-rows-relayed",
         breaks="rows that stay are counted among those that pass through",
         file=COUNTS,
-        old="(without_own(each, self._ranks.rank) for each in",
-        new="(each for each in",
+        old="[without_own(each, self._ranks.rank) for each in rows]",
+        new="rows",
         tests="tests/gloo/test_flexible.py -k hierarchical",
     ),
     Plant(
@@ -82,7 +82,7 @@ RANKS = (
     Plant(
         name="largest-of-this-rank",
         breaks="ranks decide from numbers of their own",
-        file="pmoe/comm/ranks.py",
+        file="pmoe/comm/agreement.py",
         old="        work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group, async_op=True)\n"
         "        wait_for(work, ranks.group, agreed.is_cuda)\n",
         new="",
@@ -91,7 +91,7 @@ RANKS = (
     Plant(
         name="failed-peers-unheard",
         breaks="a rank does not look whether the one that it waits for has failed",
-        file="pmoe/comm/ranks.py",
+        file="pmoe/comm/told.py",
         old="        if store.check([FAILED]):\n",
         new="        if not store.check([FAILED]):\n",
         tests="tests/gloo/test_told.py",
@@ -123,7 +123,7 @@ RANKS = (
     Plant(
         name="copies-of-experts-refused",
         breaks="a wrapper over ranks that hold the same experts is refused as one over ranks that do not",
-        file="pmoe/layer/wrapped.py",
+        file="pmoe/experts/wrapped.py",
         old="len(ranks & own) > 1 if ranks",
         new="len(ranks) > 1 if ranks",
         tests="tests/gloo/test_wrapped.py",

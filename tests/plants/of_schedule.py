@@ -97,8 +97,8 @@ SCHEDULE = (
         name="slot-of-the-last-buffer",
         breaks="a slot is as large as the last of its buffers, not as the largest",
         file="pmoe/schedule/slots.py",
-        old="        if elements >= largest.get(slot, 0):\n            largest[slot] = elements\n",
-        new="        largest[slot] = elements\n",
+        old="largest[slot] = max(largest.get(slot, 0), rows[chunk] * columns)\n",
+        new="largest[slot] = rows[chunk] * columns\n",
         tests="tests/unit/test_reuse.py",
     ),
     Plant(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pmoe
-from pmoe.engine import lanes
+from pmoe.engine import thread_lanes
 from pmoe.integrations.transformers import borrowed
 from pmoe.measure.allocations import moment, watched
 from pmoe.runners import one_rank
@@ -147,7 +147,7 @@ def _in_one_thread() -> Iterator[None]:
         time.sleep(1e-3)
         return ended
 
-    with mock.patch.object(lanes, "_thread", lambda lane: AtOnce()):
+    with mock.patch.object(thread_lanes, "_thread", lambda lane: AtOnce()):
         dist.Work.wait = wait_and_pause  # type: ignore[method-assign]
         try:
             yield

@@ -31,12 +31,12 @@ def test_products_leave_multiprocessors_free_where_other_chunks_travel(
         for chunk in range(chunks)
     ]
     lanes = CudaLanes(
-        cast(Any, SimpleNamespace(tasks=tasks)),
+        cast(Any, SimpleNamespace(tasks=tasks, lanes={task.lane for task in tasks})),
         cast(Any, SimpleNamespace(size=ranks)),
         torch.device("cuda", 0),
     )
     found: dict[str, int] = {}
     for task in tasks:
-        lanes.run(cast(Any, task), lambda task: found.update({task.name: launch._spare.get()}))
+        lanes.run(cast(Any, task), lambda task=task: found.update({task.name: launch._spare.get()}))
     assert all(found[task.name] == spare for task in tasks if task.lane is Lane.COMPUTE)
     assert launch._spare.get() == 0, "products of others have all multiprocessors again"

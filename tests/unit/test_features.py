@@ -17,8 +17,7 @@ from torch import Tensor
 
 import pmoe
 from pmoe import warn
-from pmoe.layer import parts
-from pmoe.layer.parts import Parts
+from pmoe.layer import features
 from pmoe.runners import features as table
 from pmoe.runners.features import TAKES, Feature, refused
 from tests import featured
@@ -131,10 +130,10 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     source = Path(table.__file__).read_text(encoding="utf-8")
     module = ModuleType("planted")
     exec(source.replace("\n\n\nF = Feature", f"\n    NEW = {NEW!r}\n\n\nF = Feature"), vars(module))
-    asked = Parts._asked
-    monkeypatch.setattr(Parts, "_asked", lambda of: {**asked(of), module.Feature.NEW: True})
-    monkeypatch.setattr(parts, "Feature", module.Feature)
-    monkeypatch.setattr(parts, "refused", module.refused)
+    asked = features._asked
+    monkeypatch.setattr(features, "_asked", lambda of: {**asked(of), module.Feature.NEW: True})
+    monkeypatch.setattr(features, "Feature", module.Feature)
+    monkeypatch.setattr(features, "refused", module.refused)
     return module
 
 

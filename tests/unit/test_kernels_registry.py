@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from pmoe.comm.ranks import Agree
+from pmoe.comm.agreement import Agree
 from pmoe.kernels import extension
 from pmoe.kernels.extension import Architecture
 from pmoe.kernels.product_request import ProductRequest, bucket

@@ -373,9 +373,9 @@ def test_switches_and_the_pair_are_set_on_a_built_layer() -> None:
     assert lanes_waited_for() == 2  # computing, and what travels to this rank itself
     layer.switches = Switches()
     assert layer.switches.bypass_local and lanes_waited_for() == 1
-    assert not layer.parts.modules.sequential
+    assert not layer.parts.sequential
     layer.switches = Switches(sequential=True, one_lane=True)
-    assert layer.parts.modules.sequential and layer.parts.stages.one_lane
+    assert layer.parts.sequential and layer.parts.stages.one_lane
     layer.memory_reuse = "S4"
     layer(x)
     assert layer.ran is not None and layer.ran.restore == layer.restore == pmoe.Restore(

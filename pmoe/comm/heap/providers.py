@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pmoe.comm.agreement import gathered
 from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.collectives import warn_where_there_is_no_room
 from pmoe.comm.heap.device_memory import DeviceMemory
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.rank_heap import Heap, open_heaps
 from pmoe.comm.heap.shape import HeapShape, wait_seconds
-from pmoe.comm.ranks import Ranks, gathered
+from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import spare_blocks
 
 

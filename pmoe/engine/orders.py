@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.cut import Ordered, make_plan
-from pmoe.engine.plan import Plan
-from pmoe.layer.parts import Parts
+from pmoe.engine.plan import Modules, Plan
 from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
 from pmoe.schedule.restore import Restore
 
@@ -28,9 +27,9 @@ class Orders:
     expert_TK: (T, K) int64. keep_TK: (T, K) bool, None where all slots are kept.
     """
 
-    def __init__(self, parts: Parts, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
+    def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
         self.expert_TK, self.keep_TK, self.tokens = expert_TK, keep_TK, tokens
-        self.parts = parts
+        self.modules = modules
         self._sorted: dict[int, Ordered] = {}
         self._counted: dict[int, Tensor] = {}
 
@@ -43,19 +42,19 @@ class Orders:
     def count(self, bins: int) -> Tensor:
         """(bins, E) rows"""
         if bins not in self._counted:
-            num_experts = self.parts.spec.num_experts
+            num_experts = self.modules.num_experts
             self._counted[bins] = count_rows(self.expert_TK, self.keep_TK, bins, num_experts, self.tokens)
         return self._counted[bins]
 
     def count_once(self, bins: int) -> Tensor | None:
-        """(bins, ranks) rows, where a token goes once to a rank (`pmoe.layer.once_orders`); else None."""
+        """(bins, ranks) rows, where a token goes once to a rank (`pmoe.engine.once`); else None."""
         return None
 
     def _sort(self, n: int) -> Ordered:
         """All kept slots by chunk and expert."""
-        parts, expert_TK, keep_TK, tokens = self.parts, self.expert_TK, self.keep_TK, self.tokens
-        pieces, num_experts = parts.num_pieces(n), parts.spec.num_experts
-        slots = sort_rows(expert_TK, keep_TK, n, num_experts, parts.staying, pieces, tokens)
+        modules, expert_TK, keep_TK, tokens = self.modules, self.expert_TK, self.keep_TK, self.tokens
+        pieces = modules.num_pieces(n)
+        slots = sort_rows(expert_TK, keep_TK, n, modules.num_experts, modules.staying, pieces, tokens)
         return Ordered(
             n=n,
             pieces=pieces,
@@ -70,21 +69,18 @@ class Orders:
         """What cuts these rows into chunks, for any degrees and pair."""
 
         def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
-            forward, backward = _deep_enough(self.parts, forward, backward, restore, counts.depth)
-            plan = make_plan(self.parts.modules, self.of(forward), self.of(backward), counts, restore)
+            forward, backward = self._deep_enough(forward, backward, restore, counts.depth)
+            plan = make_plan(self.modules, self.of(forward), self.of(backward), counts, restore)
             return plan if padding is None else replace(plan, padding=padding)
 
         return plan_for
 
-
-def _deep_enough(
-    parts: Parts, forward: int, backward: int, restore: Restore, depth: dict[int, int]
-) -> tuple[int, int]:
-    """Numbers of chunks, as deep as every rank's slots need them."""
-    if depth:
-        forward, backward = forward << depth[forward], backward << depth[backward]
-    if forward % backward and parts.experts.are_modules and restore.hidden != "recompute":
-        backward = forward  # a saved graph cannot be split
-    if parts.hooks is not None or parts.spec.send_once:
-        backward = forward
-    return forward, backward
+    def _deep_enough(
+        self, forward: int, backward: int, restore: Restore, depth: dict[int, int]
+    ) -> tuple[int, int]:
+        """Numbers of chunks, as deep as every rank's slots need them."""
+        if depth:
+            forward, backward = forward << depth[forward], backward << depth[backward]
+        if forward % backward and self.modules.experts.are_modules and restore.hidden != "recompute":
+            backward = forward  # a saved graph cannot be split
+        return forward, backward if self.modules.hooks is None else forward

@@ -1,15 +1,34 @@
-"""What a gate of one's own returned, checked: its shapes and types here, its values with the row counts."""
+"""A gate of one's own, checked as it is given, and what it returned: shapes and types here, values with the
+row counts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pmoe.comm.counts import Fault
 from pmoe.gates.base import Routing
 from pmoe.layer.parts import Parts
+
+
+def check_gate(
+    gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
+) -> None:
+    """Raises TypeError for no module, ValueError for options that a gate of one's own has itself."""
+    if not isinstance(gate, nn.Module):
+        raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
+    if normalize_gate is not None or z_loss_weight:
+        raise ValueError(
+            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
+            "where gate is a module: it normalises and adds losses itself"
+        )
+    if capacity_factor is not None and getattr(gate, "decides_capacity", False):
+        raise ValueError(
+            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
+            "decides itself what is kept"
+        )
 
 
 def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:

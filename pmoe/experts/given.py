@@ -1,45 +1,29 @@
-"""What a user gives in place of a name: a gate, experts, modules as experts. And the shared expert, which not
-every layer has."""
+"""What a user gives in place of the name of a kind of experts: experts, modules, or what builds them. And the
+shared expert, which not every layer has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from pmoe.arguments import check_count, is_int
 from pmoe.experts import initialise, make_stacked, seeded
-from pmoe.experts.base import Experts
+from pmoe.experts.base import Experts, Shard
 from pmoe.experts.modules import ModuleExperts, build_modules
-
-if TYPE_CHECKING:
-    from pmoe.layer.module import MoELayer
-
-
-def check_gate(
-    gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
-) -> None:
-    """Raises TypeError for no module, ValueError for options that a gate of one's own has itself."""
-    if not isinstance(gate, nn.Module):
-        raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
-    if normalize_gate is not None or z_loss_weight:
-        raise ValueError(
-            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
-            "where gate is a module: it normalises and adds losses itself"
-        )
-    if capacity_factor is not None and getattr(gate, "decides_capacity", False):
-        raise ValueError(
-            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
-            "decides itself what is kept"
-        )
 
 
 def given_experts(
-    layer: MoELayer, expert: nn.Module | Callable[..., nn.Module], options: dict[str, Any]
+    expert: nn.Module | Callable[..., nn.Module],
+    sizes: tuple[int, int, int],
+    shard: Shard,
+    first_expert: int,
+    options: dict[str, Any],
 ) -> Experts:
-    """As layers hold them. Raises ValueError or TypeError for what is not this rank's experts."""
-    local, shard = layer.num_local_experts, layer.shard
+    """As layers hold them. sizes: d_model, d_hidden, and the number of this rank's experts. Raises ValueError
+    or TypeError for what is not this rank's experts."""
+    d_model, d_hidden, local = sizes
     if isinstance(expert, Experts | nn.ModuleList):
         given = expert if isinstance(expert, Experts) else ModuleExperts(expert)
         if given.num_local_experts != local:
@@ -63,33 +47,32 @@ def given_experts(
             f"expert ({expert!r}) must be a name, a callable that builds one expert, or a "
             f"torch.nn.ModuleList of this rank's {local} experts"
         )
-    build = build_modules(expert, layer.d_model, layer.d_hidden)
-    modules = seeded(lambda _: build(), first_expert=layer.first_expert, count=local)
+    build = build_modules(expert, d_model, d_hidden)
+    modules = seeded(lambda _: build(), first_expert=first_expert, count=local)
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
     return ModuleExperts(module.to(**options) for module in modules)
 
 
-def make_shared(
-    layer: MoELayer,
+def shared_experts(
     shared: int | nn.Module,
-    expert: object,
+    kind: str,
+    d_model: int,
     activation: str,
     bias: bool,
+    first_expert: int,
     options: dict[str, Any],
 ) -> Experts:
-    """The shared expert, of which every rank has the same. Raises ValueError or TypeError for no such one."""
-    if getattr(layer.gate, "mixes_tokens", False):
-        raise ValueError(f"shared_expert ({shared}) must be None with SoftMoE, which mixes tokens")
+    """The shared expert, of which every rank has the same. shared: its width, or a module. first_expert: a
+    number whose seed no routed expert has. Raises ValueError or TypeError for what is none."""
     made: Experts
     if isinstance(shared, nn.Module):
         made = ModuleExperts([shared])
     elif is_int(shared):
         check_count(shared_expert=shared)
-        kind = expert if isinstance(expert, str) else "ffn"
-        made = make_stacked(kind, layer.d_model, int(shared), 1, activation, bias, **options)
-        initialise(made, first_expert=layer.num_experts)  # a seed that no routed expert has
+        made = make_stacked(kind, d_model, int(shared), 1, activation, bias, **options)
+        initialise(made, first_expert=first_expert)
     else:
         raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
     made.is_parallel = False

@@ -6,6 +6,7 @@ of all ranks' as if they were one tensor. Such a model trains, plausibly and wro
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator
 
@@ -13,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pmoe.comm.ranks import digest
 from pmoe.experts.base import Experts, is_expert, local_part
-from pmoe.layer.parts import Parts
 
 DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"
 OWN = "pmoe.expert_parameters(model)"
@@ -33,19 +32,19 @@ COPIED = (
 )
 
 
-def check_wrapped(parts: Parts) -> None:
+def check_wrapped(experts: Experts, own: set[int]) -> None:
     """Raises ValueError, on every rank, where a wrapper over several of the layer's ranks has its experts.
+    own: those ranks, as numbers of all processes.
 
     A wrapper over ranks that hold the same experts, in other groups of such a layer, may have them, but not
     those of a parallelized model, whose gradients are averaged already.
     """
-    first, ddp = next(parts.experts.parameters(), None), DistributedDataParallel._get_active_ddp_module()
+    first, ddp = next(experts.parameters(), None), DistributedDataParallel._get_active_ddp_module()
     if first is not None and is_expert(first) and ddp is None:
         return  # whoever takes parameters over takes their marks off
-    own = set(parts.ranks.members)
-    for wrapper, ranks in _wrappers(parts.experts):
+    for wrapper, ranks in _wrappers(experts):
         mixes = len(ranks & own) > 1 if ranks else len(own) == dist.get_world_size()
-        if mixes or parts.experts.is_parallelized:
+        if mixes or experts.is_parallelized:
             raise ValueError(
                 f"experts' parameters must not be in {wrapper}, which averages them as if they were dense. "
                 f"Build the model anew and wrap it by {RIGHT[wrapper]}"
@@ -71,9 +70,10 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
 
 
 @torch.no_grad()
-def sampled(experts: Experts) -> float:
-    """A digest of a few values of each parameter, as bfloat16; 0.0 where there are none yet."""
+def sampled(experts: Experts) -> str:
+    """A digest of a few values of each parameter, as bfloat16; "" where there are none yet."""
     local = [local_part(each) for each in experts.parameters()]
     if any(each.is_meta for each in local):
-        return 0.0
-    return float(digest(str(each.reshape(-1)[:8].bfloat16().tolist()) for each in local))
+        return ""
+    values = [each.reshape(-1)[:8].bfloat16().tolist() for each in local]
+    return hashlib.sha256(str(values).encode()).hexdigest()

@@ -1,0 +1,79 @@
+"""Lanes of the CPU that are threads: those that copy, and those that communicate in several steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from pmoe.comm.ranks import Ranks, wait_for
+from pmoe.engine.lanes import Action, CpuLanes
+from pmoe.schedule.tasks import Lane, Schedule, Task
+
+COPIES = (Lane.COPY_OUT, Lane.COPY_IN)
+
+
+class ThreadLanes(CpuLanes):
+    """Each copy lane is a thread. in_steps: communication lanes are threads too, for their tasks wait for
+    each other, or for a part of themselves, and computing must not."""
+
+    def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool) -> None:
+        super().__init__(schedule, ranks)
+        self._in_steps, self._inference = in_steps, torch.is_inference_mode_enabled()
+        self._has_failed = False
+
+    def run(self, task: Task, action: Action) -> None:
+        if task.lane in COPIES:
+            submit: Any = _thread(task.lane).submit
+            super().run(task, functools.partial(submit, action))
+        elif self._in_steps and task.lane is not Lane.COMPUTE:
+            begun = [self._works[name][1] for name in task.waits if name in self._works]
+            awaited = [work for work in begun if isinstance(work, Future)]  # here all are threads'
+            future = _thread(task.lane).submit(self._communicate, task, action, awaited)
+            self._works[task.name] = (task, future)
+        else:
+            super().run(task, action)
+
+    def abandon(self) -> None:
+        # Copies end by themselves, and soon.
+        for task, work in self._works.values():
+            if isinstance(work, Future):
+                if task.lane in COPIES:
+                    work.result()
+                else:
+                    work.cancel()
+        super().abandon()
+        self._has_failed = True  # threads may be in the middle of their tasks
+
+    def _wait(self, name: str) -> None:
+        work = self._works[name][1]
+        if isinstance(work, Future):
+            del self._works[name]
+            work.result()  # its thread has named the stage
+        else:
+            super()._wait(name)
+
+    def _communicate(self, task: Task, action: Action, awaited: Sequence[Future[Any]]) -> None:
+        """In a lane's thread: a task of communication, begun and ended. After one that failed no other
+        begins: a peer that is still at that one would take its rows for those."""
+        for future in awaited:
+            future.result()
+        if self._has_failed:
+            return
+        try:
+            # A thread has modes of its own.
+            with torch.inference_mode(self._inference), torch.no_grad():
+                begun = action()
+                if begun is not None:
+                    wait_for(begun, self._ranks.group)
+        except Exception as error:
+            self._has_failed = True
+            self.fail(task, error)
+
+
+@functools.cache
+def _thread(lane: Lane) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix=f"pmoe {lane.value}")

@@ -1,0 +1,131 @@
+"""n and the restore pair where options leave a choice: the cheapest pair by Eq. 10, the fastest choice within
+a memory budget, n by trials and n of ``pipeline="solve"``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from pmoe.comm.counts import RankCounts
+from pmoe.engine.arena import pool
+from pmoe.engine.orders import PlanFor
+from pmoe.engine.passes import Inputs
+from pmoe.layer.choose import with_room
+from pmoe.layer.memory import memory_shape
+from pmoe.layer.parts import Parts
+from pmoe.measure.products import measure_products
+from pmoe.measure.profile import profile_of
+from pmoe.planner.candidates import Chooser, Measured
+from pmoe.planner.degree import DEGREES, SOLVE, Choice
+from pmoe.planner.granularity import PassDegrees
+from pmoe.runners.trials import Batch, tried_seconds
+from pmoe.schedule.restore import Restore
+
+
+def measure_products_of(parts: Parts, counts: RankCounts, inputs: Inputs) -> None:
+    """Has the ways to compute the experts' products measured where that has not been done."""
+    device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
+    if device.type != "cuda":  # else there is one way only
+        return
+    even_rows = counts.max_tokens * parts.spec.top_k * parts.grid.inside.size
+    for experts, rows in ((parts.experts, even_rows), (parts.shared_expert, counts.max_tokens)):
+        if experts is not None:
+            measure_products(experts, parts.ranks, dtype, device, rows, needs_grad=counts.needs_grad)
+
+
+def choose_among(
+    parts: Parts, counts: RankCounts, inputs: Inputs, plan_for: PlanFor, restore: Restore | None
+) -> Choice:
+    """As `pmoe.layer.choose.choose`."""
+    spec = parts.spec
+    batch = Batch(
+        modules=parts,
+        counts=counts,
+        inputs=inputs,
+        plan_for=plan_for,
+        rows=counts.max_tokens * spec.top_k,
+        degrees=spec.degrees,
+        apart=spec.rotates and not spec.send_once,
+    )
+    if restore is None and spec.budget is not None:
+        return _within_budget(parts, batch)
+    if restore is None:
+        several = len(parts.pairs) > 1 and counts.needs_grad
+        restore = with_room(_cheapest_pair(parts, batch) if several else parts.pairs[0], counts)
+    n = spec.fixed_degree
+    if n is not None:
+        found = PassDegrees(n, spec.pipeline_backward or n)
+    elif spec.pipeline == SOLVE:
+        found = _solved(parts, batch, restore)
+    else:
+        from pmoe.layer import searched
+
+        found = searched.tried_degrees(parts, batch, restore)
+    return Choice(**vars(found), restore=restore)
+
+
+def _chooser_of(parts: Parts, batch: Batch) -> Chooser:
+    """The layer's for these options and this type of rows, which remembers what it has chosen."""
+    spec = parts.spec
+    new = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
+    key = ("predicted", spec, batch.inputs.x_TM.dtype)
+    found: Chooser = parts.known.choosers.setdefault(key, new)
+    return found
+
+
+def _tried(batch: Batch, choices: Sequence[Choice]) -> Measured:
+    """None where trials are not for this layer."""
+    if not batch.may_be_tried or batch.modules.gradients is not None or batch.counts.host_shortage:
+        return None  # a choice that offloads would fail on the rank alone whose host is full
+    return tried_seconds(batch, choices)
+
+
+def _cheapest_pair(parts: Parts, batch: Batch) -> Restore:
+    """MPipeMoE's Eq. 10, on measured rates."""
+    rows_TM = batch.inputs.x_TM
+    profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
+    n, m = parts.spec.fixed_degree or 2, parts.spec.pipeline_backward  # 2 where n follows the pair
+
+    def tried(pairs: Sequence[Restore]) -> Measured:
+        return _tried(batch, [Choice(forward=n, backward=m or n, restore=pair) for pair in pairs])
+
+    shape, max_tokens = memory_shape(parts, rows_TM), batch.counts.max_tokens
+    return _chooser_of(parts, batch).pair(shape, max_tokens, profile, tried)
+
+
+def _within_budget(parts: Parts, batch: Batch) -> Choice:
+    """The fastest n and pair whose bytes hold the budget for any routing. Raises ValueError, on every rank,
+    that says what the least budget would be."""
+    spec, counts, rows_TM = parts.spec, batch.counts, batch.inputs.x_TM
+    profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
+    pool(rows_TM.device).device.keep_at_most(spec.budget or 0)
+    candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
+    degrees = [(n, spec.pipeline_backward or n) for n in candidates]
+    shape, tried = memory_shape(parts, rows_TM), functools.partial(_tried, batch)
+    fitting = functools.partial(
+        _chooser_of(parts, batch).fitting, shape, counts.max_tokens, degrees, profile, tried
+    )
+    choice = fitting()
+    if counts.host_shortage and choice.restore.dispatched == "offload":
+        choice = fitting(host_is_full=True)
+    return choice
+
+
+def _solved(parts: Parts, batch: Batch, restore: Restore) -> PassDegrees:
+    """n by FSMoE's solver, for the largest number of any rank's tokens. Collective the first time."""
+    from pmoe.runners.solved import Solver
+
+    rows_TM = batch.inputs.x_TM
+    if parts.ranks.size == 1:
+        return PassDegrees(1, 1)
+    key = ("solved", parts.spec, restore, rows_TM.dtype)
+    new = Solver(parts.grid, restore if parts.spec.rotates else None, parts.spec.switches.one_lane)
+    solver: Solver = parts.known.choosers.setdefault(key, new)
+    modules = parts.experts.as_modules()
+    t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
+    shape, tokens = memory_shape(parts, rows_TM), batch.counts.max_tokens
+
+    def tried(degrees: Sequence[int]) -> Measured:
+        return _tried(batch, [Choice(forward=n, backward=n, restore=restore) for n in degrees])
+
+    return solver.degrees(shape, rows_TM, tokens, t_gar, modules, tried)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,21 @@ from pmoe.schedule.restore import Restore
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
     from pmoe.planner.memory import PredictedMemory
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NO_GRAPH = (
+    "a MoELayer decides a call on the host, so torch.compile breaks the graph around it: leave "
+    'fullgraph=True out, or take backend="pmoe", which holds the layer in its graph'
+)
+
+
+def _breaks_graphs(forward: F) -> F:
+    """As torch.compiler.disable with a reason, but without importing the compiler before a first call."""
+    found: Any = torch._disable_dynamo(forward)  # type: ignore[attr-defined]
+    found._torchdynamo_disable, found._torchdynamo_disable_msg = True, NO_GRAPH
+    return cast(F, found)
 
 
 class MoELayer(nn.Module):
@@ -217,9 +232,8 @@ class MoELayer(nn.Module):
         for exchange in (self.dispatch, self.combine, self.scalars):
             exchange.bind(self.grid.across, self.traffic)
 
-    # torch.compiler.disable, but without importing the compiler before a first call. Here, not further in: or
-    # this method would be a frame of its own, with a graph break of its own.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    # Here, not further in: or this method would be a frame of its own, with a graph break of its own.
+    @_breaks_graphs
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Maps x (..., d_model) to the same shape, in x's dtype (autocast's under autocast).
 

@@ -137,6 +137,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
+def cast_dtype(parts: Parts, x: Tensor) -> torch.dtype | None:
+    """The type to which rows and parameters are cast: autocast's, or x's own where FSDP's mixed precision has
+    cast x and the gate, but not the experts, which it leaves out; else None."""
+    found = autocast_dtype(x)
+    if found is not None or x.dtype not in (torch.bfloat16, torch.float16):
+        return found
+    dense, like = next(parts.gate.parameters(), None), parts.like
+    is_cast = dense is not None and like is not None and (dense.dtype, like.dtype) == (x.dtype, torch.float32)
+    return x.dtype if is_cast else None
+
+
 # ---- one call of a layer, before anything is decided of it
 
 

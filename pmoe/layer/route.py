@@ -16,7 +16,7 @@ from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.experts.base import Experts
 from pmoe.gates.base import Routing, at_least_float32
 from pmoe.gates.logits import router_logits
-from pmoe.layer.parts import Call, Parts, autocast_dtype
+from pmoe.layer.parts import Call, Parts, cast_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Routed:
     """A rank's tokens with their routing.
 
     x: (..., M), the layer's input behind the first hooks. x_TM: its rows.
-    autocast: the type that autocast gives the rows; None where there is none.
+    autocast: the type to which rows and parameters are cast (`cast_dtype`); None where they are not.
     failure: the error that stands behind a fault found on the host.
     """
 
@@ -74,7 +74,7 @@ def route_batch(call: Call) -> Routed:
         if parts.ranks.size == 1 or call.replay.is_replay:  # which has no such exchange
             raise
         return _nothing_routed(parts, error)
-    return Routed(x=x, x_TM=x_TM, gated=gated, autocast=autocast_dtype(x_TM))
+    return Routed(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM))
 
 
 def started(call: Call) -> Tensor:
@@ -160,7 +160,7 @@ def _nothing_routed(parts: Parts, error: Exception) -> Routed:
     fault = error.fault if isinstance(error, FaultError) else Fault.OTHER
     x_TM = like.new_empty(0, parts.spec.d_model)
     gated = Gated(routing=routing, fault=fault)
-    return Routed(x=x_TM, x_TM=x_TM, gated=gated, autocast=autocast_dtype(x_TM), failure=error)
+    return Routed(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM), failure=error)
 
 
 def check_input(parts: Parts, x: Tensor) -> None:
@@ -180,7 +180,7 @@ def check_input(parts: Parts, x: Tensor) -> None:
         )
     if not x.is_floating_point():
         raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type")
-    if like is not None and autocast_dtype(x) is None and x.dtype != like.dtype:
+    if like is not None and cast_dtype(parts, x) is None and x.dtype != like.dtype:
         raise FaultError(
             Fault.DTYPE,
             f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}), or under autocast",

@@ -56,7 +56,11 @@ def in_turns(
         if time.monotonic() - told > PROGRESS_SECONDS:
             told = time.monotonic()
             log.info(
-                "round %d of %d, run %d of %d", turn + warm_up + 1, rounds + warm_up, place + 1, len(runs)
+                "measuring: round %d of %d, run %d of %d",
+                turn + warm_up + 1,
+                rounds + warm_up,
+                place + 1,
+                len(runs),
             )
         at = (place + turn * rotate) % len(runs)
         if begin is not None:

@@ -16,7 +16,7 @@ from pmoe.measure import rounds
 rounds.PROGRESS_SECONDS = 0
 rounds.in_turns([lambda: [1.0], lambda: [2.0]], 1, warm_up=0)
 """
-LINES = ["round 1 of 1, run 1 of 2", "round 1 of 1, run 2 of 2"]
+LINES = [f"measuring: round 1 of 1, run {at} of 2" for at in (1, 2)]
 
 
 def said(before: str = "", after: str = "") -> list[str]:

@@ -8,14 +8,14 @@ namespace {
 
 struct Find {
   template <Form, Epilogue, Activation kActivation>
-  ForwardKernel operator()() const {
+  PassKernel operator()() const {
     return forward_sm80<bf16, kActivation>;
   }
 };
 
 }  // namespace
 
-ForwardKernel ampere_bf16(Activation activation) {
+PassKernel ampere_bf16(Activation activation) {
   return with_activation<Form::kForward, Epilogue::kHidden>(activation, Find{});
 }
 

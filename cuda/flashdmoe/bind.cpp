@@ -30,16 +30,31 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   });
 }
 
-Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_staged) {
+Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_staged, bool sends_again) {
   const int capacity = pmoe::ceil_div(rows, kTileRows) * kTileRows;
-  return {ranks, experts, capacity, kTileRows, is_staged ? 2 : 1, row_bytes};
+  return {ranks, experts, capacity, kTileRows, is_staged ? 2 : 1, row_bytes, sends_again ? 3 : 2};
 }
 
-Forward read_forward(Fields& given, Activation activation, int blocks) {
-  Forward f;
-  Pass& pass = f.pass;
-  pass.layout = layout_of(given.small("ranks"), given.small("experts"), given.small("capacity"),
-                          given.number("row_bytes"), given.small("is_staged") != 0);
+bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
+
+Experts read_experts(Fields& given, int model) {
+  Experts e;
+  e.model = model, e.hidden = given.small("d_hidden");
+  e.w1 = given.at<void>("w1"), e.b1 = given.at<void>("b1");
+  e.w2 = given.at<void>("w2"), e.b2 = given.at<void>("b2");
+  e.input = given.at<void>("input"), e.wide = given.at<void>("hidden"), e.active = given.at<void>("active");
+  e.gradient = given.at<void>("gradient"), e.dots = given.at<float>("dots");
+  e.of_w1 = given.at<void>("of_w1"), e.of_w2 = given.at<void>("of_w2");
+  e.of_b1 = given.at<void>("of_b1"), e.of_b2 = given.at<void>("of_b2");
+  return e;
+}
+
+Member read_member(Fields& given, const Which& which, int blocks) {
+  Member m;
+  Pass& pass = m.pass;
+  pass.layout =
+      layout_of(given.small("ranks"), given.small("experts"), given.small("capacity"),
+                given.number("row_bytes"), given.small("is_staged") != 0, given.small("sends_again") != 0);
   pass.heaps = given.at<uint8_t* const>("heaps");
   pass.rank = given.small("rank");
   pass.watch.failed = given.at<uint32_t>("failed");
@@ -56,25 +71,26 @@ Forward read_forward(Fields& given, Activation activation, int blocks) {
   pass.by_choices = pmoe::Divisor(pass.choices), pass.by_experts = pmoe::Divisor(pass.layout.experts);
   pass.source = given.at<const uint8_t>("source"), pass.source_stride = given.number("source_stride");
   pass.result = given.at<uint8_t>("result"), pass.result_stride = given.number("result_stride");
-  const int model = static_cast<int>(pass.layout.row_bytes / 2), hidden = given.small("d_hidden");
-  const bool halves = pmoe::are_halves(pmoe::Epilogue::kHidden, activation);
-  pass.columns_0 = pmoe::ceil_div(hidden, halves ? kTileColumns / 2 : kTileColumns);
-  pass.columns_1 = pmoe::ceil_div(model, kTileColumns);
+  pass.again = given.at<const uint8_t>("again"), pass.again_stride = given.number("again_stride");
+  pass.weight_gradient = given.at<float>("weight_gradient");
   pass.processors = blocks - 1;
-  place_workspace(pass, given.at<uint8_t>("workspace"));
-  pmoe::Problem &up = f.gemm[0], &down = f.gemm[1];
-  up.b = given.at<void>("w1"), up.bias = given.at<void>("b1"), up.a_stride = model;
-  up.n = halves ? 2 * hidden : hidden, up.k = model;
-  up.d = given.at<void>("hidden"), up.d_stride = up.n;
-  up.active = given.at<void>("active"), up.active_stride = hidden;
-  down.a = up.active, down.a_stride = hidden, down.b = given.at<void>("w2"), down.bias = given.at<void>("b2");
-  down.d_stride = model, down.n = model, down.k = hidden;
-  up.experts = down.experts = pass.layout.experts, up.rows = down.rows = pass.layout.capacity;
-  return f;
+  const bool halves = are_halves(which.activation), recomputes = given.small("recomputes") != 0;
+  const Experts& e = m.experts = read_experts(given, static_cast<int>(pass.layout.row_bytes / 2));
+  const int most_tokens = given.small("most_tokens");
+  if (pass.tokens > most_tokens)
+    throw py::value_error("tokens (" + std::to_string(pass.tokens) + ") must be at most the workspace's " +
+                          std::to_string(most_tokens));
+  place_for_all(pass, e, halves, kTileRows, kTileColumns, most_tokens, given.at<uint8_t>("workspace"));
+  if (which.is_backward)
+    plan_backward(pass, e, halves, kTileRows, kTileColumns, recomputes);
+  else
+    plan_forward(pass, e, halves, kTileColumns);
+  return m;
 }
 
-void run(int device, std::uintptr_t stream, int element, int activation, int blocks, const py::list& ranks) {
-  const Which which = {static_cast<Element>(element), static_cast<Activation>(activation)};
+void run(int device, std::uintptr_t stream, bool is_backward, int element, int activation, int blocks,
+         const py::list& ranks) {
+  const Which which = {static_cast<Element>(element), static_cast<Activation>(activation), is_backward};
   if (ranks.empty() || ranks.size() > kMostVirtual)
     throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be 1 to " +
                           std::to_string(kMostVirtual));
@@ -85,7 +101,7 @@ void run(int device, std::uintptr_t stream, int element, int activation, int blo
   for (int i = 0; i < all.ranks; ++i) {
     const auto given = ranks[static_cast<size_t>(i)].cast<py::dict>();
     Fields fields(given);
-    all.of_rank[i] = read_forward(fields, which.activation, blocks);
+    all.of_rank[i] = read_member(fields, which, blocks);
     fields.finish();
   }
   const py::gil_scoped_release others_run;  // a full queue of launches blocks
@@ -95,27 +111,30 @@ void run(int device, std::uintptr_t stream, int element, int activation, int blo
 
 // Bytes of a rank's heap and of its workspace, and where "failed" stands in the heap.
 py::dict tell_sizes(int ranks, int experts, int capacity, int64_t row_bytes, bool is_staged, int tokens,
-                    int d_hidden, bool halves, int blocks) {
+                    int d_hidden, bool halves, int blocks, bool sends_again) {
   Pass pass;
-  pass.layout = layout_of(ranks, experts, capacity, row_bytes, is_staged);
+  pass.layout = layout_of(ranks, experts, capacity, row_bytes, is_staged, sends_again);
   pass.tokens = tokens, pass.processors = blocks - 1;
-  pass.columns_0 = pmoe::ceil_div(d_hidden, halves ? kTileColumns / 2 : kTileColumns);
-  pass.columns_1 = pmoe::ceil_div(static_cast<int>(row_bytes / 2), kTileColumns);
+  Experts e;
+  e.model = static_cast<int>(row_bytes / 2), e.hidden = d_hidden;
+  const int64_t workspace = place_for_all(pass, e, halves, kTileRows, kTileColumns, tokens, nullptr);
   py::dict told;
   told["bytes"] = pass.layout.bytes(), told["L"] = pass.layout.size(), told["failed"] = pass.layout.failed();
-  told["capacity"] = pass.layout.capacity, told["workspace"] = place_workspace(pass, nullptr);
+  told["begin"] = pass.layout.begin(), told["weights"] = pass.layout.weights(0, 0);
+  told["capacity"] = pass.layout.capacity, told["workspace"] = workspace;
   return told;
 }
 
 void bind_flashdmoe(py::module_& m) {
   using py::arg;
-  m.def("flashdmoe", &run, py::kw_only(), arg("device"), arg("stream"), arg("element"), arg("activation"),
-        arg("blocks"), arg("ranks"),
-        "One launch of a layer's forward pass, for each rank of which there is a dict; see "
-        "cuda/flashdmoe/pass.h.");
+  m.def("flashdmoe", &run, py::kw_only(), arg("device"), arg("stream"), arg("is_backward") = false,
+        arg("element"), arg("activation"), arg("blocks"), arg("ranks"),
+        "One launch of a layer's pass, for each rank of which there is a dict; see cuda/flashdmoe/pass.h and "
+        "experts.h.");
   m.def("flashdmoe_sizes", &tell_sizes, py::kw_only(), arg("ranks"), arg("experts"), arg("capacity"),
         arg("row_bytes"), arg("is_staged") = false, arg("tokens"), arg("d_hidden"), arg("halves") = false,
-        arg("blocks"), "Bytes of a rank's heap (\"bytes\", of it \"L\") and of its zeroed \"workspace\".");
+        arg("blocks"), arg("sends_again") = false,
+        "Bytes of a rank's heap (\"bytes\", of it \"L\") and of its zeroed \"workspace\".");
 }
 
 const pmoe::Module joined(bind_flashdmoe, list_kernels);

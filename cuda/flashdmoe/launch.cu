@@ -6,14 +6,16 @@ namespace pmoe::flashdmoe {
 
 const int kThreads = ampere::kThreads, kSharedBytes = sizeof(AmpereShared);
 
-ForwardKernel kernel_of(const Which& which) {
-  return which.element == Element::kBf16 ? ampere_bf16(which.activation) : ampere_fp16(which.activation);
+PassKernel kernel_of(const Which& which) {
+  const bool is_bf16 = which.element == Element::kBf16;
+  if (which.is_backward) return is_bf16 ? backward_bf16(which.activation) : backward_fp16(which.activation);
+  return is_bf16 ? ampere_bf16(which.activation) : ampere_fp16(which.activation);
 }
 
 std::string name_of(const Which& which) {
   const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
-  return std::string("flashdmoe.forward.sm_80") + (which.element == Element::kBf16 ? ".bf16" : ".fp16") +
-         names[static_cast<int>(which.activation)];
+  return std::string("flashdmoe.") + (which.is_backward ? "backward" : "forward") + ".sm_80" +
+         (which.element == Element::kBf16 ? ".bf16" : ".fp16") + names[static_cast<int>(which.activation)];
 }
 
 void launch(const Which& which, const Launch& launch, int blocks, void* stream) {

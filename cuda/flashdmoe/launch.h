@@ -1,9 +1,9 @@
-// Launching FlashDMoE's kernel, without a word of PyTorch: pointers, sizes, a stream.
+// Launching FlashDMoE's kernels, without a word of PyTorch: pointers, sizes, a stream.
 #pragma once
 
 #include <string>
 
-#include "flashdmoe/forward.h"
+#include "flashdmoe/experts.h"
 #include "grouped_gemm/launch.h"
 
 namespace pmoe::flashdmoe {
@@ -11,14 +11,17 @@ namespace pmoe::flashdmoe {
 struct Which {
   Element element;
   Activation activation;
+  bool is_backward = false;
 };
 
-using ForwardKernel = void (*)(Launch);
+using PassKernel = void (*)(Launch);
 
-ForwardKernel ampere_bf16(Activation);
-ForwardKernel ampere_fp16(Activation);
+PassKernel ampere_bf16(Activation);
+PassKernel ampere_fp16(Activation);
+PassKernel backward_bf16(Activation);
+PassKernel backward_fp16(Activation);
 
-ForwardKernel kernel_of(const Which&);
+PassKernel kernel_of(const Which&);
 
 // As users and errors read it.
 std::string name_of(const Which&);
@@ -32,10 +35,11 @@ void launch(const Which&, const Launch&, int blocks, void* stream);
 // All that there are.
 template <class Visit>
 void for_each(Visit visit) {
-  for (Element element : {Element::kBf16, Element::kFp16})
-    for (Activation activation :
-         {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu})
-      visit(Which{element, activation});
+  for (bool is_backward : {false, true})
+    for (Element element : {Element::kBf16, Element::kFp16})
+      for (Activation activation :
+           {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu})
+        visit(Which{element, activation, is_backward});
 }
 
 }  // namespace pmoe::flashdmoe

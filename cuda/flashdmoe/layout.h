@@ -4,6 +4,8 @@
 //   L in R^(P x R x B x E x C x H): P ranks, R rounds (dispatch and combine), B staging buffers (what leaves
 //   and what arrives), E experts of a rank, C rows of an expert's capacity, H columns of a row.
 //
+// Where a backward pass sends the layer's input again there is a third round, beside the gradients' dispatch.
+//
 // A cell (p, r, b, e) is C rows, whole tiles of them: where fewer have come, the tile's other rows are left
 // as they are and never travel (in-place padding, section 5.4). A rank that every peer reaches by stores has
 // nothing to stage: its L may have B = 1, the half of it.
@@ -14,16 +16,18 @@
 //   counts     source s, expert e  s            rows
 //   arrivals   (s, e, tile)        s            flag: the tile's rows are in L (s, dispatch, incoming, e)
 //   returned   (p, e, tile)        p            flag: their products are in L (p, combine, incoming, e)
+//   weights    source s, row       s            backward: the routing weights of the rows in a cell of L
+//   dots       p, row              p            backward: the gradients of the weights of this rank's rows
 //   L          (p, r, b, e, c)     p, or this rank where b is outgoing
 #pragma once
 #include "common/host_device.h"
 
 namespace pmoe::flashdmoe {
 
-constexpr int kRounds = 2;      // R
+constexpr int kRounds = 2;      // R: of a pass that sends nothing again
 constexpr int kFlagBytes = 32;  // a flag that is waited for has a sector of its own
 
-enum class Round : int { kDispatch, kCombine };
+enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
 
 // Where a row stands in L.
@@ -46,6 +50,7 @@ struct Layout {
   int32_t tile_rows;       // bM
   int32_t buffers;         // B: 2, or 1 where nothing is staged
   int64_t row_bytes;       // H: a multiple of 16
+  int32_t rounds = kRounds;
 
   // Every region begins on 1024 bytes.
   PMOE_HD static constexpr int64_t whole(int64_t bytes) { return ceil_div(bytes, 1024) * 1024; }
@@ -69,10 +74,19 @@ struct Layout {
   PMOE_HD int64_t returned(int peer, int e, int tile) const {
     return arrival(0, 0, 0) + whole(int64_t{cells()} * cell_tiles() * 4) + flag(peer, e, tile) * 4;
   }
-  PMOE_HD int64_t begin() const { return returned(0, 0, 0) + whole(int64_t{cells()} * cell_tiles() * 4); }
+  PMOE_HD int64_t weights(int source, int e) const {
+    return returned(0, 0, 0) + whole(int64_t{cells()} * cell_tiles() * 4) + first_row(source, e) * 4;
+  }
+  PMOE_HD int64_t dots(int peer, int e) const {
+    return weights(0, 0) + whole(first_row(ranks, 0) * 4) + first_row(peer, e) * 4;
+  }
+  PMOE_HD int64_t begin() const { return dots(0, 0) + whole(first_row(ranks, 0) * 4); }
   PMOE_HD int64_t at(const Coordinates& i) const { return begin() + number(i) * row_bytes; }
   // Size(L), in bytes.
-  PMOE_HD int64_t size() const { return int64_t{cells()} * kRounds * buffers * capacity * row_bytes; }
+  PMOE_HD int64_t size() const { return int64_t{cells()} * rounds * buffers * capacity * row_bytes; }
+  // Of a cell among all cells' rows, where a rank keeps such for itself; and in L, from a rank to the next.
+  PMOE_HD int64_t first_row(int rank, int e) const { return int64_t{cell(rank, e)} * capacity; }
+  PMOE_HD int64_t rows_of_rank() const { return int64_t{rounds} * buffers * experts * capacity; }
   PMOE_HD int64_t bytes() const { return begin() + whole(size()); }
 
   // The coordinates of the row that holds a byte of L.
@@ -82,8 +96,8 @@ struct Layout {
     i.c = static_cast<int>(row % capacity), row /= capacity;
     i.e = static_cast<int>(row % experts), row /= experts;
     i.b = static_cast<Staging>(row % buffers + (2 - buffers)), row /= buffers;
-    i.r = static_cast<Round>(row % kRounds);
-    i.p = static_cast<int>(row / kRounds);
+    i.r = static_cast<Round>(row % rounds);
+    i.p = static_cast<int>(row / rounds);
     return i;
   }
 
@@ -93,7 +107,7 @@ struct Layout {
   }
   PMOE_HD int64_t number(const Coordinates& i) const {
     const int64_t slab =
-        (int64_t{i.p} * kRounds + static_cast<int>(i.r)) * buffers + (static_cast<int>(i.b) - (2 - buffers));
+        (int64_t{i.p} * rounds + static_cast<int>(i.r)) * buffers + (static_cast<int>(i.b) - (2 - buffers));
     return (slab * experts + i.e) * capacity + i.c;
   }
 };

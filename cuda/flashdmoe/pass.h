@@ -12,9 +12,23 @@ using comet::Wait;
 using comet::Watch;
 
 constexpr int kCombineTokens = 32;  // of a combine task
+constexpr int kBiasColumns = 64;    // of a bias gradient's task
 
 // A processor's door: who is it, and what should it do?
 constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
+
+// An expert's rows are complete when every source has announced its rows and none of their tiles is left. A
+// bit of Watch::not_waited, for tests: sums over them then do not wait for that.
+constexpr uint32_t kSourceAnnounced = 1u << 20;
+constexpr uint32_t kCompleteBit = 1u << 8;
+
+// Tiles of one expert's weight gradients; 0 where a gradient is not wanted.
+struct WeightTasks {
+  int down[2] = {}, across[2] = {};  // of w1 and of w2
+  int bias[2] = {};                  // of b1 and of b2: columns
+
+  PMOE_HD int tasks() const { return down[0] * across[0] + down[1] * across[1] + bias[0] + bias[1]; }
+};
 
 struct Pass {
   Layout layout;          // of every rank's heap
@@ -32,18 +46,25 @@ struct Pass {
   int tokens = 0, choices = 1;     // S, k
   Divisor by_choices, by_experts;  // k, E
 
-  const uint8_t* source = nullptr;  // rows of tokens, row_bytes of the layout each
+  const uint8_t* source = nullptr;  // rows of tokens, row_bytes of the layout each: T_I, or dY
   int64_t source_stride = 0;        // bytes
-  uint8_t* result = nullptr;
-  int64_t result_stride = 0;  // bytes
+  uint8_t* result = nullptr;        // T_O, or dX
+  int64_t result_stride = 0;        // bytes
 
-  int columns_0 = 1, columns_1 = 1;  // tiles across the results of GEMM_0 and of GEMM_1
+  // Backward: weights and their gradients travel with the rows, and T_I where it is sent again.
+  bool is_backward = false;
+  const uint8_t* again = nullptr;
+  int64_t again_stride = 0;          // bytes
+  float* weight_gradient = nullptr;  // by slot
+
+  Stages stages;
+  WeightTasks weights;
 
   // Zeros before the first round.
   Queue queue = {};
   uint32_t* doors = nullptr;  // (processors)
-  uint32_t* made = nullptr;   // (tiles of all cells): of GEMM_0's tiles across
-  uint32_t* sent = nullptr;   // likewise of GEMM_1's
+  uint32_t* made = nullptr;   // (stages, tiles of all cells): of a stage's tiles across
+  uint32_t* whole = nullptr;  // (experts): sources announced, and tiles that are left
   int32_t* heard = nullptr;   // (cells): see subscriber.h
   int processors = 1;
 
@@ -53,8 +74,9 @@ struct Pass {
   PMOE_HD const int32_t* announced_rows(int source_rank) const {
     return reinterpret_cast<const int32_t*>(own() + layout.counts(source_rank));
   }
-  PMOE_HD int tile_number(const Task& t) const {
-    return layout.cell(t.peer, t.expert) * layout.cell_tiles() + t.tile;
+  PMOE_HD uint32_t* made_of(const Task& t, int stage) const {
+    return made + (int64_t{stage} * layout.cells() + layout.cell(t.peer, t.expert)) * layout.cell_tiles() +
+           t.tile;
   }
   PMOE_HD int rows_of(int count, int tile) const {
     return smaller(layout.tile_rows, count - tile * layout.tile_rows);
@@ -62,9 +84,10 @@ struct Pass {
 };
 
 // Tasks of a round, at most.
-PMOE_HD int64_t most_tasks(const Layout& layout, int tokens, int columns_0, int columns_1) {
-  return int64_t{layout.cells()} * layout.cell_tiles() * (1 + columns_0 + columns_1) +
-         ceil_div(tokens, kCombineTokens);
+PMOE_HD int64_t most_tasks(const Pass& pass) {
+  const Layout& layout = pass.layout;
+  return int64_t{layout.cells()} * layout.cell_tiles() * (1 + pass.stages.tasks()) +
+         int64_t{layout.experts} * pass.weights.tasks() + pass.groups();
 }
 
 // What a rank keeps from round to round, in one piece of memory on 1024 bytes: where its parts lie. Sizes
@@ -77,13 +100,12 @@ inline int64_t place_workspace(Pass& pass, uint8_t* base) {
     taken += Layout::whole(count * int64_t{sizeof(Part)});
   };
   const Layout& layout = pass.layout;
-  const int64_t tiles = int64_t{layout.cells()} * layout.cell_tiles();
-  pass.queue.room = static_cast<int>(most_tasks(layout, pass.tokens, pass.columns_0, pass.columns_1));
+  pass.queue.room = static_cast<int>(most_tasks(pass));
   take(pass.queue.state, 1);
   take(pass.queue.entry, pass.queue.room);
   take(pass.doors, pass.processors);
-  take(pass.made, tiles);
-  take(pass.sent, tiles);
+  take(pass.made, int64_t{pass.stages.count} * layout.cells() * layout.cell_tiles());
+  take(pass.whole, layout.experts);
   take(pass.heard, layout.cells());
   return taken;
 }

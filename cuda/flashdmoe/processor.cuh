@@ -24,6 +24,17 @@ __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   return -1;
 }
 
+__device__ __forceinline__ float* of_row(uint8_t* floats, int row) {
+  return reinterpret_cast<float*>(floats) + row;
+}
+
+// The layer's input of a row whose gradient travels.
+__device__ __forceinline__ void send_again(const Pass& pass, const Task& task, int row, int token, int lane,
+                                           int lanes) {
+  uint8_t* const to = pass.at(task.peer, {pass.rank, Round::kAgain, Staging::kIncoming, task.expert, row});
+  comet::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
+}
+
 // A tile of rows on its way to an expert; a warp copies a row at a time. warp: of `warps` of the block.
 __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, int lane, int lanes, int warp,
                                           int warps) {
@@ -32,16 +43,51 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
   const int rows = pass.rows_of(read(pass.counts + expert), task.tile);
   uint8_t* const to =
       pass.at(task.peer, {pass.rank, Round::kDispatch, Staging::kIncoming, task.expert, first});
-  const int32_t* const slot = pass.slot + int64_t{expert} * layout.capacity + first;
+  const int32_t* const all = pass.slot + int64_t{expert} * layout.capacity + first;
   for (int i = warp; i < rows; i += warps) {
-    const int token = pass.by_choices.divide(read(slot + i));
+    const int slot = read(all + i), token = pass.by_choices.divide(slot);
     comet::copy_row(to + i * layout.row_bytes, pass.source + token * pass.source_stride, layout.row_bytes,
                     {lane, lanes, 0, 1});
+    if (pass.again != nullptr) send_again(pass, task, first + i, token, lane, lanes);
+    if (pass.is_backward && lane == 0)
+      write(of_row(pass.heaps[task.peer] + layout.weights(pass.rank, task.expert), first + i),
+            read(pass.weight + slot));
+  }
+}
+
+// The gradients of routing weights of a tile's rows, to the rows' source: parts are summed in their order,
+// and with a bias comes <dY, b2>, of `columns` columns; a warp has a row at a time.
+template <class T>
+__device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, const float* parts, int count,
+                                          const T* bias, int columns, int lane, int lanes, int warp,
+                                          int warps) {
+  const Layout& layout = pass.layout;
+  const int first = task.tile * layout.tile_rows;
+  const int rows = pass.rows_of(read(pass.announced_rows(task.peer) + task.expert), task.tile);
+  const int64_t apart = layout.first_row(layout.ranks, 0), own = layout.first_row(task.peer, task.expert);
+  uint8_t* const to = pass.heaps[task.peer] + layout.dots(pass.rank, task.expert);
+  for (int row = first + warp; row < first + rows; row += warps) {
+    float dot = 0.0f;
+    if (bias != nullptr) {
+      const uint8_t* const from =
+          pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, row});
+      for (int v = lane; v < columns / 8; v += lanes) {
+        float dy[8] = {}, b[8] = {};
+        comet::add_vector<T>(dy, load16(from + int64_t{v} * 16));
+        comet::add_vector<T>(b, load16(bias + int64_t{task.expert} * columns + int64_t{v} * 8));
+        PMOE_UNROLL
+        for (int i = 0; i < 8; ++i) dot += dy[i] * b[i];
+      }
+      for (int mask = 1; mask < lanes; mask *= 2) dot += shfl_xor(dot, mask);
+    }
+    if (lane != 0) continue;
+    for (int part = 0; part < count; ++part) dot += read(parts + part * apart + own + row);
+    write(of_row(to, row), dot);
   }
 }
 
 // Equations 5.1 and 5.2 with weights that are normalised already: products times their weights, always in the
-// order of a token's choices.
+// order of a token's choices. What comes back of gradients has been weighed.
 template <class T>
 __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& task, int lane, int lanes,
                                                int warp, int warps) {
@@ -61,11 +107,17 @@ __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& tas
             pass.rank, {peer, Round::kCombine, Staging::kIncoming, expert - peer * layout.experts, row});
         float product[8] = {};
         comet::add_vector<T>(product, load16(from + int64_t{v} * 16));
-        const float weight = read(pass.weight + slot + k);
+        const float weight = pass.is_backward ? 1.0f : read(pass.weight + slot + k);
         PMOE_UNROLL
         for (int i = 0; i < 8; ++i) sum[i] += weight * product[i];
       }
       store16(to + int64_t{v} * 16, comet::round_vector<T>(sum));
+    }
+    for (int k = lane; pass.is_backward && k < pass.choices; k += lanes) {
+      const int row = read(pass.row + slot + k), expert = read(pass.expert + slot + k);
+      const int peer = pass.by_experts.divide(expert);
+      uint8_t* const dots = pass.own() + layout.dots(peer, expert - peer * layout.experts);
+      write(pass.weight_gradient + slot + k, row < 0 ? 0.0f : read(of_row(dots, row)));
     }
   }
 }
@@ -83,13 +135,19 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   comet::nap(pass.watch, 7300 + task.tile);
   if (task.type == TaskType::kDispatch)
     comet::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, task.tile));
-  if (task.type == TaskType::kGemm0) {
-    const bool ends = is_last(&pass.made[pass.tile_number(task)], pass.columns_0);
-    const bool begins = pass.watch.not_waited >> static_cast<int>(Wait::kDone) & 1 ? task.column == 0 : ends;
-    if (begins) push(pass.queue, {TaskType::kGemm1, task.peer, task.expert, task.tile, 0}, pass.columns_1);
+  const Stages& stages = pass.stages;
+  const int stage = stages.index(task.type), next = stage + 1;
+  if (stage == stages.count) return;
+  const bool ends = is_last(pass.made_of(task, stage), stages.columns[stage]);
+  if (next == stages.count) {
+    if (ends)
+      comet::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, task.tile));
+    return;
   }
-  if (task.type == TaskType::kGemm1 && is_last(&pass.sent[pass.tile_number(task)], pass.columns_1))
-    comet::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, task.tile));
+  const bool begins = pass.watch.not_waited >> static_cast<int>(Wait::kDone) & 1 ? task.column == 0 : ends;
+  if (begins)
+    push(pass.queue, {stages.type[next], task.peer, task.expert, task.tile, 0}, stages.columns[next]);
+  if (ends && task.type == TaskType::kHiddenGradient) count_tiles(pass, task.expert, 0u - 1u);
 }
 
 // A block's life. shared: a word of the block's. meet(): its barrier. multiply(task): a GEMM's tile.
@@ -100,9 +158,9 @@ __device__ __forceinline__ void process(const Pass& pass, int processor, int* sh
   for (;;) {
     if (thread == 0) write(shared, next_task(pass, processor));
     meet();
-    const int place = read(shared);
-    if (place < 0) return;
-    const Task task = Task::from(load16(&pass.queue.entry[place].task));
+    if (read(shared) < 0) return;
+    const auto found = [&] { return Task::from(load16(&pass.queue.entry[read(shared)].task)); };
+    const Task task = found();
     if (task.type == TaskType::kDispatch)
       send_tile(pass, task, lane, lanes, warp, warps);
     else if (task.type == TaskType::kCombine)
@@ -110,7 +168,7 @@ __device__ __forceinline__ void process(const Pass& pass, int processor, int* sh
     else
       multiply(task);
     meet();
-    if (thread == 0) end_task(pass, task);
+    if (thread == 0) end_task(pass, found());  // read again: a product leaves no registers for it
   }
 }
 

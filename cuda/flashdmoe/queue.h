@@ -1,18 +1,40 @@
 // Putting tasks into tQ: what subscribers and processors do.
 #pragma once
 #include "common/device.cuh"
-#include "flashdmoe/task.h"
+#include "flashdmoe/pass.h"
 
 namespace pmoe::flashdmoe {
 
-// `columns` tasks, alike but for their column, in neighbouring places.
-__device__ __forceinline__ void push(const Queue& queue, Task task, int columns = 1) {
-  const auto first = static_cast<int>(add_acq_rel(&queue.state->tail, static_cast<uint32_t>(columns)));
-  for (task.column = 0; task.column < columns; ++task.column) {
-    Entry& entry = queue.entry[first + task.column];
-    store16(&entry.task, task.packed());
-    store_release(&entry.is_ready, 1u);
+// `down` x `columns` tasks, alike but for their tile (from the task's on) and column, in neighbouring places.
+__device__ __forceinline__ void push(const Queue& queue, Task task, int columns = 1, int down = 1) {
+  const auto count = static_cast<uint32_t>(columns * down);
+  Entry* entry = queue.entry + add_acq_rel(&queue.state->tail, count);
+  for (const int end = task.tile + down; task.tile < end; ++task.tile)
+    for (task.column = 0; task.column < columns; ++task.column, ++entry) {
+      store16(&entry->task, task.packed());
+      store_release(&entry->is_ready, 1u);
+    }
+}
+
+// What waits for all rows of an expert: sums over them, by source and row.
+__device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
+  const WeightTasks& all = pass.weights;
+  for (int i = 0; i < 2; ++i) {
+    push(pass.queue, {TaskType::kWeightGradient, i, expert, 0, 0}, all.across[i], all.down[i]);
+    push(pass.queue, {TaskType::kBiasGradient, i, expert, 0, 0}, all.bias[i]);
   }
+}
+
+// A source's rows are announced (kSourceAnnounced + its tiles), or a tile of them is done (-1). Whoever makes
+// the expert complete puts its sums into tQ.
+__device__ __forceinline__ void count_tiles(const Pass& pass, int expert, uint32_t change) {
+  const uint32_t all = static_cast<uint32_t>(pass.layout.ranks) * kSourceAnnounced;
+  const uint32_t now = add_acq_rel(&pass.whole[expert], change) + change;
+  bool begins = now == all;
+  if (begins) write(&pass.whole[expert], 0u);  // nobody adds to it in this round any more
+  if (pass.watch.not_waited & kCompleteBit)
+    begins = change >= kSourceAnnounced && now >= all && change != 0u - 1u;
+  if (begins) push_sums(pass, expert);
 }
 
 }  // namespace pmoe::flashdmoe

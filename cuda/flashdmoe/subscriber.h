@@ -98,7 +98,7 @@ class Subscriber {
     return true;
   }
 
-  // Each tile of a cell that has arrived: GEMM_0's tasks. Whether all have.
+  // Each tile of a cell that has arrived: its first product's tasks. Whether all have.
   __device__ __forceinline__ bool hear(int cell, Missing& missing) {
     const Layout& layout = pass_.layout;
     int32_t heard = read(&pass_.heard[cell]);
@@ -110,12 +110,15 @@ class Subscriber {
       return false;
     }
     const int tiles = layout.tiles(read(pass_.announced_rows(source) + e));
+    const Stages& stages = pass_.stages;
     if (is_new) {
       heard = 1;
-      promised_ += static_cast<uint32_t>(tiles * (pass_.columns_0 + pass_.columns_1));
+      promised_ += static_cast<uint32_t>(tiles * stages.tasks());
+      if (source == 0) promised_ += static_cast<uint32_t>(pass_.weights.tasks());
+      if (pass_.is_backward) count_tiles(pass_, e, kSourceAnnounced + static_cast<uint32_t>(tiles));
     }
     while (heard <= tiles && is_raised(layout.arrival(source, e, heard - 1), Wait::kArrival)) {
-      push({TaskType::kGemm0, source, e, heard - 1, 0}, pass_.columns_0);
+      push({stages.type[0], source, e, heard - 1, 0}, stages.columns[0]);
       ++heard;
     }
     if (heard > tiles)

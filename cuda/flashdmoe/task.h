@@ -5,15 +5,24 @@
 
 namespace pmoe::flashdmoe {
 
-enum class TaskType : uint32_t { kDispatch, kGemm0, kGemm1, kCombine };
+enum class TaskType : uint32_t {
+  kDispatch,
+  kGemm0,           // T_DI w1^T and the nonlinearity
+  kGemm1,           // the activated hidden rows, times w2^T
+  kHiddenGradient,  // dY w2 and the nonlinearity's gradient: dT_M
+  kInputGradient,   // dT_M w1
+  kWeightGradient,  // of w1 (peer 0) and w2 (peer 1)
+  kBiasGradient,    // of b1 (peer 0) and b2 (peer 1)
+  kCombine,
+};
 
 // Packed as kind, peer, expert: the metadata M of the paper's tuple. What is multiplied follows from it.
 struct Task {
   TaskType type;
-  int peer;    // dispatch: to whom; GEMMs: whose rows
+  int peer;    // dispatch: to whom; products of rows: whose rows
   int expert;  // of the rank that computes
-  int tile;    // of the cell's rows; combine: of the tokens
-  int column;  // GEMMs: tile across
+  int tile;    // of the cell's rows; combine: of the tokens; weights: down
+  int column;  // tile across
 
   PMOE_HD Words packed() const {
     return {{static_cast<uint32_t>(type) << 16 | static_cast<uint32_t>(peer), static_cast<uint32_t>(expert),
@@ -23,6 +32,22 @@ struct Task {
     return {static_cast<TaskType>(w.word[0] >> 16), static_cast<int>(w.word[0] & 0xFFFF),
             static_cast<int>(w.word[1]), static_cast<int>(w.word[2]), static_cast<int>(w.word[3])};
   }
+};
+
+// The products that a tile of rows goes through, one after the other, and how many tiles across each has.
+constexpr int kMostStages = 3;
+
+struct Stages {
+  TaskType type[kMostStages] = {TaskType::kGemm0, TaskType::kGemm1};
+  int columns[kMostStages] = {1, 1, 0};
+  int count = 2;
+
+  PMOE_HD int index(TaskType of) const {
+    int i = 0;
+    while (i < count && type[i] != of) ++i;
+    return i;
+  }
+  PMOE_HD int tasks() const { return columns[0] + columns[1] + columns[2]; }
 };
 
 // A place of tQ. It is used once a round: whoever puts a task there has taken its number from the tail.

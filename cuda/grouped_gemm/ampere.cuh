@@ -33,10 +33,19 @@ constexpr int kSharedBytes = sizeof(NumberedShared);
 
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
 
-template <Form kForm>
-PMOE_HD int steps(const Problem& p, const Tile& tile) {
-  return ceil_div(kForm == Form::kWeight ? tile.group_rows : p.k, kDepth);
-}
+// kWeight: the rows that a sum is over, in their order. Whoever has them in several pieces gives another such
+// type to `compute`.
+struct OnePiece {
+  // A step's lines are depth to depth + kDepth of `rows` rows, which begin at a_begin of A and b_begin of B.
+  struct Step {
+    int a_begin, b_begin, rows, depth;
+  };
+  __device__ __forceinline__ int steps(const Tile& tile) const { return ceil_div(tile.group_rows, kDepth); }
+  // Steps are asked for one after the other.
+  __device__ __forceinline__ Step step(const Tile& tile, int number) const {
+    return {tile.group_begin, tile.group_begin, tile.group_rows, number * kDepth};
+  }
+};
 
 // Copies one stage's operands. Lines are rows of what lies in memory, as in hopper.cuh.
 template <class T, Form kForm, bool kHalves>
@@ -57,15 +66,17 @@ struct Loader {
         [&](int i) { return tile.row + tall.line(i); }, source);
   }
 
-  __device__ __forceinline__ void load(uint8_t* a, uint8_t* b, const Tile& tile, const Tall& rows,
-                                       int step) const {
+  template <class Pieces>
+  __device__ __forceinline__ void load(uint8_t* a, uint8_t* b, const Tile& tile, const Tall& rows, int step,
+                                       Pieces& pieces) const {
     const int depth = step * kDepth;
     if constexpr (kForm == Form::kWeight) {
       Flat of_a, of_b;
-      const auto line = [&](int i) { return depth + flat.line(i); };
+      const auto own = pieces.step(tile, step);
+      const auto line = [&](int i) { return own.depth + flat.line(i); };
       const int32_t *slot_a = p.a_gathered ? p.slot : nullptr, *slot_b = p.b_gathered ? p.slot : nullptr;
-      find_sources(slot_a, p.top_k, tile.group_begin, tile.group_rows, line, of_a);
-      find_sources(slot_b, p.top_k, tile.group_begin, tile.group_rows, line, of_b);
+      find_sources(slot_a, p.top_k, own.a_begin, own.rows, line, of_a);
+      find_sources(slot_b, p.top_k, own.b_begin, own.rows, line, of_b);
       for (int i = 0; i < 2; ++i) {
         const int offset = i * box_bytes(kDepth), columns = i * kBoxColumns;
         flat.template copy<T>(a + offset, p.a, p.a_stride, of_a, tile.row + columns, p.m);
@@ -158,11 +169,11 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
 // walk: the block's tiles. ready(tile) and stored(tile): called by all threads, before anything of the tile's
 // rows is loaded, and when all of the tile is stored.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk, class Ready,
-          class Stored>
+          class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk walk, const Ready& ready,
-                                        const Stored& stored) {
+                                        const Stored& stored, Pieces pieces = {}) {
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int thread = thread_again(), lane = thread % 32;
   const int down = thread / 32 / kWarpColumns, across = thread / 32 % kWarpColumns;
   const Loader<T, kForm, kHalves> loader(p, thread);
   Tile tile;
@@ -173,9 +184,9 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
     for (int i = 0; i < 64; ++i) d[i / 32][i / 16 % 2][i % 16] = 0.0f;
     typename Loader<T, kForm, kHalves>::Tall rows;
     if constexpr (kForm != Form::kWeight) loader.find_rows(tile, rows);
-    const int end = steps<kForm>(p, tile);
+    const int end = kForm == Form::kWeight ? pieces.steps(tile) : ceil_div(p.k, kDepth);
     for (int step = 0; step < kStages - 1; ++step) {
-      if (step < end) loader.load(shared.a[step], shared.b[step], tile, rows, step);
+      if (step < end) loader.load(shared.a[step], shared.b[step], tile, rows, step, pieces);
       cp_async_commit();
     }
     Ring<kStages> ring, filled;
@@ -184,7 +195,7 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
       cp_async_wait<kStages - 2>();
       sync_block();  // everybody's copies of this stage are there, and nobody reads the one filled next
       const int next = step + kStages - 1;
-      if (next < end) loader.load(shared.a[filled.stage], shared.b[filled.stage], tile, rows, next);
+      if (next < end) loader.load(shared.a[filled.stage], shared.b[filled.stage], tile, rows, next, pieces);
       cp_async_commit();
       multiply_stage<T, kForm>(shared.a[ring.stage], shared.b[ring.stage], d, down, across, lane);
     }

@@ -1,6 +1,8 @@
-// FlashDMoE's actors as threads: subscribers, scheduler and processors of several ranks, round after round,
-// with experts whose sums are exact in any order. Under ThreadSanitizer, and recording every write.
+// FlashDMoE's actors as threads: subscribers, scheduler and processors of several ranks, round after round
+// (every second one is a backward pass), with experts whose sums are exact in any order. Under
+// ThreadSanitizer, and recording every write.
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 
@@ -31,6 +33,7 @@ struct Mistake {
   const char* name;
   Wait not_waited;
   bool is_relaxed, reuses_flags;
+  uint32_t bits = 0;  // of not_waited
 };
 constexpr Mistake kMistakes[] = {
     {"none", Wait::kNone, false, false},
@@ -41,6 +44,7 @@ constexpr Mistake kMistakes[] = {
     {"no_return_wait", Wait::kReturn, false, false},
     {"relaxed_signal", Wait::kNone, true, false},
     {"reused_flags", Wait::kNone, false, true},
+    {"sums_of_some_rows", Wait::kNone, false, false, kCompleteBit},
 };
 
 // ---- the experts: whole numbers
@@ -66,33 +70,61 @@ bf16 product_value(int expert, const Hidden& hidden, int column) {
 
 // ---- a rank in a round
 
-struct Member {
+struct Actor {
   Routing routing;
   std::vector<bf16> source, result;
-  std::vector<float> hidden;  // by cell and row
+  std::vector<float> hidden;  // by cell and row; backward: its gradient
+  // Backward: `source` is dY. The sums are by expert.
+  std::vector<bf16> again;
+  std::vector<float> dots, of_weight, of_w, of_b;
   Pass pass;
 };
 
 struct World {
   Heaps heaps;
   std::vector<std::unique_ptr<Workspace>> work;  // by rank
-  std::vector<std::vector<Member>> rounds;       // by round and rank
+  std::vector<std::vector<Actor>> rounds;        // by round and rank
 
   int ranks() const { return heaps.layout.ranks; }
 };
 
+constexpr WeightTasks kSums = {{kAcross, 0}, {kAcross, 0}, {0, kAcross}};
+
+Pass largest(const Layout& layout) {
+  Pass pass;
+  pass.layout = layout, pass.tokens = 80;
+  pass.stages.columns[0] = pass.stages.columns[1] = kAcross;
+  pass.weights = kSums;
+  return pass;
+}
+
+void go_back(Actor& m, std::mt19937& random) {
+  Pass& pass = m.pass;
+  const auto rows = static_cast<size_t>(pass.layout.first_row(pass.layout.ranks, 0));
+  for (size_t i = 0; i < m.source.size(); ++i)
+    m.again.push_back(narrow<bf16>(static_cast<float>(random() % 4)));
+  m.again.push_back({0});  // never nothing: that would be no tensor
+  m.dots.assign(kAcross * rows, NAN), m.of_weight.assign(m.routing.weight.size(), NAN);
+  m.of_w.assign(static_cast<size_t>(pass.layout.experts * kHidden * kModel), NAN);
+  m.of_b.assign(static_cast<size_t>(pass.layout.experts * kModel), NAN);
+  pass.is_backward = true, pass.weights = kSums;
+  pass.stages.type[0] = TaskType::kHiddenGradient, pass.stages.type[1] = TaskType::kInputGradient;
+  pass.again = reinterpret_cast<const uint8_t*>(m.again.data()), pass.again_stride = pass.layout.row_bytes;
+  pass.weight_gradient = m.of_weight.data();
+}
+
 World make(int ranks, int experts, uint32_t seed, double bound_seconds,
            const Mistake& mistake = kMistakes[0]) {
-  const Layout layout = {ranks,     experts, 2 * kTileRows, kTileRows, 1 + static_cast<int>(seed % 2),
-                         kModel * 2};
+  const Layout layout = {ranks,      experts, 2 * kTileRows, kTileRows, 1 + static_cast<int>(seed % 2),
+                         kModel * 2, 3};
   World w = {Heaps(layout), {}, {}};
   std::mt19937 random(seed);
   for (int rank = 0; rank < ranks; ++rank)
-    w.work.push_back(std::make_unique<Workspace>(layout, 80, kAcross, kAcross, kProcessors));
+    w.work.push_back(std::make_unique<Workspace>(largest(layout), kProcessors));
   for (int round = 0; round < kRoundsPlayed; ++round) {
     w.rounds.emplace_back(static_cast<size_t>(ranks));
     for (int rank = 0; rank < ranks; ++rank) {
-      Member& m = w.rounds.back()[static_cast<size_t>(rank)];
+      Actor& m = w.rounds.back()[static_cast<size_t>(rank)];
       // Some have no tokens; now and then all go to one expert, and more than fit.
       const int tokens = round != 1 && (rank + round) % 3 == 2 ? 0 : 1 + static_cast<int>(random() % 79);
       m.routing = route(random, layout, tokens, 1 + (ranks * experts > 1), round == 1 ? 0 : -1);
@@ -103,60 +135,129 @@ World make(int ranks, int experts, uint32_t seed, double bound_seconds,
     }
     for (int rank = 0; rank < ranks; ++rank) {
       const auto at = static_cast<size_t>(rank);
-      Member& m = w.rounds.back()[at];
+      Actor& m = w.rounds.back()[at];
       const int epoch = mistake.reuses_flags ? 1 : round + 1;
       m.pass = pass_of(w.heaps, rank, m.routing, *w.work[at], static_cast<uint32_t>(epoch),
                        static_cast<uint64_t>(bound_seconds * 1e9));
       m.pass.watch.nap_seed = seed;
       if (mistake.not_waited != Wait::kNone)
         m.pass.watch.not_waited = 1u << static_cast<int>(mistake.not_waited);
+      m.pass.watch.not_waited |= mistake.bits;
       m.pass.source = reinterpret_cast<const uint8_t*>(m.source.data());
       m.pass.result = reinterpret_cast<uint8_t*>(m.result.data());
       m.pass.source_stride = m.pass.result_stride = layout.row_bytes;
-      m.pass.columns_0 = m.pass.columns_1 = kAcross;
+      m.pass.stages.columns[0] = m.pass.stages.columns[1] = kAcross;
+      if (round % 2) go_back(m, random);
     }
   }
   return w;
 }
 
-void multiply(Member& m, const Task& task) {
+void read_row(const uint8_t* from, float (&x)[kModel]) {
+  for (int v = 0; v < kModel / 8; ++v) {
+    const Words words = load16(from + v * 16);
+    for (int i = 0; i < 4; ++i)
+      x[v * 8 + 2 * i] = low_half<bf16>(words.word[i]), x[v * 8 + 2 * i + 1] = high_half<bf16>(words.word[i]);
+  }
+}
+
+template <class Value>
+void write_columns(uint8_t* to, int column, const Value& value) {
+  Words words;
+  for (int i = 0; i < 4; ++i)
+    words.word[i] = value(column * 8 + 2 * i).bits | uint32_t{value(column * 8 + 2 * i + 1).bits} << 16;
+  store16(to + column * 16, words);
+}
+
+// Of <dY, w2>, which is not weighed.
+float active_gradient(int expert, const float (&dy)[kModel], int h) {
+  float sum = 0;
+  for (int i = 0; i < kModel; ++i) sum += dy[i] * second_weight(expert, h, i);
+  return sum;
+}
+
+template <class Hidden>
+bf16 input_gradient(int expert, const Hidden& gradient, int column) {
+  float sum = 0;
+  for (int h = 0; h < kHidden; ++h) sum += gradient[h] * first_weight(expert, column, h);
+  return narrow<bf16>(sum);
+}
+
+const float* arrived_weights(const Pass& pass, int source, int e) {
+  return reinterpret_cast<const float*>(pass.own() + pass.layout.weights(source, e));
+}
+
+// A quarter of dT_M^T T_DI, or half of the sum of weighed dY.
+void sum_rows(Actor& m, const Task& task) {
   const Pass& pass = m.pass;
   const Layout& layout = pass.layout;
+  const bool is_bias = task.type == TaskType::kBiasGradient;
+  constexpr int kTall = kHidden / kAcross, kWide = kModel / kAcross;
+  float sum[kTall][kWide] = {};
+  for (int source = 0; source < layout.ranks; ++source)
+    for (int row = 0; row < read(pass.announced_rows(source) + task.expert); ++row) {
+      const Round round = is_bias ? Round::kDispatch : Round::kAgain;
+      float x[kModel];
+      read_row(pass.at(pass.rank, {source, round, Staging::kIncoming, task.expert, row}), x);
+      const float weight = read(arrived_weights(pass, source, task.expert) + row);
+      const float* const gradient = m.hidden.data() + (layout.first_row(source, task.expert) + row) * kHidden;
+      for (int h = 0; h < (is_bias ? 1 : kTall); ++h)
+        for (int i = 0; i < kWide; ++i)
+          sum[h][i] += x[task.column * kWide + i] * (is_bias ? weight : gradient[task.tile * kTall + h]);
+    }
+  for (int h = 0; h < (is_bias ? 1 : kTall); ++h)
+    for (int i = 0; i < kWide; ++i) {
+      const int column = task.column * kWide + i;
+      float* const to =
+          is_bias ? &m.of_b[static_cast<size_t>(task.expert * kModel)]
+                  : &m.of_w[static_cast<size_t>((task.expert * kHidden + task.tile * kTall + h) * kModel)];
+      to[column] = sum[h][i];
+    }
+}
+
+void multiply(Actor& m, const Task& task) {
+  const Pass& pass = m.pass;
+  const Layout& layout = pass.layout;
+  if (task.type == TaskType::kWeightGradient || task.type == TaskType::kBiasGradient)
+    return sum_rows(m, task);
   const int expert = layout.cell(pass.rank, task.expert), first = task.tile * kTileRows;
   const int rows = pass.rows_of(read(pass.announced_rows(task.peer) + task.expert), task.tile);
+  const auto all = static_cast<size_t>(layout.first_row(layout.ranks, 0));
+  const int begin = task.column * kHidden / kAcross, end = (task.column + 1) * kHidden / kAcross;
   for (int row = first; row < first + rows; ++row) {
-    float* const hidden =
-        m.hidden.data() + (layout.cell(task.peer, task.expert) * layout.capacity + row) * kHidden;
+    const auto own = static_cast<size_t>(layout.first_row(task.peer, task.expert) + row);
+    float* const hidden = m.hidden.data() + own * kHidden;
+    const uint8_t* const from =
+        pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, row});
+    uint8_t* const to =
+        pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, row});
+    float x[kModel];
     if (task.type == TaskType::kGemm0) {
-      const uint8_t* const from =
-          pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, row});
-      float x[kModel];
-      for (int v = 0; v < kModel / 8; ++v) {
-        const Words words = load16(from + v * 16);
-        for (int i = 0; i < 4; ++i)
-          x[v * 8 + 2 * i] = low_half<bf16>(words.word[i]),
-                        x[v * 8 + 2 * i + 1] = high_half<bf16>(words.word[i]);
+      read_row(from, x);
+      for (int h = begin; h < end; ++h) hidden[h] = hidden_value(expert, x, h);
+    } else if (task.type == TaskType::kHiddenGradient) {
+      read_row(from, x);
+      float& dot = m.dots[static_cast<size_t>(task.column) * all + own];
+      dot = 0;
+      for (int h = begin; h < end; ++h) {
+        const float value = active_gradient(expert, x, h);
+        dot += static_cast<float>(h + 1) * value;
+        hidden[h] = value * read(arrived_weights(pass, task.peer, task.expert) + row);
       }
-      for (int h = task.column * kHidden / kAcross; h < (task.column + 1) * kHidden / kAcross; ++h)
-        hidden[h] = hidden_value(expert, x, h);
+    } else if (task.type == TaskType::kInputGradient) {
+      write_columns(to, task.column, [&](int column) { return input_gradient(expert, hidden, column); });
     } else {
-      uint8_t* const to =
-          pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, row});
-      Words words;
-      for (int i = 0; i < 4; ++i) {
-        const int column = task.column * 8 + 2 * i;
-        words.word[i] = product_value(expert, hidden, column).bits |
-                        uint32_t{product_value(expert, hidden, column + 1).bits} << 16;
-      }
-      store16(to + task.column * 16, words);
+      write_columns(to, task.column, [&](int column) { return product_value(expert, hidden, column); });
     }
   }
+  if (task.type == TaskType::kInputGradient && task.column == 0)
+    send_dots<bf16>(pass, task, m.dots.data(), kAcross, nullptr, kModel, 0, 1, 0, 1);
 }
 
 thread_local int acting = -1;  // the rank whose thread this is
 
 // One launch: all its threads, until they have ended. room: processors that run at one time.
-void launch(Member& m, int room = kProcessors) {
+void launch(Actor& m, int room = kProcessors) {
   std::vector<std::thread> threads;
   const auto start = [&](auto body) {
     threads.emplace_back([&m, body] {
@@ -176,8 +277,7 @@ void launch(Member& m, int room = kProcessors) {
   for (std::thread& thread : threads) thread.join();
 }
 
-void check(const World& w, size_t round, size_t rank, const std::string& where) {
-  const Member& m = w.rounds[round][rank];
+void check_forward(const Actor& m, const std::string& where) {
   const Routing& g = m.routing;
   for (int t = 0; t < g.tokens; ++t) {
     float x[kModel];
@@ -196,6 +296,47 @@ void check(const World& w, size_t round, size_t rank, const std::string& where) 
       expect(false, where + ": token " + std::to_string(t) + ", column " + std::to_string(column));
       return;
     }
+  }
+}
+
+void check_backward(const std::vector<Actor>& all, const std::string& where) {
+  const int experts = all[0].pass.layout.experts;
+  std::vector<float> of_w(all.size() * all[0].of_w.size()), of_b(all.size() * all[0].of_b.size());
+  for (const Actor& m : all) {
+    const Routing& g = m.routing;
+    std::vector<float> sum(m.result.size());
+    for (int slot = 0; slot < g.tokens * g.choices; ++slot) {
+      const auto at = static_cast<size_t>(slot);
+      float dy[kModel], gradient[kHidden], dot = 0;
+      if (g.row[at] < 0) {
+        expect(m.of_weight[at] == 0, where + ": a dropped row's gradient");
+        continue;
+      }
+      const auto first = at / static_cast<size_t>(g.choices) * kModel;
+      for (size_t i = 0; i < kModel; ++i) dy[i] = low_half<bf16>(m.source[first + i].bits);
+      for (int h = 0; h < kHidden; ++h) {
+        const float value = active_gradient(g.expert[at], dy, h);
+        dot += static_cast<float>(h + 1) * value, gradient[h] = g.weight[at] * value;
+      }
+      expect(m.of_weight[at] == dot, where + ": a weight's gradient");
+      const auto e = static_cast<size_t>(g.expert[at]);
+      for (size_t i = 0; i < kModel; ++i) {
+        sum[first + i] += low_half<bf16>(input_gradient(g.expert[at], gradient, static_cast<int>(i)).bits);
+        of_b[e * kModel + i] += g.weight[at] * dy[i];
+        for (size_t h = 0; h < kHidden; ++h)
+          of_w[(e * kHidden + h) * kModel + i] += gradient[h] * low_half<bf16>(m.again[first + i].bits);
+      }
+    }
+    for (size_t i = 0; i < sum.size(); ++i)
+      expect(narrow<bf16>(sum[i]).bits == m.result[i].bits, where + ": dX " + std::to_string(i));
+  }
+  for (size_t e = 0; e < all.size() * static_cast<size_t>(experts); ++e) {
+    const Actor& owner = all[e / static_cast<size_t>(experts)];
+    const size_t own = e % static_cast<size_t>(experts);
+    for (size_t i = 0; i < kHidden * kModel; ++i)
+      expect(owner.of_w[own * kHidden * kModel + i] == of_w[e * kHidden * kModel + i], where + ": dW");
+    for (size_t i = 0; i < kModel; ++i)
+      expect(owner.of_b[own * kModel + i] == of_b[e * kModel + i], where + ": db");
   }
 }
 
@@ -222,8 +363,11 @@ void test_rounds(int ranks, const Mistake& mistake, int room = kProcessors) {
     play(w, room);
     for (size_t rank = 0; rank < w.work.size(); ++rank) {
       const std::string where = "seed " + std::to_string(seed) + ", rank " + std::to_string(rank);
-      for (size_t round = 0; round < w.rounds.size(); ++round)
-        check(w, round, rank, where + ", round " + std::to_string(round + 1));
+      for (size_t round = 0; round < w.rounds.size(); ++round) {
+        const std::string what = where + ", round " + std::to_string(round + 1);
+        if (round % 2 == 0) check_forward(w.rounds[round][rank], what);
+        if (round % 2 && rank == 0) check_backward(w.rounds[round], what);
+      }
       expect(w.work[rank]->report.wait == 0, where + ": a report");
       expect(w.work[rank]->is_clean(), where + ": what the next round would find");
     }
@@ -314,7 +458,7 @@ void test_absence(int ranks, const Absence& absence) {
 // Processors of this rank that do not come.
 void test_nobody_works() {
   World w = make(1, 2, 3, 1.0);
-  Member& m = w.rounds[0][0];
+  Actor& m = w.rounds[0][0];
   launch(m, 0);
   // The rows that they should have sent are missing, too.
   const auto wait = static_cast<Wait>(w.work[0]->report.wait);

@@ -1,10 +1,10 @@
-// FlashDMoE's kernel in the emulator: the layer's forward pass in one launch, every thread of every rank,
-// beside a plain loop.
+// FlashDMoE's kernels in the emulator: a pass of the layer in one launch, every thread of every rank, beside
+// a plain loop.
 #include <cuda_runtime.h>
 
 #include <cmath>
 
-#include "flashdmoe/ampere.cuh"
+#include "flashdmoe/backward.cuh"
 #include "flashdmoe_world.h"
 
 using namespace world;
@@ -30,6 +30,7 @@ struct Case {
   int room = 0;   // blocks of a rank that are resident; 0: all
   int tiles = 1;  // of an expert's capacity
   int rounds = 2;
+  bool trains = false, recomputes = false, sends_again = false;
 };
 
 using Values = std::vector<T>;
@@ -46,8 +47,17 @@ float rounded(float x) { return low_half<T>(narrow<T>(x).bits); }
 
 struct Rank {
   Routing routing;
-  Values x, y;
-  Values w1, b1, w2, b2, hidden, active;
+  Values x, y, dy, dx;
+  Values w1, b1, w2, b2, wide, active, input;
+  Values gradient, of_w1, of_b1, of_w2, of_b2;
+  std::vector<float> dots, of_weight;
+};
+
+// What one expert makes of one row, and of its gradient.
+struct Row {
+  std::vector<float> wide, active, made;
+  std::vector<float> gradient, weighed, dx;
+  double dot = 0;
 };
 
 float activated(Activation which, float gate, float up) {
@@ -64,25 +74,134 @@ float activated(Activation which, float gate, float up) {
 }
 
 // The plain definition of one row: what expert `e` of `owner` makes of it.
-std::vector<float> product(const Case& c, const Rank& owner, int e, const Values& x, int token) {
+Row product(const Case& c, const Rank& owner, int e, const Values& x, int token) {
   const int wide = c.activation == Activation::kSwiglu ? 2 * c.hidden : c.hidden;
-  std::vector<float> hidden, active, made;
+  Row row;
   for (int h = 0; h < wide; ++h) {
     double sum = c.bias ? at(owner.b1, e * wide + h) : 0;
     for (int i = 0; i < c.model; ++i)
       sum += double{at(x, token * c.model + i)} * at(owner.w1, (e * wide + h) * c.model + i);
-    hidden.push_back(rounded(static_cast<float>(sum)));
+    row.wide.push_back(rounded(static_cast<float>(sum)));
   }
   for (int h = 0; h < c.hidden; ++h)
-    active.push_back(rounded(activated(c.activation, hidden[static_cast<size_t>(h)],
-                                       wide > c.hidden ? hidden[static_cast<size_t>(c.hidden + h)] : 0)));
+    row.active.push_back(
+        rounded(activated(c.activation, row.wide[static_cast<size_t>(h)],
+                          wide > c.hidden ? row.wide[static_cast<size_t>(c.hidden + h)] : 0)));
   for (int i = 0; i < c.model; ++i) {
     double sum = c.bias ? at(owner.b2, e * c.model + i) : 0;
     for (int h = 0; h < c.hidden; ++h)
-      sum += double{active[static_cast<size_t>(h)]} * at(owner.w2, (e * c.model + i) * c.hidden + h);
-    made.push_back(rounded(static_cast<float>(sum)));
+      sum += double{row.active[static_cast<size_t>(h)]} * at(owner.w2, (e * c.model + i) * c.hidden + h);
+    row.made.push_back(rounded(static_cast<float>(sum)));
   }
-  return made;
+  return row;
+}
+
+float derivative(Activation which, float x) {
+  switch (which) {
+    case Activation::kRelu:
+      return Function<Activation::kRelu>::derivative(x);
+    case Activation::kGelu:
+      return Function<Activation::kGelu>::derivative(x);
+    default:
+      return Function<Activation::kSilu>::derivative(x);
+  }
+}
+
+void differentiate(const Case& c, const Rank& owner, int e, const Values& dy, int token, float weight,
+                   Row& row) {
+  const auto wide = static_cast<int>(row.wide.size());
+  row.gradient.resize(row.wide.size());
+  for (int i = 0; c.bias && i < c.model; ++i)
+    row.dot += double{at(dy, token * c.model + i)} * at(owner.b2, e * c.model + i);
+  for (int h = 0; h < c.hidden; ++h) {
+    const auto own = static_cast<size_t>(h), up = static_cast<size_t>(h + c.hidden);
+    double of_active = 0;
+    for (int i = 0; i < c.model; ++i)
+      of_active += double{at(dy, token * c.model + i)} * at(owner.w2, (e * c.model + i) * c.hidden + h);
+    const float gate = row.wide[own], other = wide > c.hidden ? row.wide[up] : 1.0f;
+    const float active = activated(c.activation, gate, other);
+    const double weighed = weight * of_active;
+    row.dot += active * of_active;
+    row.weighed.push_back(rounded(active * weight));
+    row.gradient[own] = rounded(static_cast<float>(weighed * derivative(c.activation, gate) * other));
+    if (wide > c.hidden) row.gradient[up] = rounded(static_cast<float>(weighed * Silu::value(gate)));
+  }
+  for (int i = 0; i < c.model; ++i) {
+    double sum = 0;
+    for (int h = 0; h < wide; ++h)
+      sum += double{row.gradient[static_cast<size_t>(h)]} * at(owner.w1, (e * wide + h) * c.model + i);
+    row.dx.push_back(rounded(static_cast<float>(sum)));
+  }
+}
+
+// All values within a hundredth of the largest.
+template <class Found>
+void expect_near(const Found& found, const std::vector<double>& wanted, const std::string& what) {
+  double largest = 0;
+  for (double each : wanted) largest = larger(largest, std::fabs(each));
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const auto own = static_cast<double>(found(i));
+    if (std::fabs(own - wanted[i]) <= 0.012 * largest + 1e-6) continue;
+    expect(false, what + " " + std::to_string(i) + ": " + std::to_string(own) + " and not " +
+                      std::to_string(wanted[i]));
+    return;
+  }
+}
+
+void check_gradients(const Case& c, const std::vector<Rank>& all, const std::string& where) {
+  const auto wide = static_cast<size_t>(c.activation == Activation::kSwiglu ? 2 * c.hidden : c.hidden);
+  const auto model = static_cast<size_t>(c.model), hidden = static_cast<size_t>(c.hidden);
+  struct Sums {
+    std::vector<double> w1, b1, w2, b2;
+  };
+  const auto experts = static_cast<size_t>(c.experts);
+  const Sums zeros = {std::vector<double>(experts * wide * model), std::vector<double>(experts * wide),
+                      std::vector<double>(experts * model * hidden), std::vector<double>(experts * model)};
+  std::vector<Sums> sums(all.size(), zeros);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const Rank& own = all[rank];
+    const Routing& g = own.routing;
+    std::vector<double> dx(static_cast<size_t>(g.tokens) * model), dots;
+    for (int slot = 0; slot < g.tokens * c.choices; ++slot) {
+      const auto at_slot = static_cast<size_t>(slot);
+      const int token = slot / c.choices, owner = g.expert[at_slot] / c.experts,
+                e = g.expert[at_slot] % c.experts;
+      if (g.row[at_slot] < 0) {
+        dots.push_back(0);
+        continue;
+      }
+      const float weight = g.weight[at_slot];
+      const Rank& of = all[static_cast<size_t>(owner)];
+      Row row = product(c, of, e, own.x, token);
+      differentiate(c, of, e, own.dy, token, weight, row);
+      dots.push_back(row.dot);
+      Sums& to = sums[static_cast<size_t>(owner)];
+      const auto expert = static_cast<size_t>(e);
+      for (size_t i = 0; i < model; ++i) {
+        const auto x = double{at(own.x, token * c.model + static_cast<int>(i))};
+        const auto dy = double{at(own.dy, token * c.model + static_cast<int>(i))};
+        dx[static_cast<size_t>(token) * model + i] += row.dx[i];
+        to.b2[expert * model + i] += dy * weight;
+        for (size_t h = 0; h < wide; ++h) to.w1[(expert * wide + h) * model + i] += row.gradient[h] * x;
+        for (size_t h = 0; h < hidden; ++h) to.w2[(expert * model + i) * hidden + h] += row.weighed[h] * dy;
+      }
+      for (size_t h = 0; h < wide; ++h) to.b1[expert * wide + h] += row.gradient[h];
+    }
+    const std::string who = where + ", rank " + std::to_string(rank) + ": ";
+    const auto of = [](const Values& v) { return [&v](size_t i) { return at(v, static_cast<int64_t>(i)); }; };
+    expect_near(of(own.dx), dx, who + "dX");
+    expect_near([&](size_t i) { return own.of_weight[i]; }, dots, who + "the weights' gradient");
+  }
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const Rank& own = all[rank];
+    const std::string who = where + ", rank " + std::to_string(rank) + ": ";
+    const auto of = [](const Values& v) { return [&v](size_t i) { return at(v, static_cast<int64_t>(i)); }; };
+    expect_near(of(own.of_w1), sums[rank].w1, who + "dW1");
+    expect_near(of(own.of_w2), sums[rank].w2, who + "dW2");
+    if (!c.bias) continue;
+    expect_near(of(own.of_b1), sums[rank].b1, who + "db1");
+    expect_near(of(own.of_b2), sums[rank].b2, who + "db2");
+  }
 }
 
 void check(const Case& c, const std::vector<Rank>& all, const std::string& where) {
@@ -95,7 +214,7 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
         const auto slot = static_cast<size_t>(t * c.choices + k);
         if (g.row[slot] < 0) continue;
         const Rank& owner = all[static_cast<size_t>(g.expert[slot] / c.experts)];
-        const std::vector<float> made = product(c, owner, g.expert[slot] % c.experts, own.x, t);
+        const std::vector<float> made = product(c, owner, g.expert[slot] % c.experts, own.x, t).made;
         for (size_t i = 0; i < sum.size(); ++i) sum[i] += g.weight[slot] * made[i];
       }
       for (int i = 0; i < c.model; ++i) {
@@ -112,97 +231,174 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
 }
 
 template <Activation kActivation>
-void run(const Launch& launch, int blocks, unsigned seed, int eagerness) {
+void run(const Launch& launch, bool is_backward, int blocks, unsigned seed, int eagerness) {
   emu::launch(
       static_cast<unsigned>(blocks * launch.ranks), ampere::kThreads, seed,
-      [&] { forward_sm80<T, kActivation>(launch); }, eagerness, 1, sizeof(AmpereShared));
+      [&] { is_backward ? backward_sm80<T, kActivation>(launch) : forward_sm80<T, kActivation>(launch); },
+      eagerness, 1, sizeof(AmpereShared));
+}
+
+// Tensors of a rank in a round; what nobody has written is no number.
+Rank random_rank(const Case& c, const Layout& layout, std::mt19937& random, int tokens) {
+  const int wide = c.activation == Activation::kSwiglu ? 2 * c.hidden : c.hidden;
+  const auto unwritten = [](int64_t count) { return Values(static_cast<size_t>(count), T{0xFFFF}); };
+  Rank own;
+  own.routing = route(random, layout, tokens, c.choices, c.favoured);
+  for (float& weight : own.routing.weight) weight *= 0.25f;
+  own.x = values(random, tokens * c.model, 1.0f), own.dy = values(random, tokens * c.model, 1.0f);
+  own.y = own.dx = Values(own.x.size(), T{0xFFFF});
+  own.w1 = values(random, c.experts * wide * c.model, 0.3f);
+  own.w2 = values(random, c.experts * c.model * c.hidden, 0.3f);
+  own.b1 = values(random, c.experts * wide, 0.5f), own.b2 = values(random, c.experts * c.model, 0.5f);
+  const int64_t rows = layout.first_row(layout.ranks, 0);
+  own.wide = own.gradient = unwritten(rows * wide), own.active = unwritten(rows * c.hidden);
+  own.input = unwritten(rows * c.model);
+  own.of_w1 = own.w1, own.of_w2 = own.w2, own.of_b1 = own.b1, own.of_b2 = own.b2;
+  for (Values* each : {&own.of_w1, &own.of_w2, &own.of_b1, &own.of_b2})
+    std::fill(each->begin(), each->end(), T{0xFFFF});
+  own.dots.assign(static_cast<size_t>(rows * 2 * ceil_div(c.hidden, ampere::kColumns)), NAN);
+  own.of_weight.assign(own.routing.weight.size(), NAN);
+  return own;
+}
+
+enum class Direction { kForward, kBackward };
+
+Member member(const Case& c, const Heaps& heaps, int rank, Rank& own, Workspace& w, uint32_t epoch,
+              Direction direction) {
+  const bool halves = c.activation == Activation::kSwiglu, is_backward = direction == Direction::kBackward;
+  Member m;
+  m.pass = pass_of(heaps, rank, own.routing, w, epoch, uint64_t{1} << 60);
+  const Values &source = is_backward ? own.dy : own.x, &result = is_backward ? own.dx : own.y;
+  m.pass.source = reinterpret_cast<const uint8_t*>(source.data());
+  m.pass.result = reinterpret_cast<uint8_t*>(const_cast<T*>(result.data()));
+  m.pass.source_stride = m.pass.result_stride = m.pass.again_stride = heaps.layout.row_bytes;
+  Experts& e = m.experts;
+  e.model = c.model, e.hidden = c.hidden;
+  e.w1 = own.w1.data(), e.w2 = own.w2.data();
+  if (c.bias) e.b1 = own.b1.data(), e.b2 = own.b2.data();
+  e.active = own.active.data();
+  if (c.trains && !c.sends_again) e.input = own.input.data();
+  if (is_backward || (c.trains && !c.recomputes)) e.wide = own.wide.data();
+  if (!is_backward) {
+    plan_forward(m.pass, e, halves, ampere::kColumns);
+    return m;
+  }
+  e.gradient = own.gradient.data(), e.dots = own.dots.data();
+  e.of_w1 = own.of_w1.data(), e.of_w2 = own.of_w2.data();
+  if (c.bias) e.of_b1 = own.of_b1.data(), e.of_b2 = own.of_b2.data();
+  if (c.sends_again) m.pass.again = reinterpret_cast<const uint8_t*>(own.x.data());
+  m.pass.weight_gradient = own.of_weight.data();
+  plan_backward(m.pass, e, halves, ampere::kRows, ampere::kColumns, c.recomputes);
+  return m;
+}
+
+void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
+  const auto array = [](const char* name, auto& values, bool writable) {
+    emu::register_array(name, values.data(), values.size() * sizeof(values[0]), writable);
+  };
+  emu::register_array("heap", heaps.at[index], static_cast<size_t>(heaps.layout.bytes()), true);
+  for (auto* each : {&own.x, &own.dy, &own.w1, &own.w2, &own.b1, &own.b2}) array("given", *each, false);
+  for (auto* each : {&own.y, &own.wide, &own.active, &own.input, &own.dx, &own.gradient, &own.of_w1,
+                     &own.of_w2, &own.of_b1, &own.of_b2})
+    array("made", *each, true);
+  for (auto* each : {&own.routing.counts, &own.routing.slot, &own.routing.expert, &own.routing.row})
+    array("routing", *each, false);
+  array("weights", own.routing.weight, false);
+  array("dots", own.dots, true), array("weights' gradient", own.of_weight, true);
+  array("queue", w.entry, true), array("heard", w.heard, true);
+  for (auto* each : {&w.doors, &w.made, &w.whole}) array("workspace", *each, true);
+  emu::register_array("state", &w.state, sizeof w.state, true);
+  emu::register_array("report", &w.report, sizeof w.report, true);
+}
+
+using Workspaces = std::vector<std::unique_ptr<Workspace>>;
+
+// One launch of all ranks; of those below `absent`, where there is such. Whether it has ended.
+bool launch_pass(const Case& c, const Heaps& heaps, std::vector<Rank>& all, const Workspaces& work,
+                 uint32_t epoch, Direction direction, unsigned seed, int absent, const std::string& where) {
+  Launch launch;
+  launch.ranks = absent < 0 ? c.ranks : absent;
+  emu::forget_arrays();
+  for (size_t i = 0; i < all.size(); ++i) {
+    register_rank(heaps, i, all[i], *work[i]);
+    Member& m = launch.of_rank[i];
+    m = member(c, heaps, static_cast<int>(i), all[i], *work[i], epoch, direction);
+    if (absent >= 0) m.pass.watch.bound = 20000;
+    m.pass.watch.nap_seed = seed % 2 ? seed : 0;
+  }
+  emu::register_array("heaps", heaps.at.data(), heaps.at.size() * sizeof(uint8_t*), false);
+  emu::room = nullptr;
+  if (c.room) emu::room = [&c] { return static_cast<size_t>(c.room * c.ranks); };
+  const int eagerness = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 50 : 100;
+  const bool is_backward = direction == Direction::kBackward;
+  try {
+    switch (c.activation) {
+      case Activation::kRelu:
+        run<Activation::kRelu>(launch, is_backward, c.blocks, seed, eagerness);
+        break;
+      case Activation::kGelu:
+        run<Activation::kGelu>(launch, is_backward, c.blocks, seed, eagerness);
+        break;
+      case Activation::kSilu:
+        run<Activation::kSilu>(launch, is_backward, c.blocks, seed, eagerness);
+        break;
+      default:
+        run<Activation::kSwiglu>(launch, is_backward, c.blocks, seed, eagerness);
+    }
+  } catch (const std::runtime_error& error) {
+    expect(false, where + ": " + error.what());
+    return false;
+  }
+  if (absent >= 0) return true;
+  for (const auto& each : work) {
+    expect(each->report.wait == 0, where + ": a report");
+    expect(each->is_clean(), where + ": what the next round would find");
+  }
+  return true;
+}
+
+bool are_same(const Values& a, const Values& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// Both passes of a round, and backward once more in another order: its results are the same to the bit.
+bool train(const Case& c, const Heaps& heaps, std::vector<Rank>& all, const Workspaces& work, uint32_t epoch,
+           unsigned seed, const std::string& where) {
+  if (!launch_pass(c, heaps, all, work, epoch + 1, Direction::kBackward, seed + 1, -1, where)) return false;
+  check_gradients(c, all, where + ", backward");
+  const std::vector<Rank> first = all;
+  if (!launch_pass(c, heaps, all, work, epoch + 2, Direction::kBackward, seed + 2, -1, where)) return false;
+  for (size_t i = 0; i < all.size(); ++i) {
+    expect(are_same(first[i].of_w1, all[i].of_w1) && are_same(first[i].of_w2, all[i].of_w2) &&
+               are_same(first[i].of_b1, all[i].of_b1) && are_same(first[i].of_b2, all[i].of_b2) &&
+               are_same(first[i].dx, all[i].dx),
+           where + ": another result at another time");
+  }
+  return true;
 }
 
 void play(const Case& c, unsigned seed, int absent = -1) {
-  const bool halves = c.activation == Activation::kSwiglu;
-  const int wide = halves ? 2 * c.hidden : c.hidden;
-  const Layout layout = {c.ranks, c.experts, c.tiles * ampere::kRows, ampere::kRows, 1, c.model * 2};
+  const Layout layout = {c.ranks, c.experts,   c.tiles * ampere::kRows,    ampere::kRows,
+                         1,       c.model * 2, c.sends_again ? 3 : kRounds};
   Heaps heaps(layout);
   std::mt19937 random(seed);
-  const int columns_0 = ceil_div(c.hidden, ampere::tile_columns(halves));
-  const int columns_1 = ceil_div(c.model, ampere::kColumns);
-  std::vector<std::unique_ptr<Workspace>> work;
-  for (int rank = 0; rank < c.ranks; ++rank)
-    work.push_back(std::make_unique<Workspace>(layout, c.tokens[static_cast<size_t>(rank)], columns_0,
-                                               columns_1, c.blocks - 1));
+  Workspaces work;
+  for (int tokens : c.tokens) {
+    Rank largest = random_rank(c, layout, random, tokens);
+    Pass small;
+    small.layout = layout;
+    Workspace none(small, 1);
+    Case most = c;
+    most.recomputes = true;
+    const Member m = member(most, heaps, 0, largest, none, 1, Direction::kBackward);
+    work.push_back(std::make_unique<Workspace>(m.pass, c.blocks - 1));
+  }
+  uint32_t epoch = 1;
   for (int round = 1; round <= c.rounds; ++round) {
     const std::string where = std::string(c.name) + ", round " + std::to_string(round);
-    std::vector<Rank> all(static_cast<size_t>(c.ranks));
-    Launch launch;
-    launch.ranks = c.ranks;
-    emu::forget_arrays();
-    const auto array = [](const char* name, auto& values, bool writable) {
-      emu::register_array(name, values.data(), values.size() * sizeof(values[0]), writable);
-    };
-    for (int rank = 0; rank < c.ranks; ++rank) {
-      const auto index = static_cast<size_t>(rank);
-      Rank& own = all[index];
-      const int tokens = c.tokens[index];
-      own.routing = route(random, layout, tokens, c.choices, c.favoured);
-      for (float& weight : own.routing.weight) weight *= 0.25f;
-      own.x = values(random, tokens * c.model, 1.0f), own.y = Values(own.x.size(), T{0xFFFF});
-      own.w1 = values(random, c.experts * wide * c.model, 0.3f);
-      own.w2 = values(random, c.experts * c.model * c.hidden, 0.3f);
-      own.b1 = values(random, c.experts * wide, 0.5f), own.b2 = values(random, c.experts * c.model, 0.5f);
-      const int rows = layout.cells() * layout.capacity;
-      own.hidden = Values(static_cast<size_t>(rows * wide), T{0xFFFF});
-      own.active = Values(static_cast<size_t>(rows * c.hidden), T{0xFFFF});
-      Forward& f = launch.of_rank[rank];
-      Workspace& w = *work[index];
-      f.pass = pass_of(heaps, rank, own.routing, w, static_cast<uint32_t>(round),
-                       absent < 0 ? uint64_t{1} << 60 : 20000);
-      f.pass.watch.nap_seed = seed % 2 ? seed : 0;
-      f.pass.source = reinterpret_cast<const uint8_t*>(own.x.data());
-      f.pass.result = reinterpret_cast<uint8_t*>(own.y.data());
-      f.pass.source_stride = f.pass.result_stride = layout.row_bytes;
-      f.pass.columns_0 = columns_0, f.pass.columns_1 = columns_1;
-      Problem &up = f.gemm[0], &down = f.gemm[1];
-      up.b = own.w1.data(), up.a_stride = c.model, up.n = wide, up.k = c.model;
-      up.d = round == 1 ? own.hidden.data() : nullptr, up.d_stride = wide;
-      up.active = own.active.data(), up.active_stride = c.hidden;
-      down.a = own.active.data(), down.a_stride = c.hidden, down.b = own.w2.data();
-      down.d_stride = c.model, down.n = c.model, down.k = c.hidden;
-      if (c.bias) up.bias = own.b1.data(), down.bias = own.b2.data();
-      up.experts = down.experts = c.experts, up.rows = down.rows = layout.capacity;
-      emu::register_array("heap", heaps.at[index], static_cast<size_t>(layout.bytes()), true);
-      for (auto* each : {&own.x, &own.w1, &own.w2, &own.b1, &own.b2}) array("given", *each, false);
-      for (auto* each : {&own.y, &own.hidden, &own.active}) array("made", *each, true);
-      for (auto* each : {&own.routing.counts, &own.routing.slot, &own.routing.expert, &own.routing.row})
-        array("routing", *each, false);
-      array("weights", own.routing.weight, false);
-      array("queue", w.entry, true), array("heard", w.heard, true);
-      for (auto* each : {&w.doors, &w.made, &w.sent}) array("workspace", *each, true);
-      emu::register_array("state", &w.state, sizeof w.state, true);
-      emu::register_array("report", &w.report, sizeof w.report, true);
-    }
-    emu::register_array("heaps", heaps.at.data(), heaps.at.size() * sizeof(uint8_t*), false);
-    if (absent >= 0) launch.ranks = absent;  // the last ones do not come
-    emu::room = nullptr;
-    if (c.room) emu::room = [&c] { return static_cast<size_t>(c.room * c.ranks); };
-    const int eagerness = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 50 : 100;
-    try {
-      switch (c.activation) {
-        case Activation::kRelu:
-          run<Activation::kRelu>(launch, c.blocks, seed, eagerness);
-          break;
-        case Activation::kGelu:
-          run<Activation::kGelu>(launch, c.blocks, seed, eagerness);
-          break;
-        case Activation::kSilu:
-          run<Activation::kSilu>(launch, c.blocks, seed, eagerness);
-          break;
-        default:
-          run<Activation::kSwiglu>(launch, c.blocks, seed, eagerness);
-      }
-    } catch (const std::runtime_error& error) {
-      expect(false, where + ": " + error.what());
-      return;
-    }
+    std::vector<Rank> all;
+    for (int tokens : c.tokens) all.push_back(random_rank(c, layout, random, tokens));
+    if (!launch_pass(c, heaps, all, work, epoch, Direction::kForward, seed, absent, where)) return;
     if (absent >= 0) {
       for (int rank = 0; rank < absent; ++rank) {
         const comet::Report& report = work[static_cast<size_t>(rank)]->report;
@@ -213,10 +409,8 @@ void play(const Case& c, unsigned seed, int absent = -1) {
       return;
     }
     check(c, all, where);
-    for (const auto& each : work) {
-      expect(each->report.wait == 0, where + ": a report");
-      expect(each->is_clean(), where + ": what the next round would find");
-    }
+    if (c.trains && !train(c, heaps, all, work, epoch, seed, where)) return;
+    epoch += c.trains ? 3 : 1;
   }
 }
 
@@ -225,23 +419,47 @@ void play(const Case& c, unsigned seed, int absent = -1) {
 int main(int argc, char** argv) {
   const std::string asked = argc > 1 ? argv[1] : "";
   unsigned seed = 1;
-  const auto go = [&](const Case& c) { play(c, seed++); };
-  go({"two ranks", 2, 2, 2, {40, 25}});
-  Case alone = {"alone, more than one tile", 1, 2, 2, {150}};
-  alone.tiles = 2, alone.model = 136, alone.hidden = 136, alone.activation = Activation::kSwiglu;
-  alone.bias = false, alone.rounds = 1, go(alone);
-  Case skewed = {"all to one expert, one rank without tokens", 2, 1, 1, {0, 140}};
-  skewed.favoured = 0, skewed.rounds = 1, skewed.activation = Activation::kRelu, go(skewed);
-  Case narrow_room = {"two blocks of a rank are resident", 2, 1, 2, {20, 30}};
-  narrow_room.room = 2, narrow_room.blocks = 4, narrow_room.activation = Activation::kSilu, go(narrow_room);
-  go({"nothing at all", 2, 2, 1, {0, 0}});
-  play({"a rank that does not come", 2, 1, 1, {8, 8}}, seed++, 1);
-  if (asked == "thorough") {
-    go({"four ranks", 4, 2, 3, {30, 50, 1, 20}});
+  const auto go = [&](Case c) { play(c, seed++); };
+  if (asked == "backward") {
+    Case two = {"two ranks", 2, 2, 2, {40, 25}};
+    two.trains = true, go(two);
+    Case alone = {"alone, more than one tile", 1, 2, 2, {150}};
+    alone.tiles = 2, alone.model = 136, alone.hidden = 136, alone.activation = Activation::kSwiglu;
+    alone.bias = false, alone.rounds = 1, alone.trains = alone.recomputes = alone.sends_again = true;
+    go(alone);
+    Case skewed = {"all to one expert, one rank without tokens", 2, 1, 1, {0, 140}};
+    skewed.favoured = 0, skewed.rounds = 1, skewed.activation = Activation::kRelu, skewed.trains = true;
+    skewed.room = 2, skewed.recomputes = true, go(skewed);
+    Case nothing = {"nothing at all", 2, 2, 1, {0, 0}};
+    nothing.trains = nothing.sends_again = true, nothing.rounds = 1, go(nothing);
+  } else if (asked == "backward thoroughly") {
+    Case four = {"four ranks", 4, 2, 3, {30, 50, 1, 20}};
+    four.trains = true, go(four);
     for (const Activation activation :
          {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu}) {
       Case one = {"every activation", 2, 2, 2, {130, 140}};
-      one.activation = activation, one.model = 136, one.hidden = 72, one.tiles = 2, one.rounds = 1, go(one);
+      one.activation = activation, one.model = 136, one.hidden = 72, one.tiles = 2, one.rounds = 1;
+      one.trains = true, one.sends_again = activation < Activation::kSilu;
+      one.recomputes = static_cast<int>(activation) % 2 == 0, go(one);
+    }
+  } else {
+    go({"two ranks", 2, 2, 2, {40, 25}});
+    Case alone = {"alone, more than one tile", 1, 2, 2, {150}};
+    alone.tiles = 2, alone.model = 136, alone.hidden = 136, alone.activation = Activation::kSwiglu;
+    alone.bias = false, alone.rounds = 1, go(alone);
+    Case skewed = {"all to one expert, one rank without tokens", 2, 1, 1, {0, 140}};
+    skewed.favoured = 0, skewed.rounds = 1, skewed.activation = Activation::kRelu, go(skewed);
+    Case narrow_room = {"two blocks of a rank are resident", 2, 1, 2, {20, 30}};
+    narrow_room.room = 2, narrow_room.blocks = 4, narrow_room.activation = Activation::kSilu, go(narrow_room);
+    go({"nothing at all", 2, 2, 1, {0, 0}});
+    play({"a rank that does not come", 2, 1, 1, {8, 8}}, seed++, 1);
+    if (asked == "thorough") {
+      go({"four ranks", 4, 2, 3, {30, 50, 1, 20}});
+      for (const Activation activation :
+           {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu}) {
+        Case one = {"every activation", 2, 2, 2, {130, 140}};
+        one.activation = activation, one.model = 136, one.hidden = 72, one.tiles = 2, one.rounds = 1, go(one);
+      }
     }
   }
   std::printf("%d failures\n", failures);

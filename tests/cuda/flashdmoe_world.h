@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "flashdmoe/pass.h"
+#include "flashdmoe/experts.h"
 
 namespace world {
 
@@ -70,17 +70,18 @@ struct Heaps {
 
 struct Workspace {
   std::vector<Entry> entry;
-  std::vector<uint32_t> doors, made, sent;
+  std::vector<uint32_t> doors, made, whole;
   std::vector<int32_t> heard;
   State state = {};
   comet::Report report = {};
 
-  Workspace(const Layout& layout, int tokens, int columns_0, int columns_1, int processors)
-      : entry(static_cast<size_t>(most_tasks(layout, tokens, columns_0, columns_1))),
+  // largest: a pass of as many tasks and stages as any.
+  Workspace(const Pass& largest, int processors)
+      : entry(static_cast<size_t>(most_tasks(largest))),
         doors(static_cast<size_t>(processors)),
-        made(static_cast<size_t>(layout.cells() * layout.cell_tiles())),
-        sent(made.size()),
-        heard(static_cast<size_t>(layout.cells())) {}
+        made(static_cast<size_t>(kMostStages * largest.layout.cells() * largest.layout.cell_tiles())),
+        whole(static_cast<size_t>(largest.layout.experts)),
+        heard(static_cast<size_t>(largest.layout.cells())) {}
 
   // Whether the next round finds what the first one found.
   bool is_clean() const {
@@ -88,7 +89,7 @@ struct Workspace {
       return std::all_of(all.begin(), all.end(), [](auto each) { return each == 0; });
     };
     const auto unready = [](const Entry& each) { return each.is_ready == 0; };
-    return zeros(doors) && zeros(made) && zeros(sent) && zeros(heard) && state.tail == 0 &&
+    return zeros(doors) && zeros(made) && zeros(whole) && zeros(heard) && state.tail == 0 &&
            state.promised == 0 && state.listened == 0 && std::all_of(entry.begin(), entry.end(), unready);
   }
 };
@@ -105,7 +106,7 @@ inline Pass pass_of(const Heaps& heaps, int rank, const Routing& g, Workspace& w
   pass.tokens = g.tokens, pass.choices = g.choices;
   pass.by_choices = Divisor(g.choices), pass.by_experts = Divisor(heaps.layout.experts);
   pass.queue = {w.entry.data(), static_cast<int>(w.entry.size()), &w.state};
-  pass.doors = w.doors.data(), pass.made = w.made.data(), pass.sent = w.sent.data();
+  pass.doors = w.doors.data(), pass.made = w.made.data(), pass.whole = w.whole.data();
   pass.heard = w.heard.data();
   pass.processors = static_cast<int>(w.doors.size());
   return pass;

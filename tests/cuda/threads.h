@@ -78,6 +78,11 @@ inline void store_release(uint32_t* p, uint32_t value) { store_release_system(p,
 // Of a warp that one thread stands for.
 inline uint32_t ballot(bool holds) { return holds; }
 
+template <class T>
+T shfl_xor(T value, int) {
+  return value;
+}
+
 // ---- time
 
 inline uint64_t nanoseconds() {

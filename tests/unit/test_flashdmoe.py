@@ -1,5 +1,5 @@
-"""FlashDMoE's layout, actors and kernel on the CPU: the layout's theorem, the actors as threads under
-ThreadSanitizer, and the kernel's source in the emulator beside a plain loop."""
+"""FlashDMoE's layout, actors and kernels on the CPU: the layout's theorem, the actors as threads under
+ThreadSanitizer, and the kernels' source in the emulator beside a plain loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.cuda.compiled import (
 )
 
 RANKS = (1, 2, 4)
-# Each wait left out, signals that order nothing, and flags that are not new in each round.
+# Each wait left out, signals that order nothing, flags that are not new in each round, and sums over an
+# expert's rows before they are complete.
 MISTAKES = (
     "no_grant_wait",
     "no_announcement_wait",
@@ -27,6 +28,7 @@ MISTAKES = (
     "no_return_wait",
     "relaxed_signal",
     "reused_flags",
+    "sums_of_some_rows",
 )
 
 
@@ -82,5 +84,14 @@ def test_the_kernel_gives_what_a_plain_loop_gives(kernel: Path) -> None:
     assert run_program(kernel) == "0 failures\n"
 
 
+def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel: Path) -> None:
+    assert run_program(kernel, "backward") == "0 failures\n"
+
+
 def test_four_ranks_and_every_activation_give_it_too(kernel: Path) -> None:
     assert run_program(kernel, "thorough") == "0 failures\n"
+
+
+@pytest.mark.slow
+def test_backward_of_four_ranks_and_every_activation(kernel: Path) -> None:
+    assert run_program(kernel, "backward thoroughly") == "0 failures\n"

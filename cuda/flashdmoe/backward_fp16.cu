@@ -1,0 +1,22 @@
+#include "flashdmoe/backward.cuh"
+#include "flashdmoe/launch.h"
+#include "grouped_gemm/instances.cuh"
+
+namespace pmoe::flashdmoe {
+
+namespace {
+
+struct Find {
+  template <Form, Epilogue, Activation kActivation>
+  PassKernel operator()() const {
+    return backward_sm80<fp16, kActivation>;
+  }
+};
+
+}  // namespace
+
+PassKernel backward_fp16(Activation activation) {
+  return with_activation<Form::kForward, Epilogue::kHidden>(activation, Find{});
+}
+
+}  // namespace pmoe::flashdmoe

@@ -53,8 +53,10 @@ def check_arguments(
             raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
 
 
-def check_together(parts: Parts, device: torch.device | str | None) -> None:
-    """Raises ValueError where options do not go with each other or with the modules."""
+def check_together(
+    parts: Parts, device: torch.device | str | None, shared_expert: int | nn.Module | None
+) -> None:
+    """Raises ValueError where options do not go with each other or the modules. shared_expert: as given."""
     spec, pair = parts.spec, parts.spec.restore
     apart = spec.pipeline_backward not in (None, spec.fixed_degree)
     if apart and (parts.hooks is not None or spec.send_once):
@@ -66,7 +68,7 @@ def check_together(parts: Parts, device: torch.device | str | None) -> None:
     if parts.shared_gate is not None and parts.shared_expert is None:
         raise ValueError("shared_gate (True) must be False without a shared_expert")
     if parts.shared_expert is not None and getattr(parts.gate, "mixes_tokens", False):
-        raise ValueError("shared_expert must be None with SoftMoE, which mixes tokens")
+        raise ValueError(f"shared_expert ({shared_expert}) must be None with SoftMoE, which mixes tokens")
     if isinstance(pair, Restore) and pair.offloads:
         from pmoe.engine.offloaded import check_host_memory
 

@@ -189,7 +189,7 @@ class MoELayer(nn.Module):
                 shared_expert, kind, self.d_model, activation, bias, self.num_experts, options
             )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
-        build.check_together(self.parts, device)
+        build.check_together(self.parts, device, shared_expert)
         if self.ranks.size > 1:
             from pmoe.experts.wrapped import sampled
 

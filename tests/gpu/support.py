@@ -259,7 +259,7 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_nothing(patch: pytest.MonkeyPatch) -> None:
     """Which of two ways computes a product is for the test to say; no file of measurements is written."""
-    for measuring in ("pmoe.runners.one_rank.measure_products", "pmoe.layer.choose._measure_products"):
+    for measuring in ("pmoe.runners.one_rank.measure_products", "pmoe.layer.chosen.measure_products_of"):
         patch.setattr(measuring, lambda *_, **__: None)
 
 

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import (
 
 from pmoe.engine import rerouting
 from pmoe.gates import GATES
-from pmoe.layer import choose as layer_choose
+from pmoe.layer import exact_counts, padded_counts
+from pmoe.planner.degree import Choice
 from pmoe.runners import one_rank as alone
 from tests.kit import (
     TOKENS,
@@ -94,7 +95,11 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
         if len(measured) < 3:
             measured.append(torch.ones(3, 2) @ torch.ones(2, 4))
 
-    monkeypatch.setattr(layer_choose, "_measure_products", measure)
+    def measured_first(choose: Callable[..., Choice]) -> Callable[..., Choice]:
+        return lambda *given, **named: (measure(), choose(*given, **named))[1]
+
+    for counts in (exact_counts, padded_counts):
+        monkeypatch.setattr(counts, "choose", measured_first(counts.choose))
     if name == "alone":
         monkeypatch.setattr(alone, "kernel_refusal", measure)
     block = Block(build(**OPTIONS.get(name, {})))

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.ranks import Ranks, at_stage, wait_for
+from pmoe.comm.ranks import Ranks, at_stage, reduce_to_largest
 
 T = TypeVar("T")
 
@@ -33,8 +33,7 @@ def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stag
         return list(values)
     with at_stage(stage, ranks):
         agreed = torch.tensor(values, dtype=torch.float64, device=device)
-        work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group, async_op=True)
-        wait_for(work, ranks.group, agreed.is_cuda)
+        reduce_to_largest(agreed, ranks.group)
         return [float(value) for value in agreed.tolist()]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.comm.base import Exchange, Traffic
-from pmoe.comm.ranks import Grid, at_stage, wait_for
+from pmoe.comm.ranks import Grid, at_stage, reduce_to_largest, wait_for
 
 
 class Fault(enum.IntEnum):
@@ -329,7 +329,5 @@ class CountsExchange:
                 agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
             self._traffic.counts += agreed.numel() * agreed.element_size()
-            group = self._ranks.group
-            work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group, async_op=True)
-            wait_for(work, group, agreed.is_cuda)
+            reduce_to_largest(agreed, self._ranks.group)
         return agreed

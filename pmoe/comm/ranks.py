@@ -149,6 +149,11 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
     told.wait_and_look(work, group)
 
 
+def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Makes each value the largest that a rank of the group has. Collective, waited for as by `wait_for`."""
+    wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
+
+
 # ---- where a rank stands among a layer's W = P * L ranks: P across the nodes (EP), over which experts are
 # spread, and L inside its node (ESP), over which each expert's hidden columns are split
 

@@ -17,8 +17,7 @@ class CudaLanes(Lanes):
 
     Every buffer is allocated on the compute stream and lives until `finish`, where the compute stream has
     waited for the last event of the others: so the allocator may hand it out again without record_stream.
-    Tensors that modules made are no such buffers: see
-    `pmoe.engine.offloaded.hold_for`.
+    Tensors that modules made are no such buffers: see `pmoe.engine.offloaded.hold_for`.
     """
 
     _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}

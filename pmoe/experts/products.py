@@ -75,10 +75,15 @@ def choice(
     out: Tensor | None = None,
 ) -> str:
     """PMOE, GROUPED_MM or LOOP: who is to compute this product; see `ProductOperands`."""
-    if not groups.num_rows or not (first.is_cuda or PRODUCTS.forced is not None):
-        return LOOP  # on the CPU it is as fast as any, and writes in place
+    if not (groups.num_rows and _asks(first)):
+        return LOOP
     operands = ProductOperands(form, first, second, len(groups.counts), bias, out)
     return PRODUCTS.choose(operands.request, operands)
+
+
+def _asks(rows: Tensor) -> bool:
+    """Whether kernels are asked at all: on the CPU a loop is as fast as any, and writes in place."""
+    return rows.is_cuda or PRODUCTS.forced is not None
 
 
 def expert_product(
@@ -173,7 +178,7 @@ class GradientSum:
 
     def add_bias(self, grad_NO: Tensor, groups: RowGroups) -> None:
         """total[e] += sum of grad over the rows of e"""
-        if grad_NO.element_size() == 2 and (grad_NO.is_cuda or PRODUCTS.forced is not None):
+        if grad_NO.element_size() == 2 and _asks(grad_NO):
             # A product with a column of ones sums in a fixed order; scattered atomic adds would not.
             ones = grad_NO.new_ones(grad_NO.shape[0], 8)
             way = choice("weight", grad_NO, ones, groups)

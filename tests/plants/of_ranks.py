@@ -83,8 +83,7 @@ RANKS = (
         name="largest-of-this-rank",
         breaks="ranks decide from numbers of their own",
         file="pmoe/comm/agreement.py",
-        old="        work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks.group, async_op=True)\n"
-        "        wait_for(work, ranks.group, agreed.is_cuda)\n",
+        old="        reduce_to_largest(agreed, ranks.group)\n",
         new="",
         tests="tests/gloo/test_agree.py",
     ),

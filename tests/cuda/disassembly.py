@@ -87,14 +87,28 @@ def sass(arch: str) -> dict[str, list[str]]:
 
 
 def _disassembled(arch: str) -> dict[str, list[str]]:
-    text = _run("cuobjdump", "-sass", "-arch", arch, _file())
+    listed = _listed(_run("cuobjdump", "-sass", "-arch", arch, _file()))
+    found: dict[str, list[str]] = {}
+    for name, (_, code) in zip(_names([symbol for symbol, _ in listed]), listed, strict=True):
+        assert name not in found, f"two kernels are {name}: one must have another name or namespace"
+        found[name] = code
+    return found
+
+
+def functions_of(cubin: Path) -> dict[str, list[str]]:
+    """The instructions of every function of another file, by symbol, without the NOPs behind their end."""
+    found = dict(_listed(_run("cuobjdump", "-sass", str(cubin))))
+    for code in found.values():
+        while code and opcode(code[-1]) == "NOP":
+            code.pop()
+    return found
+
+
+def _listed(text: str) -> list[tuple[str, list[str]]]:
+    """(symbol, instructions), as cuobjdump prints them."""
     _, *parts = re.split(r"^\s*Function : (\S+)", text, flags=re.MULTILINE)
     instruction = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
-    found: dict[str, list[str]] = {}
-    for name, code in zip(_names(parts[::2]), parts[1::2], strict=True):
-        assert name not in found, f"two kernels are {name}: one must have another name or namespace"
-        found[name] = instruction.findall(code)
-    return found
+    return [(symbol, instruction.findall(code)) for symbol, code in zip(parts[::2], parts[1::2], strict=True)]
 
 
 @cache

@@ -76,6 +76,8 @@ def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str
     yield table(_operation_rows(operations), left=range(2))
     yield "\nspeed beside other lanes, relative to running alone (MPipeMoE, Fig. 3)"
     yield table(_interference_rows(profile.interference, profile.num_ranks > 1))
+    if profile.doubt:
+        yield f"\nwarning: {profile.doubt}"
     yield f"\nwrote {path}"
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.arena import pool
 from pmoe.engine.orders import PlanFor
@@ -14,12 +15,20 @@ from pmoe.layer.choose import with_room
 from pmoe.layer.memory import memory_shape
 from pmoe.layer.parts import Parts
 from pmoe.measure.products import measure_products
-from pmoe.measure.profile import profile_of
+from pmoe.measure.profile import PROFILES, profile_of
 from pmoe.planner.candidates import Chooser, Measured
 from pmoe.planner.degree import DEGREES, SOLVE, Choice
 from pmoe.planner.granularity import PassDegrees
+from pmoe.planner.layer_seconds import step_seconds
 from pmoe.runners.trials import Batch, tried_seconds
 from pmoe.schedule.restore import Restore
+from pmoe.warn import warn_once
+
+WRONG, HOST_SECONDS = 2.0, 2e-3
+"""A profile is contradicted by steps that take so many times what it predicts, or the reciprocal. The host
+may add so many seconds to a step."""
+
+_compared: set[str] = set()  # when profiles were measured
 
 
 def measure_products_of(parts: Parts, counts: RankCounts, inputs: Inputs) -> None:
@@ -48,7 +57,7 @@ def choose_among(
         apart=spec.rotates and not spec.send_once,
     )
     if restore is None and spec.budget is not None:
-        return _within_budget(parts, batch)
+        return _compared_with_steps(parts, batch, _within_budget(parts, batch))
     if restore is None:
         several = len(parts.pairs) > 1 and counts.needs_grad
         restore = with_room(_cheapest_pair(parts, batch) if several else parts.pairs[0], counts)
@@ -61,7 +70,7 @@ def choose_among(
         from pmoe.layer import searched
 
         found = searched.tried_degrees(parts, batch, restore)
-    return Choice(**vars(found), restore=restore)
+    return _compared_with_steps(parts, batch, Choice(**vars(found), restore=restore))
 
 
 def _chooser_of(parts: Parts, batch: Batch) -> Chooser:
@@ -78,6 +87,26 @@ def _tried(batch: Batch, choices: Sequence[Choice]) -> Measured:
     if not batch.may_be_tried or batch.modules.gradients is not None or batch.counts.host_shortage:
         return None  # a choice that offloads would fail on the rank alone whose host is full
     return tried_seconds(batch, choices)
+
+
+def _compared_with_steps(parts: Parts, batch: Batch, choice: Choice) -> Choice:
+    """The choice. Once for each profile in use, rank 0 warns where real steps contradict it. Collective."""
+    counts, x_TM, ranks = batch.counts, batch.inputs.x_TM, parts.ranks
+    profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
+    if profile is None or profile.when in _compared or (measured := _tried(batch, [choice])) is None:
+        return choice
+    _compared.add(profile.when)
+    degrees = (choice.forward, choice.backward, choice.restore)
+    seconds = step_seconds(memory_shape(parts, x_TM), profile, counts.max_tokens, *degrees)
+    [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
+    seconds *= rows / (counts.max_tokens * parts.spec.top_k * parts.grid.inside.size)  # of the fullest rank
+    took = sum(measured[0])
+    if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
+        warn_once(
+            f"the profile of {profile.when} is contradicted by the first steps, so choices may be wrong: "
+            f"{seconds * 1e3:.3g} ms predicted, {took * 1e3:.3g} ms measured (`pmoe profile` renews it)"
+        )
+    return choice
 
 
 def _cheapest_pair(parts: Parts, batch: Batch) -> Restore:

@@ -31,7 +31,7 @@ from pmoe.measure.store import (
     save_json,
     typed,
 )
-from pmoe.planner.profile import FORMAT, GOOD_FIT, Identity, Profile
+from pmoe.planner.profile import FORMAT, Identity, Profile
 from pmoe.warn import log, warn_once
 
 
@@ -52,7 +52,7 @@ def load_or_measure(
 
     Warns once about a file that cannot be used, and replaces it; one of an older format has another name and
     is left alone. A folder that cannot be written costs a warning, and the measuring again next time. Ranks
-    on unlike devices measure every time.
+    on unlike devices measure every time. Rank 0 warns where lines fit badly, though they were measured twice.
 
     Raises as `identity` and `measure_operations` do.
     """
@@ -77,6 +77,9 @@ def load_or_measure(
             warnings.warn(
                 f"the profile could not be saved, and will be measured again: {error}", stacklevel=2
             )
+    if ranks.rank == 0 and profile.doubt:
+        warn_once(profile.doubt)
+    PROFILES[ranks.name, device, dtype] = profile
     return profile
 
 
@@ -99,20 +102,13 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
     return from_first(ranks, found, stage="sharing a profile")
 
 
-_profiles: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
+PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
+"""Those in use in this process, by the name of their ranks."""
 
 
 def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
     """The stored profile of this device and group, or a quick measurement; collective the first time."""
-    key = (ranks.name, device, dtype)
-    if key not in _profiles:
-        _profiles[key] = found = load_or_measure(ranks, device, dtype)
-        if found.r_squared < GOOD_FIT:
-            warn_once(
-                f"the profile of {found.when} describes this machine badly (r squared "
-                f"{found.r_squared:.2f}), so choices may be wrong: `pmoe profile` measures it again"
-            )
-    return _profiles[key]
+    return PROFILES.get((ranks.name, device, dtype)) or load_or_measure(ranks, device, dtype)
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:

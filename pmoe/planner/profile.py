@@ -123,6 +123,14 @@ class Profile(Identity):
     def identity(self) -> Identity:
         return Identity(**{field.name: getattr(self, field.name) for field in fields(Identity)})
 
+    @property
+    def doubt(self) -> str:
+        """Why choices by it may be wrong, where any of its lines fits badly; "" where none does."""
+        operations = () if self.operations is None else vars(self.operations).values()
+        found = min([self.r_squared, *(each.r_squared for each in operations if isinstance(each, Fit))])
+        told = f"the profile of {self.when} describes this machine badly (r squared {found:.2f}), so choices"
+        return "" if found >= GOOD_FIT else f"{told} may be wrong: `pmoe profile` measures it again"
+
     def products(self, multiply_adds: float, weights: float) -> float:
         """Seconds of a task that reads ``weights`` elements once."""
         alpha = self.compute.alpha_seconds * alphas(weights, self.device_type)

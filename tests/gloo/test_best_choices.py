@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import warnings
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import pmoe
+from pmoe import warn
+from pmoe.comm.agreement import largest
+from pmoe.comm.ranks import Ranks
 from pmoe.layer import chosen
 from pmoe.layer.memory import memory_shape
 from pmoe.planner.candidates import bound
@@ -188,6 +193,38 @@ def test_the_pair_that_suits_the_machine_is_what_a_layer_runs_with(name: str) ->
     _, lanes = PAIRS[name]
     for (_, _, restore), _, _ in ranks(2).run(chosen_job, lanes, {"pipeline": 2, "memory_reuse": True}):
         assert restore == STRATEGIES[name]
+
+
+def contradicted_job(rank: int, world: int, times: float) -> list[str]:
+    """The warnings of three layers whose real steps take so many times what their profile predicts."""
+    lanes = lanes_of(1, 1, 50)
+
+    def tried(batch: Any, choices: Any) -> Any:
+        (each,) = choices  # with dear copies S4 alone is worth a trial
+        rows = batch.counts.recv.sum() / COUNT  # evenly routed or not
+        [most] = largest(batch.modules.ranks, torch.device("cpu"), [float(rows)], stage="a test")
+        sizes = memory_shape(batch.modules)
+        seconds = step_seconds(sizes, profile(**lanes), COUNT, each.forward, each.backward, each.restore)
+        return [(0.0, times * most * seconds)]
+
+    chosen._compared.clear()
+    warn.GIVEN.clear()
+    rows_of = (Ranks().name, torch.device("cpu"), tokens(COUNT, rank).dtype)
+    with (
+        mock.patch.dict(chosen.PROFILES, {rows_of: profile(**lanes)}),
+        mock.patch.object(chosen, "tried_seconds", tried),
+        warnings.catch_warnings(record=True) as given,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(build(top_k=1, slack=SLACK, pipeline=2, memory_reuse=True), rank)
+    return [str(each.message) for each in given if "contradicted" in str(each.message)]
+
+
+@pytest.mark.parametrize("times, is_told", [(1, False), (0.6, False), (1.9, False), (0.4, True), (2.1, True)])
+def test_a_profile_that_real_steps_contradict_is_told_once(times: float, is_told: bool) -> None:
+    first, other = ranks(2).run(contradicted_job, times)
+    assert len(first) == is_told and other == []
 
 
 @pytest.mark.parametrize("fastest", STRATEGIES)

@@ -157,7 +157,7 @@ def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dic
     import os
 
     os.environ["PMOE_CACHE"] = folder
-    profile._profiles.clear()
+    profile.PROFILES.clear()
     told = listen()
     used: list[str] = []
     original = passes.plan_schedule

@@ -345,11 +345,23 @@ def test_sizes_that_are_on_no_line_are_measured_once_more() -> None:
         assert (found.r_squared > 0.99) == (late == 1)
 
 
-def test_a_choice_from_a_bad_fit_warns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_profiles", {})
-    monkeypatch.setattr(module, "load_or_measure", lambda *given: replace(MADE, r_squared=0.7))
-    with pytest.warns(UserWarning, match=r"describes this machine badly \(r squared 0.70\)"):
-        module.profile_of(Ranks(), torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize("of", ["the profile", "an operation"])
+def test_each_run_that_takes_a_bad_fit_warns_of_it(
+    of: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """When it is measured, and again when the file of it is read."""
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
+    bad = replace(MADE, **vars(identity(Ranks(), "cpu")), r_squared=0.7)
+    if of != "the profile":
+        gemm = replace(OPERATIONS.gemm, r_squared=0.7)
+        good = replace(OPERATIONS.gemm, r_squared=1.0)
+        lines = dict.fromkeys(("all_to_all", "all_gather", "reduce_scatter", "all_reduce"), good)
+        bad = replace(bad, r_squared=1.0, operations=replace(OPERATIONS, gemm=gemm, **lines))
+    monkeypatch.setattr(module, "measure", lambda *args, **options: bad)
+    for _ in range(2):
+        monkeypatch.setattr("pmoe.warn.GIVEN", set())
+        with pytest.warns(UserWarning, match=r"describes this machine badly \(r squared 0.70\)"):
+            load_or_measure(Ranks(), "cpu")
 
 
 @pytest.mark.parametrize("seconds", [lambda units: 1e-6 * units**2, lambda units: 1e-2 / units])

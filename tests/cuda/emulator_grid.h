@@ -267,12 +267,15 @@ inline std::function<void()> between_passes;
 // How many blocks there is room for; where it is empty, for all. Blocks come in their order, whole clusters
 // at a time, and none leaves before its end.
 inline std::function<size_t()> room;
+// In its place: whether a block, the first of a cluster, comes now; who does not, does not hold up others.
+inline std::function<bool(size_t)> comes;
 
 inline void let_blocks_come(Grid& g) {
   size_t resident = 0;
   for (const auto& block : g.blocks) resident += block->come && !block->left;
   for (size_t first = 0; first < g.blocks.size(); first += g.cluster) {
     if (g.blocks[first]->come) continue;
+    if (comes && !comes(first)) continue;
     if (room && resident + g.cluster > room()) return;
     for (size_t i = 0; i < g.cluster; ++i) g.blocks[first + i]->come = true;
     resident += g.cluster;
@@ -335,7 +338,7 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
     ++g.passes;
     if (between_passes) between_passes();
     let_blocks_come(g);
-    bool moved = false;
+    bool moved = static_cast<bool>(comes);  // what else holds the device may move
     const size_t start = g.random() % g.fibers.size();
     for (size_t i = 0; i < g.fibers.size(); ++i) {
       Fiber& fiber = *g.fibers[(start + i) % g.fibers.size()];

@@ -342,6 +342,36 @@ void check_backward(const Case& c, Array<float>& logits, Found& found) {
   expect(got == again, "the gradient depends on the grid");
 }
 
+// ---- beside other kernels
+
+// A foreign kernel leaves room for one block, or two: for a while, or for ever.
+template <class S>
+void check_late_blocks(const Case& c, Array<float>& logits, const Found& found) {
+  const size_t few = static_cast<size_t>(draw(1, 2));
+  const uint64_t goes = draw(0, 1) ? 20 : ~uint64_t{0};
+  emu::room = [=] { return emu::grid->passes < goes ? few : size_t{1000}; };
+  expect(run_forward<S>(c, logits, generator()) == found, "blocks that come late change the result");
+  emu::room = nullptr;
+}
+
+// Blocks that wait for all others, as a barrier of the whole grid has them do: found where they come late.
+void check_that_waits_are_found() {
+  uint32_t arrived = 0;
+  emu::room = [] { return size_t{1}; };
+  emu::most_passes = 1000;
+  std::string told;
+  try {
+    emu::launch(2, 32, 1, [&] {
+      if (threadIdx.x == 0) pmoe::add_acq_rel(&arrived, 1);
+      while (pmoe::load_acquire(&arrived) < 2) pmoe::pause();
+    });
+  } catch (const emu::Error& error) {
+    told = error.what();
+  }
+  emu::room = nullptr, emu::most_passes = 200000;
+  expect(told.find("no end in sight") == 0, "a grid barrier must be found: " + told);
+}
+
 // ---- cases
 
 template <class S>
@@ -355,6 +385,7 @@ void check_case(const Case& c) {
     check_loss(c, logits.get(), found);
     // Other threads come first this time, and the workspace is used again.
     expect(run_forward<S>(c, logits, generator()) == found, "two runs differ");
+    if (draw(0, 2) == 0) check_late_blocks<S>(c, logits, found);
     check_backward<S>(c, logits, found);
   } catch (const std::exception& error) {
     throw std::runtime_error(c.told() + ": " + error.what());
@@ -406,6 +437,7 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 1;
   try {
     check_sizes();
+    check_that_waits_are_found();
     check_crowded();
     for (int round = 0; round < rounds; ++round) {
       generator.seed(static_cast<unsigned>(round + 1));

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
@@ -62,11 +63,14 @@ WRONG: dict[str, tuple[Wrap, str]] = {
     "fsdp2": (sharded_by_blocks, "fully_shard(..., ignored_params=pmoe.expert_parameters(model))"),
     "fsdp2, at the top": (fully_shard, "fully_shard(..., ignored_params=pmoe.expert_parameters(model))"),
     **{
-        f"fsdp1, {kept}": (
-            lambda model, kept=kept: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=kept),
+        f"fsdp1, {kept}, {shards.name}": (
+            lambda model, kept=kept, shards=shards: FullyShardedDataParallel(
+                model, device_id=CPU, use_orig_params=kept, sharding_strategy=shards
+            ),
             "FullyShardedDataParallel(model, ignored_states=pmoe.expert_parameters(model))",
         )
         for kept in (True, False)
+        for shards in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
     },
     "a loop": (broadcast, "Leave out pmoe.expert_parameters(model)"),
     "ddp, unwrapped": (lambda model: DistributedDataParallel(model).module, "all ranks have those that one"),
@@ -96,16 +100,20 @@ def test_experts_that_ranks_took_for_copies_are_refused_with_the_line_to_add() -
             assert WRONG[name][1] in message and sent == 0, (expert, name, message)
 
 
+unsharded = partial(FullyShardedDataParallel, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
 def right_job(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "ep"))
     for expert in EXPERTS:
-        for wrapper in (DistributedDataParallel, fully_shard, FullyShardedDataParallel):
+        for wrapper in (DistributedDataParallel, fully_shard, FullyShardedDataParallel, unsharded):
             model = pmoe.parallelize(model_of(expert), mesh)
             experts = pmoe.expert_parameters(model)
             given = {
                 DistributedDataParallel: {},
                 fully_shard: {"ignored_params": experts},
                 FullyShardedDataParallel: {"ignored_states": experts, "device_id": CPU},
+                unsharded: {"ignored_states": experts, "device_id": CPU},
             }[wrapper]
             before = [getattr(each, "to_local", lambda each=each: each)().clone() for each in experts]
             wrapped = wrapper(model, **given)

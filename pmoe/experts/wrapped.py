@@ -25,9 +25,6 @@ RIGHT = {
 }
 """By wrapper, how a model is wrapped instead."""
 
-FLATTENED = "_fsdp_flattened"
-"""An attribute by which the older FSDP marks what it has joined with others, sharded or not."""
-
 COPIED = (
     "experts must be others on each rank, and all ranks have those that one was built with: they were copied "
     f"(dist.broadcast, an optimizer, a wrapper). Leave out {OWN}, or build the model anew and wrap it "
@@ -43,7 +40,7 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     those of a parallelized model, whose gradients are averaged already.
     """
     first, ddp = next(experts.parameters(), None), DistributedDataParallel._get_active_ddp_module()
-    if first is not None and is_expert(first) and ddp is None and not hasattr(first, FLATTENED):
+    if first is not None and is_expert(first) and ddp is None:
         return  # whoever takes parameters over takes their marks off
     for wrapper, ranks in _wrappers(experts):
         mixes = len(ranks & own) > 1 if ranks else len(own) == dist.get_world_size()
@@ -66,8 +63,8 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
         for group in getattr(state(), "_fsdp_param_groups", ()):
             if any(each._module_info.module in modules for each in group.fsdp_params):
                 yield FSDP2, set(group.mesh_info.mesh.mesh.flatten().tolist())
-    views = (each for module in modules for each in vars(module).values() if isinstance(each, torch.Tensor))
-    if any(hasattr(each, FLATTENED) for each in (*experts.parameters(), *(view._base for view in views))):
+    bases = (getattr(each, "_base", None) for module in modules for each in vars(module).values())
+    if any(hasattr(base, "_fsdp_flattened") for base in bases):  # views of one tensor, sharded or whole
         yield FSDP1, set()
 
 

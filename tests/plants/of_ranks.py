@@ -131,8 +131,8 @@ RANKS = (
         name="unsharded-fsdp-passes",
         breaks="the older FSDP averages experts' gradients where it keeps them whole",
         file="pmoe/experts/wrapped.py",
-        old=" and not hasattr(first, FLATTENED):",
-        new=":",
+        old='hasattr(base, "_fsdp_flattened")',
+        new='getattr(base, "_padded_unsharded_size", None) is not None',
         tests="tests/gloo/test_wrapped.py -k took_for_copies",
     ),
 )

@@ -9,8 +9,6 @@ Node a has the ranks (a, i); its leader is (a, 0):
     step 1, inside:  (a, i) -> (a, 0)            all rows
     step 2, across:  (a, 0) -> (b, 0)            rows for each (b, k), by k, then by their source's place
     step 3, inside:  (b, 0) -> (b, k)            rows for (b, k), by source
-
-Letters: L ranks of this node (nodes may differ).
 """
 
 from __future__ import annotations

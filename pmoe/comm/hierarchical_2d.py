@@ -8,8 +8,6 @@ Rank (a, j) is at place j of node a:
 
     step 1, inside:  (a, i) -> (a, j)   rows for (b, j), b = every node
     step 2, across:  (a, j) -> (b, j)   those rows, of i = every place, by i
-
-Letters: W = A * L ranks, L ranks of each node.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@ section 2.2: ESP-AllGather and ESP-ReduceScatter), for irregular numbers of rows
 
 Both are one irregular all-to-all: no backend has uneven all-gathers and reduce-scatters of its own, and a
 rank sends no more bytes so than the best ring would.
-
-Letters: L ranks inside.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 `compute` goes forward. `input_gradient` gives what the rank that owns the tokens waits for. Products that
 only the parameters wait for are `weight_gradient`, a task of its own that fills the time while gradients
 travel (Lancet, section 4: weight-gradient scheduling).
-
-Letters: N rows, M = d_model.
 """
 
 from __future__ import annotations

@@ -86,6 +86,13 @@ class Gate(nn.Module, abc.ABC):
         """Draws parameters and buffers anew, as the constructor does: what a gate from the meta device needs
         after ``to_empty``. Override it where there are any."""
 
+    def extra_repr(self) -> str:
+        """The plain attributes and the shapes of the parameters, by name."""
+        plain = {name: value for name, value in vars(self).items() if isinstance(value, int | float | str)}
+        del plain["training"]
+        shapes = {name: tuple(each.shape) for name, each in self.named_parameters(recurse=False)}
+        return ", ".join(f"{name}={value!r}" for name, value in (plain | shapes).items())
+
     @abc.abstractmethod
     def forward(self, x_TM: Tensor) -> Routing:
         """Routes the tokens x_TM, (T, d_model); T may be 0. Where `needs_token_ids`, the second argument is
@@ -158,6 +165,3 @@ class TopKRouter(Gate):
 
     def reset_parameters(self) -> None:
         draw_router_weight(self.weight)
-
-    def extra_repr(self) -> str:
-        return f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"

@@ -62,9 +62,6 @@ class BatchPrioritisedGate(TopKGate):
         priority_T = routing.logits.detach().softmax(-1).amax(-1)
         return replace(routing, keep=keep_by_priority(routing.expert, priority_T, capacity, num_experts))
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, capacity_factor={self.capacity_factor}"
-
 
 def keep_by_priority(expert_TK: Tensor, priority_T: Tensor, capacity: int, num_experts: int) -> Tensor:
     """(T, K) bool: the first ``capacity`` rows of each expert in the order of choice, then of priority from

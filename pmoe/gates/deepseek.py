@@ -147,12 +147,6 @@ class DeepSeekGate(TopKRouter):
             self.bias = bias.to(self.bias.device)
         return self
 
-    def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, num_groups={self.num_groups}, "
-            f"top_groups={self.top_groups}, routed_scaling={self.routed_scaling}, normalize={self.normalize}"
-        )
-
 
 def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: int | None = None) -> Tensor:
     """The mean over sequences of E * sum_e f_e P_e (Eq. 17-20, alpha = 1): 1 for an even load.

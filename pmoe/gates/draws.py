@@ -37,9 +37,6 @@ class DrawnGate(Gate):
         expert_TK = distinct(draw_TK, self.num_experts)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=weight_TK.new_zeros(()))
 
-    def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, top_k={self.top_k}"
-
 
 def distinct(draw_TK: Tensor, num_experts: int) -> Tensor:
     """K distinct experts of each token from K independent draws, non-negative int64 much larger than E.

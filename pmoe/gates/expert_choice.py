@@ -98,12 +98,6 @@ class ExpertChoiceGate(Gate):
             token=place_S // num_experts,
         )
 
-    def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.weight.shape[0]}, top_k={self.top_k}, "
-            f"capacity_factor={self.capacity_factor}, normalize_over={self.normalize_over!r}"
-        )
-
 
 def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
     """(T, E) bool: the ``rows`` largest scores of each expert, exactly, ties to the lowest token.

@@ -46,9 +46,6 @@ class HashGate(DrawnGate):
         _check_ids(token_ids_T, x_TM)
         return self.routed(x_TM, hashed(token_ids_T, self.seed, self.top_k))
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, seed={self.seed}"
-
 
 def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
     """(T, draws) of 63 pseudo-random bits each: SplitMix64 begun at a mixture of seed and id."""

@@ -91,6 +91,3 @@ class SoftGate(Gate):
         product_TS = router_logits(x_TM, phi_SM)
         over_phi_S = (inverse_length(phi_SM).squeeze(1) * self.scale).to(product_TS.dtype)
         return product_TS * inverse_length(x_TM) * over_phi_S
-
-    def extra_repr(self) -> str:
-        return f"num_experts={self.weight.shape[0]}, slots_per_expert={self.weight.shape[1]}"

@@ -110,9 +110,3 @@ class XMoEGate(Gate):
         embedding_EP = self.weight.to(projected_TP.dtype)
         unit_EP = embedding_EP * inverse_length(embedding_EP)
         return (projected_TP * inverse_length(projected_TP)) @ unit_EP.t()
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.weight.shape[0]}, d_proj={self.weight.shape[1]}, top_k={self.top_k}, "
-            f"score={self.score!r}, normalize={self.normalize}"
-        )

@@ -1,7 +1,4 @@
-"""A layer inside a graph: its call as the operators of `pmoe.graph.operators`, where the backend compiles it.
-
-Letters: T tokens, K choices, E experts, M = d_model.
-"""
+"""A layer inside a graph: its call as the operators of `pmoe.graph.operators`, where our backend compiles."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from pmoe.graph import messages, operators
 
 OPS = torch.ops.pmoe_graph
 STARTS: dict[object, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    OPS.exchange.default: (messages.start_exchange, messages.wait_exchange),
+    OPS.exchange.default: (messages.Exchanging, messages.Exchanging.wait),
     OPS.exchange_counts.default: (messages.start_counts, messages.wait_counts),
 }
 """By operator that communicates, what starts it and what waits for it."""

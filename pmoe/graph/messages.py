@@ -2,8 +2,6 @@
 
 `exchange_counts` tells the ranks how many rows come, `exchange_rows` carries them: Lancet's irregular
 all-to-all (section 6, Fig. 10), its own gradient.
-
-Letters: T tokens, N rows, E_local experts a rank, W ranks.
 """
 
 from __future__ import annotations
@@ -75,10 +73,16 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 
 
 class Exchanging:
-    """Rows under way. They come by expert, and leave so on the way home."""
+    """Rows under way. They come by expert, and leave so on the way home. Arguments are `exchange_rows`'s."""
 
     def __init__(
-        self, rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, returns: bool, layer: int
+        self,
+        rows: Sequence[Tensor],
+        send_WE: Tensor,
+        recv_WE: Tensor,
+        num_out: int | None,
+        returns: bool,
+        layer: int,
     ) -> None:
         parts = parts_of(layer)
         self._ranks = parts.ranks
@@ -95,7 +99,7 @@ class Exchanging:
                 way.exchange(each, send, out, recv) for each, out in zip(self._rows, self.out, strict=True)
             ]
 
-    def wait(self) -> list[Tensor]:
+    def wait(self, layer: int) -> list[Tensor]:
         with at_stage(self._stage, self._ranks):
             for work in self._works:
                 if work is not None:
@@ -106,23 +110,13 @@ class Exchanging:
         return self.out
 
 
-def start_exchange(
-    rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, num_out: int | None, returns: bool, layer: int
-) -> Exchanging:
-    return Exchanging(rows, send_WE, recv_WE, returns, layer)
-
-
-def wait_exchange(exchanging: Exchanging, layer: int) -> list[Tensor]:
-    return exchanging.wait()
-
-
 @torch.library.custom_op("pmoe_graph::exchange", mutates_args=())
 def exchange_rows(
     rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, num_out: int | None, returns: bool, layer: int
 ) -> list[Tensor]:
     """One all-to-all of each tensor (N, ...). num_out: rows that come, where they are known in the graph.
     returns: whether it is the way home, of rows that lie by expert here; those that come do so too."""
-    return Exchanging(rows, send_WE, recv_WE, returns, layer).wait()
+    return Exchanging(rows, send_WE, recv_WE, num_out, returns, layer).wait(layer)
 
 
 @exchange_rows.register_fake

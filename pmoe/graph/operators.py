@@ -4,8 +4,6 @@
 them; what travels is in `pmoe.graph.messages`. `pack` and `join` are each other's gradient. The experts' is
 two operators, for what the owners of the tokens wait for and for what only the parameters do (Lancet, section
 4). Row counts are exact: numbers of rows are sizes that are known when the graph runs.
-
-Letters: T tokens, K choices, S = T * K slots, N rows, E_local experts a rank, W ranks, R of them that sent.
 """
 
 from __future__ import annotations

@@ -121,10 +121,10 @@ class _Cutter:
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
         for node in body:
-            if self._is_whole(node, inside):
-                self.whole[node] = self._copy(node, self.whole.__getitem__)  # once for all parts
-            else:
+            if any(each in inside or self.axes[each] is not None for each in node.all_input_nodes):
                 inside.add(node)
+            else:  # made of nothing that is cut: once for all parts
+                self.whole[node] = self._copy(node, self.whole.__getitem__)
         for stage in stages((node for node in body if node in inside), communicates):
             for part in range(k):
                 for node in stage:
@@ -133,11 +133,6 @@ class _Cutter:
             if node in inside and not _is_tuple(node) and not inside.issuperset(node.users):
                 self.whole[node] = self._join(node, parts)
                 self.whole[node].meta |= {"joins": label(node), "label": f"{label(node)}, joined"}
-
-    def _is_whole(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        """Whether it is made once for all parts: of nothing that is cut."""
-        cut = (each in inside or self.axes[each] is not None for each in node.all_input_nodes)
-        return not any(cut)
 
     def _emit(self, node: fx.Node, part: int, k: int, parts: Sequence[dict[fx.Node, fx.Node]]) -> None:
         here = parts[part]

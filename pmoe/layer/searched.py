@@ -13,7 +13,7 @@ from pmoe.layer.parts import Parts
 from pmoe.measure.bench import identity
 from pmoe.planner.granularity import PassDegrees
 from pmoe.runners import searched
-from pmoe.runners.searched import Learnt, held, learnt_by, load_learnt, save_degrees
+from pmoe.runners.searched import Learnt, held, learnt_by, save_degrees
 from pmoe.runners.trials import Batch
 from pmoe.schedule.restore import Restore
 
@@ -35,7 +35,7 @@ def learnt_of(parts: Parts) -> Learnt:
 
 def take_degrees(parts: Parts, path: str | Path) -> None:
     """As `pmoe.MoELayer.load_degrees`."""
-    parts.known.choosers[_name(parts)] = load_learnt(parts.ranks, key_of(parts), path, parts.spec.degrees)
+    parts.known.choosers[_name(parts)] = learnt_by(parts.ranks, key_of(parts), parts.spec.degrees, path)
 
 
 def write_degrees(parts: Parts, path: str | Path) -> None:

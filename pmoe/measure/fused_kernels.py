@@ -2,9 +2,6 @@
 
 The ranks are processes, or virtual ranks of one process that share a device: then all ranks' tokens are rows
 of one tensor, rank r's from floor(r T / W) on, as `pmoe.kernels.route` cuts chunks.
-
-Letters: T tokens of all ranks, W ranks, E experts of a rank, M = d_model, H = d_hidden, G = H or 2H rows of
-w1.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Experts' products with what is fused into them, both passes, in the type that is asked for. The plain
 computation is the loop over experts: on the same device in the same type, and exactly, in float64 on the CPU.
-
-Letters: N rows, M = d_model, H = d_hidden.
 """
 
 from __future__ import annotations

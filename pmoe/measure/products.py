@@ -2,8 +2,6 @@
 
 The requests follow from the experts' sizes and from the largest number of rows, which all ranks share; so
 does whether anything is measured. See `pmoe.measure.product_choices`.
-
-Letters: E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
 from __future__ import annotations

@@ -116,26 +116,24 @@ class Learnt:
 _learnt: dict[tuple[str, str], Learnt] = {}
 
 
-def learnt_by(ranks: Ranks, key: Mapping[str, Any], candidates: Sequence[int]) -> Learnt:
-    """What rank 0 knows of layers of this key, from this process or from their file, on every rank alike.
+def learnt_by(
+    ranks: Ranks, key: Mapping[str, Any], candidates: Sequence[int], path: str | Path | None = None
+) -> Learnt:
+    """What rank 0 knows of layers of this key, on every rank alike: from the file at ``path``, or, without
+    one, from this process or from their own file.
 
-    Collective. A file that is corrupt or of something else is named in a warning and replaced when more is
-    learnt.
+    Collective. Their own file, where it is corrupt or of something else, is named in a warning and replaced
+    when more is learnt. Raises on every rank what `load_degrees` raises of ``path`` on rank 0.
     """
-    return _from_first(ranks, key, lambda here: here.tables or _kept(here.path, key, candidates))
-
-
-def load_learnt(ranks: Ranks, key: Mapping[str, Any], path: str | Path, candidates: Sequence[int]) -> Learnt:
-    """As `learnt_by`, of the file at ``path``. Raises on every rank what `load_degrees` raises on rank 0."""
-    return _from_first(ranks, key, lambda here: load_degrees(path, key, candidates))
-
-
-def _from_first(ranks: Ranks, key: Mapping[str, Any], read: Callable[[Learnt], Tables]) -> Learnt:
-    """Rank 0's key is everyone's too: what describes a layer may hold what differs by rank."""
+    # Rank 0's key is everyone's too: what describes a layer may hold what differs by rank.
     sent: tuple[Mapping[str, Any], Tables | Exception] = (key, {})
     if ranks.rank == 0:
         try:
-            sent = (key, read(held(ranks, key, kept_path(key))))
+            here = held(ranks, key, kept_path(key))
+            if path is not None:
+                sent = (key, load_degrees(path, key, candidates))
+            else:
+                sent = (key, here.tables or _kept(here.path, key, candidates))
         except Exception as error:  # a warning that is made an error, too: all ranks wait for this one
             sent = (key, error)
     key, tables = from_first(ranks, sent, stage="sharing what trials found")

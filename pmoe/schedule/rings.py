@@ -17,8 +17,6 @@ Forward with S3 (offload/recompute), n = 3, rows that travel and rows that stay 
 
 Backward goes from the last chunk to the first: what was written last is read first, and chunk i - 1 is
 fetched (H, or S again) while chunk i computes.
-
-Letters: n chunks; T_DI, T_M, T_DO as in MPipeMoE.
 """
 
 from __future__ import annotations

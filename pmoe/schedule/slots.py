@@ -1,8 +1,6 @@
 """Ring slots as numbers: how large each buffer of a pass is, and where its slot lies (MPipeMoE, III.D).
 
 A slot is as large as the largest buffer that takes a turn in it, and starts at a multiple of ALIGNMENT bytes.
-
-Letters: n chunks, M = d_model, H = d_hidden; T_DI, T_M, T_DO as in MPipeMoE.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ and AG of one chunk runs beside S of another (FSMoE, Fig. 3c):
     communicate  S0 S1 S2 . . . . . . . . R0 R1 . R2
     intra-node   . . AG0 AG1 AG2 . . . RS0 RS1 . RS2
     compute      G0 G1 G2 X . . C0 C1 . C2 . . . . O0 O1 O2
-
-Letters: n chunks, m pieces of the rows that stay; T_I, T_DI, T_M, T_DO, T_O as in MPipeMoE.
 """
 
 from __future__ import annotations

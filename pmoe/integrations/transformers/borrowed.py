@@ -53,13 +53,9 @@ class Stacks:
         return weight.transpose(1, 2) if self.transposed else weight
 
     def stand_ins(self) -> Stacks:
-        made = {name: _stand_in(each) for name, each in self.named.items()}
+        """Tensors of the same shapes, types and device that hold no memory and are nobody's parameters."""
+        made = {name: each.new_empty(()).expand(each.shape) for name, each in self.named.items()}
         return Stacks(**made, transposed=self.transposed)
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    """One of the same shape, type and device that holds no memory and is nobody's parameter."""
-    return tensor.new_empty(()).expand(tensor.shape)
 
 
 class BorrowedExperts(StackedExperts):

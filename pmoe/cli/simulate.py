@@ -7,12 +7,12 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.output import Output, ms
 from pmoe.papers import comet_figures, fsmoe_layers, lancet_figures
-from pmoe.papers.comet_figures import Beside, Case, Size
-from pmoe.papers.fsmoe_layers import Table2Row, table2
+from pmoe.papers.comet_figures import Beside, Case
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Table5, table5
 from pmoe.planner.timeline import draw
 from pmoe.text import table
@@ -68,7 +68,7 @@ def _comet(picture: Path | None) -> Output:
     if picture is not None:
         _draw(picture, beside)
     fields = {
-        "table3": [asdict(each) for each in comet_figures.table3()],
+        "table3": comet_figures.table3(),
         "figure8": [asdict(each) for each in cases],
         "moves": moves,
         "beside": {**asdict(beside), "fused": beside.fused},
@@ -89,7 +89,11 @@ def _draw(path: Path, beside: Beside) -> None:
 
 def _comet_lines(cases: Sequence[Case], moves: Sequence[str], beside: Beside) -> Iterator[str]:
     yield "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n"
-    yield table(_size_rows(comet_figures.table3()))
+    rows = [
+        (each["model"], f"{each['tokens']}", f"{each['paper_mb']}", f"{each['num_bytes'] / 2**20:g}")
+        for each in comet_figures.table3()
+    ]
+    yield table([("model", "M", "paper", "computed"), *rows])
     yield (
         "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest; also the model's where "
         "communicating\nblocks are half as fast, and where M is of a TP group; us with the model's n_c and "
@@ -100,12 +104,6 @@ def _comet_lines(cases: Sequence[Case], moves: Sequence[str], beside: Beside) ->
     yield textwrap.fill(comet_figures.WHY, 110)
     yield _beside_line(beside)
     yield "\nassumed: pmoe simulate comet --assumptions"
-
-
-def _size_rows(sizes: Sequence[Size]) -> Iterator[Sequence[str]]:
-    yield "model", "M", "paper", "computed"
-    for each in sizes:
-        yield each.model, f"{each.tokens}", f"{each.paper_mb}", f"{each.num_bytes / 2**20:g}"
 
 
 def _case_rows(cases: Sequence[Case]) -> Iterator[Sequence[str]]:
@@ -154,19 +152,19 @@ def _lancet_lines(rows: Sequence[Mapping[str, object]], best: Mapping[str, float
 
 
 def _table5(contention: float | None) -> Output:
-    ideal, operations = table5(1.0), table2()
+    ideal, operations = table5(1.0), fsmoe_layers.table2()
     contended = table5(CONTENTION if contention is None else contention)
     fields = {
         "ideal": asdict(ideal),
         "contended": asdict(contended),
         "paper_differing": PAPER_DIFFERING,
-        "table2": [asdict(each) for each in operations],
+        "table2": operations,
         "assumptions": dict(fsmoe_layers.ASSUMPTIONS),
     }
     return Output(fields, _table5_lines(ideal, contended, operations))
 
 
-def _table5_lines(ideal: Table5, contended: Table5, operations: Sequence[Table2Row]) -> Iterator[str]:
+def _table5_lines(ideal: Table5, contended: Table5, operations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield (
         f"speed-up over Tutel, mean of {ideal.num_layers} layers; C: how many times as long communication "
         "between nodes\nand inside the node take beside each other\n"
@@ -190,9 +188,10 @@ def _system_rows(ideal: Table5, contended: Table5) -> Iterator[Sequence[str]]:
         yield name, f"{alone.mean:.3f}", spans[0], f"{beside.mean:.3f}", spans[1], paper
 
 
-def _operation_rows(operations: Sequence[Table2Row]) -> Iterator[Sequence[str]]:
+def _operation_rows(operations: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[str]]:
     yield "pass", "operation", "measured", "modelled", "modelled / measured"
     for each in operations:
-        ratio = f"{each.modelled / each.measured:.2f}" if each.measured else "-"
-        seconds = (each.measured, each.modelled)
-        yield f"{each.model} {each.direction}", each.name, *(f"{s * 1e3:.1f}" for s in seconds), ratio
+        seconds = measured, modelled = each["measured"], each["modelled"]
+        ratio = f"{modelled / measured:.2f}" if measured else "-"
+        name = f"{each['model']} {each['direction']}"
+        yield name, each["name"], *(f"{s * 1e3:.1f}" for s in seconds), ratio

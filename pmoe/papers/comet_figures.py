@@ -13,7 +13,9 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from pmoe.papers.assumptions import assumptions
 from pmoe.papers.comet_division import BestDivision, best_division, busy_bars, fused_run, fused_seconds
 from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Model, Returning, even_layer
 from pmoe.papers.comet_tasks import row_tiles
@@ -22,33 +24,7 @@ from pmoe.planner.timeline import Span, simulated_bars
 from pmoe.schedule.straight import forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, piece_of
 
-ASSUMPTIONS: Mapping[str, str] = {
-    "machine": "8 H800 (section 5.1) with 132 multiprocessors (Fig. 8), one block each, all ranks alike "
-    "and at the same time.",
-    "matrix rate": "a block reaches 1/132 of 650 Tflop/s: two thirds of the device's 989 in bfloat16. The "
-    "same for every shape; a tile is 128 x 256 (pmoe's; the paper's example is 128 x 128) and costs the "
-    "same where it is not full. Activations take no time.",
-    "link": "160 GB/s leave a rank, of NVLink's 200 a direction (400 in both): what DeepEP states as "
-    "the greatest that it reaches on H800 (docs/legacy.md).",
-    "communicating block": "56 GB/s, read or written, here or at a peer, one after the other: 28 GB/s "
-    "copied. On H20, whose link is wider than H800's, 24 blocks of which 12 send reach 337 GB/s (DeepEP, "
-    "issue 16). The least certain number; the column 'half rate' has 28 GB/s.",
-    "signal": "2 us from the last write to the block that waited, over the link or not.",
-    "memory": "computing and communicating blocks do not slow each other; weights and caches cost nothing.",
-    "Fig. 8's layer": "Mixtral 8x7B (N = 4096, K = 14336, E = 8, topk = 2), the shape of Fig. 10 to 12, "
-    "in bfloat16 under even routing; text and caption name none. One tile of columns a chunk (T_N = 256), "
-    "as in Fig. 6. The text gives n_c of three of four cases.",
-    "M": "tokens of all 8 ranks, as in Fig. 10 and 12, M / W owned by each. The column 'M W / TP' has the "
-    "other reading: M tokens a TP group, as Fig. 9 says of its own.",
-    "tensor parallelism": "the ranks of a TP group hold K / TP hidden units of the same E / EP experts "
-    "and get all rows of these. Each sums its part of a token's rows and sends it to the token's owner, "
-    "which adds all ranks' sums (reduce-scatter and combine in one).",
-    "rows of a token": "a token has rows on a rank with the chance that one of its topk experts, each as "
-    "likely as another, is there; where it has, as many as the mean.",
-    "chunked layer": "pmoe's own forward schedule. All blocks compute, in whole waves of tiles; "
-    "collectives take the whole link, no block, and one signal; arranging and summing rows use all "
-    "blocks' 56 GB/s, more than the memory gives; launches take no time. All of it in its favour.",
-}
+ASSUMPTIONS = assumptions("comet")
 """What the figures need and the paper does not say, or says in several ways. Written down before the first
 simulation, but after an estimate by hand with blocks of 27 GB/s, about half, that gave n_c = 23 for TP = 8.
 Afterwards the order of sums and of tiles that are not full was made that of cuda/comet."""
@@ -85,20 +61,11 @@ PAPER_MB: Mapping[tuple[str, int], int] = {
 """Table 3: by model and M."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A cell of Table 3: bytes of the shared communication buffer, and the paper's MB (2^20 bytes)."""
-
-    model: str
-    tokens: int
-    num_bytes: int
-    paper_mb: int
-
-
-def table3() -> list[Size]:
-    """Table 3 and what section 5.5's formula gives: M N elements of two bytes."""
+def table3() -> list[dict[str, Any]]:
+    """A row a cell of Table 3: bytes of the shared communication buffer by section 5.5's formula, M N
+    elements of two bytes, and the paper's MB (2^20 bytes)."""
     return [
-        Size(model=name, tokens=tokens, num_bytes=2 * tokens * MODELS[name].N, paper_mb=paper)
+        {"model": name, "tokens": tokens, "num_bytes": 2 * tokens * MODELS[name].N, "paper_mb": paper}
         for (name, tokens), paper in PAPER_MB.items()
     ]
 

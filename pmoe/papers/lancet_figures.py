@@ -16,22 +16,9 @@ from typing import Any
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, exposed_seconds, total_seconds
 from pmoe.graph.ranges import Cuttable, PartCosts, alone, pipelined, solve
 from pmoe.graph.weight_gradients import listed
+from pmoe.papers.assumptions import assumptions
 
-ASSUMPTIONS: Mapping[str, str] = {
-    "models": "section 7: 12 blocks of 768 columns and 24 of 1,024, 512 tokens a sequence, every other "
-    "block's FFN a Switch layer (top-1) of 2 experts a GPU; a head over 50,257 words.",
-    "batch": "section 7: sequences a GPU: S 24 on A100 and 16 on V100; L 48 on A100 and 8 on V100.",
-    "products": "half precision; 50 % of the peak (A100 312, V100 125 TFLOP/s) for many rows, of which r "
-    "rows reach r / (r + 512).",
-    "other operators": "as many bytes as they read and write, at 80 % of the memory's rate (A100 2.0, V100 "
-    "0.9 TB/s). Attention keeps its T x T scores, as in the paper's year.",
-    "launches": "5 microseconds an operator.",
-    "all-to-alls": "20 microseconds, and the bytes that leave a node through its NICs (A100 4 x 100, V100 "
-    "100 Gbit/s, at 80 %), shared by its 8 GPUs. Rows inside a node cost nothing beside that.",
-    "systems": '"no overlap" stands for DeepSpeed and RAF, with the same kernels; Tutel cuts all-to-alls and '
-    "experts in the best of 1, 2, 4, 8 parts. Capacity factor 1 and even routing: all send the same bytes.",
-    "gradients": "data-parallel all-reduces and the optimizer are left out: all systems have the same.",
-}
+ASSUMPTIONS = assumptions("lancet")
 
 
 @dataclass(frozen=True)

@@ -339,7 +339,7 @@ def test_an_even_layer_loses_no_row() -> None:
 def test_table_3_is_the_papers() -> None:
     assert len(table3()) == 6
     for size in table3():
-        assert size.num_bytes == size.paper_mb * 2**20
+        assert size["num_bytes"] == size["paper_mb"] * 2**20
 
 
 def test_figure_8_as_it_came_out() -> None:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_place
 from pmoe.gates.base import Gate, Mix, Routing, check_sizes
-from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits
+
+SHORTEST = 1e-6
+"""A vector shorter than this has no direction."""
 
 
 class SoftGate(Gate):
@@ -91,3 +93,14 @@ class SoftGate(Gate):
         product_TS = router_logits(x_TM, phi_SM)
         over_phi_S = (inverse_length(phi_SM).squeeze(1) * self.scale).to(product_TS.dtype)
         return product_TS * inverse_length(x_TM) * over_phi_S
+
+
+def inverse_length(vectors: Tensor) -> Tensor:
+    """1 / |v| of each row, (..., 1), in float32 or wider; 0, with no gradient, where |v| < `SHORTEST`.
+
+    A length of 0 would make NaN of the row, and a small constant added to it huge gradients.
+    """
+    wide = torch.promote_types(vectors.dtype, torch.float32)
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=wide)
+    inverse: Tensor = length.clamp(min=SHORTEST).reciprocal() * (length >= SHORTEST)
+    return inverse

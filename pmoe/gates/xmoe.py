@@ -20,8 +20,8 @@ from pmoe.arguments import (
     check_positive,
 )
 from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight, scaled
-from pmoe.gates.cosines import inverse_length
 from pmoe.gates.logits import router_logits, router_loss
+from pmoe.gates.soft import inverse_length
 from pmoe.kernels.route import top_indices
 
 TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}

@@ -23,7 +23,7 @@ from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, calls_of, communicates, is_result, label
 from pmoe.measure.profile import profile_of
 from pmoe.measure.rounds import clock_of
-from pmoe.measure.store import CorruptFileError, cache_path, load_json, save_json
+from pmoe.measure.store import CorruptFileError, cache_path, load_json, save_json, typed
 
 REPEATS = 3
 """How often an operator is timed; the least counts."""
@@ -48,21 +48,13 @@ class Costs:
         self._path = cache_path(key)
         self.seconds: dict[str, float] = {}
         with contextlib.suppress(OSError, CorruptFileError):  # measured again, and written over
-            self.seconds = load_json(self._path, _seconds_from)
+            self.seconds = load_json(
+                self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds")
+            )
 
     def save(self) -> None:
         with contextlib.suppress(OSError):  # a folder that cannot be written: measured again in the next run
             save_json(self._path, {"seconds": self.seconds})
-
-
-def _seconds_from(fields: dict[str, Any]) -> dict[str, float]:
-    found = fields.get("seconds")
-    if not isinstance(found, dict):
-        raise CorruptFileError("seconds must be an object")
-    for name, value in found.items():
-        if not isinstance(value, float) or not math.isfinite(value) or value < 0:
-            raise CorruptFileError(f"seconds of {name} ({value!r}) must be a number from 0")
-    return found
 
 
 @functools.cache

@@ -59,11 +59,6 @@ class Bench:
         """Of each value the largest that a rank has. Every rank gives as many. Also a barrier."""
         return largest(self.ranks, self.device, values, stage=AGREEING)
 
-    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """On the host, already touched, and such that copies there need not wait."""
-        pinned = self.device.type == "cuda"
-        return torch.ones(elements, dtype=dtype, device="cpu", pin_memory=pinned)
-
 
 @contextmanager
 def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:

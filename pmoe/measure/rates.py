@@ -129,7 +129,9 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, _LaneWork]:
         return lambda: exchange(ranks, sent, received, elements)
 
     def copy(elements: int, *, out: bool) -> TimedCall:
-        inside, outside = made(elements), bench.host_buffer(elements, dtype)
+        pinned = device.type == "cuda"  # so that copies need not wait; ones, so that it has been touched
+        inside = made(elements)
+        outside = torch.ones(elements, dtype=dtype, device="cpu", pin_memory=pinned)
         target, source = (outside, inside) if out else (inside, outside)
         return lambda: target.copy_(source, non_blocking=True)
 

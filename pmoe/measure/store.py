@@ -81,7 +81,8 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """``value``, as JSON has it, as the ``kind`` of a dataclass's field, or as that dataclass.
+    """``value``, as JSON has it, as the ``kind`` of a dataclass's field (a dict[str, ...], say), or as that
+    dataclass.
 
     Raises CorruptFileError, with the ``name`` of the field, where it is of another type, where a number is
     negative or not finite, where a field is missing, or where the dataclass refuses its fields.
@@ -90,6 +91,11 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         if value is None:
             return None
         [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise CorruptFileError(f"{name} ({value!r}) must be an object")
+        of_each = typing.get_args(kind)[1]
+        return {key: typed(of_each, each, f"{name}.{key}") for key, each in value.items()}
     if dataclasses.is_dataclass(kind):
         return _record(kind, value, name)
     if typing.get_origin(kind) is typing.Literal:

@@ -7,6 +7,7 @@ Letters: B samples, L tokens a sample, M = d_model, H = d_hidden, f capacity fac
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,9 +105,8 @@ def attention(layer: Configured) -> Attention:
     return Attention(sum(map(GEMM, products)), ALL_GATHER(sent), REDUCE_SCATTER(sent))
 
 
-def all_reduce_of(num_bytes: int) -> float:
-    """Seconds of an all-reduce of so many bytes of a GPU's gradients over the nodes."""
-    return all_reduce_seconds(ALL_REDUCE, num_bytes)
+all_reduce_of = functools.partial(all_reduce_seconds, ALL_REDUCE)
+"""Seconds of an all-reduce of so many bytes of a GPU's gradients over the nodes."""
 
 
 # ---- Table 2: measured operations beside the model

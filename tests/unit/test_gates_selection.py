@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from pmoe.gates.cosines import inverse_length
+from pmoe.gates.soft import inverse_length
 from pmoe.gates.draws import distinct
 from pmoe.gates.expert_choice import best_tokens
 from pmoe.kernels.route import top_indices

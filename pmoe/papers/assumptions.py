@@ -1,4 +1,4 @@
-"""What the reproductions assume: prose, which `assumptions.md` holds."""
+"""What the reproductions assume: prose, which lies beside this file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.resources import files
 
 
 def assumptions(experiment: str) -> Mapping[str, str]:
-    """What an experiment of `pmoe simulate` assumes, by name: a section of `assumptions.md`."""
+    """What an experiment of `pmoe simulate` assumes, by name: a section of the page beside this file."""
     text = files(__package__).joinpath("assumptions.md").read_text(encoding="utf-8")
     section = text.partition(f"\n# {experiment}\n")[2].partition("\n# ")[0]
     blocks = (block.partition("\n") for block in section.strip().split("\n\n"))

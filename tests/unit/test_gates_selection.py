@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from pmoe.gates.soft import inverse_length
 from pmoe.gates.draws import distinct
 from pmoe.gates.expert_choice import best_tokens
+from pmoe.gates.soft import inverse_length
 from pmoe.kernels.route import top_indices
 from pmoe.kernels.route.reference import ROUNDS
 

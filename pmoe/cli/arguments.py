@@ -81,4 +81,4 @@ def refused_as(rule: str, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise ValueError(f"{rule}: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"{rule}: {error}") from None

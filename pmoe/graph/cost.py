@@ -23,7 +23,7 @@ from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, calls_of, communicates, is_result, label
 from pmoe.measure.profile import profile_of
 from pmoe.measure.rounds import clock_of
-from pmoe.measure.store import CorruptFileError, cache_path, load_json, save_json, typed
+from pmoe.measure.store import cache_path, found_or, load_json, save_json, typed
 
 REPEATS = 3
 """How often an operator is timed; the least counts."""
@@ -46,11 +46,13 @@ class Costs:
     def __init__(self, device: torch.device) -> None:
         key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
         self._path = cache_path(key)
-        self.seconds: dict[str, float] = {}
-        with contextlib.suppress(OSError, CorruptFileError):  # measured again, and written over
-            self.seconds = load_json(
-                self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds")
-            )
+        self.seconds: dict[str, float] = found_or({}, "operators' seconds are not used", self._kept)
+
+    def _kept(self) -> dict[str, float]:
+        remedy = "measured again, and written over"
+        return load_json(
+            self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
+        )
 
     def save(self) -> None:
         with contextlib.suppress(OSError):  # a folder that cannot be written: measured again in the next run

@@ -15,7 +15,6 @@ import bisect
 import csv
 import fcntl
 import io
-import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pmoe.integrations.statistics import LayerStats
-from pmoe.measure.store import save_json
+from pmoe.measure.store import load_json, save_json
 
 TENSORS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
 PREDICTED = ("saved", "temporary", "peak", "host")
@@ -108,11 +107,17 @@ def _parsed(annotation: str, cell: str) -> Any:
     return None if optional and not cell else PARSERS[kind](cell)
 
 
+def _whole(cell: str) -> int:
+    if abs(value := int(cell)) >= 2**63:
+        raise ValueError(f"{cell[:20]}... is too large")
+    return value
+
+
 PARSERS: Mapping[str, Callable[[str], Any]] = {
-    "int": int,
+    "int": _whole,
     "float": float,
     "str": str,
-    "tuple[int, ...]": lambda cell: tuple(map(int, cell.split())),
+    "tuple[int, ...]": lambda cell: tuple(map(_whole, cell.split())),
 }
 
 
@@ -206,12 +211,12 @@ def mend(path: Path, kind: type[ScalarRow] | type[LayerRow]) -> None:
     """Prepares a CSV file of an earlier run for `append`: cuts off half a line that a crash left."""
     if not path.exists():
         return
-    header = ",".join(columns(kind))
+    header = ",".join(columns(kind)) + "\n"
     with open(path, "rb+") as file:
         found = file.read()
         whole = found.rfind(b"\n") + 1
-        if whole and found[:whole].split(b"\n", 1)[0].decode(errors="replace") != header:
-            raise ValueError(f"{path} must begin with the columns {header}: write to another folder")
+        if not (found.startswith(header.encode()) or header.encode().startswith(found)):
+            raise ValueError(f"{path} must begin with the columns {header.strip()}: write to another folder")
         if whole < len(found):
             file.truncate(whole)
 
@@ -249,20 +254,16 @@ def read_run(folder: Path) -> Run:
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
     """The sessions in run.json; none where there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise ValueError(f"{path} must hold JSON: {error}") from None
-    sessions = found.get("sessions") if isinstance(found, dict) else None
+    return load_json(path, _sessions_from, "without it the rest is read") if os.path.lexists(path) else []
+
+
+def _sessions_from(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    sessions = found.get("sessions")
     if not isinstance(sessions, list) or not all(isinstance(each, dict) for each in sessions):
-        raise ValueError(f"{path} must hold the sessions of a run, as StatsWriter writes them")
+        raise ValueError("must hold the sessions of a run, as StatsWriter writes them")
     version = found.get("format", FORMAT)
     if version != FORMAT:
-        raise ValueError(
-            f"{path} must be of format {FORMAT}, not {version}: read it with the pmoe that wrote it"
-        )
+        raise ValueError(f"must be of format {FORMAT}, not {version}: read it with the pmoe that wrote it")
     return sessions
 
 
@@ -278,12 +279,12 @@ def _in_force(rows: Iterable[AnyRow]) -> list[AnyRow]:
 
 def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
     """The whole lines of a CSV file; none where there is no such file."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be text: {error}") from None
+        raise ValueError(f"{path} must be text: {error}; without it the rest is read") from None
     lines, header = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), columns(kind)
     types = [str(each.type) for each in fields(kind)]
     try:
@@ -295,4 +296,6 @@ def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
                 raise ValueError(f"{len(cells)} cells, not {len(header)}")
             yield kind(**dict(zip(header, map(_parsed, types, cells), strict=True)))
     except (csv.Error, ValueError) as error:
-        raise ValueError(f"{path}, line {lines.line_num}: {error}") from None
+        raise ValueError(
+            f"{path}, line {lines.line_num}: {error}; without the line the rest is read"
+        ) from None

@@ -31,6 +31,7 @@ from pmoe.measure.store import (
     PathLike,
     cache_folder,
     cache_path,
+    found_or,
     load_json,
     save_json,
     typed,
@@ -146,8 +147,8 @@ def division_path(device_name: str, folder: PathLike | None = None) -> Path:
 def load_divisions(folder: PathLike | None = None) -> DivisionTable:
     """All files of the folder as one table.
 
-    Warns about a file that is corrupt or of another format, and leaves it out. Raises nothing, since other
-    ranks may wait.
+    Warns once about a file that is corrupt or of another format, and leaves it out. Raises nothing, since
+    other ranks may wait.
     """
     entries: dict[FusedKernelSizes, Entry] = {}
     layers: dict[FusedLayerSizes, LayerTimes] = {}
@@ -172,7 +173,7 @@ def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path
     Raises OSError or RuntimeError where it cannot be written.
     """
     (path,) = {division_path(each.device_name, folder) for each in (*found.entries, *found.layers)}
-    held = _usable(path) if path.exists() else DivisionTable()
+    held = _usable(path)
     merged = DivisionTable({**held.entries, **found.entries}, {**held.layers, **found.layers})
     save_json(path, {"format": FORMAT, **as_fields(merged)})
     return path
@@ -181,16 +182,12 @@ def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path
 def read_divisions(path: PathLike) -> DivisionTable:
     """The table of one file. Raises OSError; ValueError with the file and the field where it is no table, or
     one of another format."""
-    return load_json(path, _table_from)
+    return load_json(path, _table_from, "measure again with: pmoe profile --kernels")
 
 
 def _usable(path: Path) -> DivisionTable:
-    try:
-        return read_divisions(path)
-    except (OSError, ValueError) as error:
-        again = "measure again with: pmoe profile --kernels"
-        warnings.warn(f"pmoe: measured division points are not used: {error}; {again}", stacklevel=3)
-        return DivisionTable()
+    about = "measured division points are not used"
+    return found_or(DivisionTable(), about, lambda: read_divisions(path))
 
 
 def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:

@@ -9,6 +9,7 @@ for each device, group and dtype; other files in the folder are not looked at.
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,6 +34,9 @@ from pmoe.measure.store import (
 )
 from pmoe.planner.profile import FORMAT, Identity, Profile
 from pmoe.warn import log, warn_once
+
+NAMED = re.compile(r"(?!division_|degrees_).*_v\d+\.json")
+"""By `profile_path`; other kinds of files lie in the same folder."""
 
 
 def load_or_measure(
@@ -131,22 +135,21 @@ def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile
     Raises FileNotFoundError; CorruptFileError where the file holds no profile; ValueError where it holds that
     of another device, number of ranks, backend, dtype or version, naming what it holds and what is here.
     """
-    profile = load_json(path, profile_from)
+    profile = load_json(path, profile_from, "`pmoe profile` writes it")
     if expected is not None and profile.identity != expected:
         raise ValueError(f"{path}: holds the profile of {profile.identity.difference(expected)}")
     return profile
 
 
-def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | ValueError]:
-    """By file, each profile, or why it cannot be used (another format's version)."""
-    found: dict[Path, Profile | ValueError] = {}
+def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSError | ValueError]:
+    """By file, each profile, or why it cannot be used; without files of another kind and name."""
+    found: dict[Path, Profile | OSError | ValueError] = {}
     for path in sorted(cache_folder(folder).glob("*.json")):
         try:
             found[path] = load_profile(path)
-        except CorruptFileError:
-            continue  # something else's file
-        except ValueError as error:
-            found[path] = error
+        except (OSError, ValueError) as error:
+            if not isinstance(error, CorruptFileError) or NAMED.fullmatch(path.name):
+                found[path] = error
     return found
 
 
@@ -181,6 +184,6 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
     versions = fields.get("versions")
     found = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
     if isinstance(found, int) and found != FORMAT:
-        raise ValueError(f"format version ({found}) must be {FORMAT} (`pmoe profile` writes it)")
+        raise ValueError(f"format version ({found}) must be {FORMAT}")
     profile: Profile = typed(Profile, fields, "profile")
     return profile

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
+import sys
 import types
 import typing
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pmoe.warn import warn_once
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
@@ -41,8 +43,8 @@ def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
     return cache_folder(folder) / ("_".join(slugs) + ".json")
 
 
-def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What ``parse`` makes of the file's JSON object.
+def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str = "remove it") -> T:
+    """What ``parse`` makes of the file's JSON object. remedy: ends the message of a file that is refused.
 
     Raises OSError where the file cannot be read; CorruptFileError where it holds no JSON object; the
     ValueError of ``parse``, with the path in front.
@@ -50,13 +52,24 @@ def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T]) -> T:
     try:
         found = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{path}: no JSON ({error})") from None
+        raise CorruptFileError(f"{path}: no JSON ({error}); {remedy}") from None
     if not isinstance(found, dict):
-        raise CorruptFileError(f"{path}: must be an object, not {type(found).__name__}")
+        raise CorruptFileError(f"{path}: must be an object, not {type(found).__name__}; {remedy}")
     try:
         return parse(found)
     except ValueError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error}; {remedy}") from None
+
+
+def found_or(otherwise: T, about: str, read: Callable[[], T]) -> T:
+    """What ``read`` returns; ``otherwise`` without a file or, with a warning, for one that is of no use."""
+    try:
+        return read()
+    except FileNotFoundError:
+        return otherwise
+    except (OSError, ValueError) as error:
+        warn_once(f"{about}: {error}", for_each_reason=True)
+        return otherwise
 
 
 def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None:
@@ -104,7 +117,7 @@ def typed(kind: Any, value: Any, name: str) -> Any:
     elif kind is not float:
         if type(value) is not kind:
             raise CorruptFileError(f"{name} ({value!r}) is of the wrong type")
-    elif type(value) not in (int, float) or not 0 <= value < math.inf:
+    elif type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise CorruptFileError(f"{name} ({value!r}) must be a finite number of at least 0")
     return value if kind is not float else float(value)
 

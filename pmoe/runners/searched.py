@@ -16,7 +16,7 @@ import torch
 
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.store import PathLike, cache_path, load_json, save_json
+from pmoe.measure.store import PathLike, cache_path, found_or, load_json, save_json
 from pmoe.planner.degree import Choice
 from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.runners.trials import Batch, adaptive_degree, tried_seconds
@@ -72,7 +72,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
                 raise ValueError(f"found {degrees}, expected degrees among {tuple(candidates)}")
         return found
 
-    return load_json(path, parse)
+    return load_json(path, parse, "save_degrees, or trials, write it")
 
 
 def _check_key(found: Any, here: Mapping[str, Any]) -> None:
@@ -151,13 +151,8 @@ def held(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> Lear
 
 def _kept(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
     """Of the file; none where there is no file, or, with a warning, where it cannot be used."""
-    try:
-        return {} if path is None else load_degrees(path, key, candidates)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warn_once(f"what trials found before is not used, and measured anew: {error}", for_each_reason=True)
-        return {}
+    about = "what trials found before is not used, and measured anew"
+    return {} if path is None else found_or({}, about, lambda: load_degrees(path, key, candidates))
 
 
 def degrees(batch: Batch, restore: Restore, learnt: Learnt | None) -> PassDegrees:

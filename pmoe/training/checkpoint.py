@@ -94,7 +94,8 @@ def save_checkpoint(
         return tensors | of_optimizer, plain
 
     tensors, own = _on_all(ranks, "collecting", collect)
-    plain = _joined(gathered(ranks, own, stage="collecting a checkpoint")) | {"ranks": ranks.size}
+    joined = _joined(gathered(ranks, own, stage="collecting a checkpoint"))
+    plain = joined | {"ranks": ranks.size, "format": files.FORMAT}
     part = _on_first(ranks, "making the folder", lambda: files.new_folder(folder, step))
     try:
         with _by_dcp(ranks, "writing") as peers:
@@ -131,7 +132,7 @@ def load_checkpoint(
     ranks, folder, optimizers = Ranks(group), Path(folder), _listed(optimizer)
     path = folder / _on_first(ranks, "looking for it", lambda: files.find(folder, plain_int(step)))
     plain, metadata, random = _on_all(
-        ranks, f"reading {path}", lambda: files.read(path, ranks.rank, ranks.size)
+        ranks, f"reading {path} (step= loads another)", lambda: files.read(path, ranks.rank, ranks.size)
     )
 
     def collect() -> tuple[states.Names, dict[str, Tensor]]:
@@ -143,8 +144,10 @@ def load_checkpoint(
     _check_fit(ranks, path, names, tensors, metadata, "model")
     if optimizers:
         tensors |= _states_to_fill(ranks, path, names, optimizers, plain, metadata)
+    reader = FileSystemReader(path)
+    reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]  # its own takes any pickle
     with _by_dcp(ranks, f"reading {path}") as peers:
-        load(states.in_boxes(tensors), storage_reader=FileSystemReader(path), **peers)
+        load(states.in_boxes(tensors), storage_reader=reader, **peers)
     states.set_model_state(model, names, plain["model"])
     states.set_optimizer_state(names, optimizers, plain, metadata)
     if random is not None:

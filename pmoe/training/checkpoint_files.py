@@ -14,7 +14,6 @@ then named by latest.json. Nothing that has been named is ever written to.
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import random
@@ -23,7 +22,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import metadata
@@ -31,9 +30,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pmoe.arguments import is_int
-from pmoe.measure.store import load_json
+from pmoe.measure.store import load_json, save_json
 
+T = TypeVar("T")
 POINTER, PLAIN, LIST = "latest.json", "plain.pt", ".metadata"
+FORMAT = 1
 
 RECORDS = frozenset(
     {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
@@ -53,8 +54,9 @@ class CheckpointError(ValueError):
 def new_folder(folder: Path, step: int) -> Path:
     """Makes the folder that a checkpoint is written to. Removes what a killed save or removal left."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("step_*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+    for left in (*folder.glob("step_*.tmp"), *folder.glob(f".{POINTER}.*.tmp")):
+        is_folder = left.is_dir() and not left.is_symlink()
+        shutil.rmtree(left, ignore_errors=True) if is_folder else left.unlink()
     name, number = f"step_{step:08d}", 1
     while (folder / name).exists():
         number += 1
@@ -85,13 +87,12 @@ def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
     path = part / f"random_{rank}.pt"
-    _write_to_disk(path, lambda file: torch.save(generators, file))
+    _write_to_disk(generators, path)
     own = [*part.glob(f"__{rank}_*"), path]
     if rank == 0:
-        _write_to_disk(part / PLAIN, lambda file: torch.save(plain, file))
+        _write_to_disk(plain, part / PLAIN)
         own += [part / PLAIN, part / LIST]
-    sums = json.dumps({path.name: _sum(path) for path in own}).encode()  # without a byte that says nothing
-    _write_to_disk(part / f"sums_{rank}.json", lambda file: file.write(sums))
+    save_json(part / f"sums_{rank}.json", {path.name: _sum(path) for path in own})
 
 
 def publish(part: Path, step: int, keep: int) -> Path:
@@ -100,9 +101,7 @@ def publish(part: Path, step: int, keep: int) -> Path:
     _sync_folder(part)
     os.replace(part, path)
     _sync_folder(folder)
-    pointer = json.dumps({"folder": path.name, "step": step}).encode()
-    _write_to_disk(folder / f"{POINTER}.tmp", lambda file: file.write(pointer))
-    os.replace(folder / f"{POINTER}.tmp", folder / POINTER)
+    save_json(folder / POINTER, {"folder": path.name, "step": step})
     _sync_folder(folder)
     by_age = sorted(_complete(folder), key=lambda each: (each == path, (each / PLAIN).stat().st_mtime_ns))
     for old in by_age[:-keep]:
@@ -141,11 +140,16 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
 
     The ranks share the work of looking at the sums: torch does not.
     """
-    for file in sorted(path.glob("sums_*.json"))[rank::num_ranks]:
-        for name, expected in load_json(file, dict).items():
+    sums = sorted(path.glob("sums_*.json"))
+    for file in sums[rank::num_ranks]:
+        for name, expected in load_json(file, dict, "it holds the sums of files").items():
             if _sum(path / Path(name).name) != expected:
                 raise ValueError(f"{path / name} is damaged: its sum is not the one in {file.name}")
     plain = _read_plain(path / PLAIN)
+    if (version := plain.get("format", FORMAT)) != FORMAT:
+        raise ValueError(f"{path / PLAIN}: format ({version!r}) must be {FORMAT}: load it as it was saved")
+    if len(sums) != plain.get("ranks"):
+        raise ValueError(f"{path} must have a sums_*.json of each rank, {plain.get('ranks')} in all")
     generators = _read_plain(path / f"random_{rank}.pt") if plain["ranks"] == num_ranks else None
     return plain, _read_metadata(path), generators
 
@@ -165,8 +169,8 @@ def _last(pointer: Path) -> str:
         raise CheckpointError(f"there is no {pointer}") from None
     except (ValueError, KeyError):
         name = None
-    if not isinstance(name, str) or Path(name).name != name:
-        raise CheckpointError(f"{pointer} is damaged: it must name a folder beside it")
+    if not isinstance(name, str) or Path(name).name != name or not (pointer.parent / name).is_dir():
+        raise CheckpointError(f"{pointer} is damaged: it must name a folder beside it ({name!r}); see step=")
     return name
 
 
@@ -180,22 +184,11 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in RECORDS or module == "torch" and isinstance(getattr(torch, name), torch.dtype):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record of a checkpoint")
+        raise CheckpointError(f"it names {module}.{name}, which is no record of a checkpoint")
 
 
 def _read_metadata(path: Path) -> Metadata:
-    """The list is read once more by DCP, which takes any pickle: here it is seen to be one of records."""
-    try:
-        with open(path / LIST, "rb") as file:
-            found: Metadata = _Records(file).load()
-        ends = dict[str, int]()
-        for place in found.storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    except OSError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        reason = error if isinstance(error, pickle.UnpicklingError) else "it cannot be read"
-        raise ValueError(f"{path / LIST} is damaged: {reason}") from None
+    found, ends = _opened(path / LIST, _listed)
     for name, end in ends.items():
         if Path(name).name != name:
             raise ValueError(f"{path / LIST} is damaged: it names {name}, which is not beside it")
@@ -205,14 +198,28 @@ def _read_metadata(path: Path) -> Metadata:
     return found
 
 
+def _listed(file: IO[bytes]) -> tuple[Metadata, dict[str, int]]:
+    """The list, and where the last tensor of each file ends."""
+    found, ends = _Records(file).load(), dict[str, int]()
+    for place in found.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return found, ends
+
+
 def _read_plain(path: Path) -> dict[str, Any]:
+    return _opened(path, lambda file: dict(torch.load(file, map_location="cpu", weights_only=True)))
+
+
+def _opened(path: Path, load: Callable[[IO[bytes]], T]) -> T:
+    """What ``load`` makes of a file. Raises OSError; ValueError for whatever a damaged one makes it raise."""
     try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception:  # what a damaged file raises may be anything
-        raise ValueError(f"{path} is damaged: it cannot be read") from None
-    return found
+        with open(path, "rb") as file:
+            return load(file)
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename:
+            raise
+        reason = error if isinstance(error, CheckpointError) else "it cannot be read"
+        raise ValueError(f"{path} is damaged: {reason}") from None
 
 
 def _sum(path: Path) -> int:
@@ -227,10 +234,10 @@ def _sum(path: Path) -> int:
 # ---- the disk
 
 
-def _write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file and returns when the disk has it, not only the system's cache."""
-    with open(path, "wb") as file:
-        write(file)
+def _write_to_disk(value: object, path: Path) -> None:
+    """Writes a new file and returns when the disk has it, not only the system's cache."""
+    with open(path, "xb") as file:
+        torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())
 

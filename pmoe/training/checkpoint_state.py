@@ -186,8 +186,9 @@ def problems_of(
     problems += [f"{name} is in it alone" for name in sorted(set(found) - all_names)]
     for name in sorted(set(found) & set(wanted)):
         tensor, known = wanted[name], found[name]
-        assert isinstance(known, TensorStorageMetadata)
-        if known.size != tensor.shape:
+        if not isinstance(known, TensorStorageMetadata):
+            problems.append(f"{name} is no tensor in it")
+        elif known.size != tensor.shape:
             problems.append(f"{name} is {tuple(known.size)} in it, {tuple(tensor.shape)} here")
         elif known.properties.dtype != tensor.dtype:
             problems.append(f"{name} is {known.properties.dtype} in it, {tensor.dtype} here")

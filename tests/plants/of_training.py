@@ -22,8 +22,8 @@ TRAINING = (
         name="any-pickle-is-read",
         breaks="a program in the place of a checkpoint's list is run",
         file=FILES,
-        old="            found: Metadata = _Records(file).load()\n",
-        new="            found: Metadata = pickle.load(file)\n",
+        old="    found, ends = _Records(file).load(), dict[str, int]()\n",
+        new="    found, ends = pickle.load(file), dict[str, int]()\n",
         tests=FOREIGN,
     ),
     Plant(

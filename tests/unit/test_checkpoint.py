@@ -308,7 +308,7 @@ def test_nothing_to_load_and_damage_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / "latest.json").write_bytes(damaged)
         assert "latest.json is damaged" in refused(tmp_path, model)
     (tmp_path / "latest.json").write_text(json.dumps({"folder": "step_00000009"}))
-    assert "FileNotFoundError" in refused(tmp_path, model)
+    assert "must name a folder beside it ('step_00000009'); see step=" in refused(tmp_path, model)
 
 
 class Odd:

@@ -1,12 +1,18 @@
-"""Files from outside: nothing in them is run, and what is wrong with them is named or does no harm."""
+"""Files from outside (`tests/foreign.py`): nothing in them is run, nothing is lost, and what is wrong with
+them is named, with what to do, or does no harm."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
 import os
 import pickle
-import random
+import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,179 +20,261 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.integrations.report.page import run_page
-from pmoe.integrations.run_folder import read_run
-from pmoe.measure.division import read_divisions
-from pmoe.measure.profile import load_profile, save_profile
-from pmoe.runners.searched import load_degrees
-from tests.unit.test_checkpoint import assert_same, contents, make, train
-from tests.unit.test_granularity import KEY
-from tests.unit.test_profile import MADE
+import pmoe.warn
+from pmoe.integrations.logging import StatsWriter
+from pmoe.training import checkpoint_files
+from pmoe.training.checkpoint import CheckpointError
+from tests.foreign import (
+    HARMS,
+    KINDS,
+    MAYBE,
+    NO_FOREIGN_FILE,
+    RAN,
+    SAME,
+    TOLD,
+    Bomb,
+    Kind,
+    load,
+    made_checkpoint,
+    nobody,
+    of_torch,
+    with_right_sums,
+)
+from tests.unit.test_checkpoint import make
 
-STORED = Path(__file__).resolve().parents[1] / "stored"
+ROOT = Path(__file__).resolve().parents[2]
 
+OF_THE_SYSTEM = "No such file|Is a directory|Not a directory|Permission denied|Too many levels|there is no"
+"""Words that say by themselves what to do."""
 
-class Bomb:
-    """A pickle of it is a program."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
-def damaged(whole: bytes, times: int) -> Iterator[bytes]:
-    """Copies with one bit flipped, then ones that are cut short."""
-    draw = random.Random(len(whole))
-    for _ in range(times):
-        place, changed = draw.randrange(len(whole)), bytearray(whole)
-        changed[place] ^= 1 << draw.randrange(8)
-        yield bytes(changed)
-    for length in (0, 1, len(whole) // 2, len(whole) - 1):
-        yield whole[:length]
+# ---- every kind with every harm
 
 
-def saved(folder: Path) -> Path:
-    model, optimizer = make()
-    train(model, optimizer, 2)
-    return pmoe.save_checkpoint(folder, model, optimizer, step=2, extra={"epoch": 1})
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """One that others may enter: unlike pytest's own."""
+    path = Path(tempfile.mkdtemp(prefix="pmoe-foreign-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
 
 
-def load(folder: Path) -> str:
-    """What is told of a checkpoint that does not load, for a model that stays as it was; "" where it loads as
-    it was saved."""
-    model, optimizer = make()
-    before = contents(model, optimizer)
-    try:
-        loaded = pmoe.load_checkpoint(folder, model, optimizer)
-    except pmoe.training.checkpoint.CheckpointError as error:
-        assert_same(contents(model, optimizer), before)
-        return str(error)
-    other, theirs = make()
-    train(other, theirs, 2)
-    assert_same(contents(model, optimizer), contents(other, theirs))
-    assert (loaded.step, loaded.extra) == (2, {"epoch": 1})
-    return ""
+WHOLE: dict[str, tuple[Path, Path, object]] = {}
+"""By kind: the folder with whole files, the file's path in it, and what is read of it."""
 
 
-def test_a_checkpoint_with_a_bit_flipped_or_cut_short_is_named(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    assert load(tmp_path) == ""
-    files = sorted(each for each in path.iterdir())
-    assert {each.name for each in files} == {
-        *(".metadata", "__0_0.distcp", "plain.pt", "random_0.pt", "sums_0.json")
+def whole(name: str, folder: Path) -> tuple[Path, Path, object]:
+    if name not in WHOLE:
+        kind, made, copied = KINDS[name], folder / f"whole {len(WHOLE)}" / "in", folder / "first" / "in"
+        made.mkdir(parents=True)
+        path = kind.make(made).relative_to(made)
+        shutil.copytree(made, copied)
+        told, value = outcome(kind, copied / path)
+        assert not told
+        shutil.rmtree(folder / "first")
+        WHOLE[name] = made, path, value
+    return WHOLE[name]
+
+
+def outcome(kind: Kind, path: Path) -> tuple[str, object]:
+    """What is told, by an error or by a warning; and what is read, None with an error."""
+    pmoe.warn.GIVEN.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            value, told = kind.read(path), ""
+        except (OSError, ValueError) as error:
+            value, told = None, str(error)
+    return told or "\n".join(str(each.message) for each in caught if "pmoe" in str(each.message)), value
+
+
+Files = dict[str, str | bytes]
+
+
+def files_in(folder: Path) -> Files:
+    """Of all files their bytes, of links where they lead."""
+    return {
+        str(each.relative_to(folder)): os.readlink(each) if each.is_symlink() else each.read_bytes()
+        for each in sorted(folder.rglob("*"))
+        if each.is_symlink() or each.is_file()
     }
-    for file in files:
-        whole = file.read_bytes()
-        for bad in damaged(whole, 12):
-            file.write_bytes(bad)
-            told = load(tmp_path)
-            assert told and (file.name in told or file.name == "sums_0.json"), told
-        file.write_bytes(whole)
-    pointer = tmp_path / "latest.json"
-    whole = pointer.read_bytes()
-    for bad in damaged(whole, 40):
-        pointer.write_bytes(bad)
-        load(tmp_path)  # refused, or right
-    pointer.write_bytes(whole)
-    assert load(tmp_path) == ""
+
+
+def applies(kind: Kind, harm: str) -> bool:
+    if kind.is_folder:
+        return HARMS[harm].to_folders
+    if harm == "another version":
+        return kind.other_version is not None
+    return harm != "a file" and (kind.has_numbers or harm != "a huge number")
+
+
+CASES = [(kind, harm) for kind in KINDS for harm in HARMS if applies(KINDS[kind], harm)]
+
+
+@pytest.mark.parametrize(("name", "harm"), CASES)
+def test_what_is_wrong_with_a_file_is_named_with_what_to_do(name: str, harm: str, folder: Path) -> None:
+    kind, (made, path, expected) = KINDS[name], whole(name, folder)
+    ways = HARMS[harm].ways(kind, made / path)
+    assert ways
+    for way in ways:
+        copied = folder / "harmed" / "in"
+        shutil.rmtree(copied.parent, ignore_errors=True)
+        shutil.copytree(made, copied)
+        for each in copied.rglob("*"):
+            each.chmod(0o777)
+        way(copied / path)
+        before = files_in(copied)
+        with nobody() if HARMS[harm].by_nobody else contextlib.nullcontext():
+            told, value = outcome(kind, copied / path)
+        if HARMS[harm].by_nobody:
+            (copied / path).chmod(0o755)
+        check_told(kind, harm, copied / path, told, value == expected)
+        assert not (copied / path).with_name(RAN).exists()
+        check_kept(before, files_in(copied), grows=kind.grows)
+
+
+def check_told(kind: Kind, harm: str, path: Path, told: str, is_same: bool) -> None:
+    ends = TOLD if kind.has_sum and HARMS[harm].ends == MAYBE else HARMS[harm].ends
+    assert ends != SAME or is_same and not told, told
+    assert told or ends != TOLD or (harm == "a dangling link" and kind.may_be_missing)
+    if told:
+        assert re.search(f"{re.escape(path.name)}|{kind.also_named}", told), told
+        assert re.search(f"{kind.remedy}|{OF_THE_SYSTEM}", told), told
+
+
+def check_kept(before: Files, after: Files, *, grows: bool) -> None:
+    """Nothing is lost: files are as they were, or have whole lines more."""
+    if not grows:
+        assert after == before
+    for name, held in before.items():
+        if isinstance(held, bytes) and name.endswith(".csv"):
+            assert after[name].startswith(held[: held.rfind(b"\n") + 1])  # type: ignore[arg-type]
+
+
+# ---- programs that somebody hid on purpose
 
 
 @pytest.mark.parametrize("name", ["plain.pt", "random_0.pt", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("way", ["pickle", "torch"])
-def test_a_program_in_a_files_place_is_not_run(name: str, way: str, tmp_path: Path) -> None:
-    """Nor where its sum is right."""
-    path, ran = saved(tmp_path), tmp_path / "it ran"
-    bomb = Bomb(ran)
-    with open(path / name, "wb") as file:
-        torch.save(bomb, file) if way == "torch" else pickle.dump(bomb, file)
-    assert name in load(tmp_path)
-    (path / "sums_0.json").unlink()  # as in checkpoints of before there were sums
-    with pytest.raises(pmoe.training.checkpoint.CheckpointError):
-        pmoe.load_checkpoint(tmp_path, *make())
-    assert not ran.exists()
+def test_a_program_is_not_run_where_its_sum_is_right(name: str, way: str, tmp_path: Path) -> None:
+    path, bomb = made_checkpoint(tmp_path), Bomb(tmp_path / RAN)
+    file = path / name
+    program = pickle.dumps(bomb) if way == "pickle" else of_torch(bomb)
+    file.write_bytes(program.ljust(file.stat().st_size, b"\0"))  # not cut short
+    with_right_sums(file)
+    with pytest.raises(CheckpointError, match=name if name != "__0_0.distcp" else "Unpickling|weights"):
+        pmoe.load_checkpoint(path.parent, *make())
+    assert not (tmp_path / RAN).exists()
+
+
+def test_a_program_in_a_list_of_tensors_is_not_run_though_dcp_would(tmp_path: Path) -> None:
+    path = made_checkpoint(tmp_path)
+    file = path / ".metadata"
+    listed = pickle.loads(file.read_bytes())
+    listed.planner_data = Bomb(tmp_path / RAN)
+    file.write_bytes(pickle.dumps(listed))
+    with_right_sums(file)
+    with pytest.raises(CheckpointError, match=r"it names posix.mkdir, which is no record of a checkpoint"):
+        pmoe.load_checkpoint(path.parent, *make())
+    assert not (tmp_path / RAN).exists()
+    with open(file, "rb") as whole:
+        pickle.load(whole)
+    assert (tmp_path / RAN).exists()  # the program works
+
+
+def test_a_list_that_is_changed_after_it_was_read_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = made_checkpoint(tmp_path), checkpoint_files.read
+
+    def then_changed(*args: Any) -> Any:
+        found = read(*args)
+        (path / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / RAN)))
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "read", then_changed)
+    assert load(path / "plain.pt") == (2, {"epoch": 1})
+    assert not (tmp_path / RAN).exists()
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc", "a/../.."])
 def test_a_pointer_leads_nowhere_else(name: str, tmp_path: Path) -> None:
-    saved(tmp_path)
-    (tmp_path / "latest.json").write_text(f'{{"folder": "{name}", "step": 2}}')
-    assert "latest.json is damaged: it must name a folder beside it" in load(tmp_path)
+    path = made_checkpoint(tmp_path)
+    (path.parent / "latest.json").write_text(json.dumps({"folder": name, "step": 2}))
+    with pytest.raises(CheckpointError, match="latest.json is damaged: it must name a folder beside it"):
+        load(path / "plain.pt")
 
 
-@pytest.mark.parametrize("kind", ["folder", "dangling link", "link"])
-@pytest.mark.parametrize(
-    "name", ["latest.json", "step_00000002/plain.pt", "step_00000002/.metadata", "step_00000002/__0_0.distcp"]
-)
-def test_what_is_no_file_is_named_and_a_link_is_followed(kind: str, name: str, tmp_path: Path) -> None:
-    saved(tmp_path)
-    file = tmp_path / name
-    shutil.move(file, tmp_path / "moved")
-    if kind == "folder":
-        file.mkdir()
-    else:
-        file.symlink_to(tmp_path / ("moved" if kind == "link" else "nothing"))
-    told = load(tmp_path)
-    assert told == "" if kind == "link" else Path(name).name in told
+def test_a_checkpoint_without_a_rank_s_sums_is_refused(tmp_path: Path) -> None:
+    path = made_checkpoint(tmp_path)
+    (path / "sums_0.json").unlink()
+    with pytest.raises(CheckpointError, match=r"must have a sums_\*.json of each rank, 1 in all"):
+        load(path / "plain.pt")
 
 
-def made_profile(folder: Path) -> Path:
-    path = folder / "profile.json"
-    save_profile(MADE, path)
-    return path
+def test_a_save_writes_through_no_link(tmp_path: Path) -> None:
+    """A file of somebody's else, under a name that the next save will use."""
+    path, precious = made_checkpoint(tmp_path), tmp_path / "precious"
+    precious.write_text("of somebody else")
+    (path.parent / ".latest.json.0.tmp").symlink_to(precious)
+    (path.parent / "step_00000003.tmp").symlink_to(tmp_path)
+    pmoe.save_checkpoint(path.parent, *make(), step=3)
+    assert precious.read_text() == "of somebody else"
+    assert sorted(each.name for each in path.parent.iterdir()) == [
+        "latest.json",
+        "step_00000002",
+        "step_00000003",
+    ]
 
 
-READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
-    "profile": (made_profile, load_profile),
-    "divisions": (lambda folder: copied("division", folder), read_divisions),
-    "degrees": (lambda folder: copied("degrees", folder), lambda path: load_degrees(path, KEY)),
-}
+def test_a_log_is_not_begun_over_another_file(tmp_path: Path) -> None:
+    """Such as one without a line's end, which looks like half a line."""
+    for name in ("scalars.csv", "layers.csv"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes(b"of somebody else")
+        with pytest.raises(ValueError, match=f"{name} must begin with the columns step,"):
+            StatsWriter(folder, torch.nn.Linear(1, 1))
+        assert (folder / name).read_bytes() == b"of somebody else"
 
 
-def copied(start: str, folder: Path) -> Path:
-    (found,) = STORED.glob(f"{start}*.json")
-    return Path(shutil.copy(found, folder))
+# ---- no reader is forgotten
 
 
-@pytest.mark.parametrize("kind", READERS)
-def test_a_stored_measurement_that_is_damaged_is_named_or_still_a_measurement(
-    kind: str, tmp_path: Path
-) -> None:
-    make_file, read = READERS[kind]
-    path = make_file(tmp_path)
-    whole = path.read_bytes()
-    for bad in damaged(whole, 200):
-        path.write_bytes(bad)
-        try:
-            read(path)
-        except ValueError as error:
-            assert path.name in str(error)
-    path.write_bytes(pickle.dumps(Bomb(tmp_path / "it ran")))
-    with pytest.raises(ValueError, match=path.name):
-        read(path)
-    assert not (tmp_path / "it ran").exists()
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(OSError, match=path.name):
-        read(path)
+MODULES = {"json", "pickle", "torch", "csv", "marshal", "shelve", "tomllib", "yaml", "numpy", "np", "jit"}
+"""Of their functions those named load, loads and reader read files."""
 
 
-def test_a_run_folder_that_is_damaged_is_named_or_still_makes_a_page(tmp_path: Path) -> None:
-    from pmoe.integrations.logging import StatsWriter
+def opens(node: ast.AST) -> bool:
+    """Whether it calls, or names, what opens a file."""
+    match node:
+        case ast.Call(func=ast.Name(id="open" | "FileSystemReader")) | ast.Name(id="load_json"):
+            return True
+        case ast.Call(func=ast.Attribute(value=of, attr="open")):
+            return not isinstance(of, ast.Attribute) and ast.unparse(of) not in ("shelf", "self")
+        case ast.Attribute(value=ast.Name(id=module), attr="load" | "loads" | "reader"):
+            return module in MODULES
+        case ast.Attribute(attr="read_text" | "read_bytes" | "fdopen" | "Unpickler"):
+            return True
+    return False
 
-    model = torch.nn.Sequential(pmoe.MoELayer(4, 6, 2))
-    with StatsWriter(tmp_path / "run", model, every=1, tensorboard=False) as writer:
-        for step in (1, 2):
-            model(torch.randn(5, 4)).sum().backward()
-            writer.step(step, loss=torch.tensor(float(step)))
-    for name in ("run.json", "scalars.csv", "layers.csv"):
-        file = tmp_path / "run" / name
-        whole = file.read_bytes()
-        for bad in damaged(whole, 6):
-            file.write_bytes(bad)
-            try:
-                run_page(read_run(tmp_path / "run"))
-            except ValueError as error:
-                assert name in str(error)
-        file.write_bytes(whole)
+
+def openers(node: ast.AST, within: str) -> Iterator[str]:
+    """Functions and classes that open a file, "Class.function"."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            yield from openers(child, f"{within}.{child.name}".lstrip("."))
+        else:
+            if opens(child):
+                yield within
+            yield from openers(child, within)
+
+
+def test_each_function_that_opens_a_file_is_of_a_kind_in_the_table() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{name}"
+        for path in sorted((ROOT / "pmoe").rglob("*.py"))
+        for name in openers(ast.parse(path.read_text()), "")
+    }
+    listed = {each for kind in KINDS.values() for each in kind.opened_by}
+    assert found == listed | set(NO_FOREIGN_FILE)

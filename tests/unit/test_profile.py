@@ -197,7 +197,7 @@ def test_a_profile_of_something_else_is_refused_naming_file_content_and_place(
 def test_another_format_version_is_refused_but_not_called_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"versions": {"file": 7}, "all": "else is different"}', encoding="utf-8")
-    told = r"profile.json: format version \(7\) must be 3 \(`pmoe profile` writes it\)"
+    told = r"profile.json: format version \(7\) must be 3; `pmoe profile` writes it"
     with pytest.raises(ValueError, match=told) as caught:
         load_profile(path)
     assert not isinstance(caught.value, CorruptFileError)
@@ -221,7 +221,7 @@ def test_a_file_of_the_format_before_is_refused_by_name_and_measured_again_witho
     assert len(list(tmp_path.iterdir())) == 2, "the old file is left alone"
     profile_path(here, tmp_path).write_bytes(old.read_bytes())  # and under the new name it costs a warning
     with pytest.warns(
-        UserWarning, match=r"format version \(2\) must be 3 \(`pmoe profile` writes it\); measured again"
+        UserWarning, match=r"format version \(2\) must be 3; `pmoe profile` writes it; measured again"
     ):
         load_or_measure(Ranks(), "cpu")
     assert counted.calls == 2

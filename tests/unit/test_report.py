@@ -180,9 +180,9 @@ def test_a_folder_without_data_is_refused_by_name(tmp_path: Path, capsys: pytest
         (SCALARS, "step,name,value\n1,loss\n", "scalars.csv, line 2: 2 cells, not 3"),
         (SCALARS, f"step,name,value\n1,{'x' * 200_000},2\n", "scalars.csv, line 2: field larger"),
         (SCALARS, "step,name,value\n1,\udcff,2\n", "scalars.csv must be text"),
-        (RUN, "{", "run.json must hold JSON"),
-        (RUN, "[]", "run.json must hold the sessions"),
-        (RUN, '{"format": 2, "sessions": []}', "run.json must be of format 1, not 2: read it with the pmoe"),
+        (RUN, "{", "run.json: no JSON"),
+        (RUN, "[]", "run.json: must be an object, not list"),
+        (RUN, '{"format": 2, "sessions": []}', "run.json: must be of format 1, not 2: read it with the pmoe"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(

@@ -29,7 +29,7 @@ STORED = Path(__file__).resolve().parents[1] / "stored"
 def test_a_profile_of_before_is_refused_for_it_did_not_say_on_how_many_nodes() -> None:
     versions = replace(MADE.versions, file=2)
     path = profile_path(replace(MADE, versions=versions), STORED)
-    told = r"v2.json: format version \(2\) must be 3 \(`pmoe profile` writes it\)"
+    told = r"v2.json: format version \(2\) must be 3; `pmoe profile` writes it"
     with pytest.raises(ValueError, match=told):
         load_profile(path)
     with pytest.raises(ValueError, match=told):

@@ -1,0 +1,453 @@
+"""Files from outside, as data: the kinds that pmoe reads, and the harms that are done to them.
+
+A kind is a way to make a whole file, a way to read it as users do, and the functions of pmoe that open it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import pmoe
+from pmoe.cli import main
+from pmoe.comm.ranks import Ranks
+from pmoe.graph.cost import Costs
+from pmoe.integrations.logging import StatsWriter
+from pmoe.integrations.run_folder import read_run
+from pmoe.measure.division import load_divisions, read_divisions
+from pmoe.measure.profile import load_profile, profile_path, save_profile
+from pmoe.planner.degree import DEGREES
+from pmoe.planner.granularity import GranularityTable, PassDegrees
+from pmoe.runners import searched
+from pmoe.runners.searched import kept_path, load_degrees, save_degrees
+from pmoe.training.checkpoint import CheckpointError
+from tests.unit.test_checkpoint import assert_same, contents, make, train
+from tests.unit.test_profile import MADE
+
+STORED = Path(__file__).resolve().parent / "stored"
+
+
+class Bomb:
+    """A pickle of it is a program, which makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+# ---- kinds of files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """make: writes a whole file into a folder and returns its path. read: as users do; returns what it holds.
+
+    opened_by: the functions of pmoe that open it, "file:function". remedy: what a message of damage advises.
+    other_version: turns the file into one of another version; None where another file tells the version.
+    has_numbers: as text. has_sum: no flipped bit stays unseen. may_be_missing: reading goes on without it.
+    also_named: a pattern of what a message may name in its place. grows: reading it also adds to it. is_slow:
+    to be harmed in fewer ways.
+    """
+
+    make: Callable[[Path], Path]
+    read: Callable[[Path], object]
+    opened_by: tuple[str, ...] = ()
+    remedy: str
+    other_version: Callable[[Path], object] | None = None
+    has_numbers: bool = True
+    has_sum: bool = False
+    is_slow: bool = False
+    may_be_missing: bool = False
+    also_named: str = "without another file"
+    is_folder: bool = False
+    grows: bool = False
+
+
+def other_format(path: Path) -> None:
+    fields = json.loads(path.read_bytes())
+    assert "format" in fields
+    path.write_text(json.dumps({**fields, "format": 1000}))
+
+
+# ---- a checkpoint
+
+
+FILES, LOAD = "pmoe/training/checkpoint_files.py", "pmoe/training/checkpoint.py:load_checkpoint"
+
+
+def made_checkpoint(folder: Path) -> Path:
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    return pmoe.save_checkpoint(folder / "checkpoints", model, optimizer, step=2, extra={"epoch": 1})
+
+
+@functools.cache
+def as_saved() -> dict[str, torch.Tensor]:
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    return contents(model, optimizer)
+
+
+def load(path: Path) -> object:
+    """Into a model that stays as it was where the checkpoint does not load, and is as it was saved where it
+    does. path: of a file in it."""
+    model, optimizer = make()
+    before = contents(model, optimizer)
+    folder = next(each for each in path.parents if each.name == "checkpoints")
+    try:
+        loaded = pmoe.load_checkpoint(folder, model, optimizer)
+    except CheckpointError:
+        assert_same(contents(model, optimizer), before)
+        raise
+    assert_same(contents(model, optimizer), as_saved())
+    return loaded.step, loaded.extra
+
+
+def with_right_sums(path: Path) -> None:
+    """As who changes a checkpoint on purpose leaves it."""
+    sums = path.parent / "sums_0.json"
+    found = {name: zlib.crc32((path.parent / name).read_bytes()) for name in json.loads(sums.read_bytes())}
+    sums.write_text(json.dumps(found))
+
+
+def other_plain(path: Path) -> None:
+    torch.save(torch.load(path, weights_only=True) | {"format": 1000}, path)
+    with_right_sums(path)
+
+
+def of_checkpoint(name: str, *opened_by: str, **more: Any) -> Kind:
+    return Kind(
+        make=lambda folder: made_checkpoint(folder) / name,
+        read=load,
+        opened_by=tuple(each if ":" in each else f"{FILES}:{each}" for each in opened_by),
+        remedy="step=|as it was saved",
+        **{"has_numbers": False, "has_sum": True, "is_slow": True, **more},
+    )
+
+
+# ---- measurements
+
+
+def made_profile(folder: Path) -> Path:
+    path = profile_path(MADE, folder)
+    save_profile(MADE, path)
+    return path
+
+
+def other_profile(path: Path) -> None:
+    fields = json.loads(path.read_bytes())
+    fields["versions"]["file"] = 1000
+    path.write_text(json.dumps(fields))
+
+
+def printed(*command: str) -> str:
+    """What a command prints; ValueError with the message of one that refuses."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            main(command)
+        except SystemExit as ended:
+            assert ended.code == 2
+            raise ValueError(errors.getvalue()) from None
+    return out.getvalue()
+
+
+def planned(*options: str) -> str:
+    sizes = ["--d-model", "8", "--d-hidden", "8", "--num-experts", "4", "--tokens", "16", "--ranks", "4"]
+    return printed("plan", *sizes, *options).partition("profile:")[0]
+
+
+def of_profile(read: Callable[[Path], object], *opened_by: str) -> Kind:
+    return Kind(
+        make=made_profile,
+        read=read,
+        opened_by=opened_by,
+        remedy="pmoe profile|--ranks",
+        other_version=other_profile,
+    )
+
+
+def made_divisions(folder: Path) -> Path:
+    (stored,) = STORED.glob("division*.json")
+    return Path(shutil.copy(stored, folder))
+
+
+def of_divisions(read: Callable[[Path], object], *opened_by: str, **more: Any) -> Kind:
+    return Kind(
+        make=made_divisions,
+        read=read,
+        opened_by=opened_by,
+        remedy="measure again with: pmoe profile --kernels",
+        other_version=other_format,
+        **more,
+    )
+
+
+CACHED = {"device": "cpu", "num_ranks": 1, "backend": "none", "versions": {"torch": "2"}}
+"""Of a layer: the key of what it learns."""
+
+
+def made_degrees(folder: Path) -> Path:
+    with mock.patch.dict(os.environ, {"PMOE_CACHE": str(folder)}):
+        path = kept_path(CACHED)
+    table = GranularityTable()
+    for tokens, n in ((100, 1), (400, 2), (900, 4)):
+        table.insert(tokens, PassDegrees(n, n))
+    assert path is not None
+    save_degrees({"keep/keep, torch.float32": table}, path, CACHED)
+    return path
+
+
+def in_fields(tables: Any) -> object:
+    return {name: table.to_fields() for name, table in tables.items()}
+
+
+def kept_degrees(path: Path) -> object:
+    """As a layer with pipeline=True finds them."""
+    with (
+        mock.patch.object(searched, "_learnt", {}),
+        mock.patch.dict(os.environ, {"PMOE_CACHE": str(path.parent)}),
+    ):
+        return in_fields(searched.learnt_by(Ranks(None), CACHED, DEGREES).tables)
+
+
+def of_degrees(read: Callable[[Path], object], *opened_by: str, **more: Any) -> Kind:
+    return Kind(
+        make=made_degrees,
+        read=read,
+        opened_by=opened_by,
+        remedy="save_degrees, or trials, write it",
+        other_version=other_format,
+        **more,
+    )
+
+
+def costs_in(folder: Path) -> Costs:
+    with mock.patch.dict(os.environ, {"PMOE_CACHE": str(folder)}):
+        return Costs(torch.device("cpu"))
+
+
+def made_costs(folder: Path) -> Path:
+    costs = costs_in(folder)
+    costs.seconds |= {"aten.mm": 1e-5, "aten.add": 2.5e-6}
+    costs.save()
+    return next(folder.iterdir())
+
+
+# ---- a training run
+
+
+def trained(folder: Path, steps: range) -> None:
+    model = torch.nn.Sequential(pmoe.MoELayer(4, 6, 2))
+    with StatsWriter(folder, model, every=1) as writer:
+        for step in steps:
+            model(torch.ones(5, 4)).sum().backward()
+            writer.step(step, loss=torch.tensor(float(step)))
+
+
+def made_run(folder: Path) -> Path:
+    trained(folder / "run", range(1, 3))
+    return folder / "run"
+
+
+def reported(path: Path) -> object:
+    """The page goes elsewhere: not everybody may write beside the run."""
+    return printed("report", str(path.parent), "--out", os.devnull).partition("\n")[0]
+
+
+def continued(path: Path) -> object:
+    trained(path.parent, range(3, 5))
+    return read_run(path.parent).scalars["loss"].steps
+
+
+def of_run(name: str, *opened_by: str, **more: Any) -> Kind:
+    return Kind(
+        make=lambda folder: made_run(folder) / name,
+        opened_by=tuple(f"pmoe/integrations/run_folder.py:{each}" for each in opened_by),
+        remedy="the rest is read|the pmoe that wrote it|another folder|must hold",
+        may_be_missing=more.get("grows", False),
+        is_slow=True,
+        **more,
+    )
+
+
+def other_columns(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"step,", b"step,more,", 1))
+
+
+KINDS: dict[str, Kind] = {
+    "checkpoint: latest.json": of_checkpoint("../latest.json", "_last", has_numbers=True, has_sum=False),
+    "checkpoint: plain.pt": of_checkpoint(
+        "plain.pt", "_opened", "_read_plain", "check_plain", other_version=other_plain
+    ),
+    "checkpoint: random_0.pt": of_checkpoint("random_0.pt", "_opened", "_read_plain"),
+    "checkpoint: .metadata": of_checkpoint(".metadata", "_opened", "_Records"),
+    "checkpoint: __0_0.distcp": of_checkpoint("__0_0.distcp", "_sum", LOAD),
+    "checkpoint: sums_0.json": of_checkpoint(
+        "sums_0.json", "read", has_numbers=True, has_sum=False, also_named="No such file"
+    ),
+    "checkpoint: the folder": of_checkpoint("", is_folder=True),
+    "profile": of_profile(load_profile, "pmoe/measure/profile.py:load_profile"),
+    "profile, by a command": of_profile(lambda path: planned("--profile", str(path))),
+    "profile, in a folder": of_profile(lambda path: planned("--folder", str(path.parent))),
+    "divisions": of_divisions(read_divisions, "pmoe/measure/division.py:read_divisions"),
+    "divisions, in a folder": of_divisions(lambda path: load_divisions(path.parent), may_be_missing=True),
+    "degrees": of_degrees(
+        lambda path: in_fields(load_degrees(path, CACHED)), "pmoe/runners/searched.py:load_degrees"
+    ),
+    "degrees, in a folder": of_degrees(kept_degrees, may_be_missing=True),
+    "operators' seconds": Kind(
+        make=made_costs,
+        read=lambda path: costs_in(path.parent).seconds,
+        opened_by=("pmoe/graph/cost.py:Costs._kept",),
+        remedy="measured again",
+        may_be_missing=True,
+    ),
+    "run: run.json": of_run("run.json", "read_sessions", read=reported, other_version=other_format),
+    "run: scalars.csv": of_run("scalars.csv", "_read", read=reported, other_version=other_columns),
+    "run: layers.csv": of_run("layers.csv", "_read", read=reported, other_version=other_columns),
+    "run: the folder": of_run("", read=lambda path: reported(path / "x"), is_folder=True),
+    "run, continued: run.json": of_run("run.json", read=continued, other_version=other_format, grows=True),
+    "run, continued: scalars.csv": of_run(
+        "scalars.csv", "claim", "mend", "append", read=continued, other_version=other_columns, grows=True
+    ),
+    "run, continued: layers.csv": of_run(
+        "layers.csv", "mend", "append", read=continued, other_version=other_columns, grows=True
+    ),
+}
+
+NO_FOREIGN_FILE = {
+    "pmoe/measure/store.py:load_json": "reads for all that name it",
+    "pmoe/measure/store.py:save_json": "writes a new file",
+    f"{FILES}:_write_to_disk": "writes a new file",
+    f"{FILES}:_sync_folder": "opens a folder",
+    "pmoe/engine/host_pool.py:_available_bytes": "the system's /proc/meminfo",
+    "pmoe/measure/bench.py:_full_name": "the system's /proc/cpuinfo",
+    "pmoe/cli/__init__.py:_quiet_on_closed_pipe": "the system's /dev/null",
+    "pmoe/comm/heap/device_memory.py:host_name": "the system's /proc/sys/kernel/random/boot_id",
+}
+"""Functions that open something else, and what."""
+
+
+# ---- harms
+
+
+TOLD, MAYBE, SAME = "told", "told, or no harm", "the same as before"
+"""What reading ends with."""
+
+Act = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Harm:
+    """ways: of a whole file, what is done to a copy at another path, in one way after another."""
+
+    ways: Callable[[Kind, Path], list[Act]]
+    ends: str
+    to_folders: bool = False
+    by_nobody: bool = False
+
+
+def bytes_instead(contents: Iterable[bytes]) -> list[Act]:
+    return [functools.partial(Path.write_bytes, data=each) for each in contents]
+
+
+def flipped(kind: Kind, path: Path) -> list[Act]:
+    whole, found = path.read_bytes(), []
+    draw = random.Random(len(whole))
+    for _ in range(6 if kind.is_slow else 40):
+        place, changed = draw.randrange(len(whole)), bytearray(whole)
+        changed[place] ^= 1 << draw.randrange(8)
+        found.append(bytes(changed))
+    return bytes_instead(found)
+
+
+def cut(kind: Kind, path: Path) -> list[Act]:
+    whole = path.read_bytes()
+    return bytes_instead(whole[:length] for length in (1, len(whole) // 3, len(whole) // 2, len(whole) - 1))
+
+
+NUMBER = re.compile(r"(?<![\w.-])\d[\d.e+-]*")
+HUGE = ("1" + 400 * "0", "9" * 5000, "1e999", "-1")
+
+
+def with_huge_numbers(kind: Kind, path: Path) -> list[Act]:
+    text = path.read_text()
+    places = [each.span() for each in NUMBER.finditer(text)]
+    few = places[:: max(1, len(places) // (3 if kind.is_slow else 12))]
+    return bytes_instead((text[:begin] + huge + text[end:]).encode() for huge in HUGE for begin, end in few)
+
+
+def moved(path: Path) -> Path:
+    """The whole one, out of the way."""
+    return Path(shutil.move(path, path.parent / "moved"))
+
+
+def instead(act: Callable[[Path, Path], object]) -> Callable[[Kind, Path], list[Act]]:
+    """act: of the free path, and where the whole one is."""
+    return lambda kind, path: [lambda free: act(free, moved(free))]
+
+
+def of_torch(value: object) -> bytes:
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    return memory.getvalue()
+
+
+RAN = "it ran"
+"""The folder that programs make, in that of the file."""
+
+
+def programs(kind: Kind, path: Path) -> list[Act]:
+    return [
+        lambda path: path.write_bytes(pickle.dumps(Bomb(path.parent / RAN))),
+        lambda path: path.write_bytes(of_torch(Bomb(path.parent / RAN))),
+    ]
+
+
+HARMS: dict[str, Harm] = {
+    "a flipped bit": Harm(flipped, MAYBE),
+    "cut short": Harm(cut, MAYBE),
+    "empty": Harm(lambda kind, path: bytes_instead([b""]), MAYBE),
+    "another version": Harm(lambda kind, path: [kind.other_version] if kind.other_version else [], TOLD),
+    "a huge number": Harm(with_huge_numbers, MAYBE),
+    "a program": Harm(programs, TOLD),
+    "a link": Harm(instead(lambda free, whole: free.symlink_to(whole)), SAME, to_folders=True),
+    "a dangling link": Harm(instead(lambda free, _: free.symlink_to("nothing")), TOLD, to_folders=True),
+    "a link to itself": Harm(instead(lambda free, _: free.symlink_to(free)), TOLD, to_folders=True),
+    "a folder": Harm(instead(lambda free, _: free.mkdir()), TOLD),
+    "a file": Harm(instead(lambda free, _: free.write_bytes(b"no folder")), TOLD, to_folders=True),
+    "not to be read": Harm(
+        lambda kind, path: [lambda path: path.chmod(0)], TOLD, to_folders=True, by_nobody=True
+    ),
+}
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Root may read everything: for the while this process is nobody's."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)

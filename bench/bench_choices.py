@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench.choices import ALL_DEGREES, CASES, Case, Result, name_of, run_batches, run_case
 from bench.links import INFINITE, launch
 from bench.passes import Setting
+from bench.pictures import plotting
 from bench.timing import Timing, table, write_json
 from pmoe.planner.degree import DEGREES
 
@@ -129,14 +130,11 @@ def best_degree(times: Mapping[str, Timing]) -> int:
 def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
     """Left as Fig. 12: speed of every n over the size of a batch, and what is chosen dashed. Right: the n
     that is fastest, by the paper and here, and the n that is taken."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = plotting()
 
     sizes = list(found)
     places = range(len(sizes))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 6.4), layout="constrained")
     colours = ("#bbbbbb", "#4477aa", "#66ccee", "#228833", "#ccbb44")
     width = 0.8 / len(DEGREES)
     base = {tokens: each["times"][name_of(1, None)].median for tokens, each in found.items()}
@@ -153,12 +151,12 @@ def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
         heights = [base[t] / each["times"][name].median for t, each in found.items()]
         left.plot(places, heights, "--o", ms=4, color=colour, label=name)
     left.set(
-        title="a step, 2 CPU ranks on a modelled link",
+        title="2 CPU ranks on a modelled link",
         xlabel="tokens of a rank",
         ylabel="speed over n=1's",
     )
-    left.set_xticks(places, [f"{size:,}" for size in sizes])
-    figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=7, loc="outside lower left")
+    left.set_xticks(places, [f"{size // 1024}k" for size in sizes])
+    figure.legend(*left.get_legend_handles_labels(), ncols=4, loc="outside lower left")
     edges = [max(start, sizes[0]) for start, _ in PAPER] + [2 * max(PAPER[-1][0], sizes[-1])]
     paper = "fastest, Fig. 12 (GPT-XL, 64 GPUs)"
     right.stairs([n for _, n in PAPER], edges, color="black", lw=1.5, baseline=None, label=paper)
@@ -169,10 +167,10 @@ def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
         right.plot(sizes, taken, mark, ms=6, color=colour, label=f"{name} takes")
     right.set(title="n by the size of a batch", xlabel="tokens of a batch; here of a rank", ylabel="n")
     right.set(xscale="log", yscale="log", ylim=(0.8, 40))
-    right.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    right.set_xticks(sizes, [f"{size // 1024}k" for size in sizes])
     right.set_yticks(DEGREES, map(str, DEGREES))
     right.minorticks_off()
-    right.legend(fontsize=8, loc="upper left", ncols=2)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside upper left", ncols=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -237,6 +237,10 @@ def panels(setting: Setting, result: Result, n: int) -> dict[str, list[Span]]:
     }
 
 
+def title_of(link: str, bytes_per_second: float, n: int) -> str:
+    return f"{link} link, {bytes_per_second / 1e6:.0f} MB/s a rank: one step, n = {n}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -285,11 +289,7 @@ def main() -> None:
     stem = args.out / f"overlap_{args.link}_{args.rate}"
     args.out.mkdir(parents=True, exist_ok=True)
     drawn = panels(setting, result, best)
-    draw(
-        f"{stem}.png",
-        drawn,
-        f"{args.link} link, {result.bytes_per_second / 1e6:.0f} MB/s a rank: one step, n = {best}",
-    )
+    draw(f"{stem}.png", drawn, title_of(args.link, result.bytes_per_second, best))
     chrome_trace(f"{stem}.trace.json", drawn)
     write_json(
         f"{stem}.json",

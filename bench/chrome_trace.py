@@ -26,3 +26,20 @@ def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Span]]) -> None
         for bar in content
     ]
     Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def read_trace(path: str | Path) -> dict[str, list[Span]]:
+    """The panels of `chrome_trace`."""
+    panels: dict[str, list[Span]] = {}
+    for each in json.loads(Path(path).read_text())["traceEvents"]:
+        start = each["ts"] / 1e6
+        bar = Span(
+            direction=each["cat"],
+            name=each["name"],
+            **each["args"],
+            lane=each["tid"],
+            start=start,
+            end=start + each["dur"] / 1e6,
+        )
+        panels.setdefault(each["pid"], []).append(bar)
+    return panels

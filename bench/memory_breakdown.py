@@ -21,11 +21,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.memory import FLOAT_BYTES, MODELS, Model, arguments, named_step, one_expert, tokens_name
+from bench.pictures import plotting
 from bench.timing import table, write_json
 from pmoe.planner.theory import activations, buffers, model_states
 
 KINDS = ("model states", "activations", "temporaries")
-COLOURS = ("#4477aa", "#ccbb44", "#ee6677")
+COLOURS = ("#77aadd", "#ccbb44", "#ee6677")
 TOKENS = ("256", "512", "1k", "2k", "4k", "8k", "16k")
 
 
@@ -55,17 +56,14 @@ def ratios(found: dict[str, int]) -> dict[str, float]:
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """A panel a model and source: stacked ratios over B."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = plotting()
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     sources = list(dict.fromkeys(row["source"] for row in rows))
     figure, axes = plt.subplots(
         len(sources),
         len(models),
-        figsize=(1 + 4 * len(models), 0.8 + 2.6 * len(sources)),
+        figsize=(10, 0.8 + 2.6 * len(sources)),
         squeeze=False,
         sharey=True,
         layout="constrained",
@@ -80,19 +78,16 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                 axis.bar(names, heights, bottom=below, color=colour, width=0.8, label=kind)
                 for x, (height, start) in enumerate(zip(heights, below, strict=True)):
                     if height > 0.08:
-                        axis.text(
-                            x, start + height / 2, f"{height:.2f}", ha="center", va="center", fontsize=7
-                        )
+                        axis.text(x, start + height / 2, f"{height:.2f}"[1:], ha="center", va="center")
                 below = [a + b for a, b in zip(below, heights, strict=True)]
-            axis.set_title(f"{model}, {source}", loc="left", fontsize=9)
+            axis.set_title(f"{model}, {source}", loc="left")
             axis.spines[["top", "right"]].set_visible(False)
-            axis.tick_params(labelsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("tokens B")
     for axis in axes[:, 0]:
         axis.set_ylabel("share of memory")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

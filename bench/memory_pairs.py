@@ -115,6 +115,23 @@ def shown(row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def draw(path: Path, num_ranks: int, rows: Sequence[dict[str, Any]]) -> None:
+    """Time over memory of one model and number of tokens."""
+    points = [
+        Point(
+            group=row["pair"],
+            label=str(row["n"]),
+            mib=row["measured_bytes"] / 2**20,
+            milliseconds=row["seconds"] * 1e3,
+        )
+        for row in rows
+    ]
+    about = (
+        f"{rows[0]['model']}, B = {tokens_name(rows[0]['tokens'])}, {num_ranks} rank{'s' * (num_ranks > 1)}"
+    )
+    scatter_figure(points, f"{about}: measured; numbers are n").savefig(path, dpi=130)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, models=["256x1024"], tokens=["2k"], n=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
@@ -129,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranks = Ranks()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    written = []
+    written: list[Path] = []
     stem = args.out / f"memory_pairs_{ranks.size}_ranks"
     for name, model in args.models:
         for tokens in args.tokens:
@@ -140,24 +157,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_json(f"{stem}.json", device=args.device, ranks=ranks.size, rounds=args.rounds, rows=rows)
             base = {row["n"]: row for row in found if row["pair"] == "keep/keep"}
             print(table([shown(row, base[row["n"]]) for row in found]))
-            points = [
-                Point(
-                    group=row["pair"],
-                    label=str(row["n"]),
-                    num_bytes=row["measured_bytes"],
-                    seconds=row["seconds"],
-                )
-                for row in found
-            ]
-            path = f"{stem}_{name}_{tokens_name(tokens)}.png"
-            plural = "s" * (ranks.size > 1)
-            title = f"{name}, B = {tokens_name(tokens)}, {ranks.size} rank{plural}: measured; numbers are n"
-            scatter_figure(points, title).savefig(path, dpi=130)
+            path = Path(f"{stem}_{name}_{tokens_name(tokens)}.png")
+            draw(path, ranks.size, found)
             written.append(path)
     if several:
         dist.destroy_process_group()
     if not ranks.rank:
-        print(f"wrote {stem}.json, {', '.join(written)}")
+        print(f"wrote {stem}.json, {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ from bench.memory import (
     tokens_name,
     yardstick_bytes,
 )
+from bench.pictures import plotting
 from bench.timing import table, write_json
 from pmoe import Restore
+from pmoe.planner.drawing import PAIRS
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
 TARGETS = {"S1": {4: 0.92, 8: 0.97}, "S2": {4: 0.92, 8: 0.97}} | {
@@ -92,28 +94,19 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def colour_of(pair: str) -> str:
+    """Of a pair by `pair_name`."""
+    return PAIRS.get(pair.split()[0], "#000000")
+
+
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """A panel a model: share over B, a group of bars a n, a bar a pair."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = plotting()
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     pairs = list(dict.fromkeys(row["pair"] for row in rows))
-    colours = (
-        "#4477aa",
-        "#66ccee",
-        "#ccbb44",
-        "#228833",
-        "#bbbbbb",
-        "#aa3377",
-        "#ee6677",
-        "#ddaa33",
-        "#888888",
-    )
     figure, axes = plt.subplots(
-        len(models), 1, figsize=(13, 1.2 + 2.9 * len(models)), squeeze=False, layout="constrained"
+        len(models), 1, figsize=(10, 1.6 + 3.3 * len(models)), squeeze=False, layout="constrained"
     )
     for axis, model in zip(axes[:, 0], models, strict=True):
         own = [row for row in rows if row["model"] == model]
@@ -123,22 +116,20 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             found = {(row["tokens"], row["n"]): row["share"] for row in own if row["pair"] == pair}
             at = [i - 0.41 + (k + 0.5) * width for i, group in enumerate(groups) if group in found]
             heights = [found[group] for group in groups if group in found]
-            axis.bar(at, heights, width * 0.92, color=colours[k % len(colours)], label=pair)
-            if len(groups) * len(pairs) <= 64:
+            axis.bar(at, heights, width * 0.92, color=colour_of(pair), label=pair)
+            if len(groups) * len(pairs) <= 24:
                 for x, height in zip(at, heights, strict=True):
-                    axis.text(x, 0.03, f"{height:.3f}", ha="center", va="bottom", fontsize=7, rotation=90)
+                    axis.text(x, 0.03, f"{height:.3f}", ha="center", va="bottom", rotation=90)
         axis.axhline(1, color="black", lw=0.8)
-        axis.set_xticks(
-            range(len(groups)), [f"{tokens_name(tokens)}\nn={n}" for tokens, n in groups], fontsize=8
-        )
+        axis.set_xticks(range(len(groups)), [f"{tokens_name(tokens)}\nn={n}" for tokens, n in groups])
         shares = [row["share"] for row in own]
         axis.set_ylim(min(0.0, *shares) * 1.1, 1.15 * max(1.0, *shares))
         axis.set_ylabel("share of Eq. 6's saving")
-        axis.set_title(model, loc="left", fontsize=10)
+        axis.set_title(model, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    figure.suptitle("Measured saving over the saving of Eq. 6, one expert on one rank", fontsize=11)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("Measured saving over the saving of Eq. 6, one expert on one rank")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -27,6 +27,7 @@ from bench.memory import (
     parse_pair,
     tokens_name,
 )
+from bench.pictures import plotting
 from bench.timing import table, write_json
 from pmoe import Restore
 from pmoe.schedule.restore import KEEP, STRATEGIES
@@ -68,15 +69,17 @@ def _sampled(curve: Sequence[tuple[float, int]], moments: Sequence[float]) -> li
     return values
 
 
-def draw(path: Path, panels: Mapping[str, Mapping[str, Any]], title: str) -> None:
-    """Panels beside each other on one axis of bytes."""
-    import matplotlib
+def title_of(model: str, panels: Mapping[str, Mapping[str, Any]]) -> str:
+    first = next(iter(panels.values()))
+    return f"{model}, B = {tokens_name(first['tokens'])}, n = {first['n']}, one expert on one rank"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+
+def draw(path: Path, model: str, panels: Mapping[str, Mapping[str, Any]]) -> None:
+    """Panels beside each other on one axis of bytes."""
+    plt = plotting()
 
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(1 + 6 * len(panels), 5), sharey=True, squeeze=False, layout="constrained"
+        1, len(panels), figsize=(10, 6.4), sharey=True, squeeze=False, layout="constrained"
     )
     used = [part for part in PARTS if any(any(panel["bytes"][part]) for panel in panels.values())]
     for axis, (name, panel) in zip(axes[0], panels.items(), strict=True):
@@ -92,12 +95,11 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, Any]], title: str) -> Non
             xycoords=("axes fraction", "data"),
             xytext=(0, 3),
             textcoords="offset points",
-            fontsize=8,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
         axis.axvline(panel["backward_seconds"] * 1e3, color="black", lw=0.8, ls=":")
-        axis.text(panel["backward_seconds"] * 1e3, 0, " backward", rotation=90, va="bottom", fontsize=8)
-        axis.set_title(name, loc="left", fontsize=10)
+        axis.text(panel["backward_seconds"] * 1e3, 0, " backward", rotation=90, va="bottom")
+        axis.set_title(name, loc="left")
         axis.set_xlabel("milliseconds, with the profiler on")
         axis.set_xlim(0, x[-1])
         axis.spines[["top", "right"]].set_visible(False)
@@ -107,12 +109,12 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, Any]], title: str) -> Non
     figure.legend(
         handles[::-1],
         labels[::-1],
-        loc="outside right center",
+        loc="outside lower center",
+        ncols=3,
         frameon=False,
-        fontsize=8,
         title="from the top",
     )
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title_of(model, panels))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -130,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for n in args.n:
                 pairs = list(dict.fromkeys((args.pair, KEEP)))
                 panels = {pair_name(pair): measure(model, tokens, n, pair) for pair in pairs}
-                title = f"{name}, B = {tokens_name(tokens)}, n = {n}, one expert on one rank"
-                print(title + ": MiB at the peak")
+                print(title_of(name, panels) + ": MiB at the peak")
                 print(
                     table(
                         [
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 chosen = str(args.pair).replace("/", "-")
                 stem = f"{args.out}/memory_timeline_{name}_{tokens_name(tokens)}_n{n}_{chosen}"
                 write_json(f"{stem}.json", model=name, threads=args.threads, panels=panels)
-                draw(Path(f"{stem}.png"), panels, title)
+                draw(Path(f"{stem}.png"), name, panels)
                 print(f"wrote {stem}.json, {stem}.png")
 
 

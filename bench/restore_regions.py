@@ -22,8 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
+from bench.pictures import plotting
 from pmoe.planner.cost_model import Interference, cheapest_pair
 from pmoe.planner.costs import LineCost
+from pmoe.planner.drawing import PAIRS
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.profile import Profile, Versions
@@ -156,25 +158,22 @@ def table(ranks: int, slowed: bool, n: int) -> str:
     return "\n".join(lines)
 
 
-COLOURS = {"S1": "#4477aa", "S2": "#88ccee", "S3": "#ddcc77", "S4": "#ee7733"}
+COLOURS = {name: PAIRS[str(pair)] for name, pair in STRATEGIES.items()}
 
 
 def draw(path: Path, n: int) -> None:
     """One square a regime, by W and by whether lanes slow each other. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.patches import Patch, Rectangle
 
-    figure, axes = pyplot.subplots(2, len(RANKS), figsize=(12, 8.6), sharex=True, sharey=True)
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(2, len(RANKS), figsize=(10, 8), sharex=True, sharey=True)
     for (row, slowed), (column, ranks) in itertools.product(enumerate((False, True)), enumerate(RANKS)):
         ax = axes[row][column]
         for link, copy in itertools.product(LINK, COPY):
             regime = Regime(ranks=ranks, link=link, copy=copy, slowed=slowed)
             found, x, y = winner(regime, n), math.log2(link), math.log2(copy)
             ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=COLOURS[found], lw=0))
-            ax.text(x, y, found, ha="center", va="center", fontsize=7)
+            ax.text(x, y, found, ha="center", va="center", color="white")
             if found != picked(regime):
                 ax.plot([x + 0.33], [y + 0.33], "k.", markersize=5)
         ax.plot([math.log2(H200_LINK)], [math.log2(H200_COPY)], "k*", markersize=12)
@@ -182,7 +181,7 @@ def draw(path: Path, n: int) -> None:
         ax.set_ylim(math.log2(COPY[0]) - 0.5, math.log2(COPY[-1]) + 0.5)
         ax.set_xticks([math.log2(each) for each in LINK], [f"{each:g}" for each in LINK], rotation=45)
         ax.set_yticks([math.log2(each) for each in COPY], [f"{each:g}" for each in COPY])
-        ax.set_title(f"W = {ranks}, {LANES[slowed]}", fontsize=10)
+        ax.set_title(f"W = {ranks}, {LANES[slowed]}")
         if column == 0:
             ax.set_ylabel("copy of B x M / one product")
         if row == 1:
@@ -192,11 +191,11 @@ def draw(path: Path, n: int) -> None:
     entries.append(
         pyplot.Line2D([], [], color="k", marker="*", markersize=10, lw=0, label="ratios of an H200")
     )
-    figure.legend(handles=entries, loc="lower center", ncol=6, frameon=False, fontsize=9)
+    figure.legend(handles=entries, loc="lower center", ncol=2, frameon=False)
     figure.suptitle(
         f"Fastest of S1-S4 by the simulator, n = {n}, M = {M}, H = {H}, B = {B} (model, not measured)"
     )
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.tight_layout(rect=(0, 0.11, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -5,9 +5,6 @@
     torchrun --nproc-per-node 8 -m pmoe profile
     pmoe profile --kernels --d-model 4096 --d-hidden 14336 --num-experts 8 --top-k 2 --virtual-ranks 8
     pmoe simulate fsmoe-table5 --contention 1.25
-    pmoe simulate comet --draw comet.png
-    pmoe kernels
-    pmoe report runs/lm
 
 Each subcommand parses, calls the library, and prints; with --json one object and nothing else. Bad arguments
 end with exit code 2 and one message.

@@ -10,6 +10,7 @@ from pmoe.cli.output import plural
 from pmoe.planner.layer_sizes import STACKED, LayerSizes, sizes_from_options
 
 NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
+SLACK = 1.25
 
 
 def add_layer_sizes(command: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_layer_sizes(command: argparse.ArgumentParser) -> None:
     add("--expert", choices=list(STACKED), default="ffn")
     add("--bias", action=argparse.BooleanOptionalAction, default=True)
     add("--dtype", choices=list(DTYPES), default="float32")
-    add("--slack", type=slack, default=1.25, help="rows of a slot over the balanced share")
+    add("--slack", type=slack, default=SLACK, help="rows of a slot over the balanced share")
 
 
 def layer_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -44,9 +45,9 @@ def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
 
 
 def python_line(args: argparse.Namespace, **options: Any) -> str:
-    """The layer as Python builds it, to copy."""
-    given = constructor_arguments(args) | options
-    listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    """The layer as Python builds it, to copy. Options that are None are left out."""
+    given = constructor_arguments(args) | options | {"slack": None if args.slack == SLACK else args.slack}
+    listed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
     return f"pmoe.MoELayer({listed})".replace("=Restore(", "=pmoe.Restore(")
 
 

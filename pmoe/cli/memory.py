@@ -65,17 +65,18 @@ def run_command(args: argparse.Namespace) -> Output:
         measured = _measured(args, pair, device) if args.measure else {}
         rows[pair] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory), **measured}
     sizes = {**layer_fields(args), "n": args.n, "n_backward": backward, "device": device.type}
-    fields = {**sizes, "slack": args.slack, "pairs": list(rows.values())}
-    return Output(fields, _lines(args, rows, device))
+    least = min(rows, key=lambda pair: rows[pair]["promised"])
+    own = None if backward == args.n else backward
+    code = python_line(args, pipeline=args.n, pipeline_backward=own, memory_reuse=least.strategy or least)
+    fields = {**sizes, "slack": args.slack, "pairs": list(rows.values()), "python": code}
+    return Output(fields, [*_lines(args, rows, device), f"\nof fewest bytes:\n  {code}"])
 
 
 def _check(args: argparse.Namespace) -> None:
     try:
         check_backward(args.n, args.n_backward)
-    except ValueError:
-        raise ValueError(
-            f"--n-backward ({args.n_backward}) must divide --n ({args.n}) or be a multiple of it"
-        ) from None
+    except ValueError as error:
+        raise ValueError(str(error).replace("pipeline_", "--n-").replace("pipeline", "--n")) from None
     if args.measure and args.ranks > 1:
         raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
 
@@ -120,8 +121,6 @@ def _lines(
     yield "\nMiB by tensor"
     names = list(dict.fromkeys(name for row in rows.values() for name in row["tensors"]))
     yield by_pair(names, lambda row: [mib(row["tensors"][name]) for name in names])
-    least = min(rows, key=lambda pair: rows[pair]["promised"])
-    yield f"\nof fewest bytes:\n  {python_line(args, pipeline=args.n, memory_reuse=least.strategy or least)}"
     if args.measure:
         yield f"\nMiB measured on {device}, beside what is predicted for the rows that came"
         header = ("measured peak", "predicted", "predicted / measured", "host", "predicted")
@@ -143,4 +142,6 @@ def _theory(args: argparse.Namespace) -> Output:
         equation, formula = EQUATIONS[name]
         rows.append((equation, name, formula, f"{number:{'.4f' if name == 'saving_ratio' else ','}}"))
     told = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
-    return Output(numbers, [f"MPipeMoE's memory of a rank, in elements: {told}", table(rows, left=range(3))])
+    code = python_line(args, pipeline=args.n, memory_reuse=True)
+    head = f"MPipeMoE's memory of a rank, in elements: {told}"
+    return Output({**numbers, "python": code}, [head, table(rows, left=range(3)), f"\n  {code}"])

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ABOUT = "n and the restore pair for a layer, from a stored profile"
-HEADER = ("pair", "n", "simulated ms", "Eq. 10 ms", "promised MiB", "host MiB")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -71,25 +70,25 @@ def _lines(args: argparse.Namespace, path: Path, profile: Profile, advice: Advic
     marks = ("<-" if each is advice.decision else "" for each in advice.candidates)
     yield table([header, *([*row, mark] for row, mark in zip(rows, marks, strict=True))])
     yield from _conclusions(advice)
-    n, restore = advice.decision.forward, advice.decision.restore
-    yield f"  {python_line(args, pipeline=n, memory_reuse=restore.strategy or restore)}"
     if args.html is not None:
         yield f"wrote {args.html}"
+    yield f"  {_python(args, advice)}"
+
+
+def _python(args: argparse.Namespace, advice: Advice) -> str:
+    restore = advice.decision.restore
+    return python_line(args, pipeline=advice.decision.forward, memory_reuse=restore.strategy or restore)
 
 
 def _candidate_rows(advice: Advice, budget: int | None) -> list[list[str]]:
     """A header and one row for each candidate; with a budget, the last column says whether it fits."""
-    rows = [[*HEADER, "fits"]]
+    rows = [["pair", "n", "simulated ms", "Eq. 10 ms", "promised MiB", "host MiB", "fits"]]
     for each in advice.candidates:
         seconds = ms(each.seconds), ms(advice.eq10[each.restore])
         memory = mib(each.memory.promised), mib(each.memory.host)
-        fits = "yes" if _fits(each, budget) else "no"
+        fits = "yes" if each.memory.promised <= (budget or 0) else "no"
         rows.append([pair_name(each.restore), str(each.forward), *seconds, *memory, fits])
     return rows if budget is not None else [row[:-1] for row in rows]
-
-
-def _fits(candidate: PricedChoice, budget: int | None) -> bool:
-    return budget is None or candidate.memory.promised <= budget
 
 
 def _conclusions(advice: Advice) -> list[str]:
@@ -115,16 +114,14 @@ def _write_page(args: argparse.Namespace, shape: LayerSizes, profile: Profile, a
     header, *rows = _candidate_rows(advice, args.budget)
     marked = [i for i, each in enumerate(advice.candidates) if each is advice.decision]
     candidates = part("table", header, rows, marked, words=1)
-    text = page("pmoe plan", [*_paragraphs(args, profile, advice), *pictures, candidates])
-    with refused_as(f"--html ({path}) must be a file to write", OSError):
-        path.write_text(text, encoding="utf-8")
-
-
-def _paragraphs(args: argparse.Namespace, profile: Profile, advice: Advice) -> list[str]:
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"
     lines = [line.strip() for line in _conclusions(advice)]
     sentences = [f"{line[:1].upper()}{line[1:]}." for line in lines]
-    return [describe_layer(args, profile.device_type) + budget, f"Profile: {profile}.", *sentences]
+    about = [describe_layer(args, profile.device_type) + budget, f"Profile: {profile}.", *sentences]
+    code = part("code", "In Python:", _python(args, advice))
+    text = page("pmoe plan", [*about, *pictures, candidates, code])
+    with refused_as(f"--html ({path}) must be a file to write", OSError):
+        path.write_text(text, encoding="utf-8")
 
 
 def time_over_memory(advice: Advice, budget: int | None) -> Figure:
@@ -133,13 +130,14 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
         Point(
             group=pair_name(each.restore),
             label=str(each.forward),
-            num_bytes=each.memory.promised,
-            seconds=each.seconds,
+            mib=each.memory.promised / 2**20,
+            milliseconds=each.seconds * 1e3,
             chosen=each is advice.decision,
         )
         for each in advice.candidates
     ]
-    return scatter_figure(points, "numbers: n; ringed: the decision", budget)
+    title = "numbers: n; ringed: the decision" + "; dashed: the budget" * (budget is not None)
+    return scatter_figure(points, title, budget)
 
 
 def _pictures(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> list[str]:
@@ -157,11 +155,13 @@ def _fields(args: argparse.Namespace, path: Path, profile: Profile, advice: Advi
     return {
         **layer_fields(args),
         "slack": args.slack,
+        "device": profile.device_type,
         "budget_bytes": args.budget,
         "profile": {"path": str(path), **asdict(profile.identity), "when": profile.when},
         "decision": {**_candidate_fields(advice.decision, advice, args.budget), "why": advice.why},
         "fastest": _candidate_fields(advice.fastest, advice, args.budget),
         "candidates": [_candidate_fields(each, advice, args.budget) for each in advice.candidates],
+        "python": _python(args, advice),
     }
 
 
@@ -175,5 +175,5 @@ def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) ->
         "promised_bytes": each.memory.promised,
         "peak_bytes": each.memory.peak,
         "host_bytes": each.memory.host,
-        "fits": _fits(each, budget),
+        "fits": budget is None or each.memory.promised <= budget,
     }

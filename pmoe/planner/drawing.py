@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import html
 import io
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pmoe.planner.timeline import ON_COLOUR
+from pmoe.planner.timeline import TEXT_SIZE
+from pmoe.schedule.restore import ALL_PAIRS
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -29,17 +29,24 @@ THEME: Mapping[str, tuple[str, str]] = {
     "mark": ("#fff3c4", "#4b4212"),
     "bad": ("#d03030", "#e04848"),
     "c0": ("#2f6db5", "#6aa5e8"),
-    "c1": ("#d1512d", "#f08560"),
+    "c1": ("#c04420", "#f08560"),
     "c2": ("#23823a", "#62bf7a"),
-    "c3": ("#a8821a", "#d8b84a"),
+    "c3": ("#8f6c10", "#d8b84a"),
     "c4": ("#8a3f8f", "#c88ad0"),
-    "c5": ("#178a92", "#58c3ca"),
+    "c5": ("#0f7a82", "#58c3ca"),
     "c6": ("#6b7280", "#a3acb5"),
     "c7": ("#b03060", "#ee86a8"),
+    "c8": ("#7a5230", "#d3a574"),
 }
-"""CSS variables of a page: on light screens, on dark ones. c0 to c7 are those of series."""
+"""CSS variables of a page: on light screens, on dark ones. c0 to c8 are those of series."""
 
 SERIES = [name for name in THEME if name.startswith("c")]
+LIGHT = {name: light for name, (light, _) in THEME.items()}
+"""Colours of light screens, for which `inline_svg` puts the theme's variables."""
+
+_ordered = map(str, sorted(ALL_PAIRS, key=lambda pair: pair.strategy or "others"))
+PAIRS = {pair: LIGHT[name] for pair, name in zip(_ordered, SERIES, strict=True)}
+"""The colours of restore pairs by their texts, in every picture: S1 to S4, then the others."""
 
 
 def page(title: str, parts: Sequence[str], lead: str = "") -> str:
@@ -79,52 +86,44 @@ def _template() -> Template:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One way to run a layer. group: its colour and line in the legend; label: a letter or two inside."""
+    """One way to run a layer. group: its pair, or another line of the legend; label: one or two letters."""
 
     group: str
     label: str
-    num_bytes: float
-    seconds: float
+    mib: float
+    milliseconds: float
     chosen: bool = False
 
 
 def scatter_figure(points: Sequence[Point], title: str, budget: int | None = None) -> Figure:
     """Bytes to the right, seconds upwards, one line a group through its points. Needs matplotlib."""
-    from matplotlib import color_sequences
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
     axis = figure.subplots()
-    colours = dict(
-        zip(dict.fromkeys(point.group for point in points), itertools.cycle(color_sequences["tab10"]))
-    )
+    colours = {each.group: PAIRS.get(each.group.split()[0], "#000000") for each in points}
     for group, colour in colours.items():
-        x, y = zip(*(_place(point) for point in points if point.group == group), strict=True)
+        x, y = zip(*((each.mib, each.milliseconds) for each in points if each.group == group), strict=True)
         axis.plot(x, y, "-", color=colour, lw=1, alpha=0.6, zorder=1)
-        axis.scatter([], [], s=110, color=colour, label=group)
+        axis.scatter([], [], s=130, color=colour, label=group)
     # Every marker with its label lies over those before it.
+    on_marker: Any = {"ha": "center", "va": "center", "size": TEXT_SIZE, "color": LIGHT["paper"]}
     for layer, point in enumerate(sorted(points, key=lambda point: point.chosen), start=2):
-        at, colour = _place(point), colours[point.group]
-        edge, size = ("black", 240) if point.chosen else ("white", 130)
-        axis.scatter(*at, s=size, color=colour, edgecolor=edge, lw=1 + point.chosen, zorder=layer)
-        axis.text(*at, point.label, ha="center", va="center", fontsize=7, color=ON_COLOUR, zorder=layer)
+        edge, size = (LIGHT["ink"], 480) if point.chosen else (LIGHT["paper"], 330)
+        at, colour = (point.mib, point.milliseconds), colours[point.group]
+        axis.scatter(*at, s=size, color=colour, edgecolor=edge, lw=1 + 2 * point.chosen, zorder=layer)
+        axis.text(*at, point.label, zorder=layer, **on_marker)
     if budget is not None:
-        axis.axvline(budget / 2**20, color="black", lw=0.9, ls="--")
-        label = axis.annotate(
-            "budget", (budget / 2**20, 1), (-4, 0), ("data", "axes fraction"), "offset points"
-        )
-        label.set(va="top", ha="right", fontsize=8)
-    axis.set(xlabel="memory, MiB", ylabel="time of a step, ms")
+        axis.axvline(budget / 2**20, color="black", lw=1.2, ls="--")
+    axis.set_xlabel("memory, MiB", size=TEXT_SIZE)
+    axis.set_ylabel("time of a step, ms", size=TEXT_SIZE)
+    axis.tick_params(labelsize=TEXT_SIZE)
     axis.margins(0.06)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
-    axis.set_title(title, loc="left", fontsize=10)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    axis.set_title(title, loc="left", size=TEXT_SIZE)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=TEXT_SIZE)
     return figure
-
-
-def _place(point: Point) -> tuple[float, float]:
-    return point.num_bytes / 2**20, point.seconds * 1e3
 
 
 # ---- figures on a page

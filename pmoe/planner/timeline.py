@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 ON_COLOUR = "#101010"
 """Text on a coloured mark: dark on dark pages, too."""
 
+TEXT_SIZE = 12.5
+"""Points, in drawings 10 inches wide: 12 pixels at least in the documentation, and on phones that scroll."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -68,30 +71,30 @@ def _bar(direction: str, task: Span | Task, start: float, end: float) -> Span:
 
 
 LEGEND: Mapping[str, tuple[str, str]] = {
-    "S": ("#4477aa", "S dispatch"),
+    "S": ("#6699cc", "S dispatch"),
     "R": ("#66ccee", "R combine"),
     "P": ("#bbbbbb", "P routing weights"),
-    "L": ("#228833", "L experts, rows that stay"),
+    "L": ("#44aa55", "L experts, rows that stay"),
     "C": ("#ccbb44", "C experts, received rows"),
     "E": ("#bbaa66", "E experts, columns of all rows"),
     "LW": ("#99ddaa", "LW weight gradients, rows that stay"),
     "W": ("#eedd99", "W weight gradients, received rows"),
-    "G": ("#aa3377", "G gather"),
+    "G": ("#cc6699", "G gather"),
     "O": ("#ee6677", "O output"),
-    "SI": ("#88aacc", "SI dispatch again"),
-    "GI": ("#cc88aa", "GI gather again"),
+    "SI": ("#aac4dd", "SI dispatch again"),
+    "GI": ("#ddaac4", "GI gather again"),
     "M": ("#ddaa33", "M hidden recomputed"),
-    "LM": ("#117733", "LM hidden recomputed, rows that stay"),
-    "AG": ("#332288", "AG gather inside the node"),
+    "LM": ("#779944", "LM hidden recomputed, rows that stay"),
+    "AG": ("#8877cc", "AG gather inside the node"),
     "RS": ("#88ccee", "RS sum inside the node"),
-    "AGI": ("#6655aa", "AGI gather again"),
+    "AGI": ("#bbaaee", "AGI gather again"),
     "PG": ("#dddddd", "PG routing weights inside the node"),
     "X": ("#44aa99", "X shared expert"),
     "XW": ("#99ddcc", "XW its weight gradients"),
-    "GAR": ("#882255", "GAR other layers' gradients"),
+    "GAR": ("#b8608c", "GAR other layers' gradients"),
     "HA": ("#999933", "HA, HB callbacks"),
-    "DI": ("#994455", "DI, HI copies of T_DI"),
-    "DM": ("#ee99aa", "DM, HM copies of T_M"),
+    "DI": ("#cc7788", "DI, HI copies of T_DI"),
+    "DM": ("#f4bbc8", "DM, HM copies of T_M"),
 }
 """By kind of task its colour and its meaning. Colours are distinguishable without colour vision (after Paul
 Tol's schemes). The lane says whether a copy goes out or in."""
@@ -122,16 +125,17 @@ def drawing(panels: Mapping[str, Sequence[Span]], title: str) -> Figure:
 
     # a lane of many blocks is higher: its parts lie above each other
     inches = [0.9 + (0.8 if _fused(each) else 0.4) * len(_lanes(each)) for each in panels.values()]
-    figure = Figure(figsize=(13, 1.2 + sum(inches)), layout="constrained")
+    figure = Figure(figsize=(10, 1.6 + sum(inches)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=inches)
+    every = [bar for content in panels.values() for bar in content]
+    longest = max((bar.end for bar in every), default=1.0)
     for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
-        _draw_panel(axis, name, content)
-    shown = (bar for content in panels.values() for bar in content if bar.end > bar.start)
-    kinds = {SHARED.get(bar.kind, bar.kind) for bar in shown}
-    axes[-1, 0].set_xlabel("milliseconds")
+        _draw_panel(axis, name, content, longest)
+    kinds = {SHARED.get(bar.kind, bar.kind) for bar in every if bar.end > bar.start}
+    axes[-1, 0].set_xlabel("milliseconds", size=TEXT_SIZE)
     handles = [Patch(color=colour, label=told) for kind, (colour, told) in LEGEND.items() if kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=11)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=TEXT_SIZE)
+    figure.suptitle(title, fontsize=TEXT_SIZE)
     return figure
 
 
@@ -146,7 +150,7 @@ def _lanes(content: Sequence[Span]) -> list[str]:
     return [lane for lane in LANES if lane in used]
 
 
-def _draw_panel(axis: Axes, name: str, content: Sequence[Span]) -> None:
+def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) -> None:
     lanes = _lanes(content)
     total = max((bar.end for bar in content), default=1.0)
     for bar in content:
@@ -164,16 +168,17 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Span]) -> None:
             edgecolor="white",
             lw=0.0 if bar.lane in FUSED_LANES else 0.5,
         )
-        if bar.share > 0.2 and width > (0.002 + 0.005 * len(bar.name)) * total:
+        if bar.share > 0.2 and width > (0.003 + 0.0125 * len(bar.name)) * longest:
             centre = (bar.start + width / 2) * 1e3
-            axis.text(centre, middle, bar.name, ha="center", va="center", fontsize=7, color=ON_COLOUR)
+            axis.text(centre, middle, bar.name, ha="center", va="center", size=TEXT_SIZE, color=ON_COLOUR)
     backward = [bar.start for bar in content if bar.direction == "backward"]
     if backward:
         axis.axvline(min(backward) * 1e3, color="black", lw=0.8, ls=":")
-        axis.text(min(backward) * 1e3, len(lanes) - 0.55, " backward", fontsize=8, va="bottom")
+        axis.text(min(backward) * 1e3, len(lanes) - 0.55, " backward", size=TEXT_SIZE, va="bottom")
     axis.set_yticks(range(len(lanes)), reversed(lanes))
-    axis.set_ylim(-0.5, len(lanes) - 0.25)
-    axis.set_title(f"{name}: {total * 1e3:.{0 if total >= 0.1 else 2}f} ms", loc="left", fontsize=9)
+    axis.set_ylim(-0.5, len(lanes))
+    axis.set_title(f"{name}: {total * 1e3:.{0 if total >= 0.1 else 2}f} ms", loc="left", size=TEXT_SIZE)
+    axis.tick_params(labelsize=TEXT_SIZE)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import os
@@ -80,6 +81,7 @@ def test_the_paper_example_prints_eq_1_to_6(capsys: pytest.CaptureFixture[str]) 
     sizes = ["--d-model", "2048", "--d-hidden", "8192", "--num-experts", "64", "--tokens", "16384"]
     sizes += ["--n", "8"]
     numbers = printed(capsys, "memory", "--theory", *sizes)
+    code = numbers.pop("python")
     assert numbers == theory(B=16384, M=2048, H=8192, E=64, n=8)
     assert list(numbers) == [
         "model_states",
@@ -94,7 +96,9 @@ def test_the_paper_example_prints_eq_1_to_6(capsys: pytest.CaptureFixture[str]) 
     run("memory", "--theory", *sizes)
     lines = capsys.readouterr().out.splitlines()
     assert re.search(r"Eq\. 5 +saved .* 335,544,320$", "\n".join(lines), re.MULTILINE)
-    assert [line[:5] for line in lines[2:]] == ["Eq. 1", "Eq. 2", "Eq. 3", "Eq. 4", "Eq. 4", "Eq. 5", "Eq. 6"]
+    equations = ["Eq. 1", "Eq. 2", "Eq. 3", "Eq. 4", "Eq. 4", "Eq. 5", "Eq. 6"]
+    assert [line[:5] for line in lines[2:-2]] == equations
+    assert lines[-1].strip() == code and code.endswith("pipeline=8, memory_reuse=True)")
 
 
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])
@@ -128,6 +132,18 @@ def test_memory_says_for_which_device_and_ends_with_a_layer_to_copy(
     layer = eval(last, {"pmoe": pmoe, "torch": torch})
     assert (layer.d_model, layer.pipeline) == (16, 2)
     assert layer.memory_reuse in (Restore("keep", "recompute"), Restore("communicate", "recompute"))
+
+
+def test_the_layer_to_copy_is_the_one_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--n", "4", "--n-backward", "2", "--slack", "2", "--memory-reuse", "S4"]
+    found = printed(capsys, "memory", *LAYER, *options, "--measure")
+    assert found["device"] == "cpu"
+    layer = eval(found["python"], {"pmoe": pmoe, "torch": torch})
+    assert (layer.pipeline, layer.pipeline_backward, layer.slack) == (4, 2, 2)
+    (row,) = found["pairs"]
+    assert layer.predict_memory(512).promised == row["promised"]
+    run("memory", *LAYER, *options, "--measure")
+    assert capsys.readouterr().out.splitlines()[-1].strip() == found["python"]
 
 
 def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +191,7 @@ def test_plan_without_a_budget_takes_a_strategy_by_eq_10(
     assert out.count("<-") == 1
     assert f"decision: n={decision['n']}, {decision['restore']} {decision['strategy']}" in out
     assert out.endswith(f"pipeline={decision['n']}, memory_reuse={decision['strategy']!r})\n")
+    assert out.splitlines()[-1].strip() == found["python"] and found["device"] == "cpu"
 
 
 def test_plan_within_a_budget_takes_the_fastest_that_holds_it(
@@ -216,11 +233,14 @@ def test_the_page_is_one_file_with_pictures_and_every_candidate(
     run("plan", *LAYER, "--ranks", "4", "--folder", str(folder), "--budget", "1GiB", "--html", str(page))
     assert f"wrote {page}" in capsys.readouterr().out
     text = page.read_text()
-    assert text.count("<svg ") == 2 and "numbers: n; ringed: the decision</text>" in text
+    assert text.count("<svg ") == 2 and "numbers: n; ringed: the decision; dashed: the budget</text>" in text
     assert all(each.startswith("#") for each in re.findall(r'(?:src|href)="([^"]*)"', text))
     assert not re.search(r"https?:|<script|@import|<link", text)
     assert text.count("<tr") == 1 + 5 * 9
     assert text.count('<tr class="marked">') == 1
+    code = re.findall(r"<pre[^>]*>(.*)</pre>\s*</body>", text)[0]  # the last thing on it
+    layer = eval(html.unescape(code), {"pmoe": pmoe, "torch": torch})
+    assert layer.pipeline in (1, 2, 4, 8, 16) and "on cpu" in text
 
 
 # ---- profile --------------------------------------------------------------------------------------

@@ -150,9 +150,9 @@ def test_report_writes_one_page_beside_the_run(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "run" / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert cli.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["path"] == str(tmp_path / "page.html") and (tmp_path / "page.html").exists()
-    assert found["steps"] == 40 and found["layers"] == 2
-    assert found["loss"] == pytest.approx(5 / 40 + 1)
+    assert found["path"] == str(tmp_path / "page.html")
+    assert (found["steps"], found["layers"], found["loss"]) == (40, 2, pytest.approx(5 / 40 + 1))
+    assert f"<b>{format_number(found['loss'])}</b>" in (tmp_path / "page.html").read_text()
     assert found["communication_seconds"] == pytest.approx(2 * 0.04)
     assert found["exposed_seconds"] == pytest.approx(2 * 0.006)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pmoe.planner.drawing import SERIES, THEME, inline_svg, part
+from pmoe.planner.drawing import LIGHT, SERIES, inline_svg, part
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,9 +100,6 @@ MAX_POINTS = 300
 
 ROUND = (1, 2, 5, 10)
 """Ticks are multiples of these, times a power of 10."""
-
-LIGHT = {name: light for name, (light, _) in THEME.items()}
-"""Colours of light screens, for which `inline_svg` puts the theme's variables."""
 
 
 def axes_svg(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) -> str:

@@ -46,6 +46,12 @@ class History:
         return min(self.losses.items(), key=lambda named: named[0] != "loss", default=None)
 
     @property
+    def last_losses(self) -> list[float]:
+        """The last fiftieth of its finite values, one at least; their mean is the loss of the run."""
+        finite = [value for value in self.loss[1].values if math.isfinite(value)] if self.loss else []
+        return finite[-max(1, len(finite) // 50) :]
+
+    @property
     def losses(self) -> dict[str, Curve]:
         return {name: curve for name, curve in self.run.scalars.items() if "loss" in name.lower()}
 
@@ -123,10 +129,10 @@ def _how(row: LayerRow) -> tuple[str, ...]:
 def summary(run: Run) -> dict[str, Any]:
     """The latest numbers and the median step's seconds, as plain data; None where there is none."""
     history = history_of(run)
-    finite = [value for value in history.loss[1].values if math.isfinite(value)] if history.loss else []
+    losses = history.last_losses
     return {
         "steps": history.last_step,
-        "loss": finite[-1] if finite else None,
+        "loss": sum(losses) / len(losses) if losses else None,
         "layers": len(history.latest),
         "imbalance": history.imbalance,
         "drop_rate": history.drop_rate,

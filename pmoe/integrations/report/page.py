@@ -6,7 +6,6 @@ whose rows never travel. Long runs are thinned (`charts`); of many layers the la
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,9 +94,7 @@ def _tiles(history: History) -> str:
 def _loss_tile(history: History) -> list[tuple[str, str, str]]:
     if history.loss is None:
         return []
-    name, curve = history.loss
-    finite = [value for value in curve.values if math.isfinite(value)]
-    last = finite[-max(1, len(finite) // 50) :]
+    name, last = history.loss[0], history.last_losses
     how = "last" if len(last) == 1 else f"mean of the last {len(last):,}"
     return [(name, format_number(sum(last) / len(last)) if last else NONE, how)]
 

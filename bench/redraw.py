@@ -1,0 +1,87 @@
+"""Draws the pictures of stored results again, as the benchmarks would draw them today. Nothing is measured.
+
+python bench/redraw.py                    those of bench/results, in their places
+python bench/redraw.py FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench import bench_choices, bench_overlap, memory_breakdown, memory_pairs, memory_saving, memory_timeline
+from bench.chrome_trace import read_trace
+from bench.memory import tokens_name
+from bench.timing import Timing
+from pmoe.planner.timeline import draw
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+Stored = Mapping[str, Any]
+
+
+def redraw_overlap(path: Path, held: Stored) -> None:
+    panels = read_trace(path.with_suffix(".trace.json"))
+    (n,) = {int(found[1]) for name in panels if (found := re.search(r"n = (\d+)", name))}
+    draw(path.with_suffix(".png"), panels, bench_overlap.title_of(held["link"], held["bytes_per_second"], n))
+
+
+def redraw_choices(path: Path, held: Stored) -> None:
+    found = {
+        int(tokens): {
+            "times": {name: Timing(tuple(of["samples_s"])) for name, of in each["times"].items()},
+            "took": each["took"],
+        }
+        for tokens, each in held["batches"]["found"].items()
+    }
+    bench_choices.draw(path.with_suffix(".png"), found)
+
+
+def redraw_pairs(path: Path, held: Stored) -> None:
+    for model, tokens in dict.fromkeys((row["model"], row["tokens"]) for row in held["rows"]):
+        rows = [row for row in held["rows"] if (row["model"], row["tokens"]) == (model, tokens)]
+        picture = path.with_name(f"{path.stem}_{model}_{tokens_name(tokens)}.png")
+        memory_pairs.draw(picture, held["ranks"], rows)
+
+
+KINDS: Mapping[str, Callable[[Path, Stored], None]] = {
+    r"overlap_.*": redraw_overlap,
+    r"choices_modelled": redraw_choices,
+    r"memory_pairs_\d+_ranks": redraw_pairs,
+    r"memory_breakdown": lambda path, held: memory_breakdown.draw(path.with_suffix(".png"), held["rows"]),
+    r"memory_saving": lambda path, held: memory_saving.draw(path.with_suffix(".png"), held["rows"]),
+    r"memory_timeline_.*": lambda path, held: memory_timeline.draw(
+        path.with_suffix(".png"), held["model"], held["panels"]
+    ),
+}
+"""By the name of a file of results, without its ending."""
+
+
+def redraw(folder: Path) -> list[str]:
+    """The names of the results whose pictures were drawn."""
+    done = []
+    for path in sorted(folder.glob("*.json")):
+        for name, drawn in KINDS.items():
+            if re.fullmatch(name, path.name.removesuffix(".json")) and not path.name.endswith(".trace.json"):
+                drawn(path, json.loads(path.read_text()))
+                done.append(path.name)
+    return done
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="of results and their pictures")
+    print("\n".join(redraw(parser.parse_args(argv).folder)))
+
+
+if __name__ == "__main__":
+    main()

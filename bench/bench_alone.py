@@ -1,6 +1,6 @@
 """A whole layer on one GPU, with pmoe's kernels and without: rates, memory, launches.
 
-    python bench/bench_alone.py [--out bench/results] [--rounds 20] [--quick]
+    python bench/bench_alone.py [--out build/bench] [--rounds 20] [--quick]
 
 W = 1, SwiGLU experts without biases, bfloat16, T = 32768, M = 4096, H = 2048, E = 64, K = 4. "pmoe" is the
 path of `pmoe.runners.one_rank`; "without" is the path of all layers with F.grouped_mm for the products, as a
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.device import WARMUP, difference, file_name, need_gpu, part_seconds, show_gpu
-from bench.timing import Timing, table, write_json
+from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.measure.rounds import in_turns
@@ -311,7 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Rates, memory and launches of a whole layer on one GPU, with pmoe's kernels and without."
     )
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
     parser.add_argument("--quick", action="store_true", help="a small layer, 5 rounds, no file")
     arguments = parser.parse_args()

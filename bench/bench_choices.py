@@ -32,7 +32,7 @@ from bench.choices import ALL_DEGREES, CASES, Case, Result, name_of, run_batches
 from bench.links import INFINITE, launch
 from bench.passes import Setting
 from bench.pictures import plotting
-from bench.timing import Timing, table, write_json
+from bench.timing import OUT, Timing, table, write_json
 from pmoe.planner.degree import DEGREES
 
 MEDIAN_REGRET, WORST_REGRET = 0.05, 0.10
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4096, help="tokens a rank, at least 2048 to be tried for")
     parser.add_argument("--d-model", type=int, default=160)
     parser.add_argument("--d-hidden", type=int, default=640)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON and PNG")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON and PNG")
     args = parser.parse_args()
     rounds = args.rounds or (2 if args.quick else 9)
     setting = Setting(rows=args.rows, d_model=args.d_model, d_hidden=args.d_hidden)

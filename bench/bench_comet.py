@@ -1,6 +1,6 @@
 """The fused kernels of virtual ranks on one GPU, beside the same two products with their rows in place.
 
-    python bench/bench_comet.py [--out bench/results] [--rounds 20] [--quick]
+    python bench/bench_comet.py [--out build/bench] [--rounds 20] [--quick]
 
 Mixtral's and Phi-3.5-MoE's experts, SwiGLU without biases, bfloat16; 16384 routed rows of all ranks together,
 each expert with as many as every other; W = 2 and 4 virtual ranks in one cooperative launch (and 1, whose
@@ -52,7 +52,7 @@ from bench.device import (
     show_gpu,
 )
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
-from bench.timing import Timing, table, write_json
+from bench.timing import OUT, Timing, table, write_json
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.kernels import comet, grouped_gemm
 from pmoe.measure.rounds import in_turns
@@ -308,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="The fused kernels of virtual ranks on one GPU, beside products of rows in place."
     )
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows, 5 rounds, no file")
     arguments = parser.parse_args()

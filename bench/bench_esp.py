@@ -38,7 +38,7 @@ from bench.chrome_trace import chrome_trace
 from bench.links import INFINITE, launch
 from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, timed
 from bench.quiet import Measured, Neighbours, measure_quietly
-from bench.timing import Timing, machine, table, write_json
+from bench.timing import OUT, Timing, counted, machine, table, write_json
 from pmoe.engine.recording import Span, recording
 from pmoe.layer.spec import Switches
 from pmoe.planner.simulator import makespan, simulate
@@ -123,7 +123,7 @@ class Work:
 def measure_work(step: Step, rounds: int) -> Work:
     """Medians over rounds at n = 1, means over ranks: they compute at the same time, on fewer cores."""
     samples: dict[tuple[str, str], list[float]] = {}
-    for turn in range(rounds + 1):
+    for turn in counted(range(rounds + 1), "tasks alone, round"):
         with recording() as journal:
             times = step(1, "sequential")
         if not turn:
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--d-model", type=int, default=Setting.d_model)
     parser.add_argument("--d-hidden", type=int, default=Setting.d_hidden)
     parser.add_argument("--num-experts", type=int, default=Setting.num_experts)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON")
     args = parser.parse_args()
     setting = Setting(
         tokens=args.tokens,

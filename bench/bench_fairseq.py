@@ -120,7 +120,7 @@ def train(args: argparse.Namespace, stopwatch: Stopwatch) -> None:
         --criterion cross_entropy_pmoe --cpu --distributed-backend gloo --ddp-backend legacy_ddp
         --moe-num-experts {args.experts} --moe-top-k 2 --moe-pipeline 2 --optimizer adam --lr 0.0001
         --clip-norm 1.0 --dropout 0 --max-update {args.warmup + args.steps} --num-workers 0
-        --disable-validation --no-save --log-interval 1 --log-format none""".split()
+        --disable-validation --no-save --log-interval 1 --log-format simple""".split()
     fairseq_cli.train.cli_main()
     sys.argv = command
 

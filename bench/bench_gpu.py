@@ -1,6 +1,6 @@
 """How long one layer takes on one GPU, forward and with backward, beside the same layer written plainly.
 
-    python bench/bench_gpu.py [--out bench/results] [--rounds 20]
+    python bench/bench_gpu.py [--out build/bench] [--rounds 20]
 
 On one GPU nothing needs to travel, so this measures what micro-batches cost, not what they hide: n = 1, 2, 4,
 8 with the rows computed in place ("stays"), and with all of them sent to oneself through NCCL ("sent"). The
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.device import file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.plain import GROUPED, SPELLINGS, PlainMoE, fastest, name_of
-from bench.timing import Timing, table, write_json
+from bench.timing import OUT, Timing, table, write_json
 from pmoe.layer.spec import Switches
 
 DEGREES = (1, 2, 4, 8)
@@ -202,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Times the layer on one GPU beside the same layer written plainly."
     )
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
     arguments = parser.parse_args()
     need_gpu("bench_gpu")

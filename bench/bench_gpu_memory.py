@@ -1,6 +1,6 @@
 """Do copies hide behind computation, and is the predicted memory the measured one, on one GPU?
 
-    python bench/bench_gpu_memory.py [--out bench/results] [--rounds 10]
+    python bench/bench_gpu_memory.py [--out build/bench] [--rounds 10]
 
 d_model 2048, d_hidden 8192, 16k tokens, bfloat16, one rank, n = 8. For each restore pair: the time of each
 pass; the time of its computation alone, which is the pass of the pair with "keep" in the place of "offload";
@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
-from bench.timing import table, write_json
+from bench.timing import OUT, Told, table, write_json
 from pmoe.comm.ranks import Ranks
 from pmoe.layer.memory import memory_shape
 from pmoe.measure.rates import measure
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--out", type=Path, default=OUT)
     sizes = parser.parse_args()
     device, dtype = torch.device(sizes.device), getattr(torch, sizes.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -129,7 +129,9 @@ def main() -> None:
     found = measure(Ranks(), device, dtype)
     passes = Passes(sizes, device, dtype)
     samples: dict[Restore, list[tuple[float, float]]] = {pair: [] for pair in ALL_PAIRS}
+    told = Told()
     for round_ in range(-2, sizes.rounds):
+        told.at(f"round {round_ + 1} of {sizes.rounds}")
         for pair in ALL_PAIRS:
             times = passes.step(pair)
             if round_ >= 0:

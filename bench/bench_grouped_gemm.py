@@ -1,6 +1,6 @@
 """The grouped products on one GPU: TFLOP/s beside F.grouped_mm, a dense product and a copy, in one run.
 
-    python bench/bench_grouped_gemm.py [--out bench/results] [--rounds 20] [--quick]
+    python bench/bench_grouped_gemm.py [--out build/bench] [--rounds 20] [--quick]
 
 Both products of an expert of three models, 16384 routed rows whose experts are drawn at random (so the groups
 are of unlike sizes; they are in the file): forward and both gradients, beside F.grouped_mm. Then what only
@@ -62,7 +62,7 @@ from bench.grouped_gemm_cases import (
     plain_cases,
     tile_of,
 )
-from bench.timing import Timing, table, write_json
+from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 
 DENSE = 8192
@@ -211,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="TFLOP/s of the grouped products on one GPU, beside F.grouped_mm and a dense product."
     )
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows, 5 rounds, no file")
     arguments = parser.parse_args()

@@ -37,7 +37,7 @@ import bench.links.modelled as modelled
 import pmoe
 from bench.graph_timeline import PassTimeline
 from bench.links import INFINITE, launch
-from bench.timing import Timing, interleaved, table, write_json
+from bench.timing import OUT, Timing, interleaved, table, write_json
 from examples.lm_model import VOCABULARY, ByteGPT
 from pmoe.comm.ranks import Ranks
 from pmoe.graph import run, weight_gradients
@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--small", type=int, default=128, help="d_model of the small model; 0 leaves it out")
     parser.add_argument("--deep", type=int, default=24, help="blocks of the deep model; 0 leaves it out")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     settings = [Setting(ratio=ratio) for ratio in args.ratio]

@@ -264,6 +264,7 @@ def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
     samples: dict[str, list[Any]] = {name: [] for name in versions}
     names = list(versions)
     for round_ in range(rounds):
+        print(f"round {round_ + 1} of {rounds}", file=sys.stderr, flush=True)
         for turn in range(len(names)):
             name = names[(turn + round_) % len(names)]
             samples[name].append(versions[name].ask("times", calls))

@@ -46,7 +46,7 @@ from bench.passes import (
     spans_of,
     timed,
 )
-from bench.timing import Timing, table, write_json
+from bench.timing import OUT, Timing, counted, table, write_json
 from pmoe.engine.recording import recording
 from pmoe.layer.spec import Switches
 from pmoe.planner.costs import LineCost, fit
@@ -97,7 +97,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
     link.set_rate(INFINITE)
     samples: dict[tuple[str, Kind], list[tuple[float, float]]] = defaultdict(list)
     outside: dict[str, list[float]] = {"forward": [], "backward": []}
-    for turn in range(rounds + 1):
+    for turn in counted(range(rounds + 1), "tasks alone, round"):
         for n in (1, 16):
             with recording() as journal:
                 times = step(n, True)
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--d-model", type=int, default=512)
     parser.add_argument("--d-hidden", type=int, default=2048)
     parser.add_argument("--num-experts", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON and PNG")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON and PNG")
     args = parser.parse_args()
     if args.rate not in ("auto", "auto-step") and not float(args.rate) > 0:
         parser.error(f"--rate ({args.rate}) must be auto, auto-step or a positive number")

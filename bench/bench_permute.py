@@ -1,6 +1,6 @@
 """The permute kernels on one GPU: bytes a second, beside a copy and beside the same as PyTorch operations.
 
-    python bench/bench_permute.py [--out bench/results] [--rounds 20] [--parts 0]
+    python bench/bench_permute.py [--out build/bench] [--rounds 20] [--parts 0]
 
 Bytes are counted as the work needs them: each row that is read counts once, however often it is read from a
 cache, each write in full, positions and weights too. "of copy" is the rate over that of one large copy on the
@@ -30,7 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.device import COPY_BYTES, file_name, need_gpu, relative_error, show_gpu, time_in_turn
-from bench.timing import Timing, table, write_json
+from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels.permute import launch
 
 GOAL = 0.85
@@ -286,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Bytes a second of the permute kernels on one GPU, beside a copy and PyTorch operations."
     )
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each time")
     parser.add_argument(
         "--parts", type=int, nargs="+", default=[0], help="warps that share a token, to sweep"

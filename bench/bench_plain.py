@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.plain import SPELLINGS, PlainMoE, fastest, name_of
-from bench.timing import Timing, interleaved, table, write_json
+from bench.timing import OUT, Timing, interleaved, table, write_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     setting = Setting(tokens=args.tokens, d_model=args.d_model, d_hidden=args.d_hidden, top_k=args.top_k)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.links import alike
-from bench.timing import table, write_json
+from bench.timing import OUT, counted, table, write_json
 
 TOKENS, D_MODEL, D_HIDDEN, TOP_K, N = 4096, 16, 32, 2, 4
 WIDE, WIDE_BYTES = 4096, 2
@@ -119,7 +119,7 @@ def measure(ranks: list[int], rounds: int, calls: int) -> list[dict[str, Any]]:
     rows = []
     for case in CASES:
         steps: dict[int, list[dict[str, float]]] = {num_ranks: [] for num_ranks in ranks}
-        for _ in range(rounds):
+        for _ in counted(range(rounds), f"{case}, round"):
             for num_ranks, pool in pools.items():
                 steps[num_ranks].append(pool.submit(median_step, case, calls).result())
         for num_ranks, pool in pools.items():
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=7, help="of each layer in a round")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     args = parser.parse_args()
     rows = measure(args.ranks, args.rounds, args.calls)
     print(table(rows))

@@ -48,7 +48,7 @@ from bench.passes import (
 )
 from bench.plain import SPELLINGS, PlainOverRanks, fastest
 from bench.plain import name_of as name_of_plain
-from bench.timing import Timing, table, write_json
+from bench.timing import OUT, Timing, counted, table, write_json
 from pmoe.engine.recording import recording
 from pmoe.layer.spec import Switches
 from pmoe.planner.costs import LineCost, fit
@@ -161,7 +161,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
     samples: dict[tuple[str, str, Kind], list[tuple[float, float]]] = defaultdict(list)
     outside: dict[str, list[float]] = {"forward": [], "backward": []}
     pairs = (KEEP, STRATEGIES["S1"], STRATEGIES["S4"])
-    for turn in range(rounds + 1):
+    for turn in counted(range(rounds + 1), "tasks alone, round"):
         for pair in pairs:
             for n in (1, 16):
                 with recording() as journal:
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--degrees", type=int, nargs="+", default=[2, 4, 8], help="n to run")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=4096, help="tokens a rank")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for the JSON file")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the JSON file")
     args = parser.parse_args()
     if args.rate not in ("auto", "auto-step") and not float(args.rate) > 0:
         parser.error(f"--rate ({args.rate}) must be auto, auto-step or a positive number")

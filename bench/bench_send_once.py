@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.links import INFINITE, launch
-from bench.timing import table, write_json
+from bench.timing import OUT, table, write_json
 
 SORTS = ("rows", "scalars", "counts")
 VARIANTS = ("plain", "send_once")
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--num-experts", type=int, default=Setting.num_experts)
     parser.add_argument("--d-model", type=int, default=Setting.d_model)
     parser.add_argument("--ranks", type=int, default=Setting.ranks)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON")
     args = parser.parse_args()
     setting = Setting(
         tokens=args.tokens,

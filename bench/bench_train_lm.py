@@ -1,6 +1,6 @@
 """The language model of `make train` with experts and without: what it learns, and what memory it holds.
 
-    python bench/bench_train_lm.py [--steps 1200] [--out bench/results]
+    python bench/bench_train_lm.py [--steps 1200] [--out build/bench]
 
 2 ranks, one thread each, everything else as `make train` and `make train ARGS=--dense` have it. Resident
 memory is the larger of the two ranks', of some steps; a quarter of an hour.
@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from bench.timing import ROOT, table, write_json
+from bench.timing import OUT, ROOT, Told, table, write_json
 
 MODELS = {"32 experts, top-2": [], "dense": ["--dense"]}
 LAUNCH = ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "examples/train_lm.py"]
@@ -40,9 +40,11 @@ def train(steps: int, options: list[str]) -> dict[str, Any]:
                 [*command, *options], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
             )
             try:
+                told = Told()
                 while launcher.poll() is None:
                     time.sleep(2)
                     seen, sizes = STEP.findall(log.read_text()), _resident_of_children(launcher.pid)
+                    told.at(f"step {seen[-1] if seen else 0} of {steps}")
                     if seen and len(sizes) == 2:
                         resident[int(seen[-1])] = max(sizes)
             finally:
@@ -85,7 +87,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     args = parser.parse_args()
     rows = []
     for model, options in MODELS.items():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import pmoe
+from bench.timing import OUT
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.allocations import OTHER, Allocations, StepMemory, mark, moment, step_memory, watched
@@ -91,7 +92,7 @@ def arguments(description: str, *, models: Sequence[str], tokens: Sequence[str],
     parser.add_argument("--n", "--degrees", type=parse_degree, nargs="+", default=list(n))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for JSON and PNG")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON and PNG")
     return parser
 
 

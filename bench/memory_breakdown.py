@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 from bench.memory import FLOAT_BYTES, MODELS, Model, arguments, named_step, one_expert, tokens_name
 from bench.pictures import plotting
-from bench.timing import table, write_json
+from bench.timing import counted, table, write_json
 from pmoe.planner.theory import activations, buffers, model_states
 
 KINDS = ("model states", "activations", "temporaries")
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stem = args.out / "memory_breakdown"
     args.out.mkdir(parents=True, exist_ok=True)
     for name, model in args.models:
-        for tokens in args.tokens:
+        for tokens in counted(args.tokens, f"{name}, batch"):
             num_experts = 1 if args.measure else model.num_experts
             sources = {f"Eq. 1-3, E = {num_experts}": by_theory(model, tokens, num_experts)}
             if args.measure:

@@ -28,7 +28,7 @@ from bench.memory import (
     tokens_name,
 )
 from bench.pictures import plotting
-from bench.timing import table, write_json
+from bench.timing import counted, table, write_json
 from pmoe import Restore
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for tokens in args.tokens:
             for n in args.n:
                 pairs = list(dict.fromkeys((args.pair, KEEP)))
-                panels = {pair_name(pair): measure(model, tokens, n, pair) for pair in pairs}
+                panels = {pair_name(pair): measure(model, tokens, n, pair) for pair in counted(pairs, "pair")}
                 print(title_of(name, panels) + ": MiB at the peak")
                 print(
                     table(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bench.passes import PARTS, Run
-from bench.timing import Timing, busy_seconds
+from bench.timing import Timing, Told, busy_seconds
 
 QUIET = 0.1
 """Share of the machine that other processes may take in a round that counts."""
@@ -62,7 +62,9 @@ def measure_quietly(runs: Mapping[str, Run], rounds: int, patience_seconds: floa
     taken: list[torch.Tensor] = []
     for run in every:
         run()
+    told = Told()
     while len(shares) < 2 * rounds and sum(share <= QUIET for share in shares) < rounds:
+        told.at(f"round {len(shares) + 1} of {rounds} or more")
         neighbours.wait(patience_seconds)
         samples = torch.zeros(len(runs), len(PARTS), dtype=torch.float64)
         neighbours.start()

@@ -5,7 +5,7 @@ of ranks W, the seconds of an all-to-all of B x M elements and of a copy of as m
 product of B x M x H multiply-adds, and whether lanes slow each other. The simulator times the schedules that
 the layer runs; Eq. 10 picks without them.
 
-    python bench/restore_regions.py              prints the tables, draws bench/results/restore_regions.png
+    python bench/restore_regions.py              prints the tables, draws build/bench/restore_regions.png
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.pictures import plotting
+from bench.timing import OUT
 from pmoe.planner.cost_model import Interference, cheapest_pair
 from pmoe.planner.costs import LineCost
 from pmoe.planner.drawing import PAIRS
@@ -30,8 +31,6 @@ from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.profile import Profile, Versions
 from pmoe.schedule.restore import KEEP, STRATEGIES
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 M, H, B, ELEMENT_SIZE = 1024, 4096, 16384, 2
 RANKS = (2, 8, 64)
@@ -205,11 +204,11 @@ def main() -> None:
         description="Which of S1-S4 is fastest where: a model, not a measurement."
     )
     parser.add_argument("--n", type=int, default=8, help="micro-batches (8)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "restore_regions.png", help="the picture")
+    parser.add_argument("--out", type=Path, default=OUT / "restore_regions.png", help="the picture")
     args = parser.parse_args()
     for ranks, slowed in itertools.product(RANKS, (False, True)):
-        print(f"W = {ranks}, {LANES[slowed]}, n = {args.n}\n")
-        print(table(ranks, slowed, args.n) + "\n")
+        print(f"W = {ranks}, {LANES[slowed]}, n = {args.n}\n", flush=True)
+        print(table(ranks, slowed, args.n) + "\n", flush=True)
     print(f"H200 (link {H200_LINK:.2g}, copy {H200_COPY:.2g}), milliseconds of a step, n = {args.n}\n")
     pairs = {"keep": KEEP, **STRATEGIES}
     print("| W | lanes | " + " | ".join(pairs) + " |\n" + "|---" * (len(pairs) + 2) + "|")

@@ -14,11 +14,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from pmoe import text
 from pmoe.measure.rounds import in_turns
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,37 @@ def _seconds_of(run: Callable[[], Any]) -> tuple[float]:
 
 ROOT = Path(__file__).resolve().parents[1]
 
+OUT = Path("build/bench")
+"""Where benchmarks write unless they are told another folder: bench/results holds those that are kept."""
+
+PROGRESS_SECONDS = 5
+
 BUSY = 0.3
 """More cores than this in use mean that other work ran when a benchmark began."""
+
+
+class Told:
+    """Lines of progress on stderr, by the first rank, at least PROGRESS_SECONDS apart."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def at(self, where: str) -> None:
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if is_first and time.monotonic() - self._last > PROGRESS_SECONDS:
+            self._last = time.monotonic()
+            print(where, file=sys.stderr, flush=True)
+
+
+def counted(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items, with lines that say which of how many comes next.
+
+    Example: "round 3 of 12".
+    """
+    told = Told()
+    for at, each in enumerate(items, start=1):
+        told.at(f"{what} {at} of {len(items)}")
+        yield each
 
 
 def busy_seconds() -> float:

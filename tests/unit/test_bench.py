@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import device
+from bench import device, timing
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "bench").rglob("*.py"))
@@ -45,6 +46,41 @@ def test_every_module_imports(module: str) -> None:
 def test_a_benchmark_is_a_script() -> None:
     assert len(SCRIPTS) >= 19
     assert {path.name for path in FILES if path.name.startswith("bench_")} <= set(SCRIPTS)
+
+
+def test_no_benchmark_replaces_a_stored_result_unless_it_is_told_to() -> None:
+    """By default they write to a folder that git ignores."""
+    assert f"/{timing.OUT.parts[0]}/" in (ROOT / ".gitignore").read_text().split()
+    for path in FILES:
+        default = re.findall(
+            r'add_argument\(\s*"--out".*?default=(.*?)[,)]', path.read_text("utf-8"), re.DOTALL
+        )
+        assert {each.partition(" / ")[0] for each in default} <= {"OUT", "None"}, path.name
+
+
+LINES_OF_PROGRESS = re.compile(
+    r"\b(counted|interleaved|in_turns|measure_quietly|told\.at|in_turn|timed_in_turns)\(|flush=True"
+)
+QUICK = {"bench_send_once.py": "2 s", "redraw.py": "5 s", "bench_fairseq.py": "fairseq's own lines"}
+
+
+def test_every_benchmark_says_how_far_it_is() -> None:
+    """By a loop that counts aloud, here or in a module of bench/ that it takes its loop from."""
+    texts = {path.name: path.read_text("utf-8") for path in FILES}
+    loops = {name for name, text in texts.items() if LINES_OF_PROGRESS.search(text)}
+    for script in set(SCRIPTS) - set(QUICK):
+        used = {f"{name}.py" for name in re.findall(r"from bench\.(\w+) import", texts[script])}
+        assert script in loops or (used & loops) - {"timing.py"}, script
+
+
+def test_lines_of_progress_come_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("bench.timing.time.monotonic", lambda: now[0])
+    for _ in timing.counted(range(12), "round"):
+        now[0] += 1.0
+    assert capsys.readouterr().err.split("\n") == ["round 7 of 12", ""]
 
 
 @pytest.mark.usefixtures("nothing_imported")

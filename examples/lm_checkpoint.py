@@ -118,6 +118,11 @@ def load(
     return shared
 
 
+def is_there(folder: Path, ranks: Ranks) -> bool:
+    """Whether there is a checkpoint to resume, the same answer on all ranks."""
+    return ranks.largest(read_pointer(folder) is not None) > 0
+
+
 def set_aside(folder: Path) -> Path | None:
     """Renames the checkpoints of an earlier run, so that a new one begun by mistake destroys nothing yet."""
     if read_pointer(folder) is None:

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 
 from pmoe.training.parallel import make_meshes, reduce_gradients
 
-TIMEOUT = timedelta(minutes=5)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
@@ -59,7 +57,7 @@ class Ranks:
         return batch.chunk(self.world)[self.rank]
 
 
-def start_ranks() -> Ranks:
+def start_ranks(timeout_seconds: float = 300) -> Ranks:
     """Joins the process group that torchrun describes; without torchrun, one process alone.
 
     One rank a GPU where there are GPUs, else gloo on the CPU.
@@ -70,8 +68,14 @@ def start_ranks() -> Ranks:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return Ranks(rank=0, world=1, device=device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), device=device)
+
+
+def may_restart() -> bool:
+    """Whether torchrun starts this process again when it fails."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
 def stop_ranks() -> None:
@@ -79,15 +83,15 @@ def stop_ranks() -> None:
         dist.destroy_process_group()
 
 
-def leave() -> NoReturn:
-    """Ends this process with code 0, without the interpreter's teardown.
+def leave(code: int = 0) -> NoReturn:
+    """Ends this process, without the interpreter's teardown.
 
     Threads of gloo may outlive the group; once in about a hundred runs one was still there when the
     interpreter came down, and the process aborted after everything had been written.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def share_gradients(model: nn.Module, ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py            # experts over two ranks
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --resume   # after Ctrl-C or a kill
+    torchrun --nnodes 1:3 ... examples/train_lm.py --resume if-any --parts 6  # see docs/cluster.md
     python examples/train_lm.py --dense                                      # same active size, no experts
 
 Reads the sources of Python's standard library unless --data names something else. Writes checkpoints,
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import signal
 import sys
@@ -27,10 +29,10 @@ from typing import Any
 
 import torch
 from lm_arguments import SettingsError, check_arguments, deciding_settings, parse_arguments
-from lm_checkpoint import CheckpointError, load, save, set_aside
+from lm_checkpoint import CheckpointError, is_there, load, save, set_aside
 from lm_data import Corpus, DataError, load_corpus, training_offsets, validation_offsets, windows
 from lm_model import ByteGPT
-from lm_ranks import Ranks, leave, share_gradients, squared_norm, start_ranks, stop_ranks
+from lm_ranks import Ranks, leave, may_restart, share_gradients, squared_norm, start_ranks, stop_ranks
 from lm_report import History, Progress, bits, draw_curves, peak_memory_bytes, write_metrics
 from torch import Tensor
 from torch.nn import functional as F
@@ -80,13 +82,16 @@ class Run:
         return deciding_settings(self.arguments) | {"text": self.corpus.fingerprint}
 
 
-def main() -> None:
+def main() -> int:
+    """The exit code. Where torchrun would restart this process, stopping early is no success: another machine
+    has come, for which one machine's ranks were stopped, and all have stopped with them."""
     arguments = parse_arguments()
     stop = StopRequest()
-    ranks = start_ranks()
+    ranks = start_ranks(arguments.timeout)
     try:
         run = begin(arguments, ranks)
         train(run, stop)
+        return os.EX_TEMPFAIL if run.step < arguments.steps and may_restart() else 0
     except (DataError, CheckpointError, SettingsError) as error:
         sys.exit(f"train_lm: {error}" if ranks.rank == 0 else 1)
     finally:
@@ -106,7 +111,7 @@ def begin(arguments: argparse.Namespace, ranks: Ranks) -> Run:
         history=History(),
     )
     say(ranks, run.corpus.description)
-    if arguments.resume:
+    if arguments.resume == "always" or (arguments.resume and is_there(run.checkpoints(), ranks)):
         restore(run)
     elif ranks.rank == 0 and (aside := set_aside(run.checkpoints())):
         say(ranks, f"an earlier run's checkpoints are now in {aside}")
@@ -141,7 +146,7 @@ def build_optimizer(model: ByteGPT, arguments: argparse.Namespace) -> torch.opti
 def restore(run: Run) -> None:
     saved = load(run.checkpoints(), run.model, run.optimizer, run.settings(), run.ranks)
     run.step, run.seconds, run.history = saved["step"], saved["seconds"], History(**saved["history"])
-    say(run.ranks, f"resumed after step {run.step}")
+    say(run.ranks, f"resumed after step {run.step} on {run.ranks.world} rank(s)")
 
 
 def save_checkpoint(run: Run) -> None:
@@ -235,10 +240,14 @@ def backward(run: Run) -> Tensor:
     offsets = training_offsets(
         len(text), arguments.context, arguments.batch, seed=arguments.seed, step=run.step
     )
+    parts = ranks.slice(offsets).chunk((arguments.parts or ranks.world) // ranks.world)
     run.optimizer.zero_grad()
-    loss = mean_loss(run, text, ranks.slice(offsets))
-    (loss + arguments.aux_weight * run.model.auxiliary_loss()).backward()
-    return loss.detach()
+    total = torch.zeros((), device=ranks.device)
+    for part in parts:
+        loss = mean_loss(run, text, part) / len(parts)
+        (loss + arguments.aux_weight / len(parts) * run.model.auxiliary_loss()).backward()
+        total += loss.detach()
+    return total
 
 
 def mean_loss(run: Run, text: Tensor, offsets: Tensor) -> Tensor:
@@ -247,7 +256,8 @@ def mean_loss(run: Run, text: Tensor, offsets: Tensor) -> Tensor:
     inputs, targets = (part.to(device) for part in windows(text, offsets, run.arguments.context))
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         logits = run.model(inputs)
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
@@ -328,5 +338,4 @@ def say(ranks: Ranks, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
-    leave()
+    leave(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,14 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Of a group's collectives; a new group would have torch's default. None where it cannot be read."""
     timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
     return timeout
+
+
+def share_timeout(group: dist.ProcessGroup, others: Iterable[dist.ProcessGroup]) -> None:
+    """Gives other groups the timeout of ``group``, where it can be read."""
+    timeout = timeout_of(group)
+    if timeout is not None:
+        for each in others:
+            dist.distributed_c10d._set_pg_timeout(timeout, each)
 
 
 def backend_options(group: dist.ProcessGroup) -> Any:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from pmoe.arguments import check_count
 from pmoe.comm.mesh import ACROSS, INSIDE
+from pmoe.comm.subgroups import share_timeout
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.training.clipping import device_type_of, local_gradient
@@ -87,8 +88,9 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     Ranks of "mp" and of "esp" are neighbours, of one node. Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp"
     and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and (1, 3), "edp" each rank by itself.
 
-    Every rank must call it with the same arguments; a second call with them returns the same meshes. Raises
-    ValueError where the sizes do not tile the ranks, RuntimeError without a process group.
+    Their groups have the default group's timeout. Every rank must call it with the same arguments; a second
+    call with them returns the same meshes. Raises ValueError where the sizes do not tile the ranks,
+    RuntimeError without a process group.
     """
     check_count(mp=mp, ep=ep, esp=esp)
     if not dist.is_available() or not dist.is_initialized():
@@ -107,7 +109,9 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     if key not in made:
         dense = init_device_mesh(device_type, (num_ranks // mp, mp), mesh_dim_names=(DP, MP))
         shape = (num_ranks // (ep * esp), ep, esp)
-        made[key] = Meshes(dense, init_device_mesh(device_type, shape, mesh_dim_names=(EDP, ACROSS, INSIDE)))
+        experts = init_device_mesh(device_type, shape, mesh_dim_names=(EDP, ACROSS, INSIDE))
+        share_timeout(world, [*dense.get_all_groups(), *experts.get_all_groups()])
+        made[key] = Meshes(dense, experts)
     return made[key]
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,9 +32,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
+from pmoe.comm.subgroups import timeout_of
 from pmoe.training import parallel
 from pmoe.training.parallel import Meshes, is_expert, make_meshes, reduce_gradients
-from tests.pool import ranks
+from tests.pool import GROUP_TIMEOUT_SECONDS, ranks
 from tests.reference import relative_error
 from tests.spread import spread
 
@@ -367,6 +369,17 @@ def test_what_the_experts_leave_is_data_parallel_outermost() -> None:
     found = ranks(4).run(laid_out, {"esp": 2})
     assert [each["edp"] for each in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [each["dp"] for each in found] == [[0, 1, 2, 3]] * 4
+
+
+def timeouts(rank: int, world: int) -> list[timedelta | None]:
+    meshes = make_meshes(mp=2, ep=2)
+    return [timeout_of(meshes.group(name)) for name in ("dp", "mp", "edp", "ep", "esp")]
+
+
+def test_a_lost_rank_ends_every_group_of_the_meshes_in_time() -> None:
+    """torch would give them half an hour, whatever the default group has."""
+    for found in ranks(4).run(timeouts):
+        assert set(found) == {timedelta(seconds=GROUP_TIMEOUT_SECONDS)}
 
 
 def groups_made(rank: int, world: int) -> list[int]:

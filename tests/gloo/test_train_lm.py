@@ -38,7 +38,7 @@ import lm_data  # noqa: E402
 import lm_model  # noqa: E402
 import lm_ranks  # noqa: E402
 import train_lm  # noqa: E402
-from lm_arguments import SettingsError, parse_arguments  # noqa: E402
+from lm_arguments import SettingsError, check_arguments, parse_arguments  # noqa: E402
 
 from pmoe.integrations.run_folder import read_run  # noqa: E402
 from pmoe.training.parallel import is_expert  # noqa: E402
@@ -167,6 +167,19 @@ def test_two_ranks_report_the_losses_and_gradient_norms_of_one(tmp_path):
         [metrics(tmp_path / "1")["summary"]["valid_loss"]],
         relative=1e-4,
     )
+
+
+@pytest.mark.slow
+def test_a_batch_in_the_same_parts_has_the_load_balance_loss_of_one_rank_too(tmp_path):
+    """And --resume if-any begins where there is nothing to resume."""
+    flags = ["--steps", 4, "--aux-weight", 0.5, "--parts", 2, "--resume", "if-any"]
+    for num_ranks in (1, 2):
+        start(num_ranks, tmp_path / str(num_ranks), *flags).finish()
+    one, two = (metrics(tmp_path / name)["history"] for name in "12")
+    for name in ("train_loss", "gradient_norm"):
+        assert_close(two[name], one[name], relative=1e-4)
+    with pytest.raises(SettingsError, match=r"--parts \(3\) must be divisible by the number of ranks \(2\)"):
+        check_arguments(parse_arguments(["--parts", "3", "--batch", "6"]), 2)
 
 
 FIRST_GRADIENTS = """
@@ -481,6 +494,7 @@ def test_the_dense_run_draws_and_keeps_the_checkpoints_of_the_run_before(tmp_pat
         (["--batch", "0"], r"--batch \(0\) must be at least 1"),
         (["--lr", "-1"], r"--lr \(-1.0\) must be positive"),
         (["--heads", "3"], r"d_model \(16\) must be divisible by 2 \* heads \(6\)"),
+        (["--parts", "3"], r"--batch \(4\) must be divisible by --parts \(3\)"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tmp_path, flags, message):

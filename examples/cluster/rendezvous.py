@@ -1,0 +1,34 @@
+"""Holds the place where the machines of a job meet, so that none of them has to outlive the others.
+
+    python examples/cluster/rendezvous.py --port 29400     # on a machine that does not train
+
+torchrun's c10d rendezvous keeps its state in a store that the machine named by --rdzv-endpoint serves. If
+that machine trains too, its death ends the job; this program serves the store from anywhere else (a login
+node, a pod of its own). It holds a few kilobytes and needs no GPU. Every torchrun then names it:
+
+    torchrun --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-conf is_host=0 ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+from torch.distributed import TCPStore
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serves torchrun's rendezvous store until it is stopped.")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    parser.add_argument("--port", type=int, default=29400)
+    arguments = parser.parse_args()
+    store = TCPStore(
+        arguments.host, arguments.port, is_master=True, wait_for_workers=False, multi_tenant=True
+    )
+    print(f"machines may meet at port {store.port}", flush=True)
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # for sigwait, in all threads
+    main()

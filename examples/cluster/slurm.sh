@@ -1,0 +1,38 @@
+#!/bin/bash
+# A job of four machines under Slurm, which goes on with those that are left:
+#
+#     sbatch --export=ALL,OUT=/shared/runs/lm examples/cluster/slurm.sh
+#
+# The machines meet at the first one, where Slurm runs this script. If that one dies, the job is requeued and
+# goes on from its last checkpoint; if another dies, the rest restarts without it.
+#SBATCH --job-name=pmoe-lm
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH --signal=B:TERM@300
+set -eu
+
+: "${OUT:?must be a folder that all machines see: checkpoints go there}"
+port=$((20000 + SLURM_JOB_ID % 10000)) # of its own, where jobs share a machine
+export JOB=$SLURM_JOB_ID RENDEZVOUS="$SLURMD_NODENAME:$port" NODES="1:$SLURM_JOB_NUM_NODES"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+
+python examples/cluster/rendezvous.py --port "$port" &
+meeting=$!
+
+# One machine.sh a machine; none is ended because another failed.
+srun --no-kill --kill-on-bad-exit=0 --wait=0 sh examples/cluster/machine.sh \
+    examples/train_lm.py --out "$OUT" --resume if-any --parts 32 --num-experts 32 &
+machines=$!
+
+# Five minutes before the end of its time the job writes a checkpoint; whoever submits it again goes on there.
+trap 'kill -TERM "$machines"' TERM
+wait "$machines" || wait "$machines"
+kill "$meeting"

@@ -7,17 +7,21 @@ import math
 import os
 import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from pmoe import Routing
+from pmoe import MoELayer, Routing
+from pmoe.comm.subgroups import timeout_of
 from tests.gloo.kit import backward, build, counted_collectives, error_of, inputs, one_step
 from tests.kit import assert_same, tokens
 from tests.own_experts import mlp
-from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
+from tests.pool import GROUP_TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS, Pool, ranks
 from tests.spread import spread
 
 # ---- faults on one rank
@@ -172,3 +176,34 @@ def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str,
         message
     )
     assert seconds < SHORT_TIMEOUT_SECONDS + 20  # what a busy machine may add
+
+
+# ---- timeouts of a mesh's groups
+
+
+def mesh_job(rank: int, world: int) -> tuple[dict[str, float], str, float]:
+    """Seconds of groups: torch's own of a mesh, those that are set, and those of the group that pmoe makes of
+    both; then how a rank ends that waits for another, and when."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "ep", "esp"))
+    seconds = {"before": timeout_of(mesh.get_group("esp")).total_seconds()}
+    for name in mesh.mesh_dim_names:  # as docs/troubleshooting.md has it
+        _set_pg_timeout(timedelta(seconds=2), mesh.get_group(name))
+    layer = MoELayer(6, 8, 4, mesh=mesh["ep", "esp"])
+    seconds |= {"set": timeout_of(mesh.get_group("esp")).total_seconds()}
+    seconds |= {"made": timeout_of(layer.ranks.group).total_seconds()}
+    layer(torch.randn(4, 6)).sum().backward()
+    began, told = time.monotonic(), ""
+    if rank % 2 == 0:
+        told = error_of(lambda: layer(torch.randn(4, 6)))
+    return seconds, told, time.monotonic() - began
+
+
+def test_groups_of_a_mesh_have_the_timeout_that_is_set_and_so_has_the_one_made_of_them() -> None:
+    pool = Pool(4)
+    try:
+        found = pool.run(mesh_job)
+    finally:
+        pool.stop()
+    for rank, (seconds, told, waited) in enumerate(found):
+        assert seconds == {"before": 1800.0, "set": 2.0, "made": 2.0}
+        assert rank % 2 or "took longer than the group's timeout" in told and waited < GROUP_TIMEOUT_SECONDS

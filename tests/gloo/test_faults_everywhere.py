@@ -11,12 +11,11 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pmoe import MoELayer
 from pmoe.engine import lanes
@@ -43,13 +42,12 @@ ENDINGS = ("dies", "stops", "raises")
 
 def build(options: dict[str, Any], world: int) -> MoELayer:
     torch.manual_seed(7)
-    # A mesh's groups have torch's timeout, half an hour, whatever the default group's is.
-    seconds = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-    with mock.patch.object(dist.distributed_c10d, "_get_default_timeout", lambda _: seconds):
-        if options.get("mesh"):
-            mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "esp"))
-            options = {**options, "mesh": mesh}
-        return MoELayer(6, 8, 4, 2, pipeline=4, dtype=torch.float64, **options)
+    if options.get("mesh"):
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "esp"))
+        for name in mesh.mesh_dim_names:  # they have torch's timeout, whatever the default group's is
+            _set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_SECONDS), mesh.get_group(name))
+        options = {**options, "mesh": mesh}
+    return MoELayer(6, 8, 4, 2, pipeline=4, dtype=torch.float64, **options)
 
 
 class Failing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -55,12 +56,13 @@ def run(rank: int, world: int, folder: Path, rendezvous: str, pipe: Any) -> None
     if (folder / "latest.json").exists():
         first = pmoe.load_checkpoint(folder, model, optimizer).step + 1
         assert_full(model, optimizer, first - 1)
-    for step in itertools.count(first):
-        for tensor, number in numbers(model, optimizer, step):
-            tensor.fill_(number)
-        pmoe.save_checkpoint(folder, model, optimizer, step=step, extra={"seen": [step]}, keep=3)
-        if rank == 0:
-            pipe.send(step)
+    with contextlib.suppress(RuntimeError):  # the peer is gone
+        for step in itertools.count(first):
+            for tensor, number in numbers(model, optimizer, step):
+                tensor.fill_(number)
+            pmoe.save_checkpoint(folder, model, optimizer, step=step, extra={"seen": [step]}, keep=3)
+            if rank == 0:
+                pipe.send(step)
 
 
 def assert_full(model: nn.Module, optimizer: AdamW, step: int) -> None:

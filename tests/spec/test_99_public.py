@@ -12,7 +12,7 @@ import pytest
 import pmoe
 
 FOLDER = Path(__file__).parent
-REFERENCE = FOLDER.parents[1] / "docs" / "reference.rst"
+REFERENCE = sorted((FOLDER.parents[1] / "docs").glob("reference*.rst"))
 FILES = sorted(FOLDER.glob("*.py"))
 BESIDE = {"torch", "pytest", "tests"}
 """What a file may import beside Python's own modules and pmoe; of tests the kit alone, which starts ranks."""
@@ -22,7 +22,7 @@ MAX_LINES = 250
 def public_modules() -> dict[str, set[str] | None]:
     """The names that the reference describes, by module; None stands for all public names of the module."""
     found: dict[str, set[str] | None] = {"pmoe": set(pmoe.__all__)}
-    text = REFERENCE.read_text(encoding="utf-8")
+    text = "\n".join(each.read_text(encoding="utf-8") for each in REFERENCE)
     for kind, name in re.findall(
         r"^\.\. (public|autoclass|autofunction|docstring):: (\S+)$", text, re.MULTILINE
     ):

@@ -439,6 +439,17 @@ def test_pictures_are_there_without_a_build() -> None:
 
 # ---- the site
 
+REFERENCE = sorted(DOCS.glob("reference*.rst"))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "\n".join(each.read_text(encoding="utf-8") for each in REFERENCE)
+    described = re.findall(r"^\.\. auto\w+:: pmoe\.(\w+)$", text, re.MULTILINE)
+    assert sorted(described) == sorted(set(pmoe.__all__) - {"__version__"})
+    listed = (DOCS / "reference.rst").read_text(encoding="utf-8")
+    for each in REFERENCE:
+        assert each.stem == "reference" or listed.count(f"{each.stem}\n") == 1, each.name
+
 
 class Found(HTMLParser):
     """What a page has: its ids, and what it links to and loads."""
@@ -499,13 +510,13 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser:
     site = tmp_path / "site"
     pages = {path: Found(path.read_text(encoding="utf-8")) for path in site.glob("*.html")}
     names = {path.name for path in pages}
-    assert {f"{each.stem}.html" for each in [*PAGES, DOCS / "reference.rst"]} <= names
+    assert {f"{each.stem}.html" for each in [*PAGES, *REFERENCE]} <= names
     for path, found in pages.items():
         check_links(path, found, pages)
         check_nothing_is_fetched(path, found)
-    for each in [*PAGES, DOCS / "reference.rst"]:
+    for each in [*PAGES, *REFERENCE]:
         assert pages[site / f"{each.stem}.html"].headings == 1, each.name
-    described = pages[site / "reference.html"].ids
+    described = set().union(*(pages[site / f"{each.stem}.html"].ids for each in REFERENCE))
     for name in pmoe.__all__:
         assert name == "__version__" or any(each.endswith(f".{name}") for each in described), name
     told = (site / "commands.html").read_text(encoding="utf-8")
@@ -532,11 +543,16 @@ def check_looks(browser: Page, names: Iterator[Path]) -> None:
             assert found["width"] <= width, f"{path.name} is {found['width']} wide in {width}"
             assert found["missing"] == [], path.name
             assert browser.messages() == [], path.name
+            assert found["height"] <= MOST_PIXELS or not path.name.startswith("reference"), path.name
 
+
+MOST_PIXELS = 16_000
+"""Of a page of the reference: one of 43,000 is a list to search, not a page to read."""
 
 LOOKS = """
 return {
     width: document.documentElement.scrollWidth,
+    height: innerWidth < 1000 ? 0 : document.documentElement.scrollHeight,
     missing: [...document.images].filter(each => each.naturalWidth == 0).map(each => each.src),
 }
 """

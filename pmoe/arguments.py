@@ -32,11 +32,14 @@ def plain_int(value: Any) -> Any:
     return int(value) if is_int(value) else value
 
 
-def check_int(**values: object) -> None:
-    """TypeError unless each is an integer."""
+def check_int(least: int | None = None, **values: object) -> None:
+    """TypeError unless each is an integer, ValueError where it is less than ``least``."""
     for name, value in values.items():
+        rule = f"{name} ({shown(value)}) must be an int{'' if least is None else f' of at least {least}'}"
         if not is_int(value):
-            raise TypeError(f"{name} ({value!r}) must be an int")
+            raise TypeError(rule)
+        if least is not None and value < least:
+            raise ValueError(rule)
 
 
 def check_flag(name: str, flag: object, *, or_none: bool = False) -> None:
@@ -72,42 +75,53 @@ def check_positive(**values: float | None) -> None:
             raise ValueError(f"{name} ({value}) must be None or a positive number")
 
 
+def shown(value: object) -> str:
+    """A value as a message shows it: its text, or its type where that text is long."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else type(value).__name__
+
+
 def list_of(name: str, values: Any) -> list[Any]:
     """Of an iterable; TypeError for what is none."""
-    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
-        raise TypeError(f"{name} ({values!r}) must be several, as in a list")
-    return list(values)
+    if (
+        isinstance(values, Iterable)
+        and not isinstance(values, str | bytes)
+        and getattr(values, "ndim", 1) != 0
+    ):
+        return list(values)
+    raise TypeError(f"{name} ({shown(values)}) must be several, as in a list")
 
 
-def check_path(**paths: object) -> None:
-    """TypeError unless each is a string or a path."""
-    for name, path in paths.items():
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"{name} ({path!r}) must be a path")
-
-
-def check_kind(kind: type, told: str, **values: object) -> None:
+def check_kind(kind: type | tuple[type, ...], told: str, **values: object) -> None:
     """TypeError unless each is of that class."""
     for name, value in values.items():
         if not isinstance(value, kind):
-            raise TypeError(f"{name} ({type(value).__name__}) must be a {told}")
+            raise TypeError(f"{name} ({shown(value)}) must be {told}")
 
 
-def check_module(model: object) -> None:
-    """TypeError unless it is a module."""
+def check_path(**paths: object) -> None:
+    """TypeError unless each is a string or a path, ValueError where it names nothing."""
+    check_kind((str, os.PathLike), "a path", **paths)
+    for name, path in paths.items():
+        if str(path) == "" or "\0" in str(path):
+            raise ValueError(f"{name} ({path!r}) must be the name of a file or folder")
+
+
+def check_module(**modules: object) -> None:
+    """TypeError unless each is a module."""
     from torch import nn  # not needed for numbers
 
-    check_kind(nn.Module, "torch.nn.Module", model=model)
+    check_kind(nn.Module, "a torch.nn.Module", **modules)
 
 
-def check_tensors(dims: int, **tensors: Any) -> None:
-    """TypeError unless each is a dense tensor, ValueError unless it has so many dimensions."""
+def check_tensors(dims: int | None, **tensors: Any) -> None:
+    """TypeError unless each is a dense tensor, ValueError unless it has ``dims`` dimensions."""
     import torch  # not needed for numbers
 
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_complex():
-            raise TypeError(f"{name} ({value!r}) must be a tensor, neither sparse nor complex")
-        if value.dim() != dims:
+            raise TypeError(f"{name} ({shown(value)}) must be a tensor, neither sparse nor complex")
+        if dims not in (None, value.dim()):
             raise ValueError(f"{name} of shape {tuple(value.shape)} must have {dims} dimensions")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Container, Iterable, Sequence
 from itertools import zip_longest
@@ -29,7 +30,7 @@ def parse_bytes(name: str, value: int | str) -> int:
     TypeError for another type, ValueError for another text and for less than one byte.
     """
     rule = f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB' or '500 MB'"
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, str)):
         raise TypeError(rule)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     if found is None or found[2].upper() not in UNITS:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from pmoe.arguments import check_kind
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.comm.subgroups import timeout_of
 
@@ -13,12 +14,18 @@ ACROSS, INSIDE = "ep", "esp"
 """Names of a mesh's dimensions."""
 
 
+def dimensions_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Their names. Raises TypeError for what is no mesh."""
+    check_kind(DeviceMesh, "a torch.distributed.device_mesh.DeviceMesh", mesh=mesh)
+    return mesh.mesh_dim_names or ()
+
+
 def grid_of_mesh(mesh: DeviceMesh) -> Grid:
     """Of a mesh with the dimensions "ep" and "esp", in either order, or one of them.
 
-    Raises ValueError for other dimensions.
+    Raises ValueError for other dimensions, TypeError for what is no mesh.
     """
-    names = mesh.mesh_dim_names or ()
+    names = dimensions_of(mesh)
     if not names or not set(names) <= {ACROSS, INSIDE}:
         raise ValueError(
             f"mesh (dimensions {names or 'without names'}) must have the dimensions "

@@ -16,7 +16,7 @@ from pmoe.experts.base import Experts, Shard
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.stacked import StackedExperts
 
-__all__ = ["Experts", "FFNExperts", "Shard", "StackedExperts", "make_stacked"]
+__all__ = ["Experts", "FFNExperts", "Shard", "StackedExperts"]
 
 T = TypeVar("T")
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from pmoe.arguments import check_count, check_module, list_of
 from pmoe.experts.base import Allocate, Experts, Hidden, Runs, Shard, row_dot
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
 from pmoe.experts.products import GradientSum, RowGroups
@@ -65,7 +66,10 @@ class ModuleExperts(Experts):
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.local = nn.ModuleList(modules)
+        listed = list_of("modules", modules)
+        check_module(**{f"modules, number {at}": each for at, each in enumerate(listed)})
+        check_count(**{"the number of modules": len(listed)})
+        self.local = nn.ModuleList(listed)
         self.num_local_experts = len(self.local)
 
     def as_modules(self) -> list[nn.Module]:

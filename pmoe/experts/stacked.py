@@ -66,7 +66,7 @@ class StackedExperts(Experts):
         check_count(d_model=d_model, d_hidden=d_hidden, num_local_experts=num_local_experts)
         check_flag("bias", bias)
         check_place(device, dtype)
-        check_kind(Shard, "pmoe.experts.Shard", shard=shard)
+        check_kind(Shard, "a pmoe.experts.Shard", shard=shard)
         self.num_local_experts, self.shard, self.all_hidden = num_local_experts, shard, d_hidden
         d_hidden //= shard.count
 

@@ -50,7 +50,7 @@ _FILES = {name: file for file, name in _CLASSES.items()} | {"ExternalGate": "ext
 GATES: Mapping[str, type[Gate]]
 """The gates by name: all are loaded at its first use."""
 
-__all__ = ["GATES", "Gate", "Mix", "Routing", "load_balance_loss", "make_gate", "router_z_loss", *_FILES]
+__all__ = ["GATES", "Gate", "Mix", "Routing", "load_balance_loss", "router_z_loss", *_FILES]
 
 
 def __getattr__(name: str) -> Any:

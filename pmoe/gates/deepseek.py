@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.arguments import check_count, check_not_negative, check_positive
+from pmoe.arguments import check_count, check_kind, check_not_negative, check_positive
 from pmoe.gates.base import Routing, TopKRouter
 from pmoe.gates.logits import router_logits, router_z_loss
 from pmoe.gates.sigmoid import sigmoid_shares
@@ -119,6 +119,7 @@ class DeepSeekGate(TopKRouter):
         None is the default group, or this rank alone where none is initialised. All ranks add the same to
         the same bias, so it stays alike. One all-reduce of E numbers, no host synchronisation.
         """
+        check_kind((dist.ProcessGroup, type(None)), "None or a process group", group=group)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.load, group=group)
         below_mean_E = self.load.sum() - self.load * self.load.numel()  # exact, in integers

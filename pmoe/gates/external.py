@@ -35,7 +35,7 @@ class ExternalGate(Gate):
 
         The layer checks them, on every rank. Of slots that keep_TK drops the expert may be any of the E.
         """
-        zero = torch.zeros((), device=weight_TK.device)
+        zero = torch.zeros((), device=getattr(weight_TK, "device", None))
         self._given = Routing(expert=expert_TK, weight=weight_TK, l_aux=zero, keep=keep_TK)
         try:
             yield

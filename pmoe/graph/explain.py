@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parallel.distributed import _find_tensors
 
+from pmoe.arguments import check_module
 from pmoe.graph import run
 from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
+from pmoe.graph.options import Options
 from pmoe.graph.run import Key, Program
 from pmoe.graph.weight_gradients import weight_gradients
 from pmoe.measure.rounds import clock_of
@@ -90,6 +92,8 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     results; gradients that parameters have stay as they are. Every rank must call it. Raises ValueError where
     the graph holds no layer that communicates.
     """
+    check_module(model=model)
+    Options.of(options)
     compiled = torch.compile(model, backend="pmoe", options=dict(options or {}))
     parameters = [each for each in model.parameters() if each.requires_grad]
     seconds = dict[Key, PassSeconds]()

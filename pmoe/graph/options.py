@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pmoe.arguments import check_count, check_flag
+from pmoe.arguments import check_count, check_flag, check_kind
 from pmoe.text import parse_bytes
 
 SLACK = 1.1
@@ -34,6 +34,7 @@ class Options:
     def of(options: Mapping[str, Any] | None) -> Options:
         """Raises TypeError or ValueError, naming option, value and rule."""
         known = [each.name for each in fields(Options)]
+        check_kind((Mapping, type(None)), f"a dict of {', '.join(known)}", options=options)
         for name in options or {}:
             if name not in known:
                 raise ValueError(f"options ({name!r}) must be of {', '.join(known)}")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe import __version__
-from pmoe.arguments import check_count, check_flag, check_int, check_module, check_path
+from pmoe.arguments import check_count, check_flag, check_int, check_kind, check_module, check_path
 from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import Journal, recording
@@ -121,12 +121,11 @@ class StatsWriter:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         check_path(run_dir=run_dir)
-        check_module(model)
+        check_module(model=model)
         check_count(every=every)
         check_flag("tensorboard", tensorboard)
         check_flag("exposed", exposed)
-        if not isinstance(settings, Mapping | None):
-            raise TypeError(f"settings ({type(settings).__name__}) must be a dict, such as vars(arguments)")
+        check_kind((Mapping, type(None)), "a dict, such as vars(arguments)", settings=settings)
         self.folder, self.every, self.exposed = Path(run_dir), every, exposed
         self._model, self._group = model, group
         ranks = Ranks(group)
@@ -168,7 +167,7 @@ class StatsWriter:
         Raises TypeError or ValueError for a step that does not ascend, a scalar that is no number, or a name
         that cannot be printed.
         """
-        check_int(step=step)
+        check_int(0, step=step)
         if self._last is not None and step <= self._last:
             raise ValueError(f"step ({step}) must be greater than the last one ({self._last})")
         self._add(step, scalars)
@@ -261,14 +260,16 @@ def _number(name: str, value: object) -> float | Tensor:
     if not name.isprintable():  # one line, and text that can be encoded
         raise ValueError(f"a scalar's name ({name!r}) must be printable")
     if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex():
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.is_meta:
             shape = tuple(value.shape)
             raise TypeError(f"{name} (a tensor of shape {shape} and {value.dtype}) must be one real number")
         return value.detach().clone()
     try:
+        if isinstance(value, bool | str | bytes) or str(getattr(value, "dtype", "")) == "bool":
+            raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):
-        raise TypeError(f"{name} ({value!r}) must be a number") from None
+        raise TypeError(f"{name} ({value!r}) must be a number, and no bool") from None
 
 
 def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pmoe.arguments import check_flag, check_module
+from pmoe.arguments import check_flag, check_kind, check_module
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.engine.arena import pool
 from pmoe.engine.recording import Journal
@@ -134,10 +134,9 @@ def stats(
     else does. Raises TypeError where an argument is of another type, ValueError for a group that is not used,
     RuntimeError where a peer is missing.
     """
-    check_module(model)
+    check_module(model=model)
     check_flag("all_ranks", all_ranks)
-    if journal is not None and not isinstance(journal, Journal):
-        raise TypeError(f"journal ({journal!r}) must be None or what pmoe.recording() gave")
+    check_kind((Journal, type(None)), "None or what pmoe.recording() gave", journal=journal)
     if group is not None and not all_ranks:
         raise ValueError("group must be None unless all_ranks is True: nothing is reduced")
     layers = layers_of(model)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.arguments import check_flag, check_not_negative, check_place
+from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.experts import initialise, make_stacked
 from pmoe.experts.base import Experts
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def check_arguments(
-    mesh: DeviceMesh | None,
     callbacks: Sequence[Callback],
     device: torch.device | str | None,
     dtype: torch.dtype | None,
@@ -41,21 +40,15 @@ def check_arguments(
     check_not_negative(z_loss_weight=z_loss_weight)
     find_activation(activation)
     check_place(device, dtype)
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh ({mesh!r}) must be a torch.distributed.device_mesh.DeviceMesh")
     check_flag("shared_gate", shared_gate)
-    if not isinstance(callbacks, Sequence):
-        raise TypeError(f"callbacks ({callbacks!r}) must be a list of pmoe.Callback objects")
+    check_kind(Sequence, "a list of pmoe.Callback objects", callbacks=callbacks)
     if callbacks:
         from pmoe.engine.callbacks import Callback
     for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise TypeError(f"callbacks ({callback!r}) must be pmoe.Callback objects")
+        check_kind(Callback, "pmoe.Callback objects", callbacks=callback)
 
 
-def check_together(
-    parts: Parts, device: torch.device | str | None, shared_expert: int | nn.Module | None
-) -> None:
+def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
     """Raises ValueError where options do not go with each other or the modules. shared_expert: as given."""
     spec, pair = parts.spec, parts.spec.restore
     apart = spec.pipeline_backward not in (None, spec.fixed_degree)
@@ -72,9 +65,7 @@ def check_together(
     if isinstance(pair, Restore) and pair.offloads:
         from pmoe.engine.offloaded import check_host_memory
 
-        check_host_memory(
-            pair, torch.empty(0, device=device).device if parts.like is None else parts.like.device
-        )
+        check_host_memory(pair, torch.empty(0).device if parts.like is None else parts.like.device)
     if spec.memory_budget is not None:
         from pmoe.layer.memory import check_budget
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pmoe.arguments import MOST, is_int
+from pmoe.arguments import check_count, check_int, check_kind
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.hierarchical import HierarchicalExchange
 from pmoe.experts.base import Experts, local_part
@@ -41,14 +41,10 @@ def predict_memory(
 ) -> PredictedMemory:
     """As `pmoe.MoELayer.predict_memory`."""
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
-        if value is not None and (not is_int(value) or not 1 <= value <= MOST):
-            raise ValueError(f"{name} ({value!r}) must be None or an int of at least 1, and at most {MOST}")
-    if not is_int(num_tokens) or num_tokens < 0:
-        raise ValueError(f"num_tokens ({num_tokens!r}) must be an int of at least 0")
-    if row_counts is not None and not isinstance(row_counts, RankCounts):
-        raise TypeError(
-            f"row_counts ({type(row_counts).__name__}) must be None or what layer.row_counts holds"
-        )
+        if value is not None:
+            check_count(**{name: value})
+    check_int(0, num_tokens=num_tokens)
+    check_kind((RankCounts, type(None)), "None or what layer.row_counts holds", row_counts=row_counts)
     check_predictable(parts)
     ways = _ways(parts, pipeline, pipeline_backward, memory_reuse)
     rotates = parts.spec.rotates or memory_reuse is not None

@@ -20,7 +20,7 @@ from pmoe.experts.base import Experts, Shard
 from pmoe.layer import build
 from pmoe.layer.decision import LastCall, Ran, decide, run, shaped_output
 from pmoe.layer.parts import Call, Known, Parts
-from pmoe.layer.spec import LayerSpec, Switches, check_no_switch, option
+from pmoe.layer.spec import LayerSpec, Switches, option
 from pmoe.ordering import Order, make_order
 from pmoe.schedule.restore import Restore
 
@@ -164,7 +164,7 @@ class MoELayer(nn.Module):
         given, names = dict(locals()), LayerSpec.__dataclass_fields__
         super().__init__()
         self.spec = LayerSpec(**{name: given[name] for name in names if name in given})
-        build.check_arguments(mesh, callbacks, device, dtype, activation, shared_gate, z_loss_weight)
+        build.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = build.make_grid(group, mesh)
         build.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()
@@ -189,7 +189,7 @@ class MoELayer(nn.Module):
                 shared_expert, kind, self.d_model, activation, bias, self.num_experts, options
             )
         self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
-        build.check_together(self.parts, device, shared_expert)
+        build.check_together(self.parts, shared_expert)
         if self.ranks.size > 1:
             from pmoe.experts.wrapped import sampled
 
@@ -203,7 +203,11 @@ class MoELayer(nn.Module):
         return self._parts
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_no_switch(name, value)
+        if name in LayerSpec.__dataclass_fields__ or name in Switches.__dataclass_fields__:
+            from pmoe.layer.set_option import set_option
+
+            set_option(self, name, value)
+            return
         super().__setattr__(name, value)
         if name in Parts.__dataclass_fields__:
             self.__dict__["_parts"] = None

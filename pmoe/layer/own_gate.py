@@ -8,17 +8,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from pmoe.arguments import check_kind, check_tensors
 from pmoe.comm.counts import Fault
-from pmoe.gates.base import Routing
+from pmoe.gates.base import Mix, Routing
 from pmoe.layer.parts import Parts
+
+NEEDED = ("expert", "weight", "l_aux", "dispatch", "combine")
+"""Fields of a `Routing`, and of a `Mix` where there is one, that may not be None; all but the first are
+floating-point numbers."""
 
 
 def check_gate(
     gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
 ) -> None:
     """Raises TypeError for no module, ValueError for options that a gate of one's own has itself."""
-    if not isinstance(gate, nn.Module):
-        raise TypeError(f"gate ({gate!r}) must be a name or a torch.nn.Module")
+    check_kind(nn.Module, "a name or a torch.nn.Module", gate=gate)
     if normalize_gate is not None or z_loss_weight:
         raise ValueError(
             f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
@@ -47,15 +51,22 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
     return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
 
 
-def check_routing(parts: Parts, routing: object, num_tokens: int) -> None:
-    """Raises TypeError or ValueError where a gate returned no `Routing` of ``num_tokens`` tokens."""
-    name = type(parts.gate).__name__
+def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
+    """Raises TypeError or ValueError where a gate returned no `Routing` of the tokens."""
+    name, num_tokens = type(parts.gate).__name__, x_TM.shape[0]
     if not isinstance(routing, Routing):
         raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")
-    for field in ("expert", "weight", "l_aux"):
-        value = getattr(routing, field)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"gate ({name}) returned {field} ({value!r}); it must be a tensor")
+    given = dict(vars(routing))
+    if (mix := given.pop("mix")) is not None:
+        check_kind(Mix, "a pmoe.gates.Mix", **{f"gate ({name}): mix": mix})
+        given |= vars(mix)
+    given = {field: value for field, value in given.items() if value is not None or field in NEEDED}
+    for field, value in given.items():
+        check_tensors(0 if field == "l_aux" else None, **{f"gate ({name}): {field}": value})
+        if value.is_meta or (field != "l_aux" and value.device != x_TM.device):
+            raise ValueError(f"gate ({name}) returned {field} on {value.device}, not on {x_TM.device}")
+        if field in NEEDED[1:] and not value.is_floating_point():
+            raise TypeError(f"gate ({name}) returned {field} of dtype {value.dtype}; it must be floating")
     shape = tuple(routing.expert.shape)
     rows = num_tokens if routing.token is None and routing.mix is None else shape[:1] and shape[0]
     if len(shape) != 2 or shape[0] != rows or tuple(routing.weight.shape) != shape:
@@ -63,9 +74,7 @@ def check_routing(parts: Parts, routing: object, num_tokens: int) -> None:
             f"gate ({name}) returned expert of shape {shape} and weight of shape "
             f"{tuple(routing.weight.shape)}; both must be (T, K) with T = {num_tokens}"
         )
-    if not routing.weight.is_floating_point():
-        raise TypeError(f"gate ({name}) returned weight of dtype {routing.weight.dtype}; it must be floating")
-    wanted = {"keep": (shape, torch.bool), "token": (shape[:1], torch.int64)}
+    wanted = {"expert": (shape, torch.int64), "keep": (shape, torch.bool), "token": (shape[:1], torch.int64)}
     for field, (of_shape, dtype) in wanted.items():
         value = getattr(routing, field)
         if value is not None and (tuple(value.shape) != of_shape or value.dtype != dtype):
@@ -89,7 +98,3 @@ def check_routing(parts: Parts, routing: object, num_tokens: int) -> None:
             raise ValueError(
                 f"shared_expert ({parts.shared_expert}) must be None where the gate ({name}) mixes tokens"
             )
-    if routing.expert.dtype != torch.int64:
-        raise TypeError(
-            f"gate ({name}) returned expert of dtype {routing.expert.dtype}; it must be torch.int64"
-        )

@@ -99,7 +99,7 @@ def _gated(call: Call, x_TM: Tensor) -> Gated:
     if not parts.trusts_gate:
         from pmoe.layer.own_gate import check_routing, clamped_with_fault
 
-        check_routing(parts, routing, x_TM.shape[0])
+        check_routing(parts, routing, x_TM)
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
     checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
     if checks and routing.logits is not None:  # padded counts do not come to the host

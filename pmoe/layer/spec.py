@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from pmoe.arguments import check_count, check_flag, check_number, check_positive, plain_int
+from pmoe.arguments import check_count, check_flag, check_kind, check_number, check_positive, plain_int
 from pmoe.planner.degree import DEGREES, check_backward, check_pipeline
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
 
@@ -36,14 +36,6 @@ class Switches:
     def __post_init__(self) -> None:
         for each in fields(self):
             check_flag(each.name, getattr(self, each.name))
-
-
-def check_no_switch(name: str, value: object) -> None:
-    """Raises AttributeError where ``name``, which is set on a layer, is a switch: it would have no effect."""
-    if name in Switches.__dataclass_fields__:
-        raise AttributeError(
-            f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +80,7 @@ class LayerSpec:
         for name in ("send_once", "pad_to_capacity"):
             check_flag(name, getattr(self, name))
         check_flag("check_finite", self.check_finite, or_none=True)
-        if not isinstance(self.switches, Switches):
-            raise TypeError(f"switches ({self.switches!r}) must be a pmoe.layer.spec.Switches")
+        check_kind(Switches, "a pmoe.layer.spec.Switches", switches=self.switches)
         self.budget  # noqa: B018 - it raises for what is no number of bytes
         # Frozen: what is given in words is kept as what it means.
         object.__setattr__(self, "memory_reuse", restore)
@@ -146,12 +137,9 @@ class LayerSpec:
 
 
 def option(name: str) -> Any:
-    """An option as an attribute of the layer: read from its spec; setting it replaces the spec."""
+    """An option as an attribute of the layer, read from its spec."""
 
     def read(layer: MoELayer) -> Any:
         return getattr(layer.spec, name)
 
-    def change(layer: MoELayer, value: Any) -> None:
-        layer.spec = replace(layer.spec, **{name: value})
-
-    return property(read, change, doc=f"The argument ``{name}``. It may be set: all ranks must set the same.")
+    return property(read, doc=f"The argument ``{name}``. It may be set: all ranks must set the same.")

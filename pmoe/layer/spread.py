@@ -7,7 +7,7 @@ import functools
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.comm.mesh import grid_of_mesh
+from pmoe.comm.mesh import dimensions_of, grid_of_mesh
 from pmoe.experts import initialise, seeded
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.wrapped import sampled
@@ -18,6 +18,7 @@ from pmoe.layer.parts import Parts
 
 def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
     """As `pmoe.MoELayer.check_spread`."""
+    dimensions_of(mesh)
     spec, like, held = parts.spec, parts.like, parts.experts.num_local_experts
     is_meta = like is not None and like.is_meta
     if parts.ranks.size > 1 and not is_meta:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _find_tensors
 
+from pmoe.arguments import check_count, check_kind, check_module, is_int, list_of
 from pmoe.measure.rounds import clock_of, median_seconds
 from pmoe.planner.costs import Fit, fit
 
@@ -48,10 +49,11 @@ def profile_module(
     Raises ValueError for rows without two distinct numbers or below 1, and make_input below 1.
     Example: a module of 1 ms and 2 us a row, rows 100, 200, 400 -> forward alpha 1e-3, beta 2e-6.
     """
-    wrong = [count for count in rows if count < 1]
-    if wrong or len(set(rows)) < 2:
-        raise ValueError(f"rows ({list(rows)}) must be two or more distinct numbers of at least 1")
-    if isinstance(make_input, int):
+    check_module(module=module)
+    rows = list_of("rows", rows)
+    if not all(is_int(count) and count > 0 for count in rows) or len(set(rows)) < 2:
+        raise ValueError(f"rows ({rows}) must be two or more distinct numbers of at least 1")
+    if not callable(make_input):
         make_input = _random_input(module, make_input)
     samples = []
     with _left_as_it_was(module), torch.inference_mode(False), torch.enable_grad():
@@ -85,6 +87,7 @@ def _timed_run(
 
 def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
     """With gradients asked for; leaves, whatever made them."""
+    check_kind((Tensor, tuple), "a tensor or a tuple", **{"what make_input made": made})
     return tuple(
         each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
         for each in (made if isinstance(made, tuple) else (made,))
@@ -92,8 +95,7 @@ def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
 
 
 def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
-    if columns < 1:
-        raise ValueError(f"make_input ({columns}) must be a number of columns of at least 1, or a function")
+    check_count(make_input=columns)
     like = next((each for each in module.parameters() if each.is_floating_point()), torch.empty(0))
     return lambda count: torch.randn(count, columns, dtype=like.dtype, device=like.device)
 

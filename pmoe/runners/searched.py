@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pmoe.arguments import check_path
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.store import PathLike, cache_path, found_or, load_json, save_json
@@ -47,6 +48,7 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
 
     Raises OSError where it cannot be written, TypeError for a key that JSON cannot hold.
     """
+    check_path(path=path)
     held = {name: table.to_fields() for name, table in tables.items() if table.points}
     save_json(path, {"format": FORMAT, "key": dict(key), "tables": held})
 
@@ -57,6 +59,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
     Raises ValueError, naming the path, for a file that holds no tables, of another format or another key;
     OSError where it cannot be read.
     """
+    check_path(path=path)
     here = json.loads(json.dumps(dict(key)))
 
     def parse(fields: Mapping[str, Any]) -> Tables:

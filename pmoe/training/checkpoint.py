@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from pmoe.arguments import check_count, check_module, check_path, is_int, plain_int
+from pmoe.arguments import check_count, check_int, check_kind, check_module, check_path, plain_int
 from pmoe.comm.agreement import from_first, gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.training import checkpoint_files as files
@@ -84,7 +84,7 @@ def save_checkpoint(
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         _check_arguments(step, extra, keep)
-        check_module(model)
+        check_module(model=model)
         names = states.Names(model)
         tensors, of_modules = states.model_state(model, names)
         of_optimizer, plain = states.optimizer_state(names, _listed(optimizer))
@@ -136,7 +136,7 @@ def load_checkpoint(
     )
 
     def collect() -> tuple[states.Names, dict[str, Tensor]]:
-        check_module(model)
+        check_module(model=model)
         names = states.Names(model)
         return names, states.model_state(model, names)[0]
 
@@ -156,19 +156,16 @@ def load_checkpoint(
 
 
 def _check_arguments(step: object, extra: object, keep: object) -> None:
-    if not is_int(step) or step < 0:
-        raise ValueError(f"step ({step!r}) must be an int of at least 0")
+    check_int(0, step=step)
     check_count(keep=keep)  # type: ignore[arg-type]
-    if extra is not None and not isinstance(extra, Mapping):
-        raise ValueError(f"extra ({extra!r}) must be a mapping of names, or None")
+    check_kind((Mapping, type(None)), "a mapping of names, or None", extra=extra)
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     several: Any = () if optimizer is None else optimizer
     found: list[Optimizer] = list(several) if isinstance(several, list | tuple) else [several]
     for each in found:
-        if not isinstance(each, Optimizer):
-            raise TypeError(f"optimizer ({each!r}) must be a torch.optim.Optimizer, or a list of them")
+        check_kind(Optimizer, "a torch.optim.Optimizer, or a list of them", optimizer=each)
     return found
 
 

@@ -18,10 +18,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pmoe.arguments import check_flag, check_kind, check_number, list_of
+from pmoe.arguments import check_flag, check_kind, check_number, check_one_of, list_of
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
 from pmoe.layer import MoELayer
+
+DEVICES = ("cpu", "cuda")
+"""Types of devices whose tensors ranks send."""
 
 Grouped = dict[tuple[torch.device, torch.dtype, int], list[Tensor]]
 """This rank's gradients by device, type and the number of ranks that hold each value."""
@@ -102,9 +105,7 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str,
         return list(parameters.named_parameters())
     listed = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
     found = [(f"parameter {at}", each) for at, each in enumerate(listed)]
-    for name, each in found:
-        if not isinstance(each, Tensor):
-            raise TypeError(f"parameters ({name}: {each!r}) must be tensors")
+    check_kind(Tensor, "a tensor", **{f"parameters: {name}": each for name, each in found})
     return found
 
 
@@ -217,7 +218,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self, device: str = "cuda", *args: Any, group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
-        check_kind(str, "device's type, as in 'cuda'", device=device)
+        check_one_of("device", device, DEVICES)
         super().__init__(device, *args, **options)
         Ranks(group)  # refuses what is none
         self.group = group

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pmoe.arguments import check_flag, check_module, list_of
 from pmoe.comm.agreement import largest, same
-from pmoe.comm.mesh import ACROSS, INSIDE, grid_of_mesh
+from pmoe.comm.mesh import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
 from pmoe.experts.base import Experts, is_expert, local_part
 from pmoe.experts.placement import replace_parameter
@@ -71,7 +71,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     Raises ValueError or TypeError, naming the layer, before any weight is touched, where there is no layer,
     one is of other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh is none of these.
     """
-    check_module(model)
+    check_module(model=model)
     check_flag("reduce", reduce)
     inner = _experts_mesh(mesh)
     layers = [(name or "model", each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
@@ -105,7 +105,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of this rank's routed experts: the ignored_params of FSDP2's ``fully_shard``."""
-    check_module(model)
+    check_module(model=model)
     return {each for each in model.parameters() if is_expert(each)}
 
 
@@ -186,9 +186,7 @@ class MeanOverRanks:
 
 def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The dimensions over which experts are spread and split."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh ({mesh!r}) must be a torch.distributed.device_mesh.DeviceMesh")
-    names = mesh.mesh_dim_names or ()
+    names = dimensions_of(mesh)
     of_experts = tuple(name for name in names if name in (ACROSS, INSIDE))
     if ACROSS not in names or len(names) - len(of_experts) > 1:
         raise ValueError(

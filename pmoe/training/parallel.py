@@ -23,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,12 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from pmoe.arguments import check_count
+from pmoe import arguments
 from pmoe.comm.mesh import ACROSS, INSIDE
 from pmoe.comm.subgroups import share_timeout
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
-from pmoe.training.clipping import device_type_of, local_gradient
+from pmoe.training.clipping import DEVICES, device_type_of, local_gradient
 
 __all__ = ["Meshes", "is_expert", "make_meshes", "reduce_gradients"]
 
@@ -92,7 +93,7 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     call with them returns the same meshes. Raises ValueError where the sizes do not tile the ranks,
     RuntimeError without a process group.
     """
-    check_count(mp=mp, ep=ep, esp=esp)
+    arguments.check_count(mp=mp, ep=ep, esp=esp)
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("torch.distributed must be initialised (init_process_group) before make_meshes")
     num_ranks = dist.get_world_size()
@@ -102,6 +103,7 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
         raise ValueError(f"ep * esp ({ep} * {esp}) must divide the number of ranks ({num_ranks})")
     if device_type is None:
         device_type = device_type_of(None)
+    arguments.check_one_of("device_type", device_type, DEVICES)
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
@@ -149,6 +151,9 @@ def reduce_gradients(
     Raises ValueError where a `MoELayer` of the model is not of these meshes, a DTensor is not on
     ``meshes.dense["mp"]``, a gradient is sparse, or ``replicated`` or ``divide_by`` are wrong.
     """
+    arguments.check_module(model=model)
+    arguments.check_kind(Meshes, "a pmoe.training.parallel.Meshes", meshes=meshes)
+    arguments.check_flag("experts_only", experts_only)
     divide_by = _checked_divisor(meshes.num_ranks if divide_by is None else divide_by)
     _check_layers(model, meshes)
     replicated_ids = _checked_replicated(model, replicated)
@@ -210,17 +215,18 @@ def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) ->
 
 
 def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
-    if isinstance(divide_by, Tensor) and divide_by.dim() == 0:
-        # On a device it stays there: its value is not looked at.
-        return divide_by if divide_by.device.type != "cpu" else _checked_divisor(divide_by.item())
-    if isinstance(divide_by, Tensor | bool) or not divide_by > 0:
-        raise ValueError(f"divide_by ({divide_by!r}) must be None, a positive number or a scalar tensor")
-    return divide_by
+    if isinstance(divide_by, Tensor):
+        arguments.check_tensors(0, divide_by=divide_by)
+        if divide_by.device.type not in ("cpu", "meta"):
+            return divide_by  # its value stays on its device
+    number: Any = divide_by.item() if isinstance(divide_by, Tensor) and not divide_by.is_meta else divide_by
+    arguments.check_positive(divide_by=number)
+    return number  # type: ignore[no-any-return]
 
 
 def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) -> set[int]:
     known = {id(each): (name, each) for name, each in model.named_parameters()}
-    found = {id(each) for each in replicated}
+    found = {id(each) for each in arguments.list_of("replicated", replicated)}
     if not found <= set(known):
         raise ValueError(
             f"replicated ({len(found - set(known))} of {len(found)} unknown) must be parameters of the model"

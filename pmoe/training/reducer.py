@@ -65,7 +65,7 @@ class GradientReducer:
         average: bool = True,
         partition: Partition | Literal[False] | None = None,
     ) -> None:
-        check_module(model)
+        check_module(model=model)
         check_flag("average", average)
         ranks, self.average = Ranks(group), average
         # A group of its own: the lane between nodes sends here while another may use the given one.

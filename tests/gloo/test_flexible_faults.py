@@ -92,8 +92,8 @@ GATES = {
     ),
     "float token": ("gate (Broken) returned token of shape (7,) and dtype", "its gate raised an error"),
     "int weight": ("gate (Broken) returned weight of dtype torch.int64", "its gate raised an error"),
-    "no weight": ("gate (Broken) returned weight (None)", "its gate raised an error"),
-    "no loss": ("gate (Broken) returned l_aux (None)", "its gate raised an error"),
+    "no weight": ("gate (Broken): weight (None) must be a tensor", "its gate raised an error"),
+    "no loss": ("gate (Broken): l_aux (None) must be a tensor", "its gate raised an error"),
     "nothing": ("gate (Broken) must return a pmoe.Routing", "its gate raised an error"),
 }
 

@@ -204,5 +204,5 @@ def test_rows_that_make_no_line_are_refused(rows: list[int]) -> None:
 
 
 def test_a_width_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"make_input \(0\) must be a number of columns of at least 1"):
+    with pytest.raises(ValueError, match=r"make_input \(0\) must be at least 1"):
         profile_module(nn.Identity(), [1, 2], 0)

@@ -87,7 +87,7 @@ def test_a_float32_gate_may_route_bfloat16_rows() -> None:
         ),
         (
             ByPosition(expert=torch.zeros(11, 2, dtype=torch.int32)),
-            TypeError,
+            ValueError,
             "dtype torch.int32; it must be",
         ),
         (ByPosition(num_experts=9), ValueError, "rank 0: its gate returned expert indices outside"),

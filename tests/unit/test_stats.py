@@ -178,7 +178,7 @@ def test_layers_that_are_no_submodules_are_found_where_an_integration_names_them
 @pytest.mark.parametrize(
     "given, error, told",
     [
-        ({"model": 3}, TypeError, r"model \(int\) must be a torch.nn.Module"),
+        ({"model": 3}, TypeError, r"model \(3\) must be a torch.nn.Module"),
         ({"journal": 3}, TypeError, r"journal \(3\) must be None or what pmoe.recording"),
         ({"group": object()}, ValueError, "group must be None unless all_ranks is True"),
     ],

@@ -275,8 +275,8 @@ def test_run_json_holds_settings_versions_and_how_layers_were_built(tmp_path: Pa
     [
         ({"every": 0}, ValueError, r"every \(0\) must be at least 1"),
         ({"every": 2.5}, TypeError, r"every \(2.5\) must be an int"),
-        ({"model": 3}, TypeError, r"model \(int\) must be a torch.nn.Module"),
-        ({"settings": [1, 2]}, TypeError, r"settings \(list\) must be a dict"),
+        ({"model": 3}, TypeError, r"model \(3\) must be a torch.nn.Module"),
+        ({"settings": [1, 2]}, TypeError, r"settings \(\[1, 2\]\) must be a dict"),
     ],
 )
 def test_wrong_arguments_are_named(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pmoe.arguments import check_module
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.external import ExternalGate
 from pmoe.integrations.statistics import finders
@@ -84,6 +85,7 @@ def layers(model: nn.Module) -> dict[str, MoELayer]:
 
     To look at: ``row_counts``, ``tokens_per_expert``, ``predict_memory``, ``traffic`` of the last forward.
     """
+    check_module(model=model)
     return {name: _layers[each].layer for name, each in model.named_modules() if each in _layers}
 
 

@@ -1,0 +1,263 @@
+"""A call of each public function with some of its arguments given, the others being right."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pmoe
+from pmoe.comm import make_exchanges
+from pmoe.experts import FFNExperts, Shard
+from pmoe.experts.modules import ModuleExperts
+from pmoe.experts.swiglu import SwiGLUExperts
+from pmoe.gates import GATES, ExternalGate, Mix, load_balance_loss, router_z_loss
+from pmoe.graph.options import Options
+from pmoe.integrations.logging import StatsWriter
+from pmoe.integrations.statistics import stats
+from pmoe.layer.spec import Switches
+from pmoe.measure.black_box import profile_module
+from pmoe.ordering import make_order
+from pmoe.training.parallel import make_meshes, reduce_gradients
+from tests.bad_input.values import E, H, K, M, T
+
+SIZES = {"d_model": M, "d_hidden": H, "num_local_experts": 2}
+
+
+def layer(**options: Any) -> pmoe.MoELayer:
+    return pmoe.MoELayer(**{"d_model": M, "d_hidden": H, "num_experts": E, "top_k": K, **options})
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(M, M), layer())
+
+
+def trained() -> nn.Module:
+    found = model()
+    found(torch.randn(T, M)).sum().backward()
+    return found
+
+
+def step(used: pmoe.MoELayer) -> None:
+    y = used(torch.randn(T, used.d_model))
+    (y.sum() + used.l_aux).backward()
+
+
+@contextlib.contextmanager
+def in_a_group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def use_gate(kind: Any) -> Callable[..., None]:
+    def use(**given: Any) -> None:
+        gate = kind(**{"d_model": M, "num_experts": E, **given})
+        ids = [torch.arange(T)] if gate.needs_token_ids else []
+        gate(torch.randn(T, int(given.get("d_model", M))), *ids)
+
+    return use
+
+
+def use_loading(**given: Any) -> None:
+    folder = tempfile.mkdtemp()
+    pmoe.save_checkpoint(folder, model(), step=1)
+    pmoe.load_checkpoint(**{"folder": folder, "model": model(), **given})
+
+
+def use_writer(**given: Any) -> None:
+    with StatsWriter(**{"run_dir": f"{tempfile.mkdtemp()}/run", "model": model(), **given}):
+        pass
+
+
+def use_step(**given: Any) -> None:
+    with StatsWriter(f"{tempfile.mkdtemp()}/run", model(), tensorboard=False) as writer:
+        writer.step(**{"step": 1, **given})
+
+
+def use_note(**given: Any) -> None:
+    with StatsWriter(f"{tempfile.mkdtemp()}/run", model(), tensorboard=False) as writer:
+        writer.step(1)
+        writer.note(**given)
+
+
+def use_option(**given: Any) -> None:
+    used = layer()
+    for name, value in given.items():
+        setattr(used, name, value)
+    step(used)
+
+
+def use_degrees(**given: Any) -> None:
+    used, file = layer(pipeline=True), f"{tempfile.mkdtemp()}/degrees.json"
+    used.save_degrees(file)
+    used.load_degrees(**{"path": file, **given})
+
+
+class Returns(nn.Module):
+    """A gate that returns a routing of these fields."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__()
+        self.fields = fields
+
+    def forward(self, x_TM: Tensor) -> pmoe.Routing:
+        right = {"expert": torch.zeros(T, 1).long(), "weight": torch.ones(T, 1), "l_aux": torch.zeros(())}
+        return pmoe.Routing(**{**right, **self.fields})
+
+
+def use_routing(**given: Any) -> None:
+    step(layer(top_k=1, gate=Returns(given)))
+
+
+def use_mix(**given: Any) -> None:
+    use_routing(mix=Mix(**{"dispatch": torch.rand(T, T), "combine": torch.rand(T, T), **given}))
+
+
+def use_external(**given: Any) -> None:
+    gate = ExternalGate()
+    used = layer(top_k=1, gate=gate)
+    right = {"expert_TK": torch.zeros(T, 1).long(), "weight_TK": torch.ones(T, 1)}
+    with gate.routing(**{**right, **given}):
+        step(used)
+
+
+def use_configure(**given: Any) -> None:
+    from pmoe.integrations.transformers.layers import configure  # imports transformers
+
+    try:
+        configure(**given)
+    finally:
+        configure()
+
+
+def use_layers(**given: Any) -> None:
+    from pmoe.integrations.transformers.layers import layers
+
+    layers(**given)
+
+
+def use_explain(**given: Any) -> None:
+    from pmoe.graph.explain import explain  # imports the compiler
+
+    explain(given.pop("model") if "model" in given else model(), torch.randn(T, M), **given)
+
+
+def use_reduction(**given: Any) -> None:
+    with in_a_group():
+        reduce_gradients(**{"model": trained(), "meshes": make_meshes(), **given})
+
+
+def use_meshes(**given: Any) -> None:
+    with in_a_group():
+        make_meshes(**given)
+
+
+def use_parallelize(**given: Any) -> None:
+    with in_a_group():
+        pmoe.parallelize(**{"model": model(), "mesh": make_meshes().experts, **given})
+
+
+def use_spread(name: str) -> Callable[..., None]:
+    def use(**given: Any) -> None:
+        with in_a_group():
+            getattr(layer(), name)(**{"mesh": make_meshes().experts, **given})
+
+    return use
+
+
+def with_right(function: Callable[..., Any], **right: Callable[[], Any]) -> Callable[..., Any]:
+    """Calls the function with right arguments in place of those that are not given."""
+    return lambda **given: function(
+        **{name: make() for name, make in right.items() if name not in given}, **given
+    )
+
+
+CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
+    "MoELayer": (pmoe.MoELayer, lambda **given: step(layer(**given))),
+    "MoELayer's options": (None, use_option),
+    "MoELayer.forward": (
+        pmoe.MoELayer.forward,
+        lambda **given: layer()(**{"x": torch.randn(T, M), **given}).sum().backward(),
+    ),
+    "MoELayer.predict_memory": (
+        pmoe.MoELayer.predict_memory,
+        lambda **given: layer().predict_memory(**{"num_tokens": 16, **given}),
+    ),
+    "MoELayer.check_spread": (pmoe.MoELayer.check_spread, use_spread("check_spread")),
+    "MoELayer.spread": (pmoe.MoELayer.spread, use_spread("spread")),
+    "MoELayer.save_degrees": (
+        pmoe.MoELayer.save_degrees,
+        lambda **given: layer(pipeline=True).save_degrees(**given),
+    ),
+    "MoELayer.load_degrees": (pmoe.MoELayer.load_degrees, use_degrees),
+    "Switches": (Switches, Switches),
+    "Restore": (
+        pmoe.Restore,
+        lambda **given: pmoe.Restore(**{"dispatched": "keep", "hidden": "keep", **given}),
+    ),
+    "Routing": (pmoe.Routing, use_routing),
+    "Mix": (Mix, use_mix),
+    "ExternalGate.routing": (ExternalGate.routing, use_external),
+    "DeepSeekGate.update_bias": (
+        GATES["deepseek"].update_bias,  # type: ignore[attr-defined]
+        lambda **given: GATES["deepseek"](M, E).update_bias(**given),  # type: ignore[operator]
+    ),
+    "clip_grad_norm_": (
+        pmoe.clip_grad_norm_,
+        with_right(pmoe.clip_grad_norm_, parameters=trained, max_norm=lambda: 1.0),
+    ),
+    "save_checkpoint": (
+        pmoe.save_checkpoint,
+        with_right(pmoe.save_checkpoint, folder=tempfile.mkdtemp, model=model, step=lambda: 1),
+    ),
+    "load_checkpoint": (pmoe.load_checkpoint, use_loading),
+    "stats": (stats, with_right(stats, model=trained)),
+    "StatsWriter": (StatsWriter, use_writer),
+    "StatsWriter.step": (StatsWriter.step, use_step),
+    "StatsWriter.step's scalars": (None, use_step),
+    "StatsWriter.note's scalars": (None, use_note),
+    "GradientReducer": (pmoe.GradientReducer, with_right(pmoe.GradientReducer, model=model)),
+    "GradScaler": (pmoe.GradScaler, with_right(pmoe.GradScaler, device=lambda: "cpu")),
+    "parameter_groups": (pmoe.parameter_groups, pmoe.parameter_groups),
+    "expert_parameters": (pmoe.expert_parameters, pmoe.expert_parameters),
+    "pool": (pmoe.pool, pmoe.pool),
+    "parallelize": (pmoe.parallelize, use_parallelize),
+    "reduce_gradients": (reduce_gradients, use_reduction),
+    "make_meshes": (make_meshes, use_meshes),
+    "FFNExperts": (FFNExperts, lambda **given: FFNExperts(**{**SIZES, **given})),
+    "SwiGLUExperts": (SwiGLUExperts, lambda **given: SwiGLUExperts(**{**SIZES, **given})),
+    "ModuleExperts": (ModuleExperts, ModuleExperts),
+    "Shard": (Shard, Shard),
+    "make_order": (make_order, make_order),
+    "make_exchanges": (
+        make_exchanges,
+        with_right(make_exchanges, dispatch=lambda: "flat", combine=lambda: None, nodes=lambda: None),
+    ),
+    "profile_module": (
+        profile_module,
+        with_right(profile_module, module=nn.Tanh, rows=lambda: (1, 2), make_input=lambda: M),
+    ),
+    "configure": (None, use_configure),
+    "layers": (None, use_layers),
+    "explain": (None, use_explain),
+    "torch.compile's options": (Options, lambda **given: Options.of(given)),
+    "load_balance_loss": (
+        load_balance_loss,
+        with_right(
+            load_balance_loss,
+            probability_TE=lambda: torch.rand(T, M),
+            expert_TK=lambda: torch.zeros(T, 1, dtype=torch.int64),
+        ),
+    ),
+    "router_z_loss": (router_z_loss, router_z_loss),
+    **{kind.__name__: (kind, use_gate(kind)) for kind in GATES.values()},
+}

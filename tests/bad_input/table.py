@@ -1,0 +1,141 @@
+"""By public function and argument, the values that are taken; every other must be refused."""
+
+from __future__ import annotations
+
+from tests.bad_input.values import VALUES
+
+COUNT, NOTHING, NONE, FLAG, FLAG_OR_NONE = "1 2 numpy.int", "", "None", "True False", "None True False"
+SHARE = "0 1 2 huge 0.5 numpy.int numpy.float"
+POSITIVE = "None 1 2 huge 0.5 numpy.int numpy.float"
+NUMBER = "1 2 huge numpy.int"
+TEXT = "text spaces"
+SCALAR = f"nan inf -1 0 0.5 numpy.float scalar {NUMBER}"
+TENSORS = "() {} scalar sparse complex integers meta tensor module"
+IGNORED = " ".join(VALUES)
+"""Of what is not looked at: said in the docstring."""
+
+GATE = {"d_model": COUNT, "num_experts": COUNT, "top_k": COUNT, "device": NONE, "dtype": NONE}
+LEARNT = {**GATE, "normalize": FLAG_OR_NONE, "z_loss_weight": SHARE}
+DRAWN = {**GATE, "device": IGNORED, "dtype": IGNORED}
+EXPERTS = {
+    "d_model": COUNT, "d_hidden": COUNT, "num_local_experts": COUNT, "bias": FLAG, "shard": NOTHING,
+    "device": NONE, "dtype": NONE,
+}  # fmt: skip
+
+TAKEN: dict[str, dict[str, str]] = {
+    "MoELayer": {
+        "d_model": COUNT, "d_hidden": COUNT, "num_experts": "2 numpy.int", "top_k": COUNT, "gate": NOTHING,
+        "expert": NOTHING, "activation": NOTHING, "bias": FLAG, "capacity_factor": POSITIVE,
+        "pad_to_capacity": "False", "pipeline": f"{COUNT} {FLAG}", "memory_reuse": FLAG,
+        "pipeline_backward": f"None {COUNT}", "slack": "1 2 huge numpy.int numpy.float",
+        "memory_budget": "None huge", "group": NONE, "mesh": NONE, "fused": FLAG, "order": NOTHING,
+        "dispatch": NOTHING, "combine": NONE, "nodes": IGNORED, "send_once": FLAG,
+        "shared_expert": f"None {COUNT} module", "shared_gate": "False", "callbacks": "empty ()",
+        "device": NONE, "dtype": NONE, "normalize_gate": FLAG_OR_NONE, "z_loss_weight": SHARE,
+        "check_finite": FLAG_OR_NONE,
+    },
+    "MoELayer's options": {
+        "d_model": NOTHING, "d_hidden": NOTHING, "num_experts": NOTHING, "top_k": "2 numpy.int",
+        "capacity_factor": POSITIVE, "pad_to_capacity": "False", "pipeline": f"{COUNT} {FLAG}",
+        "memory_reuse": FLAG, "pipeline_backward": f"None {COUNT}",
+        "slack": "1 2 huge numpy.int numpy.float", "memory_budget": "None huge", "fused": FLAG,
+        "send_once": FLAG, "check_finite": FLAG_OR_NONE, "switches": NOTHING,
+    },
+    "MoELayer.check_spread": {"mesh": NOTHING},
+    "MoELayer.spread": {"mesh": NOTHING},
+    "MoELayer.save_degrees": {"path": TEXT},
+    "MoELayer.load_degrees": {"path": NOTHING},
+    "Switches": {"bypass_local": FLAG, "sequential": FLAG, "one_lane": FLAG},
+    "MoELayer.forward": {"x": "tensor", "token_ids": IGNORED},
+    "MoELayer.predict_memory": {
+        "num_tokens": f"0 {NUMBER}", "row_counts": NONE, "pipeline": f"None {COUNT}",
+        "pipeline_backward": f"None {COUNT}", "memory_reuse": NONE,
+    },
+    "clip_grad_norm_": {
+        "parameters": TENSORS, "max_norm": f"inf {SHARE}",
+        "norm_type": "inf 1 2 huge 0.5 numpy.int numpy.float",
+        "error_if_nonfinite": FLAG, "foreach": FLAG_OR_NONE, "group": NONE,
+    },
+    "save_checkpoint": {
+        "folder": TEXT, "model": "module", "optimizer": "None ()", "step": f"0 {NUMBER}", "extra": "None {}",
+        "keep": COUNT, "group": NONE,
+    },
+    "load_checkpoint": {
+        "folder": NOTHING, "model": NOTHING, "optimizer": "None ()", "step": "None 1", "group": NONE,
+    },
+    "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE},
+    "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
+    "GradScaler": {"device": NOTHING, "group": NONE},
+    "parameter_groups": {"parameters": TENSORS},
+    "expert_parameters": {"model": "module"},
+    "pool": {"device": NONE},
+    "parallelize": {"model": NOTHING, "mesh": NOTHING, "reduce": FLAG},
+    "FFNExperts": {**EXPERTS, "activation": NOTHING},
+    "SwiGLUExperts": EXPERTS,
+    "Shard": {"index": "0", "count": COUNT},
+    "Restore": {"dispatched": NOTHING, "hidden": NOTHING},
+    "StatsWriter": {
+        "run_dir": TEXT, "model": "module", "every": COUNT, "tensorboard": FLAG, "exposed": FLAG,
+        "settings": "None {}", "group": NONE,
+    },
+    "StatsWriter.step": {"step": f"0 {NUMBER}"},
+    "StatsWriter.step's scalars": {"loss": SCALAR},
+    "StatsWriter.note's scalars": {"loss": SCALAR},
+    "reduce_gradients": {
+        "model": "module", "meshes": NOTHING, "divide_by": f"scalar {POSITIVE}", "experts_only": FLAG,
+        "replicated": "() {}",
+    },
+    "DeepSeekGate.update_bias": {"group": NONE},
+    "ExternalGate.routing": {"expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE},
+    "Routing": {
+        "expert": NOTHING, "weight": NOTHING, "l_aux": NOTHING, "logits": "None scalar integers tensor",
+        "keep": NONE, "token": NONE, "mix": NONE,
+    },
+    "Mix": {"dispatch": NOTHING, "combine": NOTHING},
+    "make_order": {"order": NOTHING},
+    "make_exchanges": {"dispatch": NOTHING, "combine": NONE, "nodes": IGNORED},
+    "ModuleExperts": {"modules": NOTHING},
+    "profile_module": {"module": "module", "rows": NOTHING, "make_input": COUNT},
+    "configure": {
+        "pipeline": f"{COUNT} {FLAG}", "pipeline_backward": f"None {COUNT}", "memory_reuse": FLAG,
+        "memory_budget": f"None {NUMBER}", "slack": "1 2 huge numpy.int numpy.float", "order": NOTHING,
+        "dispatch": NOTHING, "combine": NONE, "nodes": IGNORED, "send_once": FLAG,
+    },
+    "layers": {"model": "module"},
+    "explain": {"model": NOTHING, "options": NOTHING},
+    "torch.compile's options": {
+        "parts": COUNT, "weight_gradients": FLAG, "memory_limit": f"None {NUMBER}",
+    },
+    "make_meshes": {"mp": "1", "ep": "1", "esp": "1", "device_type": NONE},
+    "load_balance_loss": {"probability_TE": "integers meta tensor", "expert_TK": "integers"},
+    "router_z_loss": {"logits_TE": "integers meta tensor"},
+    "TopKGate": LEARNT,
+    "SwitchGate": {**LEARNT, "top_k": "1", "normalize": "None False"},
+    "NoisyTopKGate": LEARNT,
+    "SigmoidGate": LEARNT,
+    "DeepSeekGate": {
+        **LEARNT, "num_groups": COUNT, "top_groups": "1", "update_speed": SHARE,
+        "sequence_length": f"None {COUNT}", "routed_scaling": "1 2 huge 0.5 numpy.int numpy.float",
+    },
+    "XMoEGate": {**LEARNT, "d_proj": f"None {COUNT}", "score": NOTHING, "temperature": POSITIVE},
+    "ExpertChoiceGate": {**GATE, "capacity_factor": POSITIVE, "normalize_over": NOTHING},
+    "SoftGate": {**GATE, "slots_per_expert": f"None {COUNT}"},
+    "BatchPrioritisedGate": {**LEARNT, "capacity_factor": POSITIVE},
+    "HashGate": {**DRAWN, "seed": "-1 0 1 2 huge numpy.int"},
+    "RandomGate": DRAWN,
+}  # fmt: skip
+"""By function and argument, the values that are taken."""
+
+ALSO = {
+    "load_checkpoint": "latest.json",
+    "MoELayer.load_degrees": "No such file",
+    "explain": "model must hold a MoELayer",
+    "ExternalGate.routing": "gate (ExternalGate)",
+    "Mix": "gate (Returns)",
+    "profile_module": "what make_input made",
+}
+"""What else a refusal may name: what must be there before the argument is looked at, or the argument by the
+name that it has further in."""
+
+USERS_OWN = {("profile_module", "make_input"): "class function module"}
+"""Functions of users', which end in words of their own."""

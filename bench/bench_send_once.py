@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import pmoe
 from bench.links import INFINITE, launch
-from bench.timing import OUT, table, write_json
+from bench.timing import OUT, counted, table, write_json
 
 SORTS = ("rows", "scalars", "counts")
 VARIANTS = ("plain", "send_once")
@@ -63,7 +63,7 @@ def run_rank(_link: Any, setting: Setting) -> dict[str, Any]:
     """This rank's bytes by variant, pass and sort, and its results."""
     found: dict[str, Any] = {}
     results = {}
-    for variant in VARIANTS:
+    for variant in counted(list(VARIANTS), "variant"):
         torch.manual_seed(0)
         layer = pmoe.MoELayer(
             setting.d_model,

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench import bench_choices, bench_overlap, memory_breakdown, memory_pairs, memory_saving, memory_timeline
 from bench.chrome_trace import read_trace
 from bench.memory import tokens_name
-from bench.timing import Timing
+from bench.timing import Timing, counted
 from pmoe.planner.timeline import draw
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -67,7 +67,7 @@ KINDS: Mapping[str, Callable[[Path, Stored], None]] = {
 def redraw(folder: Path) -> list[str]:
     """The names of the results whose pictures were drawn."""
     done = []
-    for path in sorted(folder.glob("*.json")):
+    for path in counted(sorted(folder.glob("*.json")), "file"):
         for name, drawn in KINDS.items():
             if re.fullmatch(name, path.name.removesuffix(".json")) and not path.name.endswith(".trace.json"):
                 drawn(path, json.loads(path.read_text()))

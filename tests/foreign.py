@@ -61,7 +61,8 @@ class Kind:
 
     opened_by: the functions of pmoe that open it, "file:function". remedy: what a message of damage advises.
     other_version: turns the file into one of another version; None where another file tells the version.
-    has_numbers: as text. has_sum: no flipped bit stays unseen. may_be_missing: reading goes on without it.
+    has_numbers: as text. is_json: its text. has_sum: no flipped bit stays unseen. may_be_missing: reading
+    goes on without it.
     also_named: a pattern of what a message may name in its place. grows: reading it also adds to it. is_slow:
     to be harmed in fewer ways.
     """
@@ -72,6 +73,7 @@ class Kind:
     remedy: str
     other_version: Callable[[Path], object] | None = None
     has_numbers: bool = True
+    is_json: bool = True
     has_sum: bool = False
     is_slow: bool = False
     may_be_missing: bool = False
@@ -138,7 +140,7 @@ def of_checkpoint(name: str, *opened_by: str, **more: Any) -> Kind:
         read=load,
         opened_by=tuple(each if ":" in each else f"{FILES}:{each}" for each in opened_by),
         remedy="step=|as it was saved",
-        **{"has_numbers": False, "has_sum": True, "is_slow": True, **more},
+        **{"has_numbers": False, "is_json": False, "has_sum": True, "is_slow": True, **more},
     )
 
 
@@ -281,6 +283,7 @@ def of_run(name: str, *opened_by: str, **more: Any) -> Kind:
     return Kind(
         make=lambda folder: made_run(folder) / name,
         opened_by=tuple(f"pmoe/integrations/run_folder.py:{each}" for each in opened_by),
+        is_json=name.endswith(".json"),
         remedy="the rest is read|the pmoe that wrote it|another folder|must hold",
         may_be_missing=more.get("grows", False),
         is_slow=True,
@@ -293,7 +296,9 @@ def other_columns(path: Path) -> None:
 
 
 KINDS: dict[str, Kind] = {
-    "checkpoint: latest.json": of_checkpoint("../latest.json", "_last", has_numbers=True, has_sum=False),
+    "checkpoint: latest.json": of_checkpoint(
+        "../latest.json", "_last", has_numbers=True, is_json=True, has_sum=False
+    ),
     "checkpoint: plain.pt": of_checkpoint(
         "plain.pt", "_opened", "_read_plain", "check_plain", other_version=other_plain
     ),
@@ -301,7 +306,7 @@ KINDS: dict[str, Kind] = {
     "checkpoint: .metadata": of_checkpoint(".metadata", "_opened", "_Records"),
     "checkpoint: __0_0.distcp": of_checkpoint("__0_0.distcp", "_sum", LOAD),
     "checkpoint: sums_0.json": of_checkpoint(
-        "sums_0.json", "read", has_numbers=True, has_sum=False, also_named="No such file"
+        "sums_0.json", "read", has_numbers=True, is_json=True, has_sum=False, also_named="No such file"
     ),
     "checkpoint: the folder": of_checkpoint("", is_folder=True),
     "profile": of_profile(load_profile, "pmoe/measure/profile.py:load_profile"),
@@ -396,6 +401,29 @@ def with_huge_numbers(kind: Kind, path: Path) -> list[Act]:
     return bytes_instead((text[:begin] + huge + text[end:]).encode() for huge in HUGE for begin, end in few)
 
 
+def values_in(held: Any) -> Iterator[tuple[Any, Any]]:
+    """Of JSON: each list and object, with a key or place of it; of lists the first places."""
+    if isinstance(held, dict | list):
+        for key in list(held) if isinstance(held, dict) else range(min(2, len(held))):
+            yield held, key
+            yield from values_in(held[key])
+
+
+def of_other_types(kind: Kind, path: Path) -> list[Act]:
+    """Each value of JSON as one of another type, and each key of it left out."""
+    found, fields = [], json.loads(path.read_bytes())
+    places = list(values_in(fields))
+    for held, key in places[:: max(1, len(places) // (8 if kind.is_slow else 40))]:
+        before = held[key]
+        for other in ([], {}, "x", None, 1.5, True):
+            held[key] = other
+            found.append(json.dumps(fields).encode())
+        held[key] = before
+        if isinstance(held, dict):
+            found.append(json.dumps(fields).replace(json.dumps(key), '"other"', 1).encode())
+    return bytes_instead(found)
+
+
 def moved(path: Path) -> Path:
     """The whole one, out of the way."""
     return Path(shutil.move(path, path.parent / "moved"))
@@ -429,6 +457,7 @@ HARMS: dict[str, Harm] = {
     "empty": Harm(lambda kind, path: bytes_instead([b""]), MAYBE),
     "another version": Harm(lambda kind, path: [kind.other_version] if kind.other_version else [], TOLD),
     "a huge number": Harm(with_huge_numbers, MAYBE),
+    "values of other types": Harm(of_other_types, MAYBE),
     "a program": Harm(programs, TOLD),
     "a link": Harm(instead(lambda free, whole: free.symlink_to(whole)), SAME, to_folders=True),
     "a dangling link": Harm(instead(lambda free, _: free.symlink_to("nothing")), TOLD, to_folders=True),

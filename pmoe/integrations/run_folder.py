@@ -259,12 +259,18 @@ def read_sessions(path: Path) -> list[dict[str, Any]]:
 
 def _sessions_from(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     sessions = found.get("sessions")
-    if not isinstance(sessions, list) or not all(isinstance(each, dict) for each in sessions):
+    if not isinstance(sessions, list) or not all(map(_is_session, sessions)):
         raise ValueError("must hold the sessions of a run, as StatsWriter writes them")
     version = found.get("format", FORMAT)
     if version != FORMAT:
         raise ValueError(f"must be of format {FORMAT}, not {version}: read it with the pmoe that wrote it")
     return sessions
+
+
+def _is_session(found: Any) -> bool:
+    layers = found.get("layers") or [] if isinstance(found, dict) else None
+    parts = () if layers is None else (found.get("versions") or {}, found.get("settings") or {})
+    return isinstance(layers, list) and all(isinstance(each, dict) for each in (*parts, *layers))
 
 
 def _in_force(rows: Iterable[AnyRow]) -> list[AnyRow]:

@@ -102,6 +102,7 @@ def killed(world: int, folder: Path, draw: random.Random, number: int) -> int:
     return int(last)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("world", "kills"),
     [

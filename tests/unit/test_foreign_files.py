@@ -105,6 +105,8 @@ def applies(kind: Kind, harm: str) -> bool:
         return HARMS[harm].to_folders
     if harm == "another version":
         return kind.other_version is not None
+    if harm == "values of other types":
+        return kind.is_json
     return harm != "a file" and (kind.has_numbers or harm != "a huge number")
 
 

@@ -26,7 +26,7 @@ RIGHT = {
 """By wrapper, how a model is wrapped instead."""
 
 COPIED = (
-    "experts must be others on each rank, and all ranks have those that one was built with: they were copied "
+    "experts must be others on each rank, and all ranks have those of one: they were copied "
     f"(dist.broadcast, an optimizer, a wrapper). Leave out {OWN}, or build the model anew and wrap it "
     f"by {RIGHT[DDP]}"
 )

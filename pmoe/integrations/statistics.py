@@ -20,11 +20,13 @@ from pmoe.arguments import check_flag, check_kind, check_module
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.engine.arena import pool
 from pmoe.engine.recording import Journal
+from pmoe.experts.wrapped import COPIED, sampled
 from pmoe.layer import MoELayer
 from pmoe.layer.decision import Ran
 from pmoe.planner.memory import PredictedMemory
 from pmoe.planner.timeline import Overlap, overlap
 from pmoe.text import table
+from pmoe.warn import warn_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,8 @@ def stats(
     Args:
         all_ranks: sums rows over all ranks of ``group`` (the default group if None), and takes the means of
             recorded seconds: one all-reduce, so every rank of the group must call it, with the same layers.
-            Sizes and predicted bytes stay this rank's.
+            Sizes and predicted bytes stay this rank's. Warns where a loop of `dist.broadcast` or an optimizer
+            has made the ranks' experts equal since the first call.
         journal: of ``with pmoe.recording() as journal``, around the step.
 
     On CUDA this waits for the row counts of layers that one rank computed alone, and for the sum; nothing
@@ -246,13 +249,20 @@ def _of_pool(device: str) -> PoolStats:
 
 
 def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks) -> list[LayerStats]:
-    """One all-reduce of every number of every layer; float64 holds counts up to 2**53."""
+    """One all-reduce of every number of every layer; float64 holds counts up to 2**53. Where experts that
+    differed at a layer's first call are the same on all of its ranks, rank 0 warns."""
     numbers = [_numbers(each) for each in found]
+    marks = [int(sampled(each.experts)[:5] or "0", 16) for each in layers]  # 20 bits: their squares are exact
+    numbers.append([float(power) for mark in marks for power in (mark, mark**2)])
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)
     with at_stage("the sum of statistics", ranks):
         dist.all_reduce(summed, group=ranks.group)
-    parts = summed.cpu().split([len(own) for own in numbers])
+    *parts, powers = summed.cpu().split([len(own) for own in numbers])
+    for each, layer, (total, squares) in zip(found, layers, powers.long().view(-1, 2).tolist(), strict=True):
+        are_same = ranks.size * squares == total**2 and set(layer.ranks.members) <= set(ranks.members)
+        if ranks.rank == 0 and layer.parts.known.differed and are_same:
+            warn_once(f"{each.name}: {COPIED}")
     return [
         _with_numbers(each, layer.num_local_experts, part.tolist())
         for each, layer, part in zip(found, layers, parts, strict=True)

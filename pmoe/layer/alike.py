@@ -30,9 +30,10 @@ NOT_COMPARED = {
 PLAIN = (bool, int, float, str, torch.dtype)
 
 
-def check_alike(parts: Parts) -> None:
-    """Collective over the layer's ranks. Raises ValueError on each of them, naming option, values and ranks,
-    where any two differ, and where experts, which must differ, were copied since they were built."""
+def check_alike(parts: Parts) -> bool:
+    """Whether ranks hold different experts. Collective over the layer's ranks. Raises ValueError on each of
+    them, naming option, values and ranks, where any two options differ, and where experts, which must differ,
+    were copied since they were built."""
     given = options_in_words(parts)
     like = parts.like
     device = torch.device("cpu") if like is None else like.device
@@ -45,7 +46,7 @@ def check_alike(parts: Parts) -> None:
         raise ValueError(COPIED)
     differ = [name for name, is_same in zip(given, agree, strict=True) if not is_same]
     if not differ:
-        return
+        return not are_same
     of_ranks = gathered(parts.ranks, given[differ[0]], stage="showing the layer's options")
     values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
     also = f" (and so do {', '.join(differ[1:])})" if differ[1:] else ""

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class Known:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
-    is_compared, padded_kinds: whether ranks have compared their options, and which kinds of padded calls.
+    differed: whether ranks had other experts at the first call; None before. padded_kinds: those compared.
     choosers: what chooses n and the pair, by what it depends on.
     """
 
-    is_compared: bool = False
+    differed: bool | None = None
     padded_kinds: set[PaddedKind] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
 
@@ -183,12 +183,11 @@ def check_ranks(parts: Parts) -> None:
         from pmoe.experts.wrapped import check_wrapped
 
         check_wrapped(parts.experts, set(parts.ranks.members))
-    if parts.ranks.size > 1 and not parts.known.is_compared:
+    if parts.ranks.size > 1 and parts.known.differed is None:
         from pmoe.layer.alike import check_alike
 
         with hidden_from_checkpoints():
-            check_alike(parts)
-        parts.known.is_compared = True
+            parts.known.differed = check_alike(parts)
 
 
 def is_captured(x: object) -> bool:

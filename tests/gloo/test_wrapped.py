@@ -4,6 +4,7 @@ rank. What is equal for good reasons is none."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
+from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from tests.gloo.kit import error_of
 from tests.pool import ranks
@@ -73,7 +75,7 @@ WRONG: dict[str, tuple[Wrap, str]] = {
         for shards in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
     },
     "a loop": (broadcast, "Leave out pmoe.expert_parameters(model)"),
-    "ddp, unwrapped": (lambda model: DistributedDataParallel(model).module, "all ranks have those that one"),
+    "ddp, unwrapped": (lambda model: DistributedDataParallel(model).module, "all ranks have those of one"),
 }
 
 
@@ -101,6 +103,39 @@ def test_experts_that_ranks_took_for_copies_are_refused_with_the_line_to_add() -
 
 
 unsharded = partial(FullyShardedDataParallel, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def later_job(rank: int, world: int) -> list[list[str]]:
+    """Warnings of statistics: after a step, after each of two loops that made experts equal, and of experts
+    that were equal from the first call on."""
+    found = []
+    single, _ = dist.new_subgroups(group_size=1)
+
+    def told(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            warn.GIVEN.clear()
+            pmoe.stats(model, all_ranks=True, group=group)
+        found.append([str(each.message) for each in given])
+
+    for expert in EXPERTS:
+        model = model_of(expert)
+        step(model)
+        told(model)
+        broadcast(model)
+        told(model)
+        told(model, single)  # a group without the layer's other ranks knows nothing
+        model = filled(model_of(expert), 0.5)
+        step(model)
+        told(model)
+    return found
+
+
+def test_experts_that_became_equal_after_the_first_call_are_told_by_statistics() -> None:
+    first, other = ranks(2).run(later_job)
+    assert [len(each) for each in first] == [0, 1, 0, 0] * len(EXPERTS)
+    assert all("1: experts must be others on each rank" in each for each in first[1] + first[5])
+    assert other == [[]] * 4 * len(EXPERTS)
 
 
 def right_job(rank: int, world: int) -> None:

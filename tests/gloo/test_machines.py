@@ -38,7 +38,7 @@ TINY = """
     --d-model 16 --d-hidden 36 --layers 2 --heads 2 --context 16 --warmup 2 --eval-bytes 256
     --final-eval-bytes 256 --eval-every 1000 --timeout 30
 """.split()  # noqa: SIM905
-DEATHS = 3
+DEATHS = 20
 STEPS_A_DEATH = 30
 """More than come to pass between two checkpoints."""
 PATIENCE_SECONDS = 300

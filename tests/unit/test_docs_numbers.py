@@ -55,6 +55,14 @@ def test_the_tables_of_overlap_are_the_stored_ones(rate: str) -> None:
     assert table_below(NUMBERS, command) == [overlap_row(rows[run]) for run in RUNS]
 
 
+@pytest.mark.parametrize("rate", ["auto", "auto-step"])
+def test_the_rates_of_overlap_are_the_stored_ones(rate: str) -> None:
+    file = RESULTS / f"overlap_modelled_{rate}.json"
+    bytes_per_second = json.loads(file.read_text(encoding="utf-8"))["bytes_per_second"]
+    before, found, _ = NUMBERS.partition(f"(`python bench/bench_overlap.py --link modelled --rate {rate}`)")
+    assert found and f"At {bytes_per_second / 1e6:.1f} MB/s" in before.rsplit("\n\n", 1)[-1]
+
+
 def best(rows: Sequence[dict[str, Any]], name: str) -> tuple[float, str]:
     return min((row[name], row["run"]) for row in rows if row["run"].startswith("n="))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from pmoe.arguments import MOST
 from pmoe.planner.profile import WIDTH
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.text import parse_bytes
@@ -23,13 +23,13 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def at_least_1(kind: type[Number], name: str, text: str) -> Number:
-    """A finite number from 1 on; ``name`` stands in the message."""
+    """A number from 1 to MOST; ``name`` stands in the message."""
     try:
         number = kind(text)
     except ValueError:
         number = kind()
-    if not 1 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a {name} of at least 1")
+    if not 1 <= number <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a {name} of at least 1, and at most {MOST}")
     return number
 
 

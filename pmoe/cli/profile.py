@@ -47,7 +47,7 @@ def run_command(args: argparse.Namespace) -> Output | None:
         return profile_kernels.run_command(args)
     refuse_options(args, profile_kernels.OPTIONS, "needs --kernels")
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    device = own_device(args.device or default)
+    device = own_device(default if args.device is None else args.device)
     with all_ranks(device) as ranks:
         dtype = DTYPES[args.dtype or "float32"]
         path = args.out or profile_path(identity(ranks, device, dtype), args.folder)

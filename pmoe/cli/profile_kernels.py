@@ -83,7 +83,7 @@ def _fused_device(args: argparse.Namespace) -> torch.device:
     virtual, world = args.virtual_ranks, world_size()
     if virtual is not None and world > 1:
         raise ValueError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
-    device = own_device(args.device or "cuda")
+    device = own_device("cuda" if args.device is None else args.device)
     _, reason = comet.path(device)
     if reason is not None:
         raise ValueError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")

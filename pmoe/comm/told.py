@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from pmoe.comm.ranks import LOOK_AFTER, has_told
+from pmoe.comm.agreement import gathered
+from pmoe.comm.ranks import LOOK_AFTER, Ranks, has_told
 
 FAILED = "pmoe/failed"
 """The key that says that some rank has failed; each rank's own is below it, empty once the rank goes on."""
+
+
+@contextlib.contextmanager
+def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
+    """Raises on every rank where the block raises on any: there its own error, elsewhere one that names the
+    rank. Collective."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    known = (each for each in (TypeError, ValueError, ImportError) if isinstance(failed, each))
+    kind = type(failed) if isinstance(failed, OSError) else next(known, RuntimeError)
+    found = gathered(ranks, None if failed is None else (kind, str(failed)), stage=stage)
+    if failed is not None:
+        raise failed
+    for rank, each in enumerate(found):
+        if each is not None:
+            raise each[0](f"rank {rank}: {each[1]}")
 
 
 class PeerError(RuntimeError):

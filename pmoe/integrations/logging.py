@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from pmoe import __version__
 from pmoe.arguments import check_count, check_flag, check_int, check_kind, check_module, check_path
-from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Ranks
+from pmoe.comm.told import all_fail_together
 from pmoe.engine.recording import Journal, recording
 from pmoe.integrations import run_folder as files
 from pmoe.integrations.statistics import LayerStats, Stats, layers_of, stats
@@ -120,16 +120,9 @@ class StatsWriter:
         settings: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_path(run_dir=run_dir)
-        check_module(model=model)
-        check_count(every=every)
-        check_flag("tensorboard", tensorboard)
-        check_flag("exposed", exposed)
-        check_kind((Mapping, type(None)), "a dict, such as vars(arguments)", settings=settings)
-        self.folder, self.every, self.exposed = Path(run_dir), every, exposed
-        self._model, self._group = model, group
         ranks = Ranks(group)
         self.writes = ranks.rank == 0
+        self.every, self.exposed, self._model, self._group = every, exposed, model, group
         self._last: int | None = None
         self._claim = contextlib.ExitStack()
         self._described: dict[str, Any] | None = None
@@ -138,17 +131,17 @@ class StatsWriter:
         self._recording = contextlib.ExitStack()
         self._journal: Journal | None = None
         self._board: Board | None = None
-        self._session = _session(model, settings or {}, ranks.size)
-        failed: Exception | None = None
-        if self.writes:
-            try:
+        with all_fail_together(ranks, stage="opening a run's folder"), self._claim:
+            check_path(run_dir=run_dir)
+            check_module(model=model)
+            check_count(every=every)
+            check_flag("tensorboard", tensorboard)
+            check_flag("exposed", exposed)
+            check_kind((Mapping, type(None)), "a dict, such as vars(arguments)", settings=settings)
+            self.folder, self._session = Path(run_dir), _session(model, settings or {}, ranks.size)
+            if self.writes:
                 self._open(tensorboard)
-            except (OSError, TypeError, ValueError, ImportError) as error:
-                failed = error
-                self._claim.close()
-        failed = from_first(ranks, failed, stage="opening a run's folder")
-        if failed is not None:
-            raise failed
+            self._claim = self._claim.pop_all()
 
     def _open(self, tensorboard: bool) -> None:
         if tensorboard:

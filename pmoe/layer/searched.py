@@ -35,7 +35,9 @@ def learnt_of(parts: Parts) -> Learnt:
 
 def take_degrees(parts: Parts, path: str | Path) -> None:
     """As `pmoe.MoELayer.load_degrees`."""
-    parts.known.choosers[_name(parts)] = learnt_by(parts.ranks, key_of(parts), parts.spec.degrees, path)
+    parts.known.choosers[_name(parts)] = learnt_by(
+        parts.ranks, key_of(parts), parts.spec.degrees, "" if path is None else path
+    )
 
 
 def write_degrees(parts: Parts, path: str | Path) -> None:

@@ -79,10 +79,10 @@ def save_checkpoint(
     Raises CheckpointError on every rank where one failed, for example because the model was not parallelized,
     so that ranks hold different experts under one name; RuntimeError where a peer died.
     """
-    check_path(folder=folder)
-    ranks, folder, step, keep = Ranks(group), Path(folder), plain_int(step), plain_int(keep)
+    ranks, step, keep = Ranks(group), plain_int(step), plain_int(keep)
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        check_path(folder=folder)
         _check_arguments(step, extra, keep)
         check_module(model=model)
         names = states.Names(model)
@@ -96,7 +96,7 @@ def save_checkpoint(
     tensors, own = _on_all(ranks, "collecting", collect)
     joined = _joined(gathered(ranks, own, stage="collecting a checkpoint"))
     plain = joined | {"ranks": ranks.size, "format": files.FORMAT}
-    part = _on_first(ranks, "making the folder", lambda: files.new_folder(folder, step))
+    part = _on_first(ranks, "making the folder", lambda: files.new_folder(Path(folder), step))
     try:
         with _by_dcp(ranks, "writing") as peers:
             save(states.in_boxes(tensors), storage_writer=FileSystemWriter(part, overwrite=False), **peers)
@@ -128,9 +128,16 @@ def load_checkpoint(
     no checkpoint, where names, shapes or types are others than the model's and the optimizers' (the message
     names them), or where files are missing or too short on any rank.
     """
-    check_path(folder=folder)
-    ranks, folder, optimizers = Ranks(group), Path(folder), _listed(optimizer)
-    path = folder / _on_first(ranks, "looking for it", lambda: files.find(folder, plain_int(step)))
+    ranks = Ranks(group)
+
+    def look() -> tuple[Path, list[Optimizer], str]:
+        check_path(folder=folder)
+        check_int(0, step=0 if step is None else step)
+        found = files.find(Path(folder), plain_int(step)) if ranks.rank == 0 else ""
+        return Path(folder), _listed(optimizer), found
+
+    own, optimizers, found = _on_all(ranks, "looking for it", look)
+    path = own / from_first(ranks, found, stage="agreeing on a checkpoint")
     plain, metadata, random = _on_all(
         ranks, f"reading {path} (step= loads another)", lambda: files.read(path, ranks.rank, ranks.size)
     )

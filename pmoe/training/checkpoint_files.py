@@ -29,7 +29,6 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pmoe.arguments import is_int
 from pmoe.measure.store import load_json, save_json
 
 T = TypeVar("T")
@@ -117,12 +116,10 @@ def publish(part: Path, step: int, keep: int) -> Path:
 def find(folder: Path, step: int | None) -> str:
     """The name of the checkpoint's folder. step: None is the last.
 
-    Raises CheckpointError where there is none; ValueError for a step that is no number.
+    Raises CheckpointError where there is none.
     """
     if step is None:
         return _last(folder / POINTER)
-    if not is_int(step):
-        raise ValueError(f"step ({step!r}) must be an int, or None for the last")
     pattern = re.compile(rf"step_{step:08d}(-(\d+))?")
     numbered = {
         int(match[2] or 1): path.name for path in _complete(folder) if (match := pattern.fullmatch(path.name))

@@ -31,6 +31,7 @@ from pmoe.arguments import check_flag, check_module, list_of
 from pmoe.comm.agreement import largest, same
 from pmoe.comm.mesh import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
+from pmoe.comm.told import all_fail_together
 from pmoe.experts.base import Experts, is_expert, local_part
 from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
@@ -71,21 +72,13 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     Raises ValueError or TypeError, naming the layer, before any weight is touched, where there is no layer,
     one is of other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh is none of these.
     """
-    check_module(model=model)
-    check_flag("reduce", reduce)
     inner = _experts_mesh(mesh)
-    layers = [(name or "model", each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
-    if not layers:
-        raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
     grid = grid_of_mesh(inner)
-    for name, layer in layers:
-        try:
-            _check_layer(layer, inner, grid)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{name}: {error}") from None
-    _check_wrappers(model)
     (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
     copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
+    stage = "comparing what parallelize is given"
+    with all_fail_together(copies, stage=stage), all_fail_together(grid.all, stage=stage):
+        layers = _checked_layers(model, reduce, inner, grid)
     for name, layer in layers:
         if layer.experts.is_parallelized:
             continue
@@ -101,6 +94,24 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     for module in model.modules():
         _leave_to_experts(module)
     return model
+
+
+def _checked_layers(
+    model: nn.Module, reduce: bool, inner: DeviceMesh, grid: Grid
+) -> list[tuple[str, MoELayer]]:
+    """By name. Raises what `parallelize` raises."""
+    check_module(model=model)
+    check_flag("reduce", reduce)
+    layers = [(name or "model", each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
+    if not layers:
+        raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
+    for name, layer in layers:
+        try:
+            _check_layer(layer, inner, grid)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{name}: {error}") from None
+    _check_wrappers(model)
+    return layers
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:

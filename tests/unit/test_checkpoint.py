@@ -193,7 +193,7 @@ def test_the_newest_stay_and_any_of_them_loads(tmp_path: Path) -> None:
     assert pmoe.load_checkpoint(tmp_path, model).step == 3  # the last that was saved
     assert pmoe.load_checkpoint(tmp_path, model, step=10).step == 10
     assert model[0].bias.tolist() == [10] * 4
-    with pytest.raises(CheckpointError, match=r"step \('3'\) must be an int, or None"):
+    with pytest.raises(CheckpointError, match=r"step \('3'\) must be an int of at least 0"):
         pmoe.load_checkpoint(tmp_path, model, step="3")
     with pytest.raises(CheckpointError, match=r"step \(5\) must be one of those in .*step_00000003"):
         pmoe.load_checkpoint(tmp_path, model, step=5)

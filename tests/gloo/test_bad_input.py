@@ -1,0 +1,110 @@
+"""A bad argument or input on one rank alone is an error on every rank: there with its name, on the others
+with that rank's. Nobody waits for the timeout."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import pmoe
+from pmoe.integrations.logging import StatsWriter
+from tests.gloo.kit import error_of
+from tests.pool import ranks
+
+M, H, E = 6, 8, 4
+
+
+def called(**given: Any) -> None:
+    right = {"x": torch.randn(5, M), "token_ids": torch.arange(5)}
+    layer = pmoe.MoELayer(M, H, E, 2, gate="hash", pipeline=2)
+    layer(**{**right, **given}).sum().backward()
+
+
+def parallelized(mesh: DeviceMesh, **given: Any) -> nn.Module:
+    layer = pmoe.MoELayer(M, H, E, mesh=mesh)
+    return pmoe.parallelize(**{"model": nn.Sequential(layer), "mesh": mesh, **given})
+
+
+def saved(mesh: DeviceMesh, folder: Path, **given: Any) -> None:
+    pmoe.save_checkpoint(**{"folder": folder, "model": parallelized(mesh), "step": 1, **given})
+
+
+def loaded(mesh: DeviceMesh, folder: Path, **given: Any) -> None:
+    pmoe.load_checkpoint(**{"folder": folder, "model": parallelized(mesh), **given})
+
+
+def written(folder: Path, **given: Any) -> None:
+    with StatsWriter(**{"run_dir": folder / "run", "model": nn.Linear(M, M), **given}):
+        pass
+
+
+BAD: dict[str, dict[str, Callable[[], Any]]] = {
+    "call": {
+        "x": lambda: [1.0],
+        "x ": lambda: torch.eye(M).to_sparse(),
+        "x  ": lambda: torch.ones(5, M, dtype=torch.complex64),
+        "x   ": lambda: torch.ones(5, M, device="meta"),
+        "x    ": lambda: torch.tensor(1.0),
+        "token_ids": lambda: None,
+        "token_ids ": lambda: torch.ones(5),
+    },
+    "parallelize": {"model": lambda: nn.Linear(M, M), "model ": lambda: 3, "reduce": lambda: 1},
+    "save": {
+        "folder": lambda: 3,
+        "model": lambda: "no such",
+        "optimizer": lambda: 3,
+        "step": lambda: -1,
+        "extra": lambda: 3,
+        "keep": lambda: 0,
+    },
+    "load": {"folder": lambda: b"x", "model": lambda: None, "optimizer": lambda: [3], "step": lambda: 0.5},
+    "write": {
+        "run_dir": lambda: 3,
+        "model": lambda: None,
+        "every": lambda: 0,
+        "tensorboard": lambda: 1,
+        "settings": lambda: [1],
+    },
+}
+"""By what is called, values by argument. Spaces at the end tell several of one argument apart."""
+
+
+def bad_on_rank_1(rank: int, world: int, folder: Path) -> dict[str, str]:
+    """What this rank is told, by call and argument."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    saved(mesh, folder)
+    calls: dict[str, Callable[..., Any]] = {
+        "call": called,
+        "parallelize": lambda **given: parallelized(mesh, **given),
+        "save": lambda **given: saved(mesh, **{"folder": folder, **given}),
+        "load": lambda **given: loaded(mesh, **{"folder": folder, **given}),
+        "write": lambda **given: written(folder, **given),
+    }
+    found = {}
+    for name, call in calls.items():
+        for argument, make in BAD[name].items():
+            given = {argument.strip(): make()} if rank == 1 else {}
+            found[f"{name}: {argument}"] = error_of(lambda call=call, given=given: call(**given))
+        call()  # nobody is out of step
+    return found
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return ranks(2).run(bad_on_rank_1, Path(folder))
+
+
+@pytest.mark.parametrize("case", [f"{name}: {argument}" for name, found in BAD.items() for argument in found])
+def test_a_bad_argument_of_one_rank_is_an_error_on_both(case: str, told: list[dict[str, str]]) -> None:
+    others, own = (each[case] for each in told)
+    argument = case.split(": ")[1].strip()
+    assert argument in own, own
+    assert "rank 1" in others or others == own, others

@@ -84,16 +84,16 @@ class Problem:
 
     # The kernels, into fixed memory. Of the gradients x stands for d_y, too, and rows for d_rows.
 
-    def permute(self, parts: int) -> None:
-        launch.launch_permute(self.x_TM, self.position_TK, None, self.out_NM, parts=parts)
+    def permute(self) -> None:
+        launch.launch_permute(self.x_TM, self.position_TK, None, self.out_NM)
 
-    def permute_weighted(self, parts: int) -> None:
-        launch.launch_permute(self.x_TM, self.position_TK, self.weight_TK, self.out_NM, parts=parts)
+    def permute_weighted(self) -> None:
+        launch.launch_permute(self.x_TM, self.position_TK, self.weight_TK, self.out_NM)
 
-    def unpermute(self, parts: int) -> None:
-        launch.launch_unpermute(self.rows_NM, self.position_TK, self.weight_TK, self.out_TM, parts=parts)
+    def unpermute(self) -> None:
+        launch.launch_unpermute(self.rows_NM, self.position_TK, self.weight_TK, self.out_TM)
 
-    def permute_backward(self, parts: int) -> None:
+    def permute_backward(self) -> None:
         launch.launch_permute_backward(
             self.rows_NM,
             self.x_TM,
@@ -101,10 +101,9 @@ class Problem:
             self.weight_TK,
             self.out_TM,
             self.d_weight_TK,
-            parts=parts,
         )
 
-    def unpermute_backward(self, parts: int) -> None:
+    def unpermute_backward(self) -> None:
         launch.launch_unpermute_backward(
             self.x_TM,
             self.rows_NM,
@@ -112,7 +111,6 @@ class Problem:
             self.weight_TK,
             self.out_NM,
             self.d_weight_TK,
-            parts=parts,
         )
 
     # The same as PyTorch operations; they return what the kernels write.
@@ -142,7 +140,7 @@ class Problem:
 @dataclass(frozen=True)
 class Kernel:
     name: str
-    run: Callable[[Problem, int], None]
+    run: Callable[[Problem], None]
     plain: Callable[[Problem], list[Tensor]]
     written: Callable[[Problem], list[Tensor]]
     tensors: Callable[[Problem], list[Tensor]]  # each is read or written once
@@ -211,12 +209,17 @@ def exact(problem: Problem, kernel: Kernel) -> list[Tensor]:
     return [rows if scattered else y, *([dots] if "backward" in kernel.name else [])]
 
 
+def run(problem: Problem, kernel: Kernel, parts: int) -> None:
+    launch.PARTS = parts
+    kernel.run(problem)
+
+
 def check(problem: Problem, kernel: Kernel, parts: int) -> float:
     """The largest relative error of what it writes, over poison. Raises SystemExit over the limit: two
     roundings of the rows' type, or 1e-5 for sums in float32."""
     for tensor in kernel.written(problem):
         tensor.fill_(float("nan"))
-    kernel.run(problem, parts)
+    run(problem, kernel, parts)
     worst = 0.0
     for got, expected in zip(kernel.written(problem), exact(problem, kernel), strict=True):
         error = relative_error(got, expected)
@@ -241,7 +244,7 @@ def takes(problem: Problem, kernel: Kernel, parts: int) -> bool:
     """Whether the layout can share a token among that many warps: more than a row has slices are refused by
     the gradients, and mean all slices to the others."""
     try:
-        kernel.run(problem, parts)
+        run(problem, kernel, parts)
     except ValueError as error:
         print(f"  {kernel.name}, parts {parts}: not run, {error}")
         return False
@@ -260,7 +263,7 @@ def measure(
         errors = {n: check(problem, kernel, n) for n in parts if takes(problem, kernel, n)}
         runs: dict[str, Callable[[], Any]] = {"torch": partial(kernel.plain, problem)}
         for n in errors:
-            runs[f"parts {n}" if n else "kernel"] = partial(kernel.run, problem, n)
+            runs[f"parts {n}" if n else "kernel"] = partial(run, problem, kernel, n)
         found = timings[kernel.name] = time_in_turn(runs, rounds)
         count = bytes_of(kernel.tensors(problem))
         for (name, timing), error in zip(list(found.items())[1:], errors.values(), strict=True):

@@ -12,10 +12,12 @@ from typing import Any
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.output import Output, ms
 from pmoe.papers import comet_figures, fsmoe_layers, lancet_figures
-from pmoe.papers.comet_figures import Beside, Case
+from pmoe.papers.comet_figures import Beside
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Table5, table5
 from pmoe.planner.timeline import draw
 from pmoe.text import table
+
+Rows = Sequence[Mapping[str, Any]]
 
 ABOUT = "a paper's experiment from its own task costs"
 ASSUMED = {
@@ -69,7 +71,7 @@ def _comet(picture: Path | None) -> Output:
         _draw(picture, beside)
     fields = {
         "table3": comet_figures.table3(),
-        "figure8": [asdict(each) for each in cases],
+        "figure8": cases,
         "moves": moves,
         "beside": {**asdict(beside), "fused": beside.fused},
         "machine": asdict(comet_figures.H800),
@@ -87,7 +89,7 @@ def _draw(path: Path, beside: Beside) -> None:
         draw(path, comet_figures.panels(beside), title)
 
 
-def _comet_lines(cases: Sequence[Case], moves: Sequence[str], beside: Beside) -> Iterator[str]:
+def _comet_lines(cases: Rows, moves: Sequence[str], beside: Beside) -> Iterator[str]:
     yield "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n"
     rows = [
         (each["model"], f"{each['tokens']}", f"{each['paper_mb']}", f"{each['num_bytes'] / 2**20:g}")
@@ -106,13 +108,12 @@ def _comet_lines(cases: Sequence[Case], moves: Sequence[str], beside: Beside) ->
     yield "\nassumed: pmoe simulate comet --assumptions"
 
 
-def _case_rows(cases: Sequence[Case]) -> Iterator[Sequence[str]]:
+def _case_rows(cases: Rows) -> Iterator[Sequence[str]]:
     yield "TP", "M", "paper", "model", "half rate", "M W / TP", "us", "us, paper's"
     for case in cases:
-        paper = "-" if case.paper is None else f"{case.paper}"
-        slower = "-" if case.paper_seconds is None else f"{case.paper_seconds * 1e6:.0f}"
-        numbers = map(str, (case.model, case.half_rate, case.per_group))
-        yield f"{case.tp}", f"{case.tokens}", paper, *numbers, f"{case.seconds * 1e6:.0f}", slower
+        names = ("tp", "tokens", "paper", "model", "half_rate", "per_group")
+        given = [str(case[name] or "-") for name in names]
+        yield *given, *(f"{s * 1e6:.0f}" if s else "-" for s in (case["seconds"], case["paper_seconds"]))
 
 
 def _beside_line(beside: Beside) -> str:
@@ -135,7 +136,7 @@ def _lancet() -> Output:
     return Output(fields, _lancet_lines(rows, best(rows)))
 
 
-def _lancet_lines(rows: Sequence[Mapping[str, object]], best: Mapping[str, float]) -> Iterator[str]:
+def _lancet_lines(rows: Rows, best: Mapping[str, float]) -> Iterator[str]:
     yield "Lancet's section 7: a training step by system, ms; its two passes alone and together\n"
     cells = [
         [f"{each:.2f}" if isinstance(each, float) else f"{each}" for each in row.values()] for row in rows
@@ -164,7 +165,7 @@ def _table5(contention: float | None) -> Output:
     return Output(fields, _table5_lines(ideal, contended, operations))
 
 
-def _table5_lines(ideal: Table5, contended: Table5, operations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _table5_lines(ideal: Table5, contended: Table5, operations: Rows) -> Iterator[str]:
     yield (
         f"speed-up over Tutel, mean of {ideal.num_layers} layers; C: how many times as long communication "
         "between nodes\nand inside the node take beside each other\n"
@@ -188,7 +189,7 @@ def _system_rows(ideal: Table5, contended: Table5) -> Iterator[Sequence[str]]:
         yield name, f"{alone.mean:.3f}", spans[0], f"{beside.mean:.3f}", spans[1], paper
 
 
-def _operation_rows(operations: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[str]]:
+def _operation_rows(operations: Rows) -> Iterator[Sequence[str]]:
     yield "pass", "operation", "measured", "modelled", "modelled / measured"
     for each in operations:
         seconds = measured, modelled = each["measured"], each["modelled"]

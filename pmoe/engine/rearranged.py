@@ -5,6 +5,7 @@ Letters: N rows, E experts, W ranks, L bins, the smallest chunks of either pass.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -40,47 +41,43 @@ def join_chunks(
 def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
     """For each chunk of backward its runs of rows in chunks of forward. counts: rows by bin, L of them, and
     expert, in both passes the order of rows inside an expert's part of a chunk."""
-    counts: list[list[int]] = counts_LE.tolist()
-    finest, num_experts = len(counts), len(counts[0])
-    start: dict[int, dict[tuple[int, int], int]] = {}  # by the number of chunks
-    for each in (n, n_backward):
-        width, start[each] = finest // each, {}
-        for chunk in range(each):
-            row = 0
-            for expert in range(num_experts):
-                for at in range(chunk * width, (chunk + 1) * width):
-                    start[each][at, expert] = row
-                    row += counts[at][expert]
-    forward_width, backward_width = finest // n, finest // n_backward
+    rows, begin = (each.view(n_backward, -1).tolist() for each in _pieces(counts_LE, n, n_backward))
+    forward_chunk = counts_LE.view(n, -1).sum(1)
+    begin_of = (forward_chunk.cumsum(0) - forward_chunk).tolist()
     joined = []
-    for chunk in range(n_backward):
+    for of_pieces, begins in zip(rows, begin, strict=True):
         runs: dict[int, list[tuple[slice, slice]]] = {}
-        for expert in range(num_experts):
-            for at in range(chunk * backward_width, (chunk + 1) * backward_width):
-                rows = counts[at][expert]
-                if not rows:
-                    continue
-                of = runs.setdefault(at // forward_width, [])
-                there, here = start[n][at, expert], start[n_backward][at, expert]
-                if of and (of[-1][0].stop, of[-1][1].stop) == (there, here):
-                    there, here, rows = of[-1][0].start, of[-1][1].start, rows + there - of.pop()[0].start
-                of.append((slice(there, there + rows), slice(here, here + rows)))
+        end = 0
+        for num_rows, first in zip(of_pieces, begins, strict=True):
+            if not num_rows:
+                continue
+            chunk = bisect_right(begin_of, first) - 1
+            of = runs.setdefault(chunk, [])
+            there, here, end = first - begin_of[chunk], end, end + num_rows
+            if of and (of[-1][0].stop, of[-1][1].stop) == (there, here):
+                there, here = of[-1][0].start, of.pop()[1].start
+            of.append((slice(there, there + end - here), slice(here, end)))
         joined.append(tuple((i, tuple(of)) for i, of in sorted(runs.items())))
     return tuple(joined)
 
 
 def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) -> Tensor:
     """What `_join` says, as an index of each of backward's rows, in order, among forward's."""
-    finest, num_experts = counts_LE.shape
+    rows, begin = _pieces(counts_LE, n, n_backward)
+    shift = begin - (rows.cumsum(0) - rows)
+    return shift.repeat_interleave(rows, output_size=num_rows) + torch.arange(num_rows, device=rows.device)
+
+
+def _pieces(counts_LE: Tensor, n: int, n_backward: int) -> tuple[Tensor, Tensor]:
+    """The rows of each bin and expert, in the order of backward: how many, and where among forward's rows the
+    first is."""
 
     def by_chunk(per_bin: Tensor, chunks: int) -> Tensor:
         """(L, E) in the order of a pass's rows: chunk, expert, bin of the chunk."""
         bins: Tensor = per_bin.unflatten(0, (chunks, -1))
         return bins.transpose(1, 2).reshape(-1)
 
-    group = torch.arange(finest * num_experts, device=counts_LE.device)
-    place = torch.empty_like(group)
-    place[by_chunk(group.view(finest, num_experts), n_backward)] = group
-    forward_place = by_chunk(place.view(finest, num_experts), n)
-    rows = forward_place.repeat_interleave(by_chunk(counts_LE, n), output_size=num_rows)
-    return rows.argsort(stable=True)
+    forward = by_chunk(counts_LE, n)
+    place = by_chunk(torch.arange(counts_LE.numel(), device=counts_LE.device).view_as(counts_LE), n)
+    begin = torch.empty_like(forward).scatter_(0, place, forward.cumsum(0) - forward)
+    return by_chunk(counts_LE, n_backward), by_chunk(begin.view_as(counts_LE), n_backward)

@@ -24,11 +24,14 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRequest:
-    """Which product, of what sizes, on what device. rows: a `bucket`; devices of one name count as one."""
+    """Which product, of what sizes, on what device; devices of one name count as one.
+
+    device_name: "" is the device's own. rows: any number, of which the `bucket` is kept.
+    """
 
     form: Form
     device: torch.device = field(compare=False)
-    device_name: str
+    device_name: str = ""
     dtype: torch.dtype
     experts: int
     rows: int
@@ -36,22 +39,9 @@ class ProductRequest:
     out_features: int
     bias: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        form: Form,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        rows: int,
-        bias: bool = False,
-        **sizes: int,
-    ) -> ProductRequest:
-        """rows: any number, of which the bucket is taken. sizes: experts, in_features and out_features."""
-        return cls(
-            form=form, device=device, device_name=device_name(device), dtype=dtype, rows=bucket(rows),
-            bias=bias, **sizes,
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device_name", self.device_name or device_name(self.device))
+        object.__setattr__(self, "rows", bucket(self.rows))
 
     @property
     def key(self) -> str:
@@ -88,8 +78,13 @@ class ProductOperands(NamedTuple):
             num_out, num_in = self.first.shape[1], self.second.shape[1]
         else:
             num_out, num_in = self.second.shape[1], self.second.shape[2]
-        sizes = {"experts": self.experts, "in_features": num_in, "out_features": num_out}
-        rows, bias = self.first.shape[0], self.bias is not None
-        return ProductRequest.of(
-            self.form, self.first.device, self.first.dtype, rows=rows, bias=bias, **sizes
+        return ProductRequest(
+            form=self.form,
+            device=self.first.device,
+            dtype=self.first.dtype,
+            experts=self.experts,
+            rows=self.first.shape[0],
+            in_features=num_in,
+            out_features=num_out,
+            bias=self.bias is not None,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,10 +73,10 @@ def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
     """A product of these experts for which pmoe's kernels are not chosen, in words; None if there is none."""
-    for name, shape, form, bias in _products(experts, needs_grad):
-        chosen = PRODUCTS.choose(_request(form, device, dtype, shape, rows, bias))
+    for name, request in _products(experts, dtype, device, rows, needs_grad):
+        chosen = PRODUCTS.choose(request)
         if chosen != PMOE:
-            return f"{chosen} is chosen for the {form} product of {name} with {rows} rows"
+            return f"{chosen} is chosen for the {request.form} product of {name} with {rows} rows"
     return None
 
 
@@ -88,25 +89,30 @@ def product_requests(
     max_bucket = LARGEST * bucket(max_rows)
     buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]
     found = []
-    for name, shape, form, bias in _products(experts, needs_grad):
+    for name, request in _products(experts, dtype, device, max_rows, needs_grad):
         # b2 is added by the first shard alone, and all shards ask for the same
-        biases = {bias, False} if name == "w2" and experts.shard.count > 1 else {bias}
-        found += [
-            _request(form, device, dtype, shape, rows, bias) for bias in sorted(biases) for rows in buckets
-        ]
+        biases = {request.bias, False} if name == "w2" and experts.shard.count > 1 else {request.bias}
+        found += [replace(request, rows=rows, bias=bias) for bias in sorted(biases) for rows in buckets]
     return found
 
 
-def _products(experts: StackedExperts, needs_grad: bool) -> Iterator[tuple[str, tuple[int, ...], Form, bool]]:
-    """Of each weight its name, its shape (E, O, I), a form of its product, and whether a bias is added."""
+def _products(
+    experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, needs_grad: bool
+) -> Iterator[tuple[str, ProductRequest]]:
+    """The products of each weight, with its name."""
     forms: tuple[Form, ...] = ("forward", "input", "weight") if needs_grad else ("forward",)
-    for name, shape in experts.shapes().items():
+    for name, (num_experts, num_out, num_in) in experts.shapes().items():
         for form in forms:
-            yield name, shape, form, form == "forward" and experts.b1 is not None
-
-
-def _request(
-    form: Form, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], rows: int, bias: bool
-) -> ProductRequest:
-    sizes = dict(zip(("experts", "out_features", "in_features"), shape, strict=True))
-    return ProductRequest.of(form, device, dtype, rows=rows, bias=bias, **sizes)
+            yield (
+                name,
+                ProductRequest(
+                    form=form,
+                    device=device,
+                    dtype=dtype,
+                    experts=num_experts,
+                    rows=rows,
+                    in_features=num_in,
+                    out_features=num_out,
+                    bias=form == "forward" and experts.b1 is not None,
+                ),
+            )

@@ -81,44 +81,30 @@ PAPER_N_C: Mapping[tuple[int, int], int | None] = {
 """Best n_c by (TP, M), section 3.2.2; the text does not name the fourth."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A case of Fig. 8, layer 1. paper: its best n_c; model, seconds: the model's and how long it takes then;
-    paper_seconds: with the paper's n_c. half_rate: the model's n_c where communicating blocks are half as
-    fast. per_group: where M is the tokens of a TP group."""
-
-    tp: int
-    tokens: int
-    paper: int | None
-    model: int
-    seconds: float
-    paper_seconds: float | None
-    half_rate: int
-    per_group: int
-
-
 @functools.cache
-def figure8() -> tuple[Case, ...]:
-    """The moves of n_c in Fig. 8, by model."""
-    return tuple(_case(tp, tokens, paper) for (tp, tokens), paper in PAPER_N_C.items())
+def figure8() -> list[dict[str, Any]]:
+    """A row a case of Fig. 8, layer 1. paper: its best n_c; model, seconds: the model's and how long it takes
+    then; paper_seconds: with the paper's n_c. half_rate: the model's n_c where communicating blocks are half
+    as fast. per_group: where M is the tokens of a TP group."""
+    return [_case(tp, tokens, paper) for (tp, tokens), paper in PAPER_N_C.items()]
 
 
-def _case(tp: int, tokens: int, paper: int | None) -> Case:
+def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
     slower = replace(
         H800, block_local_bytes=H800.block_local_bytes / 2, block_peer_bytes=H800.block_peer_bytes / 2
     )
     _, layer = _mixtral(tokens, tp)
     best = _at_one_tile(layer, H800)
-    return Case(
-        tp=tp,
-        tokens=tokens,
-        paper=paper,
-        model=best.division.n_c,
-        seconds=best.seconds,
-        paper_seconds=None if paper is None else fused_seconds(layer, H800, paper),
-        half_rate=_at_one_tile(layer, slower).division.n_c,
-        per_group=_at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800).division.n_c,
-    )
+    return {
+        "tp": tp,
+        "tokens": tokens,
+        "paper": paper,
+        "model": best.division.n_c,
+        "seconds": best.seconds,
+        "paper_seconds": None if paper is None else fused_seconds(layer, H800, paper),
+        "half_rate": _at_one_tile(layer, slower).division.n_c,
+        "per_group": _at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800).division.n_c,
+    }
 
 
 WHY = (
@@ -139,19 +125,18 @@ def _at_one_tile(layer: Returning, device: DeviceRates) -> BestDivision:
     return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
-def moves(cases: Sequence[Case]) -> list[str]:
+def moves(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """The paper's two moves of n_c, and whether the model's goes the same way: a line each."""
-    of = {(case.tp, case.tokens): case for case in cases}
+    of = {(case["tp"], case["tokens"]): (case["paper"], case["model"]) for case in cases}
     lines = []
     for told, start, end in (
         ("TP = 8, M 4096 -> 16384", (8, 4096), (8, 16384)),
         ("M = 16384, TP 8 -> 4", (8, 16384), (4, 16384)),
     ):
-        before, after = of[start], of[end]
-        assert before.paper is not None and after.paper is not None
-        same = (after.model - before.model) * (after.paper - before.paper) > 0
+        (paper, model), (moved_paper, moved_model) = of[start], of[end]
+        same = (moved_model - model) * (moved_paper - paper) > 0
         lines.append(
-            f"{told}: paper {before.paper} -> {after.paper}, model {before.model} -> {after.model}: "
+            f"{told}: paper {paper} -> {moved_paper}, model {model} -> {moved_model}: "
             + ("the same way" if same else "NOT the same way")
         )
     return lines

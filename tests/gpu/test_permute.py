@@ -181,16 +181,18 @@ def test_backward_launches(shape: tuple[int, int, int, float], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_any_number_of_parts_gives_the_same(parts: int) -> None:
+def test_any_number_of_parts_gives_the_same(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What bench_permute sweeps."""
+    monkeypatch.setattr(launch, "PARTS", parts)
     p = Problem((100, 4, 4096, 0.1), torch.bfloat16)
     rows, y = p.poisoned(p.num_rows), p.poisoned(p.num_tokens)
     d_x, d_rows = p.poisoned(p.num_tokens), p.poisoned(p.num_rows)
     d_weights = torch.full((2, p.num_tokens, p.top_k), NAN, device=DEVICE)
-    launch.launch_permute(p.x, p.position, p.weight, rows, parts=parts)
-    launch.launch_unpermute(p.rows, p.position, p.weight, y, parts=parts)
-    launch.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0], parts=parts)
-    launch.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1], parts=parts)
+    launch.launch_permute(p.x, p.position, p.weight, rows)
+    launch.launch_unpermute(p.rows, p.position, p.weight, y)
+    launch.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0])
+    launch.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1])
+    monkeypatch.setattr(launch, "PARTS", 0)
     assert torch.equal(rows, permute(p.x, p.position, p.num_rows, p.weight)) and torch.equal(rows, d_rows)
     assert torch.equal(y, unpermute(p.rows, p.position, p.weight)) and torch.equal(y, d_x)
     expected, magnitude = p.dots(p.x, p.rows)

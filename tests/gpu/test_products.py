@@ -105,9 +105,8 @@ def expected_products(counts: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def skip_unless_willing(way: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    request = ProductRequest.of(
-        "forward", DEVICE, dtype, experts=4, rows=100, in_features=IN, out_features=OUT
-    )
+    sizes = {"experts": 4, "rows": 100, "in_features": IN, "out_features": OUT}
+    request = ProductRequest(form="forward", device=DEVICE, dtype=dtype, **sizes)
     [candidate] = [each for each in PRODUCTS.candidates if each.name == way]
     if reasons := candidate.reasons(request):
         pytest.skip(f"{way} refuses: {'; '.join(reasons)}")

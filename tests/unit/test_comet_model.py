@@ -345,18 +345,18 @@ def test_table_3_is_the_papers() -> None:
 def test_figure_8_as_it_came_out() -> None:
     """Not the paper's moves: WHY says where they part. Held so that a change is seen."""
     cases = figure8()
-    assert [(case.tp, case.tokens, case.paper) for case in cases] == [
+    assert [(case["tp"], case["tokens"], case["paper"]) for case in cases] == [
         (8, 4096, 18),
         (8, 16384, 26),
         (4, 4096, None),
         (4, 16384, 46),
     ]
-    assert [case.model for case in cases] == [18, 14, 12, 11]
-    assert [case.half_rate for case in cases] == [25, 24, 20, 18]
+    assert [case["model"] for case in cases] == [18, 14, 12, 11]
+    assert [case["half_rate"] for case in cases] == [25, 24, 20, 18]
     for case in cases:
-        assert case.paper_seconds is None or case.paper_seconds >= case.seconds
+        assert case["paper_seconds"] is None or case["paper_seconds"] >= case["seconds"]
     assert [line.endswith(": NOT the same way") for line in moves(cases)] == [True, True]
-    moved = [replace(case, model=case.paper or 0) for case in cases]
+    moved = [case | {"model": case["paper"] or 0} for case in cases]
     assert [line.endswith(": the same way") for line in moves(moved)] == [True, True]
 
 

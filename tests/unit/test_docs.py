@@ -392,7 +392,8 @@ def test_simulated_numbers_of_the_papers_page_are_those_of_the_simulators() -> N
     text, table5 = page("papers.md"), page("fsmoe_table5.md")
     (row,) = re.findall(r"^\| FSMoE \| ([\d.]+) .*? \| ([\d.]+) .*? \| ([\d.]+) \|$", table5, re.MULTILINE)
     assert "FSMoE {} on ideal lanes, {} with contention 1.25; the paper measured {}".format(*row) in text
-    moved = {(case.tp, case.tokens): (case.paper, case.model) for case in comet_figures.figure8()}
+    cases = comet_figures.figure8()
+    moved = {(case["tp"], case["tokens"]): (case["paper"], case["model"]) for case in cases}
     (paper_few, few), (paper_many, many) = moved[8, 4096], moved[8, 16384]
     assert f"moves from {paper_few} to {paper_many}, the model from {few} to {many}" in text
     paper, model = moved[4, 16384]

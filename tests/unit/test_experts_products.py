@@ -148,7 +148,7 @@ def grouped_mm_reasons(
 ) -> list[str]:
     sizes = {"experts": 8, "rows": 100, "in_features": 64, "out_features": 96, "bias": False} | changes
     [candidate] = [each for each in PRODUCTS.candidates if each.name == GROUPED_MM]
-    return candidate.reasons(ProductRequest.of(form, CUDA, dtype, **sizes))
+    return candidate.reasons(ProductRequest(form=form, device=CUDA, dtype=dtype, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -296,8 +296,8 @@ def test_without_the_extension_grouped_mm_computes_and_a_warning_says_so_once(
 ) -> None:
     why = "pmoe._cuda is not built"
     monkeypatch.setattr(grouped_gemm, "refusal", lambda device, dtype, **columns: why)
-    sizes = {"rows": 100, "in_features": 64, "out_features": 96}
-    of_experts = functools.partial(ProductRequest.of, "forward", CUDA, torch.bfloat16, **sizes)
+    sizes = {"device": CUDA, "dtype": torch.bfloat16, "rows": 100, "in_features": 64, "out_features": 96}
+    of_experts = functools.partial(ProductRequest, form="forward", **sizes)
     registry = Registry(PRODUCTS.candidates)
     GIVEN.clear()
     with pytest.warns(UserWarning, match=f"without pmoe's kernels: {why}") as caught:
@@ -313,8 +313,8 @@ def test_without_the_extension_grouped_mm_computes_and_a_warning_says_so_once(
 @pytest.mark.parametrize("form", ["forward", "input", "weight"])
 def test_what_is_measured_has_every_row_and_one_expert_without_any(form: str, experts: int) -> None:
     state = torch.get_rng_state()
-    sizes = {"experts": experts, "in_features": 16, "out_features": 8}
-    request = ProductRequest.of(form, torch.device("cpu"), torch.bfloat16, rows=100, **sizes)
+    sizes = {"experts": experts, "rows": 100, "in_features": 16, "out_features": 8}
+    request = ProductRequest(form=form, device=torch.device("cpu"), dtype=torch.bfloat16, **sizes)
     operands, groups = random_operands(request)
     assert operands.request == request
     counts = groups.counts

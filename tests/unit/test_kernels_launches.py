@@ -201,21 +201,22 @@ def test_without_rows_only_the_gradient_of_weights_is_launched(recorder: Recorde
 # ---- permutes: T = 3, K = 2, M = 16 float32 columns
 
 
-def test_permutes(recorder: Recorder) -> None:
+def test_permutes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     x, rows = recorder.tensor("x", 3, 16, dtype=FLOAT, gap=4), recorder.tensor("rows", 5, 16, dtype=FLOAT)
     d_x, d_rows = recorder.tensor("d_x", 3, 16, dtype=FLOAT), recorder.tensor("d_rows", 5, 16, dtype=FLOAT)
     position = recorder.tensor("position", 3, 2, dtype=INT)
     weight, d_weight = (recorder.tensor(name, 3, 2, dtype=FLOAT) for name in ("weight", "d_weight"))
     permute.launch.launch_permute(x, position, None, rows)
     permute.launch.launch_unpermute(rows, position, weight, x)
-    permute.launch.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight, parts=2)
+    monkeypatch.setattr(permute.launch, "PARTS", 2)
+    permute.launch.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight)
     permute.launch.launch_unpermute_backward(x, rows, position, weight, d_rows, d_weight)
     moving = [None, 7, 0, 3, 2, 5, 64, "position"]
     assert recorder.calls == [
         ("permute", [[*moving, 0, 0], "x", 80, "rows", 64]),
         ("unpermute", [[*moving, "weight", 0], "rows", 64, "x", 80]),
         ("permute_backward", [[*moving, "weight", 2], "x", 80, "d_rows", 64, "d_x", 64, "d_weight"]),
-        ("unpermute_backward", [[*moving, "weight", 0], "x", 80, "rows", 64, "d_rows", 64, "d_weight"]),
+        ("unpermute_backward", [[*moving, "weight", 2], "x", 80, "rows", 64, "d_rows", 64, "d_weight"]),
     ]
 
 

@@ -19,6 +19,9 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_CHOICES = 256
 """Of a token: kMostChoices of cuda/permute/kernel.cuh."""
 
+PARTS = 0
+"""Warps that share a token; 0 leaves it to cuda/permute/layout.h. For benchmarks."""
+
 
 def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
     """Why the kernels do not move rows of this type, of ``top_k`` choices a token, there; None if they do."""
@@ -29,22 +32,15 @@ def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
     return extension.path(device)[1]
 
 
-def launch_permute(
-    x_TM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, rows_NM: Tensor, *, parts: int = 0
-) -> None:
-    """rows[position] = weight * x. Rows that no slot names stay as they are.
-
-    parts: warps that share a token; 0 leaves it to cuda/permute/layout.h.
-    """
-    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], parts, x=x_TM, rows=rows_NM):
+def launch_permute(x_TM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, rows_NM: Tensor) -> None:
+    """rows[position] = weight * x. Rows that no slot names stay as they are."""
+    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], x=x_TM, rows=rows_NM):
         extension.module().permute(work[0], *work[1])
 
 
-def launch_unpermute(
-    rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, y_TM: Tensor, *, parts: int = 0
-) -> None:
+def launch_unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, y_TM: Tensor) -> None:
     """y = sum over k of weight * rows[position]."""
-    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], parts, rows=rows_NM, y=y_TM):
+    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], rows=rows_NM, y=y_TM):
         extension.module().unpermute(work[0], *work[1])
     else:
         y_TM.zero_()
@@ -57,13 +53,11 @@ def launch_permute_backward(
     weight_TK: Tensor,
     d_x_TM: Tensor,
     d_weight_TK: Tensor,
-    *,
-    parts: int = 0,
 ) -> None:
     """d_x = sum over k of weight * d_rows[position], d_weight = <x, d_rows[position]>; 0 of dropped slots."""
     check_slots_memory(position_TK, d_weight=d_weight_TK)
     rows = {"x": x_TM, "d_rows": d_rows_NM, "d_x": d_x_TM}
-    if work := _moving(position_TK, weight_TK, d_rows_NM.shape[0], parts, **rows):
+    if work := _moving(position_TK, weight_TK, d_rows_NM.shape[0], **rows):
         extension.module().permute_backward(work[0], *work[1], d_weight_TK.data_ptr())
     else:
         d_x_TM.zero_()
@@ -77,20 +71,18 @@ def launch_unpermute_backward(
     weight_TK: Tensor,
     d_rows_NM: Tensor,
     d_weight_TK: Tensor,
-    *,
-    parts: int = 0,
 ) -> None:
     """d_rows[position] = weight * d_y, d_weight = <d_y, rows[position]>, 0 for dropped slots."""
     check_slots_memory(position_TK, d_weight=d_weight_TK)
     rows = {"d_y": d_y_TM, "rows": rows_NM, "d_rows": d_rows_NM}
-    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], parts, **rows):
+    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], **rows):
         extension.module().unpermute_backward(work[0], *work[1], d_weight_TK.data_ptr())
     else:
         d_weight_TK.zero_()
 
 
 def _moving(
-    position_TK: Tensor, weight_TK: Tensor | None, num_rows: int, parts: int, **rows: Tensor
+    position_TK: Tensor, weight_TK: Tensor | None, num_rows: int, **rows: Tensor
 ) -> tuple[Any, list[int]] | None:
     """The common part of a launch, and address and stride of each of ``rows``; None if nothing moves.
 
@@ -118,7 +110,7 @@ def _moving(
         row_bytes,
         position_TK.data_ptr(),
         address(weight_TK),
-        parts,
+        PARTS,
     )
     return common, [number for each in rows.values() for number in (each.data_ptr(), each.stride(0) * size)]
 

@@ -19,11 +19,10 @@ from torch import Tensor
 from pmoe.comm.heap import HeapShape, virtual_heaps
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
-from pmoe.kernels.comet.launcher import Divide, HeapView
+from pmoe.kernels.comet.launcher import Divide, Division, HeapView
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows
-from pmoe.planner.division import Division
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from pmoe.comm.heap import shape as heap_shape
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension, gemm
 from pmoe.kernels.comet import launcher
-from pmoe.planner.division import Division
+from pmoe.kernels.comet.launcher import Division
 from pmoe.runners import fused_steps as passes
 from tests.cuda.compiled import link_module
 from tests.heaps import FileMemory

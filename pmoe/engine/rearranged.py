@@ -42,7 +42,7 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
     """For each chunk of backward its runs of rows in chunks of forward. counts: rows by bin, L of them, and
     expert, in both passes the order of rows inside an expert's part of a chunk."""
     rows, begin = (each.view(n_backward, -1).tolist() for each in _pieces(counts_LE, n, n_backward))
-    forward_chunk = counts_LE.view(n, -1).sum(1)
+    forward_chunk = counts_LE.unflatten(0, (n, -1)).sum((1, 2))
     begin_of = (forward_chunk.cumsum(0) - forward_chunk).tolist()
     joined = []
     for of_pieces, begins in zip(rows, begin, strict=True):

@@ -24,6 +24,7 @@ import torch
 
 from pmoe.comm.agreement import digest, from_first, same
 from pmoe.comm.ranks import Ranks
+from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.extension import device_name
 from pmoe.kernels.product_request import bucket
 from pmoe.measure.store import (
@@ -37,7 +38,6 @@ from pmoe.measure.store import (
     typed,
 )
 from pmoe.planner.division import (
-    Division,
     DivisionTable,
     Entry,
     FusedKernelSizes,

@@ -20,12 +20,12 @@ from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
+from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.route import Routes, route
 from pmoe.measure.division import AGREEING
 from pmoe.measure.rounds import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.planner.division import (
-    Division,
     DivisionTable,
     Entry,
     FusedKernelSizes,

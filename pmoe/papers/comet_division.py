@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pmoe.kernels.comet.launcher import COLUMNS, Division
 from pmoe.papers import comet_tasks
 from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Returning
-from pmoe.planner.division import COLUMNS, Division, all_columns
+from pmoe.planner.division import all_columns
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.planner.timeline import FUSED_LANES, Span
 

@@ -14,7 +14,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from pmoe.planner.division import COLUMNS
+from pmoe.kernels.comet.launcher import COLUMNS
 
 TILE_ROWS = 128
 TILE_COLUMNS = COLUMNS

@@ -15,17 +15,14 @@ from typing import get_args
 import torch
 
 from pmoe.arguments import check_count
-from pmoe.kernels.comet import FusedKernel
+from pmoe.kernels.comet.launcher import COLUMNS, RULE_COLUMNS, Division, FusedKernel
 from pmoe.kernels.product_request import bucket
 from pmoe.schedule.tasks import PassDirection
 
 KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 
-COLUMNS = 256
-"""A chunk of the combining kernel is a multiple of so many columns."""
-
-RULE_PART, RULE_COLUMNS = 12, 512
+RULE_PART = 12
 """Where nothing is measured a twelfth of the blocks communicates, 11 of 132: a guess, below the 18 to 46 that
 COMET found best with tensor parallelism (Figure 8)."""
 
@@ -116,25 +113,6 @@ def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDir
 def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
     """Every fused kernel of a layer: dispatch and combine, each forward and backward."""
     return [kernel_sizes(layer, kernel, way) for kernel in KERNELS for way in DIRECTIONS]
-
-
-@dataclass(frozen=True, order=True)
-class Division:
-    """How a fused kernel's thread blocks are divided.
-
-    n_c: blocks that communicate; the others compute. chunk_columns: T_N, the columns that the combining
-    kernel finishes before they leave, a multiple of 256; the dispatching kernel has no use for it.
-
-    Raises TypeError or ValueError for an n_c below 1, and for chunk_columns that are no multiple of 256.
-    """
-
-    n_c: int
-    chunk_columns: int = RULE_COLUMNS
-
-    def __post_init__(self) -> None:
-        check_count(n_c=self.n_c, chunk_columns=self.chunk_columns)
-        if self.chunk_columns % COLUMNS:
-            raise ValueError(f"chunk_columns ({self.chunk_columns}) must be a multiple of {COLUMNS}")
 
 
 def rule(sizes: FusedKernelSizes) -> Division:

@@ -13,9 +13,10 @@ from pmoe.comm.heap import HeapError, HeapShape, heap_for, host_name, nvshmem_he
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import comet as kernels
 from pmoe.kernels.comet import Steps
+from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.product_request import bucket
 from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
-from pmoe.planner.division import Division, FusedLayerSizes, kernel_sizes
+from pmoe.planner.division import FusedLayerSizes, kernel_sizes
 from pmoe.schedule.tasks import PassDirection
 
 

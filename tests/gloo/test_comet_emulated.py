@@ -16,7 +16,7 @@ from torch import Tensor
 import pmoe
 from pmoe.comm.heap import HeapError, close_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.planner.division import Division
+from pmoe.kernels.comet.launcher import Division
 from tests.emulated import compile_kernels, emulated
 from tests.pool import ranks
 from tests.reference import relative_error

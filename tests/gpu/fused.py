@@ -23,7 +23,7 @@ from pmoe.comm.heap import Heap
 from pmoe.comm.heap.device_memory import tensor_at
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
-from pmoe.planner.division import Division
+from pmoe.kernels.comet.launcher import Division
 from tests.gpu import support
 from tests.gpu.grouped import (
     ACTIVATE,

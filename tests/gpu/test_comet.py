@@ -17,7 +17,7 @@ from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import comet, route
 from pmoe.kernels.comet import launcher
-from pmoe.planner.division import Division
+from pmoe.kernels.comet.launcher import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual
 from tests.gpu.support import DEVICE, NEEDS_GPU, poison_memory

@@ -15,7 +15,7 @@ from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.comm.heap import HeapError, close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import launches
-from pmoe.planner.division import Division
+from pmoe.kernels.comet.launcher import Division
 from tests.emulated import compile_kernels, emulated
 from tests.faults import InjectedFaults
 from tests.reference import relative_error

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pmoe import cli
+from pmoe.kernels.comet.launcher import Division
 from pmoe.papers import comet_figures
 from pmoe.papers.comet_division import (
     all_chunks,
@@ -35,7 +36,6 @@ from pmoe.papers.comet_layers import (
     even_layer,
 )
 from pmoe.papers.comet_tasks import Tile, fused_combine_tasks, fused_dispatch_tasks, tile_order
-from pmoe.planner.division import Division
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import FUSED_LANES, LEGEND, draw
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.planner.division import Division
+from pmoe.kernels.comet.launcher import Division
 from tests.emulated import compile_kernels, emulated, load_kernels
 from tests.gpu import fused, integers
 from tests.gpu.ladder import __main__ as ladder

@@ -6,11 +6,13 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from pmoe.arguments import check_count
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import ELEMENTS, FORWARD, INPUT, PLAIN, SPARE
@@ -84,17 +86,30 @@ FusedKernel = Literal["dispatch", "combine"]
 KERNELS: dict[FusedKernel, int] = {"dispatch": 0, "combine": 1}
 """`Kernel` of cuda/comet/launch.h."""
 
-
-class DivisionPoint(Protocol):
-    """n_c: blocks of each rank that communicate. chunk_columns: T_N, the columns that are sent at a time."""
-
-    @property
-    def n_c(self) -> int: ...
-    @property
-    def chunk_columns(self) -> int: ...
+COLUMNS, RULE_COLUMNS = 256, 512
+"""A chunk of the combining kernel is a multiple of so many columns; as many as where nothing is measured."""
 
 
-Divide = Callable[[FusedKernel, PassDirection], DivisionPoint]
+@dataclass(frozen=True, order=True)
+class Division:
+    """How a fused kernel's thread blocks are divided.
+
+    n_c: blocks that communicate; the others compute. chunk_columns: T_N, the columns that the combining
+    kernel finishes before they leave, a multiple of 256; the dispatching kernel has no use for it.
+
+    Raises TypeError or ValueError for an n_c below 1, and for chunk_columns that are no multiple of 256.
+    """
+
+    n_c: int
+    chunk_columns: int = RULE_COLUMNS
+
+    def __post_init__(self) -> None:
+        check_count(n_c=self.n_c, chunk_columns=self.chunk_columns)
+        if self.chunk_columns % COLUMNS:
+            raise ValueError(f"chunk_columns ({self.chunk_columns}) must be a multiple of {COLUMNS}")
+
+
+Divide = Callable[[FusedKernel, PassDirection], Division]
 """The division point of a launch; the same on every rank."""
 
 
@@ -179,7 +194,7 @@ class Launcher:
             ],
         )
 
-    def _divided(self, division: DivisionPoint, own: dict[str, int]) -> dict[str, int]:
+    def _divided(self, division: Division, own: dict[str, int]) -> dict[str, int]:
         """A rank that computes nothing communicates with all its blocks."""
         n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
@@ -204,7 +219,7 @@ class Launcher:
         }
 
 
-def chunk_columns(division: DivisionPoint, columns: int, tile_columns: int) -> int:
+def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
     """Columns that are sent at a time: whole tiles, and at most 64 chunks.
 
     Example: chunks of 200 of 600 columns, in tiles of 128 -> 256; of 1000 -> 640, all that there are.

@@ -27,6 +27,22 @@ TRAINING = (
         tests=FOREIGN,
     ),
     Plant(
+        name="list-read-again",
+        breaks="a checkpoint's list that is changed once it was seen to be one of records is run",
+        file="pmoe/training/checkpoint.py",
+        old="storage_reader=reader, **peers)",
+        new="storage_reader=FileSystemReader(path), **peers)",
+        tests=FOREIGN,
+    ),
+    Plant(
+        name="log-over-another-file",
+        breaks="a file without a line's end, in a log's place, is emptied",
+        file="pmoe/integrations/run_folder.py",
+        old="header.encode().startswith(found)",
+        new="not whole",
+        tests=FOREIGN,
+    ),
+    Plant(
         name="reducer-leaves-the-rest",
         breaks="gradients that no layer carried are never summed",
         file="pmoe/training/reducer_steps.py",

@@ -348,6 +348,38 @@ def test_a_file_missing_on_one_rank_is_an_error_on_all_before_anything_changes(t
     assert all(unchanged and count > 30 for _, unchanged, count in found)
 
 
+def damaged(rank: int, world: int, folder: Path) -> tuple[dict[str, str], bool]:
+    """What is told of each file of both ranks with a bit flipped, and whether nothing was changed by it."""
+    model, optimizer = make({"ep": 2}, "none", "ffn")
+    path = pmoe.save_checkpoint(folder, model, optimizer, step=1)
+    train(model, optimizer, range(1), rank, world)
+    before, told = contents(model, optimizer), {}
+    for name in sorted(each.name for each in path.iterdir()):
+        file, whole = path / name, (path / name).read_bytes()
+        dist.barrier()
+        if rank == 0:
+            at = len(whole) // 2
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        dist.barrier()
+        told[name] = refused(rank, world, pmoe.load_checkpoint, folder, model, optimizer)
+        dist.barrier()
+        if rank == 0:
+            file.write_bytes(whole)
+    after = contents(model, optimizer)
+    return told, all(torch.equal(after[name], each) for name, each in before.items())
+
+
+def test_a_flipped_bit_in_any_ranks_file_is_named_on_all_before_anything_changes(tmp_path: Path) -> None:
+    (told, unchanged), (other, also_unchanged) = ranks(2).run(damaged, tmp_path)
+    assert told == other and unchanged and also_unchanged
+    by_rank = {
+        f"{name}_{rank}{end}" for rank in range(2) for name, end in (("random", ".pt"), ("sums", ".json"))
+    }
+    assert set(told) == by_rank | {"plain.pt", ".metadata", "__0_0.distcp", "__1_0.distcp"}
+    for name, message in told.items():
+        assert name in message and "step= loads another" in message
+
+
 def full_disk(rank: int, world: int, folder: Path) -> tuple[str, list[str], int]:
     model, optimizer = make({"ep": 2}, "none", "ffn")
     pmoe.save_checkpoint(folder, model, optimizer, step=1)

@@ -205,6 +205,7 @@ def test_a_pointer_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     (path.parent / "latest.json").write_text(json.dumps({"folder": name, "step": 2}))
     with pytest.raises(CheckpointError, match="latest.json is damaged: it must name a folder beside it"):
         load(path / "plain.pt")
+    assert pmoe.load_checkpoint(path.parent, *make(), step=2).step == 2  # as the message advises
 
 
 def test_a_checkpoint_without_a_rank_s_sums_is_refused(tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pmoe.arguments import check_kind
 from pmoe.comm.ranks import Grid, Ranks
-from pmoe.comm.subgroups import timeout_of
+from pmoe.comm.subgroups import share_timeout
 
 ACROSS, INSIDE = "ep", "esp"
 """Names of a mesh's dimensions."""
@@ -36,9 +35,8 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
     if inside.size == 1 and across.group is not None:
         return Grid.of_group(across)
     ranks = Ranks((mesh._flatten() if mesh.ndim > 1 else mesh).get_group())
-    timeout = timeout_of(mesh.get_group(names[0]))
-    if mesh.ndim > 1 and timeout and ranks.group is not dist.group.WORLD:
-        _set_pg_timeout(timeout, ranks.group)
+    if mesh.ndim > 1 and ranks.group is not None and ranks.group is not dist.group.WORLD:
+        share_timeout(mesh.get_group(names[0]), [ranks.group])
     place = {rank: at for at, rank in enumerate(ranks.members)}
     by_inside = mesh.mesh.permute([names.index(name) for name in (INSIDE, ACROSS) if name in names])
     return Grid(ranks, across, inside, tuple(place[int(rank)] for rank in by_inside.flatten()))

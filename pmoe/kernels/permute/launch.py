@@ -5,8 +5,6 @@ position_TK: (T, K) int32, weight_TK: (T, K) float32, both contiguous. Raises Va
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,15 +32,12 @@ def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
 
 def launch_permute(x_TM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, rows_NM: Tensor) -> None:
     """rows[position] = weight * x. Rows that no slot names stay as they are."""
-    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], x=x_TM, rows=rows_NM):
-        extension.module().permute(work[0], *work[1])
+    _launch("permute", position_TK, weight_TK, rows_NM.shape[0], x=x_TM, rows=rows_NM)
 
 
 def launch_unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, y_TM: Tensor) -> None:
     """y = sum over k of weight * rows[position]."""
-    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], rows=rows_NM, y=y_TM):
-        extension.module().unpermute(work[0], *work[1])
-    else:
+    if not _launch("unpermute", position_TK, weight_TK, rows_NM.shape[0], rows=rows_NM, y=y_TM):
         y_TM.zero_()
 
 
@@ -55,11 +50,8 @@ def launch_permute_backward(
     d_weight_TK: Tensor,
 ) -> None:
     """d_x = sum over k of weight * d_rows[position], d_weight = <x, d_rows[position]>; 0 of dropped slots."""
-    check_slots_memory(position_TK, d_weight=d_weight_TK)
     rows = {"x": x_TM, "d_rows": d_rows_NM, "d_x": d_x_TM}
-    if work := _moving(position_TK, weight_TK, d_rows_NM.shape[0], **rows):
-        extension.module().permute_backward(work[0], *work[1], d_weight_TK.data_ptr())
-    else:
+    if not _launch("permute_backward", position_TK, weight_TK, d_rows_NM.shape[0], d_weight_TK, **rows):
         d_x_TM.zero_()
         d_weight_TK.zero_()
 
@@ -73,23 +65,25 @@ def launch_unpermute_backward(
     d_weight_TK: Tensor,
 ) -> None:
     """d_rows[position] = weight * d_y, d_weight = <d_y, rows[position]>, 0 for dropped slots."""
-    check_slots_memory(position_TK, d_weight=d_weight_TK)
     rows = {"d_y": d_y_TM, "rows": rows_NM, "d_rows": d_rows_NM}
-    if work := _moving(position_TK, weight_TK, rows_NM.shape[0], **rows):
-        extension.module().unpermute_backward(work[0], *work[1], d_weight_TK.data_ptr())
-    else:
+    if not _launch("unpermute_backward", position_TK, weight_TK, rows_NM.shape[0], d_weight_TK, **rows):
         d_weight_TK.zero_()
 
 
-def _moving(
-    position_TK: Tensor, weight_TK: Tensor | None, num_rows: int, **rows: Tensor
-) -> tuple[Any, list[int]] | None:
-    """The common part of a launch, and address and stride of each of ``rows``; None if nothing moves.
+def _launch(
+    kernel: str,
+    position_TK: Tensor,
+    weight_TK: Tensor | None,
+    num_rows: int,
+    d_weight_TK: Tensor | None = None,
+    **rows: Tensor,
+) -> bool:
+    """Whether anything moves, and is launched.
 
     rows: those whose name ends with "rows" are routed, (num_rows, M); the others are by token, (T, M).
     """
     first = next(iter(rows.values()))
-    check_slots_memory(position_TK, weight=weight_TK)
+    check_slots_memory(position_TK, weight=weight_TK, d_weight=d_weight_TK)
     check_rows_memory(**rows)
     tokens, top_k = position_TK.shape
     for name, each in rows.items():
@@ -99,8 +93,8 @@ def _moving(
     size = first.element_size()
     row_bytes = first.shape[1] * size
     if not tokens or not top_k or not row_bytes:
-        return None
-    common = extension.module().Moving(
+        return False
+    moving = extension.module().Moving(
         first.device.index,
         torch.cuda.current_stream(first.device).cuda_stream,
         TYPES[first.dtype],
@@ -112,7 +106,10 @@ def _moving(
         address(weight_TK),
         PARTS,
     )
-    return common, [number for each in rows.values() for number in (each.data_ptr(), each.stride(0) * size)]
+    places = [number for each in rows.values() for number in (each.data_ptr(), each.stride(0) * size)]
+    written = [] if d_weight_TK is None else [d_weight_TK.data_ptr()]
+    getattr(extension.module(), kernel)(moving, *places, *written)
+    return True
 
 
 # ---- what rows, positions and weights must be. Every check raises ValueError
@@ -121,7 +118,7 @@ def _moving(
 def check_given(
     position_TK: Tensor, weight_TK: Tensor | None, num_rows: int | None = None, **rows: Tensor
 ) -> None:
-    """rows: as for `_moving`. The first of them says the others' columns and type."""
+    """rows: as for `_launch`. The first of them says the others' columns and type."""
     first = next(iter(rows.values()))
     check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
     tokens, device = position_TK.shape[0], position_TK.device

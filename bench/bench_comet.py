@@ -46,9 +46,9 @@ from bench.device import (
     difference,
     file_name,
     flush_buffer,
-    in_clusters,
     need_gpu,
     part_seconds,
+    sharing,
     show_gpu,
 )
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
@@ -256,7 +256,7 @@ def measure(
     runs: dict[str, Callable[[], Sequence[Callable[[], object]]]] = {
         "fused": fused.pair(dispatch, combine),
         "in place": scenario.in_place,
-        "alone": lambda: [in_clusters(1, part) for part in scenario.in_place()],
+        "alone": lambda: [sharing("none", part) for part in scenario.in_place()],
         "torch": scenario.torch_products,
     }
     samples = in_turn(runs, rounds, flush)

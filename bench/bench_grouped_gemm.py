@@ -15,8 +15,8 @@ with them: "of dense" is the rate over the dense product's in the same rounds. F
 exist; "fill" is the part that these are of what blocks' tiles multiply; "of copy" is the fewest bytes over
 the time, beside a large copy's rate (bytes read plus bytes written). "x rival" above 1: pmoe is faster.
 
-On Hopper two blocks may share an operand: "alone" and "pairs" are the milliseconds of either way, "ms" those
-of the one that the rule picks (`pmoe.kernels.grouped_gemm.launch.CLUSTER`).
+On Hopper two blocks may share an operand: "alone", "share B" and "share A" are the milliseconds of each way,
+"ms" those of the one that the rule picks (`pmoe.kernels.grouped_gemm.launch.SHARING`).
 
 The goals, for plain forward and both gradients: 1.0 x rival. 0.75 of dense for Mixtral and Phi-3.5-MoE; for
 Qwen2-MoE, 0.75 of the lower of dense x fill and FLOP x copy rate / fewest bytes ("of bound").
@@ -32,7 +32,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ from bench.device import (
     COPY_BYTES,
     difference,
     file_name,
-    in_clusters,
     need_gpu,
     relative_error,
+    sharing,
     show_gpu,
     time_in_turn,
 )
@@ -69,6 +69,7 @@ DENSE = 8192
 LEAD_CYCLES = 600_000
 """The device sleeps so long, 0.3 ms at 2 GHz, while the host enqueues what is timed: device time counts."""
 
+SHARED: dict[str, Literal["none", "B", "A"]] = {"alone": "none", "share B": "B", "share A": "A"}
 SHARE = 0.75
 LIMIT = 2.0**-8
 """Of the relative error of bfloat16 results: one rounding is 2^-9 at most on average."""
@@ -123,7 +124,7 @@ def measure(
     error = check(case)
     runs: dict[str, Callable[[], object]] = {"pmoe": case.run, "dense": ceilings.dense}
     if ceilings.path == "sm_90a":
-        runs |= {"alone": in_clusters(1, case.run), "pairs": in_clusters(2, case.run)}
+        runs |= {name: sharing(operand, case.run) for name, operand in SHARED.items()}
     if case.rival is not None:
         runs["rival"] = case.rival
     timings = time_in_turn(runs, rounds, LEAD_CYCLES)
@@ -141,8 +142,7 @@ def measure(
         "fill": case.fill,
         "of bound": rate / bound,
         "of copy": case.min_bytes / timing.median / ceilings.copy_rate,
-        "alone": timings["alone"].median * 1e3 if "alone" in timings else None,
-        "pairs": timings["pairs"].median * 1e3 if "pairs" in timings else None,
+        **{name: timings[name].median * 1e3 if name in timings else None for name in SHARED},
         "rival ms": timings["rival"].median * 1e3 if "rival" in timings else None,
         "x rival": timing.speedup_over(timings["rival"]) if "rival" in timings else None,
         "error": error,
@@ -175,8 +175,7 @@ SHOWN = (
     "fill",
     "of bound",
     "of copy",
-    "alone",
-    "pairs",
+    *SHARED,
     "rival ms",
     "x rival",
 )

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,17 +62,17 @@ def time_in_turn(
     return {name: Timing(tuple(each for (each,) in taken)) for name, taken in zip(runs, samples, strict=True)}
 
 
-def in_clusters(blocks: int, run: Callable[[], object]) -> Callable[[], object]:
-    """``run`` with that many blocks of its grouped products on one operand."""
+def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Callable[[], object]:
+    """``run`` with two blocks each of its grouped products on one operand, as `launch.SHARING` has it."""
 
-    def clustered() -> object:
-        before, launch.CLUSTER = launch.CLUSTER, blocks
+    def shared() -> object:
+        before, launch.SHARING = launch.SHARING, {"none": 1, "B": 2, "A": 3}[operand]
         try:
             return run()
         finally:
-            launch.CLUSTER = before
+            launch.SHARING = before
 
-    return clustered
+    return shared
 
 
 # ---- results

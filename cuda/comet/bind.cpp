@@ -18,6 +18,7 @@ using pmoe::Activation;
 using pmoe::Element;
 using pmoe::Epilogue;
 using pmoe::Form;
+using pmoe::Sharing;
 using namespace pmoe::comet;
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
@@ -33,7 +34,7 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
 }
 
 void run(int device, std::uintptr_t stream, bool hopper, int kernel, int element, int form, int epilogue,
-         int activation, int blocks, const py::list& ranks) {
+         int activation, int blocks, const py::list& ranks, int sharing) {
   const Which which = {static_cast<Kernel>(kernel), static_cast<Element>(element), static_cast<Form>(form),
                        static_cast<Epilogue>(epilogue), static_cast<Activation>(activation)};
   int64_t a_rows[kMostVirtual] = {};
@@ -42,6 +43,9 @@ void run(int device, std::uintptr_t stream, bool hopper, int kernel, int element
   const py::gil_scoped_release others_run;  // a full queue of launches blocks
   const pmoe::OnDevice here(device);
   const Path& path = hopper ? hopper_path : ampere_path;
+  const bool in_pairs =
+      sharing == 0 ? goes_in_pairs(path, which, all, count) : static_cast<Sharing>(sharing) == Sharing::kA;
+  for (int i = 0; i < count; ++i) all.fused[i].problem.beside = in_pairs ? 2 : 1;
   launch(path, which, all, count, a_rows, reinterpret_cast<void*>(stream));
 }
 
@@ -49,6 +53,7 @@ void bind_comet(py::module_& m) {
   using py::arg;
   m.def("comet", &run, py::kw_only(), arg("device"), arg("stream"), arg("hopper"), arg("kernel"),
         arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("blocks"), arg("ranks"),
+        arg("sharing") = 0,
         "One launch of a fused kernel, for each rank of which there is a dict; see cuda/comet/rank.h.");
   m.def("comet_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
         arg("row_bytes"), "Byte offsets of a heap's regions, and \"bytes\", the size of all.");

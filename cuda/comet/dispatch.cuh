@@ -107,6 +107,11 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
     auto* const links = reinterpret_cast<Link*>(heap + r.layout.links()) + to;
     uint8_t* const inbox = r.inbox(target, to);
     const int64_t row_bytes = r.layout.row_bytes;
+    // On their way while links are worked out, which takes up to five reads one behind the other.
+    int token[kPiece];
+    PMOE_UNROLL
+    for (int row = 0; row < kPiece; ++row)
+      token[row] = row < piece.rows ? r.by_choices.divide(read(r.slot + from + row)) : 0;
     for (int row = team.lane; row < piece.rows; row += team.lanes) {
       const int slot = read(r.slot + from + row);
       write(weights + row, read(r.weight + slot));
@@ -115,10 +120,6 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
                       static_cast<uint32_t>(link.source), static_cast<uint32_t>(link.first)}};
       store16(links + row, words);
     }
-    int token[kPiece];
-    PMOE_UNROLL
-    for (int row = 0; row < kPiece; ++row)
-      token[row] = row < piece.rows ? r.by_choices.divide(read(r.slot + from + row)) : 0;
     PMOE_UNROLL
     for (int row = 0; row < kPiece; ++row)
       if (row < piece.rows)

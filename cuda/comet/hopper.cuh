@@ -11,18 +11,26 @@ namespace pmoe::comet {
 
 constexpr int kWalkBytes = 128;
 
+// Where a block's tiles lie whose pairs a walk finds.
+struct Beside {
+  int first;                   // column of this block's tile in a pair
+  int chunk_columns, columns;  // no tile crosses the end of a chunk
+};
+
 struct HopperShared {
   hopper::Shared gemm;
   int32_t board[kBoardWords];
-  alignas(16) uint8_t walk[hopper::kMultiplierWarps][kWalkBytes];
+  Beside beside;
+  alignas(16) uint8_t walk[hopper::kThreads / 32][kWalkBytes];
 };
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
 static_assert(sizeof(hopper::Shared::a) >= 4 * kSendsWords, "what is sent is counted where stages would be");
 
 #if PMOE_HOPPER_CODE
 
-// A multiplying warp's walk, in shared memory: beside accumulators there are no registers for it, nor for
-// where it is.
+// A warp's walk, in shared memory: beside accumulators, and in a warp that loads, there are no registers for
+// it, nor for where it is. A tile beyond the columns says that it has no rows, so that nothing of it is
+// stored.
 template <class Walk>
 class WarpWalk {
  public:
@@ -31,7 +39,10 @@ class WarpWalk {
   }
 
   __device__ __forceinline__ bool next(Tile& tile) {
-    if (thread_again() % 32 == 0) kept().more = kept().walk.next(kept().tile);
+    if (thread_again() % 32 == 0) {
+      kept().more = kept().walk.next(kept().tile);
+      if (Walk::is_beyond(kept().tile)) kept().tile.rows = 0;
+    }
     sync_warp();
     tile = kept().tile;
     const bool more = kept().more;
@@ -49,20 +60,59 @@ class WarpWalk {
 
   __device__ __forceinline__ static Kept& kept() {
     auto& shared = *reinterpret_cast<HopperShared*>(shared_memory());
-    return *reinterpret_cast<Kept*>(shared.walk[(thread_again() - hopper::kLoaders) / 32]);
+    return *reinterpret_cast<Kept*>(shared.walk[thread_again() / 32]);
   }
 };
+
+// A block's tiles: of two that lie side by side, the one of its rank in the cluster. `walk` is of pairs, and
+// goes over half of the columns.
+template <class Walk>
+class BesideWalk {
+ public:
+  __device__ __forceinline__ explicit BesideWalk(const Walk& walk) : walk_(walk) {}
+
+  __device__ __forceinline__ bool next(Tile& tile) {
+    const bool more = walk_.next(tile);
+    tile.column = tile.column * block().gemm.cluster + block().beside.first;
+    return more;
+  }
+
+  __device__ __forceinline__ static bool is_beyond(const Tile& tile) {
+    const Beside& own = block().beside;
+    const int begin = (tile.column - own.first) / own.chunk_columns * own.chunk_columns;
+    return tile.column >= smaller(begin + own.chunk_columns, own.columns);
+  }
+
+ private:
+  Walk walk_;
+
+  __device__ __forceinline__ static const HopperShared& block() {
+    return *reinterpret_cast<const HopperShared*>(shared_memory());
+  }
+};
+
+// What a block that computes does first.
+__device__ __forceinline__ void begin_tiles(const Problem& p, HopperShared& shared, int tile_columns,
+                                            const Chunks& chunks) {
+  if (threadIdx.x == 0) {
+    shared.beside = {hopper::rank_in_cluster() * tile_columns, chunks.chunk_columns, chunks.columns};
+    hopper::init_barriers(shared.gemm, 1, p.beside, 1);
+  }
+  hopper::meet_before(p.beside);
+}
 
 template <Form kForm, bool kHalves, class Walk>
 __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Board& board, HopperShared& shared,
                                                     Walk walk) {
-  const hopper::Loader<kForm, kHalves, 1> loader{f.a_map, f.b_map, f.problem, 0};
+  const hopper::Loader<kForm, kHalves, 1> loader{f.a_map, f.b_map, f.problem, hopper::rank_in_cluster()};
   const int lane = static_cast<int>(threadIdx.x);
   Ring<hopper::kStages> ring;
   Tile tile;
   while (walk.next(tile)) {
-    await_rows(f.rank, board, tile.expert, tile.group_begin + tile.row,
-               tile.group_begin + tile.row + tile.rows, lane, 32);
+    // Also for a tile beyond the columns: half of its rows are loaded for the other block.
+    const int begin = tile.group_begin + tile.row;
+    const int rows = smaller(hopper::kRows, tile.group_rows - tile.row);
+    await_rows(f.rank, board, tile.expert, begin, begin + rows, lane, 32);
     if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();
     sync_warp();
     if (lane == 0) {
@@ -95,19 +145,21 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) dispatch_gemm(const __gri
     if (!r.computes) await_all(r, board, team);
     return;
   }
-  if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1, 1);
-  sync_block();
-  const int columns = kHalves ? f.problem.n / 2 : f.problem.n;
-  const FixedShape<hopper::kRows, hopper::tile_columns(kHalves)> shape;
-  const ArrivalWalk walk(board, columns, shape, block - r.communicating, r.blocks - r.communicating);
+  using Shape = FixedShape<hopper::kRows, hopper::tile_columns(kHalves)>;
+  const int beside = f.problem.beside, columns = kHalves ? f.problem.n / 2 : f.problem.n;
+  begin_tiles(f.problem, shared, Shape::columns, {columns, larger(columns, 1)});
+  const BesideWalk walk(ArrivalWalk(board, ceil_div(columns, beside), Shape(),
+                                    (block - r.communicating) / beside,
+                                    (r.blocks - r.communicating) / beside));
   if (thread < hopper::kLoaders) {
     fewer_registers<hopper::kLoaderRegisters<kForm>>();
-    if (thread < 32) load_as_rows_arrive<kForm, kHalves>(f, board, shared, walk);
+    if (thread < 32) load_as_rows_arrive<kForm, kHalves>(f, board, shared, WarpWalk(walk));
   } else {
     more_registers<hopper::kMultiplierRegisters<kForm>>();
     hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(f.problem, shared.gemm, WarpWalk(walk),
                                                           [](const Tile&) {});
   }
+  hopper::meet_behind(shared.gemm.cluster);
 }
 
 template <class T, Form kForm>
@@ -128,23 +180,25 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
                hopper::kMultiplierWarps * (r.blocks - r.communicating));
     return;
   }
-  if (thread == 0) hopper::init_barriers(shared.gemm, 1, 1, 1);
-  sync_block();
-  const FixedShape<hopper::kRows, hopper::kColumns> shape;
-  const ColumnWalk walk(board, r.chunks, shape, block - r.communicating, r.blocks - r.communicating);
+  using Shape = FixedShape<hopper::kRows, hopper::kColumns>;
+  const int beside = f.problem.beside;
+  begin_tiles(f.problem, shared, Shape::columns, r.chunks);
+  const Chunks of_pairs = {ceil_div(r.chunks.columns, beside), r.chunks.chunk_columns / beside};
+  const BesideWalk walk(ColumnWalk(board, of_pairs, Shape(), (block - r.communicating) / beside,
+                                   (r.blocks - r.communicating) / beside));
   if (thread < hopper::kLoaders) {
     fewer_registers<hopper::kLoaderRegisters<kForm>>();
-    if (thread != 0) return;
-    const hopper::Loader<kForm, false, 1> loader{f.a_map, f.b_map, f.problem, 0};
+    const hopper::Loader<kForm, false, 1> loader{f.a_map, f.b_map, f.problem, hopper::rank_in_cluster()};
     Ring<hopper::kStages> ring;
     Tile tile;
-    for (auto own = walk; own.next(tile);) hopper::load_tile(loader, shared.gemm, tile, ring);
+    if (thread == 0)
+      for (auto tiles = walk; tiles.next(tile);) hopper::load_tile(loader, shared.gemm, tile, ring);
   } else {
     more_registers<hopper::kMultiplierRegisters<kForm>>();
     hopper::multiply<T, kForm, Epilogue::kPlain, Activation::kNone, 1>(
         f.problem, shared.gemm, WarpWalk(walk), [&](const Tile& tile) {
           sync_named(2, hopper::kMultipliers);
-          if (thread_again() != hopper::kLoaders) return;
+          if (thread_again() != hopper::kLoaders || tile.rows == 0) return;
           nap(r.watch, blockIdx.x + 5000);
           tile_done(r, tile.column / r.chunks.chunk_columns);
         });
@@ -159,6 +213,7 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
                       first + hopper::kMultiplierWarps * computing};
     help<T>(r, board, sends, {row_tiles(board, hopper::kRows), hopper::kColumns}, all);
   }
+  hopper::meet_behind(shared.gemm.cluster);
 }
 
 #else

@@ -40,6 +40,10 @@ extern const Path hopper_path, ampere_path;
 // As users and errors read it.
 std::string name_of(const Which&, const Path&);
 
+// Whether computing blocks may form pairs whose tiles lie side by side: of a cluster both compute, or
+// neither, and both have columns.
+bool goes_in_pairs(const Path&, const Which&, const Launch&, int ranks);
+
 // a_rows: rows of A that may be read, of each rank. All blocks of all ranks are resident, or there is no
 // launch. Throws std::runtime_error where CUDA refuses.
 void launch(const Path&, const Which&, Launch&, int ranks, const int64_t* a_rows, void* stream);

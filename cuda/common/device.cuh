@@ -9,6 +9,7 @@
 
 #if defined(__CUDACC__)
 #include "device_ptx.cuh"
+#include "hopper_ptx.cuh"
 #elif defined(PMOE_THREADS)
 #include "threads.h"
 #else

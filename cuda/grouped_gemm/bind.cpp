@@ -19,6 +19,7 @@ using pmoe::Element;
 using pmoe::Epilogue;
 using pmoe::Form;
 using pmoe::GroupedGemm;
+using pmoe::Sharing;
 
 template <class T>
 T* at(Address address) {
@@ -37,6 +38,13 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, pmoe::ampere_path); });
 }
 
+// How a product's blocks are to share an operand.
+void share(GroupedGemm& which, pmoe::Problem& p, Sharing sharing) {
+  if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p, pmoe::ceil_div(p.n, 256));
+  which.cluster = sharing == Sharing::kB ? 2 : 1;
+  p.beside = sharing == Sharing::kA ? 2 : 1;
+}
+
 int multiprocessors() {
   int device = 0, count = 0;
   pmoe::check(cudaGetDevice(&device), "cudaGetDevice");
@@ -51,11 +59,9 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
                   int n, int k, Address slot, int top_k, bool a_gathered, bool b_gathered, Address bias,
                   Address weight, Address active, int64_t active_stride, Address hidden,
                   int64_t hidden_stride, Address row_dots, bool weighs_active, bool wide, bool accumulates,
-                  int cluster, int spare, Address next_tile) {
-  if (cluster == 0) cluster = hopper ? pmoe::best_cluster(static_cast<Form>(form), rows, experts, m) : 1;
-  const GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
-                             static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation),
-                             cluster};
+                  int sharing, int spare, Address next_tile) {
+  GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
+                       static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation)};
   pmoe::Problem p;
   p.a = at<void>(a), p.b = at<void>(b), p.d = at<void>(d);
   p.a_stride = a_stride, p.b_stride = b_stride, p.d_stride = d_stride;
@@ -68,9 +74,10 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.row_dots = at<float>(row_dots);
   p.weighs_active = weighs_active, p.wide = wide, p.accumulates = accumulates;
   p.next_tile = at<uint32_t>(next_tile);
+  if (hopper) share(which, p, static_cast<Sharing>(sharing));
   const pmoe::OnDevice here(device);
   const pmoe::GroupedGemmPath& path = hopper ? pmoe::hopper_path : pmoe::ampere_path;
-  const int blocks = pmoe::larger(multiprocessors() - spare, cluster) * (hopper ? 1 : 2);
+  const int blocks = pmoe::larger(multiprocessors() - spare, which.cluster * p.beside) * (hopper ? 1 : 2);
   path.launch(which, p, a_rows, b_rows, blocks, at<void>(stream));
 }
 
@@ -84,7 +91,7 @@ void bind_grouped_gemm(py::module_& m) {
         arg("top_k") = 1, arg("a_gathered") = false, arg("b_gathered") = false, arg("bias") = 0,
         arg("weight") = 0, arg("active") = 0, arg("active_stride") = 0, arg("hidden") = 0,
         arg("hidden_stride") = 0, arg("row_dots") = 0, arg("weighs_active") = false, arg("wide") = false,
-        arg("accumulates") = false, arg("cluster") = 0, arg("spare") = 0, arg("next_tile") = 0,
+        arg("accumulates") = false, arg("sharing") = 0, arg("spare") = 0, arg("next_tile") = 0,
         py::call_guard<py::gil_scoped_release>(),
         "One launch of a grouped product; see cuda/grouped_gemm/problem.h.");
   m.def(

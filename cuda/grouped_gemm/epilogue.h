@@ -284,14 +284,11 @@ class Store {
     for (int i = 0; i < 16; ++i) {
       const int row = lane_ / 4 + 8 * (i % 2), own = column + 8 * (i / 2) + 2 * (lane_ % 4);
       if (row >= left_ || own >= p_.n) continue;
-      auto* out = reinterpret_cast<Pair*>(static_cast<float*>(p_.d) + (first_ + row) * p_.n + own);
-      Pair sum = {values[2 * i], values[2 * i + 1]};
-      if (p_.accumulates) {
-        const Pair before = read(out);
-        sum.first += before.first;
-        sum.second += before.second;
-      }
-      write(out, sum);
+      float* const out = static_cast<float*>(p_.d) + (first_ + row) * p_.n + own;
+      if (p_.accumulates)
+        add_pair(out, values[2 * i], values[2 * i + 1]);
+      else
+        write(reinterpret_cast<Pair*>(out), Pair{values[2 * i], values[2 * i + 1]});
     }
   }
 

@@ -3,9 +3,10 @@
 // them there. The grid is persistent: while the multiplying warpgroups store a tile, the loading one fills
 // the ring for the next.
 //
-// Two blocks may form a cluster: they compute tiles one below the other, which have B in common. Each loads
-// half of it for both, so that a third less has to come from the L2 cache. A stage is then free when the
-// multiplying warps of both blocks have let go of it, and full when both blocks' loads have arrived.
+// Two blocks may form a cluster: they compute tiles one below the other, which have B in common (kCluster is
+// 2), or side by side, which have A (Problem::beside is). Each loads half of it for both, so that a third, or
+// a sixth, less has to come from the L2 cache. A stage is then free when the multiplying warps of both blocks
+// have let go of it, and full when both blocks' loads have arrived.
 #pragma once
 #include "epilogue.h"
 #include "gather.cuh"
@@ -29,7 +30,13 @@ struct Loader {
 
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int step) const {
     const int row = tile.group_begin;
-    if constexpr (kForm == Form::kWeight) {
+    if (kCluster == 1 && p.beside > 1) {
+      uint8_t* half = a + rank * (kBytesA / 2);
+      if constexpr (kForm == Form::kWeight)
+        tma_load_2d_to(half, &a_map, full, tile.row + rank * kBoxColumns, row + step * kDepth, 3);
+      else
+        tma_load_2d_to(half, &a_map, full, step * kDepth, row + tile.row + rank * (kRows / 2), 3);
+    } else if constexpr (kForm == Form::kWeight) {
       for (int i = 0; i < 2; ++i)
         tma_load_2d(a + i * box_bytes(kDepth), &a_map, full, tile.row + i * kBoxColumns, row + step * kDepth);
     } else {
@@ -39,7 +46,8 @@ struct Loader {
 
   __device__ __forceinline__ void load_b(uint8_t* b, uint64_t* full, const Tile& tile, int step) const {
     constexpr int kBoxes = kForm == Form::kForward ? 2 : 4, kOwn = kBoxes / kCluster;
-    for (int i = rank * kOwn; i < (rank + 1) * kOwn; ++i) {
+    const int first = kCluster > 1 ? rank * kOwn : 0;
+    for (int i = first; i < first + kOwn; ++i) {
       uint8_t* box = b + i * (kBytesB / kBoxes);
       const int depth = step * kDepth;
       if constexpr (kForm == Form::kForward) {
@@ -205,13 +213,9 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
 }
 
 // A stage is let go of in every block that loads into it.
-template <int kCluster>
-__device__ __forceinline__ void release(uint64_t* empty, int lane) {
-  if constexpr (kCluster > 1) {
-    if (lane < kCluster) mbarrier_arrive_at(empty, lane);
-  } else {
-    if (lane == 0) mbarrier_arrive(empty);
-  }
+__device__ __forceinline__ void release(Shared& shared, int stage) {
+  const int lane = thread_again() & 31;
+  if (lane < read(&shared.cluster)) mbarrier_arrive_at(&shared.empty[stage], lane);
 }
 
 // walk: the block's tiles. stored(tile): called by all of these threads when each has stored its part.
@@ -224,7 +228,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   const int thread = static_cast<int>(threadIdx.x) - kLoaders;
-  const int half = thread / 128, lane = thread % 32;
+  const int half = thread / 128;
   Ring<kStages> ring;
   Tile tile;
   while (walk.next(tile)) {
@@ -256,7 +260,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       wgmma_commit();
       if (step > 0) {
         wgmma_wait<1>();
-        release<kCluster>(&shared.empty[previous], lane);
+        release(shared, previous);
       }
       previous = ring.stage;
     }
@@ -269,7 +273,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     // Also where there was no step: a wait on some paths only would make the compiler add waits of its own.
     wgmma_wait<0>();
     pin_accumulators(d);
-    if (end > 0) release<kCluster>(&shared.empty[previous], lane);
+    if (end > 0) release(shared, previous);
     // Of two halves in one tile accumulators lie 64 apart. A block of 32 columns has no second place.
     constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
     constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
@@ -291,6 +295,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
 // thread.
 __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
                                               int walking_loaders) {
+  shared.cluster = cluster;
   for (int i = 0; i < kStages; ++i) {
     mbarrier_init(&shared.full[i], full_arrivals);
     mbarrier_init(&shared.empty[i], kMultiplierWarps * cluster);
@@ -300,6 +305,19 @@ __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals,
     mbarrier_init(&shared.tiles.empty[i], (kMultiplierWarps + walking_loaders) * cluster);
   }
   fence_mbarrier_init();
+}
+
+// blocks: of a cluster. The other one's barriers are there before anything arrives at them.
+__device__ __forceinline__ void meet_before(int blocks) {
+  if (blocks > 1)
+    sync_cluster();
+  else
+    sync_block();
+}
+
+// The other one may still load into this one, or let go of a stage here.
+__device__ __forceinline__ void meet_behind(int blocks) {
+  if (blocks > 1) sync_cluster();
 }
 
 #endif  // PMOE_HOPPER_CODE
@@ -315,18 +333,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     if (!p.a_gathered) tma_prefetch(&a_map);
     if (!p.b_gathered) tma_prefetch(&b_map);
-    init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster, copies ? kLoaders / 32 : 1);
+    init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster * p.beside, copies ? kLoaders / 32 : 1);
   }
-  if constexpr (kCluster > 1)
-    sync_cluster();  // the other block's barriers are there before anything arrives at them
-  else
-    sync_block();
+  meet_before(kCluster * p.beside);
   // What both branches need is worked out in each: at the branch a thread has few registers.
   using Walk = BlockWalk<kForm, kHalves, kCluster>;
   if (threadIdx.x < kLoaders) {
     fewer_registers<kLoaderRegisters<kForm>>();
     if (threadIdx.x == 0) Walk::begin(p);
-    const Loader<kForm, kHalves, kCluster> loader{a_map, b_map, p, rank_in_cluster<kCluster>()};
+    const Loader<kForm, kHalves, kCluster> loader{a_map, b_map, p, rank_in_cluster()};
     if (copies)
       load_by_copies<T>(loader, shared, Walk());
     else if (threadIdx.x == 0)
@@ -335,7 +350,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     more_registers<kMultiplierRegisters<kForm>>();
     multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(), [](const Tile&) {});
   }
-  if constexpr (kCluster > 1) sync_cluster();  // the other block may still load into this one, or let go here
+  meet_behind(kCluster * p.beside);
 #endif
 }
 

@@ -72,8 +72,8 @@ AmpereKernel ampere_kernel(const GroupedGemm& which) {
 
 void launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows, int blocks,
                    void* stream) {
-  const Grid grid = {blocks / which.cluster * which.cluster, hopper::kThreads, hopper::kSharedBytes,
-                     which.cluster};
+  const int cluster = which.cluster * p.beside;
+  const Grid grid = {blocks / cluster * cluster, hopper::kThreads, hopper::kSharedBytes, cluster};
   const Prepared prepared(name_of(which, hopper_path), hopper_kernel(which), grid, stream);
   TensorMap a_map = {}, b_map = {};
   encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map);
@@ -105,7 +105,7 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
   const void* a = a_rows ? p.a : p.d;
   const void* b = by_weight && !b_rows ? p.d : p.b;
   const Layout of_a = by_weight ? rows_of(a, p.m, a_rows, p.a_stride, hopper::kDepth)
-                                : rows_of(a, p.k, a_rows, p.a_stride, hopper::kRows);
+                                : rows_of(a, p.k, a_rows, p.a_stride, hopper::kRows / p.beside);
   const Layout of_b = by_weight                ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
                       : form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
                                                : matrices(b, p.n, p.k, p.experts, hopper::kDepth);

@@ -19,6 +19,10 @@ struct GroupedGemm {
   int cluster = 1;        // blocks that share B; Hopper's own
 };
 
+// What the two blocks of a cluster have in common: none are formed; B, of tiles one below the other; or A, of
+// tiles side by side.
+enum class Sharing : int { kByRule, kNothing, kB, kA };
+
 // The two ways to compute one. function(): for cudaFuncGetAttributes. A launch is the current device's, and
 // throws std::runtime_error where CUDA refuses it.
 struct GroupedGemmPath {
@@ -39,11 +43,16 @@ std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
                  CUtensorMap* b_map);
 
-// Pairs of tiles need groups of many rows: of a group that ends in the first half of a pair the other half is
-// computed for nothing. With 1024 rows a group that is an eighth of the tiles on average, as much as is
-// saved.
-inline int best_cluster(Form form, int rows, int experts, int m) {
-  return (form == Form::kWeight ? m : rows / larger(experts, 1)) >= 1024 ? 2 : 1;
+// Of a pair that ends in its first half the other half is computed for nothing: at most an eighth of the
+// tiles may be so, as much as is saved. Tiles one below the other need groups of many rows, 1024 on average;
+// tiles side by side need an even number of tiles, or many, in a row of the result, and an A that is not
+// gathered. A shared B saves more.
+inline bool goes_in_pairs(int tiles) { return tiles % 2 == 0 || tiles >= 7; }
+
+inline Sharing best_sharing(Form form, const Problem& p, int tiles_across) {
+  const int rows = form == Form::kWeight ? p.m : p.rows / larger(p.experts, 1);
+  if (rows >= 1024) return Sharing::kB;
+  return !p.a_gathered && goes_in_pairs(tiles_across) ? Sharing::kA : Sharing::kNothing;
 }
 
 // All that there are of a path.

@@ -49,6 +49,7 @@ struct Problem {
   float* row_dots = nullptr;      // kHiddenGradient: (parts, N), <active, product> by parts of the columns
   int weighs_active = 0;          // kHiddenGradient: active is written times weight
   uint32_t* next_tile = nullptr;  // 0 at the launch: blocks take tiles from it as they come; null: in turn
+  int beside = 1;                 // Hopper's, 1 or 2: blocks of a cluster whose tiles lie side by side
   int wide = 0;                   // kWeight: D is float
   int accumulates = 0;            // kWeight: D += product; D is float
 };

@@ -83,7 +83,12 @@ struct Sizes {
     return bound(num_tokens, warp, int64_t{blocks()} * warps);
   }
   // Rows of all earlier chunks: nothing is dropped, so they are known before anything is counted.
-  PMOE_HD int64_t first_row(int32_t chunk) const { return bound(num_tokens, chunk, num_chunks) * top_k; }
+  // As bound() has it, by divisions of 32 bits: a device divides 64 bits by a call.
+  PMOE_HD int64_t first_row(int32_t chunk) const {
+    const auto tokens = static_cast<uint32_t>(num_tokens), chunks = static_cast<uint32_t>(num_chunks);
+    const auto at = static_cast<uint32_t>(chunk);
+    return (int64_t{at} * (tokens / chunks) + at * (tokens % chunks) / chunks) * top_k;
+  }
 };
 
 // B: enough for a warp's worth of tokens in each warp, within most_blocks where the chunks leave a choice.

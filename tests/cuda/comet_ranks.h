@@ -53,6 +53,7 @@ struct Case {
   bool hopper = true, bias = true;
   int drop_percent = 0, favour = -1;  // an expert that most tokens choose
   int communicating = 1, blocks = 3, chunk_columns = 256;
+  int beside = 1;  // blocks of a cluster
   int rounds = 2;
   unsigned seed = 1, nap = 0;
   int eagerness = 50;
@@ -67,7 +68,7 @@ std::string told(const Case& c) {
   for (int t : c.tokens) text += " " + std::to_string(t);
   return text + " model " + std::to_string(c.model) + " hidden " + std::to_string(c.hidden) + " activation " +
          std::to_string(static_cast<int>(c.activation)) + " n_c " + std::to_string(c.communicating) +
-         " seed " + std::to_string(c.seed);
+         " beside " + std::to_string(c.beside) + " seed " + std::to_string(c.seed);
 }
 
 class World {
@@ -227,6 +228,7 @@ class World {
       k.chunks = {c.model, c.chunk_columns};
       k.communicating = c.communicating, k.blocks = c.blocks;
       fill(r, f);
+      f.problem.beside = c.beside;
       array("heap " + std::to_string(r), heaps[r], true);
       for (const auto* each : {&w1[r], &w2[r], &b1[r], &b2[r]}) array("parameters", *each, false);
       for (const auto* each : {&hidden[r], &active[r], &gradient[r], &weighted[r], &dots[r]})

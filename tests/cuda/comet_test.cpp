@@ -7,9 +7,10 @@ namespace {
 void play(const Case& c) { World(c).play(); }
 
 // All that never arrives is named: by rank, and the others end.
-void test_missing_rank(bool hopper) {
+void test_missing_rank(bool hopper, int beside = 1) {
   Case c;
   c.hopper = hopper, c.ranks = 3, c.tokens = {20, 20, 20}, c.missing = 2;
+  c.beside = beside, c.communicating = beside, c.blocks = beside == 1 ? c.blocks : 4;
   World w(c);
   w.bound = 200000;
   w.route(), w.clear();
@@ -76,6 +77,12 @@ int main(int argc, char** argv) {
     wide.tokens = {33, 17}, wide.model = 520, wide.hidden = 8, wide.top_k = 1,
     wide.activation = Activation::kRelu;
     wide.chunk_columns = 256, wide.blocks = 2, wide.rounds = 1, go(wide);
+    // Pairs of which the second has columns, has few, and has none; chunks of a pair, and of a tile.
+    Case pairs = small;
+    pairs.beside = hopper ? 2 : 1, pairs.communicating = 2, pairs.blocks = 4, pairs.rounds = 1;
+    pairs.model = 520, pairs.chunk_columns = 512, pairs.hidden = 8, go(pairs);
+    pairs.model = 264, pairs.chunk_columns = 256, pairs.hidden = 72, pairs.tokens = {150, 9};
+    pairs.activation = Activation::kSwiglu, pairs.blocks = 6, go(pairs);
     Case nothing = small;
     nothing.tokens = {0, 0}, nothing.rounds = 1, go(nothing);
     if (asked == "thorough") {
@@ -92,6 +99,7 @@ int main(int argc, char** argv) {
     }
   }
   for (const bool hopper : {true, false}) test_missing_rank(hopper);
+  test_missing_rank(true, 2);
   if (failures)
     std::printf("%d failures\n", failures);
   else

@@ -98,6 +98,12 @@ inline void store16(void* p, const Words& v) {
   std::memcpy(p, &v, 16);
 }
 
+inline void add_pair(float* p, float first, float second) {
+  if (reinterpret_cast<uintptr_t>(p) % 8) throw emu::Error("a pair that is not aligned");
+  emu::check_access(p, 8, true);
+  p[0] += first, p[1] += second;
+}
+
 inline void prefetch_l2(const void* p) { emu::check_access(p, 1, false); }
 
 inline void store16_shared(void* p, const Words& v) {

@@ -35,8 +35,9 @@ T* aligned(std::vector<T>& v) {
 struct Case {
   std::vector<int> groups;
   int m = 0, n = 0, k = 0;
-  bool hopper = true, cluster = false, gated = false, gathered_a = false, gathered_b = false, bias = false,
-       weighted = false;
+  bool hopper = true;
+  Sharing sharing = Sharing::kNothing;
+  bool gated = false, gathered_a = false, gathered_b = false, bias = false, weighted = false;
   Activation activation = Activation::kGelu;
   bool wide = false, accumulates = false, weighs_active = false, no_hidden = false;
   int top_k = 1, spare_rows = 0;
@@ -52,8 +53,11 @@ void expect(bool holds, const std::string& what) {
 }
 
 std::string told(const Case& c, const char* form) {
-  std::string text =
-      std::string(form) + (c.hopper ? " hopper" : " ampere") + (c.cluster ? " cluster" : "") + " groups";
+  std::string text = std::string(form) + (c.hopper ? " hopper" : " ampere") +
+                     (c.sharing == Sharing::kB   ? " sharing B"
+                      : c.sharing == Sharing::kA ? " sharing A"
+                                                 : "") +
+                     " groups";
   for (int g : c.groups) text += " " + std::to_string(g);
   return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) +
          " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered_a) +
@@ -63,11 +67,12 @@ std::string told(const Case& c, const char* form) {
 
 // By the product's own launch, which encodes maps for the emulator (runtime/).
 template <class T>
-void run(const Case& c, const Problem& p, Form form, Epilogue epilogue, Activation activation, int sources) {
+void run(const Case& c, Problem p, Form form, Epilogue epilogue, Activation activation, int sources) {
   const GroupedGemm which = {std::is_same_v<T, bf16> ? Element::kBf16 : Element::kFp16, form, epilogue,
-                             activation, c.cluster ? 2 : 1};
+                             activation, c.sharing == Sharing::kB ? 2 : 1};
   const GroupedGemmPath& path = c.hopper ? hopper_path : ampere_path;
-  const int blocks = static_cast<int>(c.grid) * which.cluster;
+  p.beside = c.sharing == Sharing::kA ? 2 : 1;
+  const int blocks = static_cast<int>(c.grid) * which.cluster * p.beside;
   stub::seed = c.seed, stub::eagerness = c.eagerness;
   path.launch(which, p, c.gathered_a ? sources : p.rows, c.gathered_b ? sources : p.rows, blocks, nullptr);
 }
@@ -381,12 +386,14 @@ void test_hidden_gradient(const Case& c) {
 }
 
 constexpr struct {
-  bool hopper, cluster;
-} kPaths[] = {{true, false}, {true, true}, {false, false}};
+  bool hopper;
+  Sharing sharing;
+} kPaths[] = {
+    {true, Sharing::kNothing}, {true, Sharing::kB}, {true, Sharing::kA}, {false, Sharing::kNothing}};
 
 void every_form(Case c) {
   for (const auto& path : kPaths) {
-    c.hopper = path.hopper, c.cluster = path.cluster;
+    c.hopper = path.hopper, c.sharing = path.sharing;
     test_plain<bf16, Form::kForward>(c);
     test_plain<bf16, Form::kInput>(c);
   }
@@ -409,7 +416,7 @@ int main(int argc, char** argv) {
     c.gathered_a = true, c.top_k = 1 + seed % 3, c.bias = true, c.weighted = true, c.n = 40, c.k = 136;
     every_form(c);
     for (const auto& path : kPaths) {
-      c.hopper = path.hopper, c.cluster = path.cluster;
+      c.hopper = path.hopper, c.sharing = path.sharing;
       c.gathered_a = seed % 2, c.k = 72, c.n = 272, c.bias = seed % 3 == 0;
       c.activation = static_cast<Activation>(1 + seed % 3);
       test_hidden<bf16, true>(c);
@@ -443,7 +450,7 @@ int main(int argc, char** argv) {
     every_form(c);
     c.m = 40, c.groups = {400, 70};
     for (const auto& path : kPaths) {
-      c.hopper = path.hopper, c.cluster = path.cluster;
+      c.hopper = path.hopper, c.sharing = path.sharing;
       test_weight<bf16>(c);
     }
   }
@@ -454,7 +461,7 @@ int main(int argc, char** argv) {
     c.groups = {10, 0, 0, 0, 70, 0, 0, 0, 0, 5}, c.m = 40, c.n = 40, c.seed = ++seed, c.eagerness = eagerness,
     c.grid = 1, c.gathered_a = true, c.top_k = 2;
     for (const auto& path : kPaths) {
-      c.hopper = path.hopper, c.cluster = path.cluster;
+      c.hopper = path.hopper, c.sharing = path.sharing;
       test_weight<bf16>(c);
     }
   }
@@ -473,7 +480,7 @@ int main(int argc, char** argv) {
       c.activation = static_cast<Activation>(draw(1, 3)), c.weighs_active = draw(0, 1),
       c.no_hidden = draw(0, 1);
       every_form(c);
-      c.hopper = i % 4 != 0, c.cluster = i % 2;
+      c.hopper = i % 4 != 0, c.sharing = c.hopper ? static_cast<Sharing>(1 + i % 3) : Sharing::kNothing;
       test_hidden<bf16, true>(c);
       test_hidden<fp16, false>(c);
       Case back = c;

@@ -12,9 +12,11 @@ using namespace pmoe;
 
 namespace {
 
-enum class Path { kHopper, kPairs, kAmpere };
+enum class Path { kHopper, kPairs, kBeside, kAmpere };  // pairs: of blocks that share B; beside: A
 
 int failures = 0;
+
+unsigned cluster_of(Path path) { return path == Path::kPairs || path == Path::kBeside ? 2 : 1; }
 
 void expect(bool holds, const std::string& what) {
   if (!holds && ++failures < 20) std::printf("FAILED: %s\n", what.c_str());
@@ -53,6 +55,7 @@ uint64_t run(Path path, Work& work, unsigned blocks, bool counted, const std::fu
   p.ends = work.ends.data(), p.experts = static_cast<int>(work.ends.size()), p.rows = work.ends.back();
   p.n = work.n, p.k = work.k;
   p.next_tile = counted ? &counter : nullptr;
+  p.beside = path == Path::kBeside ? 2 : 1;
   std::fill(work.d.begin(), work.d.end(), bf16{0xFFFF});
   const GroupedGemm which = {Element::kBf16, Form::kForward, Epilogue::kPlain, Activation::kNone,
                              path == Path::kPairs ? 2 : 1};
@@ -67,11 +70,12 @@ uint64_t run(Path path, Work& work, unsigned blocks, bool counted, const std::fu
 // G blocks of which m find room at first, and the others when one of those has ended: as long as m blocks
 // alone take, to within a tile. In turn it takes longer, or the test would show nothing.
 void test_late(Path path, const std::string& name) {
-  const unsigned each = path == Path::kPairs ? 2 : 1, G = 4 * each;
+  const unsigned each = cluster_of(path), G = 4 * each;
+  const int rows = path == Path::kPairs ? 256 : 128;
+  const int columns = path == Path::kAmpere ? 128 : path == Path::kBeside ? 512 : 256;
   // 12 tiles of a cluster's size: 3 for each of 4, 4 for each of 3.
-  Work work({path == Path::kPairs ? 512 : 256, path == Path::kPairs ? 1024 : 512},
-            path == Path::kAmpere ? 256 : 512, 64);
-  Work one({path == Path::kPairs ? 256 : 128}, path == Path::kAmpere ? 128 : 256, 64);
+  Work work({2 * rows, 4 * rows}, 2 * columns, 64);
+  Work one({rows}, columns, 64);
   const uint64_t tile = run(path, one, each, true, nullptr);
   run(path, work, G, false, nullptr);
   const std::vector<bf16> expected = work.d;
@@ -96,7 +100,7 @@ void test_late(Path path, const std::string& name) {
 // A foreign kernel holds room and waits for another rank's, which comes late or never: the product ends
 // nevertheless, and no later than with the room that is never taken away.
 void test_foreign(Path path, const std::string& name) {
-  const unsigned each = path == Path::kPairs ? 2 : 1, G = 4 * each;
+  const unsigned each = cluster_of(path), G = 4 * each;
   Work work({300, 0, 200, 1}, 264, 72);
   run(path, work, G, false, nullptr);
   const std::vector<bf16> expected = work.d;
@@ -115,8 +119,10 @@ void test_foreign(Path path, const std::string& name) {
 }  // namespace
 
 int main() {
-  const std::pair<Path, std::string> paths[] = {
-      {Path::kHopper, "hopper"}, {Path::kPairs, "pairs"}, {Path::kAmpere, "ampere"}};
+  const std::pair<Path, std::string> paths[] = {{Path::kHopper, "hopper"},
+                                                {Path::kPairs, "pairs"},
+                                                {Path::kBeside, "beside"},
+                                                {Path::kAmpere, "ampere"}};
   for (const auto& [path, name] : paths) {
     try {
       test_late(path, name);

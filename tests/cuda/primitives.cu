@@ -187,6 +187,8 @@ SAME(store_release_system, (uint32_t* p, uint32_t v), store_release_system(p, v)
      OnSystem(*p).store(v, cuda::memory_order_release))
 SAME(add_acq_rel, (uint32_t* p, uint32_t v, uint32_t* out), *out = add_acq_rel(p, v),
      *out = OnDevice(*p).fetch_add(v, cuda::memory_order_acq_rel))
+SAME(add_pair, (float* p, float x, float y), add_pair(p, x, y),
+     atomicAdd(reinterpret_cast<float2*>(p), make_float2(x, y)))
 SAME(load16, (const uint4* p, uint4* out), *reinterpret_cast<Words*>(out) = load16(p), *out = *p)
 SAME(store16, (uint4 * p, uint4 v), store16(p, {{v.x COMMA v.y COMMA v.z COMMA v.w}}), *p = v)
 SAME(nanoseconds, (uint64_t* out), *out = nanoseconds(), *out = cuda::ptx::get_sreg_globaltimer())

@@ -53,19 +53,19 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.fixture(params=["sm_90a", "sm_90a, pairs", "sm_80"], autouse=True)
+@pytest.fixture(params=["sm_90a", "sm_90a, sharing B", "sm_90a, sharing A", "sm_80"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whose kernels run; pairs: of blocks that share an operand. A fall to PyTorch operations fails."""
+    """Whose kernels run; sharing: of pairs of blocks. A fall to PyTorch operations fails."""
     own, why = grouped_gemm.launch.path(DEVICE)
     if own is None:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {why}")
         pytest.fail(str(why))
-    wanted, *pairs = request.param.split(", ")
+    wanted, *shared = request.param.split(", ")
     if wanted == "sm_90a" and own != "sm_90a":
         pytest.skip(f"this device runs {own}")
     monkeypatch.setattr(launch, "path", lambda _: (wanted, None))
-    monkeypatch.setattr(launch, "CLUSTER", 2 if pairs else 1)
+    monkeypatch.setattr(launch, "SHARING", {"B": 2, "A": 3}[shared[0][-1]] if shared else 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: grouped products are computed without")
         yield

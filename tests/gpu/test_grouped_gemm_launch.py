@@ -162,7 +162,7 @@ def test_the_rule_for_pairs_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rand
     """Whatever it picks: a tile is the same sum in the same order."""
     run = everything(Case(random, (130, 0, 700, 3), top_k=2), 264, 128)
     expected = run()
-    monkeypatch.setattr(launch, "CLUSTER", 0)
+    monkeypatch.setattr(launch, "SHARING", 0)
     for found, other in zip(run(), expected, strict=True):
         assert torch.equal(found, other)
 

@@ -152,14 +152,15 @@ def test_the_device_of_the_caller_is_its_device_afterwards(cuda: ModuleType) -> 
 
 def test_a_product_fills_the_device_in_whole_clusters(cuda: ModuleType) -> None:
     cuda.stub_reset(runs=False, processors=7)
-    product(cuda, cluster=2)
-    product(cuda, cluster=1)
+    product(cuda, sharing=2)
+    product(cuda, sharing=1)
+    product(cuda, sharing=3)
     product(cuda, hopper=False)
     product(cuda, form=2, m=64, b_rows=T, b_stride=64)
     shapes = [(each["blocks"], each["cluster"], each["threads"]) for each in cuda.stub_launched()]
-    assert shapes == [(6, 2, 384), (7, 1, 384), (14, 1, 256), (7, 1, 384)]
+    assert shapes == [(6, 2, 384), (7, 1, 384), (6, 2, 384), (14, 1, 256), (7, 1, 384)]
     assert not any(each["together"] for each in cuda.stub_launched())
-    assert cuda.stub_num_encoded() == 2 + 2 + 0 + 2
+    assert cuda.stub_num_encoded() == 2 + 2 + 2 + 0 + 2
 
 
 def test_gathered_operands_need_no_maps(cuda: ModuleType) -> None:

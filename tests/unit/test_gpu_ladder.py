@@ -49,8 +49,8 @@ def machine(request: pytest.FixtureRequest, built: Path) -> Iterator[Machine]:
 
 @pytest.mark.parametrize("form", tiles.FORMS)
 def test_a_tile_is_read_right_by_one_block_and_by_two(machine: Machine, form: str) -> None:
-    for cluster in (1, 2) if machine.hopper else (1,):
-        tiles.demand_nothing(tiles.find_tile(machine, form, cluster, side=tiles.SIDE * cluster))
+    for sharing in (1, 2, 3) if machine.hopper else (1,):
+        tiles.demand_nothing(tiles.find_tile(machine, form, sharing, side=tiles.side_of(sharing)))
 
 
 def test_gathers_epilogues_routing_and_permutes(machine: Machine) -> None:

@@ -78,7 +78,7 @@ COMMON = {
     "experts": 2,
     "slot": "slot",
     "top_k": 2,
-    "cluster": 0,
+    "sharing": 0,
 }
 
 

@@ -23,7 +23,7 @@ from tests.unit.test_cute import cutlass_headers
 SOURCE = HERE / "primitives.cu"
 
 ON_PURPOSE = {
-    "cp_async16": "CUTLASS asks for the 128 bytes around them",
+    "cp_async16": "the next step reads the neighbouring 128 bytes: L2::256B, CUTLASS has L2::128B",
     "mbarrier_wait": "CUTLASS adds how long a thread may sleep",
     "store_async": "16 bytes, CUTLASS has it for 4",
     "tma_load_2d_cutlass": "CUTLASS adds a hint to the L2 cache",

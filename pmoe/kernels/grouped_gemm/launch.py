@@ -16,8 +16,8 @@ from pmoe.kernels.gemm import ELEMENTS, PLAIN, SPARE, misfit
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.warn import warn_once
 
-CLUSTER = 0
-"""How many blocks share an operand on Hopper: 1, 2, or 0 for whichever is better by rule. For benchmarks."""
+SHARING = 0
+"""`Sharing` of cuda/grouped_gemm/launch.h: of two blocks on Hopper, 1 nothing, 2 B, 3 A, 0 by rule."""
 
 _spare = ContextVar("multiprocessors that products leave free in this thread", default=0)
 
@@ -73,6 +73,6 @@ def launch(
         experts=ends.numel(),
         slot=0 if slots is None else slots.slot_N.data_ptr(),
         top_k=1 if slots is None else slots.top_k,
-        cluster=CLUSTER if kernels == "sm_90a" else 1,
+        sharing=SHARING,
         **fields,
     )

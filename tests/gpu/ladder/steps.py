@@ -44,12 +44,13 @@ def product_steps(path: str) -> list[Step]:
     source = f"{GEMM}{'hopper_block' if hopper else 'ampere'}.cuh"
     pairs = [
         Step(
-            name=f"{path}: a pair of blocks, {form}", run=f"{HERE}tiles:check_tile {path} {form} 2",
+            name=f"{path}: two blocks share {operand}, {form}",
+            run=f"{HERE}tiles:check_tile {path} {form} {sharing}",
             needs=(f"{path}: a tile, {form}",), hopper=True,
             means="a block alone is right, two of a cluster are not: multicast, or a barrier's arrivals",
             look=f"{GEMM}hopper.cuh, cluster barriers and multicast masks; ring.h; F6",
         )
-        for form in ("forward", "input", "weight") if hopper
+        for form in ("forward", "input", "weight") for sharing, operand in ((2, "B"), (3, "A")) if hopper
     ]  # fmt: skip
     return [
         *pairs,
@@ -95,7 +96,8 @@ def fused_steps() -> list[Step]:
             name="COMET, one rank", run=HERE + "worlds:check_world 1", needs=("routing",),
             usual=12, seconds=60,
             means="the fused kernels are wrong without any peer; a hang: roles of a launch wait in vain",
-            look=f"{alone}; pmoe/kernels/comet/launches.py; F5 where the first launch hung",
+            look=f"{alone} (goes_in_pairs: its launch is cooperative, and of clusters); "
+            "pmoe/kernels/comet/launches.py; F5 where the first launch hung",
         )
     ]  # fmt: skip
     steps += [

@@ -27,7 +27,7 @@ def launch(
         "device": machine.device.index or 0, "stream": machine.stream, "hopper": machine.hopper,
         "element": 0, "form": FORMS[form], "a": a.data_ptr(), "a_rows": a.shape[0], "a_stride": a.stride(0),
         "b": b.data_ptr(), "d": d.data_ptr(), "d_stride": d.stride(-2), "ends": ends.data_ptr(),
-        "experts": ends.numel(), "rows": a.shape[0], "n": d.shape[-1], "cluster": 1,
+        "experts": ends.numel(), "rows": a.shape[0], "n": d.shape[-1], "sharing": 1,
     }  # fmt: skip
     if form == "weight":
         fields |= {"b_rows": b.shape[0], "b_stride": b.stride(0), "m": d.shape[-2]}
@@ -36,9 +36,20 @@ def launch(
     machine.module.grouped_gemm(**fields | options)
 
 
+def side_of(sharing: int) -> int:
+    """Of two tiles: of 128 rows each where blocks share B (2), of 256 columns where they share A (3)."""
+    return {1: SIDE, 2: 2 * SIDE, 3: 2 * SIDE + 8}[sharing]
+
+
+def code(number: Tensor, side: int) -> Tensor:
+    return number if side <= 256 else number % 251
+
+
 def numbered(side: int, axis: int) -> Tensor:
-    """(side, side): 1 + the row, or the column, of each element; 0 is left for what was never summed."""
-    number = torch.arange(1.0, side + 1)
+    """(side, side): 1 + the row, or the column, of each element; 0 is left for what was never summed.
+
+    bf16 holds 0 to 256: of a longer side numbers come again."""
+    number = 1.0 + code(torch.arange(side), side)
     return number.unsqueeze(1 - axis).expand(side, side)
 
 
@@ -51,7 +62,7 @@ def places(form: str, operand: str, side: int) -> tuple[Tensor, Tensor]:
 
 
 def tile(
-    machine: Machine, form: str, operand: str, *, side: int = SIDE, cluster: int = 1, gathered: bool = False
+    machine: Machine, form: str, operand: str, *, side: int = SIDE, sharing: int = 1, gathered: bool = False
 ) -> str | None:
     """What is wrong with how the kernel reads that operand; None where nothing is.
 
@@ -60,7 +71,7 @@ def tile(
     unit = machine.put(torch.eye(side), BF16)
     ends = machine.put(torch.tensor([side], dtype=torch.int32))
     row, column = places(form, operand, side)
-    options: dict[str, Any] = {"cluster": cluster}
+    options: dict[str, Any] = {"sharing": sharing}
     slot = torch.randperm(2 * side, generator=torch.Generator().manual_seed(5))[:side]
     if gathered:
         if form != "weight" and operand == "b":
@@ -74,7 +85,7 @@ def tile(
         a, b = (coded, unit) if operand == "a" else (unit, coded)
         launch(machine, form, a, b, d, ends, **options)
         seen.append(machine.fetch(d) - 1)
-    return name_difference((row, column), (seen[0], seen[1]), (side, side))
+    return name_difference((code(row, side), code(column, side)), (seen[0], seen[1]), (side, side))
 
 
 def demand_nothing(found: dict[str, str | None]) -> None:
@@ -86,14 +97,14 @@ def demand_nothing(found: dict[str, str | None]) -> None:
 # ---- steps
 
 
-def check_tile(path: str, form: str, cluster: str = "1") -> None:
+def check_tile(path: str, form: str, sharing: str = "1") -> None:
     machine = this_machine(path)
-    demand_nothing(find_tile(machine, form, int(cluster), side=SIDE * int(cluster)))
+    demand_nothing(find_tile(machine, form, int(sharing), side=side_of(int(sharing))))
 
 
-def find_tile(machine: Machine, form: str, cluster: int = 1, **options: Any) -> dict[str, str | None]:
+def find_tile(machine: Machine, form: str, sharing: int = 1, **options: Any) -> dict[str, str | None]:
     return {
-        f"{form}, operand {each} as it is read": tile(machine, form, each, cluster=cluster, **options)
+        f"{form}, operand {each} as it is read": tile(machine, form, each, sharing=sharing, **options)
         for each in "ab"
     }
 

@@ -1,0 +1,203 @@
+// Instructions of Hopper's own: the part of device_ptx.cuh that is in code for sm_90a alone.
+#pragma once
+#include "device_ptx.cuh"
+
+namespace pmoe {
+
+#if PMOE_HOPPER_CODE
+
+// ---- barriers in shared memory that count bytes, and the tensor memory accelerator
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals)
+               : "memory");
+}
+
+// Makes initialised barriers visible to the asynchronous proxy; a block-wide barrier follows.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+
+// One arrival, and so many bytes to wait for.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
+               : "memory");
+}
+
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "LAB_WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra LAB_DONE;\n"
+      "bra LAB_WAIT;\n"
+      "LAB_DONE:\n"
+      "}" ::"r"(shared_address(bar)),
+      "r"(parity)
+      : "memory");
+}
+
+// Ordinary writes of this thread to shared memory, before wgmma or TMA of whoever it then meets.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// What ordinary accesses have written to global memory, here seen behind an acquire, before bulk reads of it.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void tma_load_2d(void* dst, const TensorMap* map, uint64_t* bar, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+      "[%2];" ::"r"(shared_address(dst)),
+      "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_3d(void* dst, const TensorMap* map, uint64_t* bar, int x, int y,
+                                            int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(shared_address(dst)),
+      "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// ---- clusters: blocks of one grid that see each other's shared memory
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all blocks of the cluster; what each wrote before is seen by all behind it.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// An arrival at the same barrier of the block with this rank in the cluster.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(shared_address(bar)),
+      "r"(rank)
+      : "memory");
+}
+
+// 16 bytes to the same place of the block with this rank, and their number to the same barrier there.
+__device__ __forceinline__ void store_async(Words* place, const Words& v, uint64_t* bar, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote, signal;\n"
+      "mapa.shared::cluster.u32 remote, %0, %6;\n"
+      "mapa.shared::cluster.u32 signal, %5, %6;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [remote], {%1, %2, %3, %4}, "
+      "[signal];\n"
+      "}" ::"r"(shared_address(place)),
+      "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]), "r"(shared_address(bar)), "r"(rank)
+      : "memory");
+}
+
+// The same place and barrier of every block whose bit is set.
+__device__ __forceinline__ void tma_load_2d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y,
+                                               uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(dst)),
+      "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "h"(ranks)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y,
+                                               int z, uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(dst)),
+      "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "r"(z), "h"(ranks)
+      : "memory");
+}
+
+// ---- warpgroup products
+
+template <int kRegisters>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int kLeft>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// The compiler must not move uses of accumulators across this point.
+template <int kCount>
+__device__ __forceinline__ void pin_accumulators(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define PMOE_R8(i)                                                                            \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define PMOE_R64(i)                                                                               \
+  PMOE_R8(i), PMOE_R8(i + 8), PMOE_R8(i + 16), PMOE_R8(i + 24), PMOE_R8(i + 32), PMOE_R8(i + 40), \
+      PMOE_R8(i + 48), PMOE_R8(i + 56)
+#define PMOE_WGMMA_256(TYPE)                                                                                 \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                          \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE                                           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "    \
+      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
+      "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
+      "%61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
+      "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "      \
+      "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, "     \
+      "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "                            \
+      "%128, %129, p, 1, 1, %131, %132;\n}"                                                                  \
+      : PMOE_R64(0), PMOE_R64(64)                                                                            \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(int(kTransposeA)), "n"(int(kTransposeB)))
+
+// d (64 x 256 of a warpgroup) = A (64 x 16) B (16 x 256), plus d where `accumulate`. Operands by descriptor;
+// transposed ones have the reduction in rows.
+template <class T, bool kTransposeA, bool kTransposeB>
+__device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    PMOE_WGMMA_256("bf16");
+  } else {
+    PMOE_WGMMA_256("f16");
+  }
+}
+
+#undef PMOE_WGMMA_256
+#undef PMOE_R64
+#undef PMOE_R8
+
+#endif  // PMOE_HOPPER_CODE
+
+}  // namespace pmoe

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import os
 from collections.abc import Iterable
@@ -16,10 +15,11 @@ MOST = 2**31 - 1
 
 
 def check_number(**values: object) -> None:
-    """TypeError unless each is a number; a bool is none."""
+    """TypeError unless each is a number that torch takes: an int below 2**63 or a float; a bool is none."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} ({value!r}) must be a number")
+        is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)
+        if not is_float and not (is_int(value) and abs(value) < 2**63):
+            raise TypeError(f"{name} ({shown(value)}) must be a number, an int below 2**63 or a float")
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -33,12 +33,12 @@ def plain_int(value: Any) -> Any:
 
 
 def check_int(least: int | None = None, **values: object) -> None:
-    """TypeError unless each is an integer, ValueError where it is less than ``least``."""
+    """TypeError unless each is an integer, ValueError unless from ``least``, where given, to 2**63."""
     for name, value in values.items():
         rule = f"{name} ({shown(value)}) must be an int{'' if least is None else f' of at least {least}'}"
         if not is_int(value):
             raise TypeError(rule)
-        if least is not None and value < least:
+        if least is not None and not least <= value < 2**63:
             raise ValueError(rule)
 
 
@@ -61,8 +61,8 @@ def check_not_negative(**values: float) -> None:
     """TypeError unless each is a number, ValueError unless finite and at least 0."""
     for name, value in values.items():
         check_number(**{name: value})
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} ({value}) must be a finite number of at least 0")
+        if not 0 <= value < 2**63:
+            raise ValueError(f"{name} ({value}) must be a finite number of at least 0, and below 2**63")
 
 
 def check_positive(**values: float | None) -> None:
@@ -71,8 +71,8 @@ def check_positive(**values: float | None) -> None:
         if value is None:
             continue
         check_number(**{name: value})
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} ({value}) must be None or a positive number")
+        if not 0 < value < 2**63:
+            raise ValueError(f"{name} ({value}) must be None or a positive number, below 2**63")
 
 
 def shown(value: object) -> str:
@@ -136,7 +136,7 @@ def check_place(device: Any, dtype: object) -> torch.device:
         raise ValueError(f"dtype ({dtype}) must be a floating-point type")
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"device ({device!r}) must be a device that is here: {error}") from error
 
 

@@ -35,7 +35,7 @@ def parse_bytes(name: str, value: int | str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     if found is None or found[2].upper() not in UNITS:
         raise ValueError(rule)
-    number = int(float(found[1]) * UNITS[found[2].upper()])
-    if number < 1:
-        raise ValueError(f"{name} ({value!r}) must be at least one byte")
-    return number
+    number = float(found[1]) * UNITS[found[2].upper()]
+    if not 1 <= number < 2**63:
+        raise ValueError(f"{name} ({value!r}) must be at least one byte, and less than 2**63")
+    return int(number)

@@ -236,7 +236,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether data-parallel wrappers must leave this parameter alone (`Experts.mark_parameters`):
+    """Whether it is a parameter that data-parallel wrappers must leave alone (`Experts.mark_parameters`):
     DistributedDataParallel, by ``_set_params_and_buffers_to_ignore_for_model(model, names)`` with the names
     of these."""
     return not getattr(parameter, "allreduce", True)

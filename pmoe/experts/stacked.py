@@ -67,8 +67,8 @@ class StackedExperts(Experts):
         check_flag("bias", bias)
         check_place(device, dtype)
         check_kind(Shard, "a pmoe.experts.Shard", shard=shard)
-        self.num_local_experts, self.shard, self.all_hidden = num_local_experts, shard, d_hidden
-        d_hidden //= shard.count
+        self.num_local_experts, self.shard, self.all_hidden = int(num_local_experts), shard, int(d_hidden)
+        d_hidden = self.all_hidden // shard.count
 
         def stacked(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_local_experts, *shape, device=device, dtype=dtype))

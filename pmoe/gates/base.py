@@ -150,7 +150,7 @@ class TopKRouter(Gate):
         self.check_options(top_k, normalize)
         check_not_negative(z_loss_weight=z_loss_weight)
         check_place(device, dtype)
-        self.top_k, self.z_loss_weight = top_k, z_loss_weight
+        self.top_k, self.z_loss_weight = int(top_k), z_loss_weight
         self.normalize = self.normalizes and top_k > 1 if normalize is None else normalize
         weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         draw_router_weight(weight)

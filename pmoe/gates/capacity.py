@@ -27,5 +27,5 @@ def within_capacity(expert_TK: Tensor, capacity: int, used_E: Tensor) -> tuple[T
     position = torch.empty_like(flat)
     ascending = torch.arange(flat.numel(), device=flat.device)
     position[order] = ascending - first_E[flat[order]]
-    keep = position + used_E[flat] < capacity
+    keep = position + used_E[flat] < min(capacity, 2**62)
     return keep.view_as(expert_TK), used_E + counts_E

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.arguments import check_count, check_kind, check_not_negative, check_positive
+from pmoe.arguments import check_count, check_kind, check_not_negative, check_positive, plain_int
 from pmoe.gates.base import Routing, TopKRouter
 from pmoe.gates.logits import router_logits, router_z_loss
 from pmoe.gates.sigmoid import sigmoid_shares
@@ -84,7 +84,7 @@ class DeepSeekGate(TopKRouter):
             check_count(sequence_length=sequence_length)
         self.num_groups, self.top_groups = num_groups, top_groups
         self.routed_scaling, self.update_speed = routed_scaling, update_speed
-        self.sequence_length = sequence_length
+        self.sequence_length = plain_int(sequence_length)
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         load_E = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self.register_buffer("load", load_E, persistent=False)

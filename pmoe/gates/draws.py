@@ -29,7 +29,7 @@ class DrawnGate(Gate):
     ) -> None:
         super().__init__()
         check_sizes(d_model, num_experts, top_k)
-        self.num_experts, self.top_k = num_experts, top_k
+        self.num_experts, self.top_k = int(num_experts), int(top_k)
 
     def routed(self, x_TM: Tensor, draw_TK: Tensor) -> Routing:
         """Of the tokens x_TM (T, M) by independent draws (T, K), see `distinct`."""

@@ -60,7 +60,7 @@ class ExpertChoiceGate(Gate):
         check_place(device, dtype)
         check_positive(capacity_factor=capacity_factor)
         check_one_of("normalize_over", normalize_over, ("experts", "tokens"))
-        self.top_k, self.capacity_factor, self.normalize_over = top_k, capacity_factor, normalize_over
+        self.top_k, self.capacity_factor, self.normalize_over = int(top_k), capacity_factor, normalize_over
         self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pmoe.arguments import check_count, check_int, check_kind
+from pmoe.arguments import check_count, check_int, check_kind, plain_int
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.hierarchical import HierarchicalExchange
 from pmoe.experts.base import Experts, local_part
@@ -46,6 +46,7 @@ def predict_memory(
     check_int(0, num_tokens=num_tokens)
     check_kind((RankCounts, type(None)), "None or what layer.row_counts holds", row_counts=row_counts)
     check_predictable(parts)
+    num_tokens, pipeline, pipeline_backward = map(plain_int, (num_tokens, pipeline, pipeline_backward))
     ways = _ways(parts, pipeline, pipeline_backward, memory_reuse)
     rotates = parts.spec.rotates or memory_reuse is not None
     sizes, call = replace(memory_shape(parts), rotates=rotates), rows_of_call(parts, num_tokens)

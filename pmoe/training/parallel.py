@@ -73,6 +73,7 @@ class Meshes:
 
     def group(self, name: str) -> dist.ProcessGroup:
         """This rank's group along a dimension."""
+        arguments.check_one_of("name", name, (DP, MP, EDP, ACROSS, INSIDE))
         return (self.dense if name in (DP, MP) else self.sparse).get_group(name)
 
 

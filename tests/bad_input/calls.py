@@ -23,7 +23,7 @@ from pmoe.integrations.statistics import stats
 from pmoe.layer.spec import Switches
 from pmoe.measure.black_box import profile_module
 from pmoe.ordering import make_order
-from pmoe.training.parallel import make_meshes, reduce_gradients
+from pmoe.training.parallel import Meshes, is_expert, make_meshes, reduce_gradients
 from tests.bad_input.values import E, H, K, M, T
 
 SIZES = {"d_model": M, "d_hidden": H, "num_local_experts": 2}
@@ -161,6 +161,14 @@ def use_meshes(**given: Any) -> None:
         make_meshes(**given)
 
 
+def use_mesh(name: str) -> Callable[..., None]:
+    def use(**given: Any) -> None:
+        with in_a_group():
+            getattr(make_meshes(), name)(**given)
+
+    return use
+
+
 def use_parallelize(**given: Any) -> None:
     with in_a_group():
         pmoe.parallelize(**{"model": model(), "mesh": make_meshes().experts, **given})
@@ -233,6 +241,9 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "parallelize": (pmoe.parallelize, use_parallelize),
     "reduce_gradients": (reduce_gradients, use_reduction),
     "make_meshes": (make_meshes, use_meshes),
+    "Meshes.group": (Meshes.group, use_mesh("group")),
+    "Meshes.size": (Meshes.size, use_mesh("size")),
+    "is_expert": (is_expert, is_expert),
     "FFNExperts": (FFNExperts, lambda **given: FFNExperts(**{**SIZES, **given})),
     "SwiGLUExperts": (SwiGLUExperts, lambda **given: SwiGLUExperts(**{**SIZES, **given})),
     "ModuleExperts": (ModuleExperts, ModuleExperts),

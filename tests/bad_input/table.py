@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from tests.bad_input.values import VALUES
 
-COUNT, NOTHING, NONE, FLAG, FLAG_OR_NONE = "1 2 numpy.int", "", "None", "True False", "None True False"
-SHARE = "0 1 2 huge 0.5 numpy.int numpy.float"
-POSITIVE = "None 1 2 huge 0.5 numpy.int numpy.float"
-NUMBER = "1 2 huge numpy.int"
+COUNT, NOTHING = "1 2 numpy.int numpy.uint8", ""
+NONE, FLAG, FLAG_OR_NONE = "None", "True False", "None True False"
+SHARE = "0 1 2 huge 0.5 numpy.int numpy.uint8 numpy.float"
+POSITIVE = "None 1 2 huge 0.5 numpy.int numpy.uint8 numpy.float"
+SCALING = "1 2 huge 0.5 numpy.int numpy.uint8 numpy.float"
+SLACK = "1 2 huge 1e300 numpy.int numpy.uint8 numpy.float"
+NUMBER = "1 2 huge numpy.int numpy.uint8"
 TEXT = "text spaces"
-SCALAR = f"nan inf -1 0 0.5 numpy.float scalar {NUMBER}"
+SCALAR = f"nan inf -inf 1e300 fraction numpy.nan -1 0 0.5 numpy.float scalar {NUMBER}"
 TENSORS = "() {} scalar sparse complex integers meta tensor module"
 IGNORED = " ".join(VALUES)
 """Of what is not looked at: said in the docstring."""
@@ -24,10 +27,10 @@ EXPERTS = {
 
 TAKEN: dict[str, dict[str, str]] = {
     "MoELayer": {
-        "d_model": COUNT, "d_hidden": COUNT, "num_experts": "2 numpy.int", "top_k": COUNT, "gate": NOTHING,
-        "expert": NOTHING, "activation": NOTHING, "bias": FLAG, "capacity_factor": POSITIVE,
+        "d_model": COUNT, "d_hidden": COUNT, "num_experts": "2 numpy.int numpy.uint8", "top_k": COUNT,
+        "gate": NOTHING, "expert": NOTHING, "activation": NOTHING, "bias": FLAG, "capacity_factor": POSITIVE,
         "pad_to_capacity": "False", "pipeline": f"{COUNT} {FLAG}", "memory_reuse": FLAG,
-        "pipeline_backward": f"None {COUNT}", "slack": "1 2 huge numpy.int numpy.float",
+        "pipeline_backward": f"None {COUNT}", "slack": SLACK,
         "memory_budget": "None huge", "group": NONE, "mesh": NONE, "fused": FLAG, "order": NOTHING,
         "dispatch": NOTHING, "combine": NONE, "nodes": IGNORED, "send_once": FLAG,
         "shared_expert": f"None {COUNT} module", "shared_gate": "False", "callbacks": "empty ()",
@@ -35,10 +38,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "check_finite": FLAG_OR_NONE,
     },
     "MoELayer's options": {
-        "d_model": NOTHING, "d_hidden": NOTHING, "num_experts": NOTHING, "top_k": "2 numpy.int",
+        "d_model": NOTHING, "d_hidden": NOTHING, "num_experts": NOTHING, "top_k": "2 numpy.int numpy.uint8",
         "capacity_factor": POSITIVE, "pad_to_capacity": "False", "pipeline": f"{COUNT} {FLAG}",
         "memory_reuse": FLAG, "pipeline_backward": f"None {COUNT}",
-        "slack": "1 2 huge numpy.int numpy.float", "memory_budget": "None huge", "fused": FLAG,
+        "slack": SLACK, "memory_budget": "None huge", "fused": FLAG,
         "send_once": FLAG, "check_finite": FLAG_OR_NONE, "switches": NOTHING,
     },
     "MoELayer.check_spread": {"mesh": NOTHING},
@@ -52,8 +55,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "pipeline_backward": f"None {COUNT}", "memory_reuse": NONE,
     },
     "clip_grad_norm_": {
-        "parameters": TENSORS, "max_norm": f"inf {SHARE}",
-        "norm_type": "inf 1 2 huge 0.5 numpy.int numpy.float",
+        "parameters": TENSORS, "max_norm": f"inf 1e300 {SHARE}",
+        "norm_type": f"inf 1e300 {SCALING}",
         "error_if_nonfinite": FLAG, "foreach": FLAG_OR_NONE, "group": NONE,
     },
     "save_checkpoint": {
@@ -98,7 +101,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "profile_module": {"module": "module", "rows": NOTHING, "make_input": COUNT},
     "configure": {
         "pipeline": f"{COUNT} {FLAG}", "pipeline_backward": f"None {COUNT}", "memory_reuse": FLAG,
-        "memory_budget": f"None {NUMBER}", "slack": "1 2 huge numpy.int numpy.float", "order": NOTHING,
+        "memory_budget": f"None {NUMBER}", "slack": SLACK, "order": NOTHING,
         "dispatch": NOTHING, "combine": NONE, "nodes": IGNORED, "send_once": FLAG,
     },
     "layers": {"model": "module"},
@@ -106,6 +109,9 @@ TAKEN: dict[str, dict[str, str]] = {
     "torch.compile's options": {
         "parts": COUNT, "weight_gradients": FLAG, "memory_limit": f"None {NUMBER}",
     },
+    "Meshes.group": {"name": NOTHING},
+    "Meshes.size": {"name": NOTHING},
+    "is_expert": {"parameter": IGNORED},
     "make_meshes": {"mp": "1", "ep": "1", "esp": "1", "device_type": NONE},
     "load_balance_loss": {"probability_TE": "integers meta tensor", "expert_TK": "integers"},
     "router_z_loss": {"logits_TE": "integers meta tensor"},
@@ -115,13 +121,13 @@ TAKEN: dict[str, dict[str, str]] = {
     "SigmoidGate": LEARNT,
     "DeepSeekGate": {
         **LEARNT, "num_groups": COUNT, "top_groups": "1", "update_speed": SHARE,
-        "sequence_length": f"None {COUNT}", "routed_scaling": "1 2 huge 0.5 numpy.int numpy.float",
+        "sequence_length": f"None {COUNT}", "routed_scaling": SCALING,
     },
     "XMoEGate": {**LEARNT, "d_proj": f"None {COUNT}", "score": NOTHING, "temperature": POSITIVE},
     "ExpertChoiceGate": {**GATE, "capacity_factor": POSITIVE, "normalize_over": NOTHING},
     "SoftGate": {**GATE, "slots_per_expert": f"None {COUNT}"},
     "BatchPrioritisedGate": {**LEARNT, "capacity_factor": POSITIVE},
-    "HashGate": {**DRAWN, "seed": "-1 0 1 2 huge numpy.int"},
+    "HashGate": {**DRAWN, "seed": "-1 0 1 2 huge 10**400 numpy.int numpy.uint8"},
     "RandomGate": DRAWN,
 }  # fmt: skip
 """By function and argument, the values that are taken."""

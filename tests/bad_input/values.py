@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,13 @@ VALUES: Mapping[str, Callable[[], Any]] = {
     "spaces": lambda: " topk ",
     "empty": lambda: "",
     "bytes": lambda: b"topk",
+    "-inf": lambda: -math.inf,
+    "1e300": lambda: 1e300,
+    "10**400": lambda: 10**400,
+    "fraction": lambda: Fraction(1, 2),
+    "numpy.uint8": lambda: np.uint8(2),
+    "numpy.nan": lambda: np.float32("nan"),
+    "10**400GiB": lambda: "9" * 400 + "GiB",
     "list": lambda: [1],
     "()": lambda: (),
     "{}": lambda: {},

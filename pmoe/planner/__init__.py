@@ -1,1 +1,2 @@
-"""The planner: measures, models, chooses. It reads schedules and numbers only."""
+"""The planner: measures, models, chooses. It reads schedules and numbers only. Letters: `pmoe.engine`'s, and
+B most tokens of a rank, m pieces that stay, H columns of T_M, t_gar seconds of other layers' gradients."""

@@ -3,8 +3,6 @@
 Algorithm 1 (`pmoe.planner.pipeline_degree`) knows one schedule, with experts' backward as one task, and takes
 all-gather and reduce-scatter to cost the same. Here the engine's own schedule is simulated, for few degrees,
 beginning where Algorithm 1 ends.
-
-Letters: n chunks, t_gar seconds of other layers' gradients in the backward pass.
 """
 
 from __future__ import annotations

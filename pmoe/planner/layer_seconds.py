@@ -1,7 +1,4 @@
-"""Seconds of a layer's passes for evenly routed tokens: its own schedules on the simulator, with a profile.
-
-Letters: n chunks, K choices, L ranks inside a node, M = d_model, H columns of T_M.
-"""
+"""Seconds of a layer's passes for evenly routed tokens: its schedules on the simulator, with a profile."""
 
 from __future__ import annotations
 

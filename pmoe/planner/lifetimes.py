@@ -2,8 +2,6 @@
 
 What a collective touches lives as long as the pass; what the experts make for a unit lives while its task
 runs, or until the task that needs it last. What goes from forward to backward is counted apart.
-
-Letters: n chunks, m pieces of the rows that stay.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A pass holds at once: the ring slots of its schedule (`pmoe.schedule.slots`, the
 allocates), or where nothing rotates its buffers by their lifetimes (`pmoe.planner.lifetimes`); what goes from
 forward to backward, the result, and small things for each row. Nothing is measured or fitted.
 tests/unit/test_memory_model.py shows that MPipeMoE's Eq. 1-6 follow from the slots.
-
-Letters: T tokens, K choices, N rows, E experts, M = d_model.
 """
 
 from __future__ import annotations

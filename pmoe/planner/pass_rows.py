@@ -1,7 +1,4 @@
-"""How many rows a pass works on: those that were counted, or the most that any routing brings.
-
-Letters: n chunks, B the largest number of tokens of a rank, W ranks, K choices.
-"""
+"""How many rows a pass works on: those that were counted, or the most that any routing brings."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pmoe.arguments import check_flag, check_kind, check_number, check_one_of, list_of
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.experts.base import is_expert, local_part
 from pmoe.layer import MoELayer
 
@@ -188,10 +188,12 @@ def _norm(
     if is_largest and ranks.size > 1:
         # Apart from NaN, of which a backend's maximum may be the other operand.
         both = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().double()])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=ranks.group)
+        with at_stage("taking the norm of all gradients", ranks):
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=ranks.group)
         total = both[0].where(both[1] == 0, math.nan)
     elif ranks.size > 1:
-        dist.all_reduce(total, group=ranks.group)
+        with at_stage("taking the norm of all gradients", ranks):
+            dist.all_reduce(total, group=ranks.group)
     return (total if is_largest else total.pow(1 / norm_type)).to(dtype)
 
 
@@ -234,6 +236,7 @@ class GradScaler(torch.amp.GradScaler):
         total = torch.stack([found_inf, *(each.to(found_inf.device) for each in found.values())]).amax()
         if dist.is_available() and dist.is_initialized():
             agreed = total.to(device_type_of(self.group))
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
+            with at_stage("telling gradients that overflow", Ranks(self.group)):
+                dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
             total = agreed.to(total.device)
         return {device: total.to(device) for device in (*found, total.device)}

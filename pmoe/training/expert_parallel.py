@@ -248,7 +248,8 @@ def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
             if tensor.is_meta or (ranks is inside and dims.get(name) is not None):
                 continue
             whole = local_part(tensor).contiguous()
-            dist.broadcast(whole, group=ranks.group, group_src=0)
+            with at_stage("taking the values of the first copy of experts", ranks):
+                dist.broadcast(whole, group=ranks.group, group_src=0)
             local_part(tensor).copy_(whole)
 
 

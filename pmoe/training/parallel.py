@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from pmoe import arguments
 from pmoe.comm.mesh import ACROSS, INSIDE
+from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.comm.subgroups import share_timeout
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
@@ -211,7 +212,8 @@ def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) ->
     """Sums gradients of one type over the group, in place."""
     for bucket in _take_tensors(gradients, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
-        dist.all_reduce(flat, group=group)
+        with at_stage("reducing gradients", Ranks(group)):
+            dist.all_reduce(flat, group=group)
         torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
 from pmoe.integrations.logging import StatsWriter
+from pmoe.training.parallel import make_meshes, reduce_gradients
 from tests.gloo.kit import error_of
-from tests.pool import ranks
+from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
 
 M, H, E = 6, 8, 4
 
@@ -108,3 +109,33 @@ def test_a_bad_argument_of_one_rank_is_an_error_on_both(case: str, told: list[di
     argument = case.split(": ")[1].strip()
     assert argument in own, own
     assert "rank 1" in others or others == own, others
+
+
+def stepped(mesh: DeviceMesh, **given: Any) -> None:
+    """What every step does, and compares nothing: who waits for a rank that refused ends by the timeout."""
+    model = nn.Linear(M, M)
+    model(torch.ones(1, M)).sum().backward()
+    if "divide_by" in given:
+        reduce_gradients(model, make_meshes(), **given)
+    else:
+        pmoe.clip_grad_norm_(model, group=mesh.get_group(), **given)
+
+
+def bad_in_a_step(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    make_meshes()
+    bad = {"divide_by": -1} if rank == 1 else {"divide_by": 2}
+    worse = {"max_norm": -1} if rank == 1 else {"max_norm": 1}
+    return [error_of(lambda: stepped(mesh, **worse)), error_of(lambda: stepped(mesh, **bad))]
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_rank_that_refused_an_argument_of_a_step_is_told_the_stage() -> None:
+    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
+    try:
+        waited, refused = pool.run(bad_in_a_step)
+    finally:
+        pool.stop()
+    assert "max_norm (-1)" in refused[0] and "divide_by (-1)" in refused[1], refused
+    assert "rank 0 of 2 failed in taking the norm of all gradients" in waited[0], waited
+    assert "rank 0 of 2 failed in reducing gradients" in waited[1], waited

@@ -433,7 +433,7 @@ def test_what_does_not_fit_is_refused() -> None:
             "mp (3) must divide the number of ranks (2)",
             "ep * esp (2 * 2) must divide the number of ranks (2)",
             "moe (a MoELayer of ep 2, esp 1) must be built with mesh=meshes.experts (ep 1, esp 2)",
-            "divide_by (0) must be None or a positive number",
+            "divide_by (0) must be None or a positive number, below 2**63",
             "replicated (1 of 1 unknown) must be parameters of the model",
             "replicated (moe.experts.w1, an expert's) must be plain dense parameters",
             "replicated (weight, a DTensor) must be plain dense parameters",

@@ -439,7 +439,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all_before_anything_is_written
     first, second = ranks(2).run(wrong_on_rank_1, folder)
     assert first == second
     extra, step, raises, lambdas = first
-    assert extra == "checkpoint: collecting: rank 1: extra (5) must be a mapping of names, or None"
+    assert extra == "checkpoint: collecting: rank 1: TypeError: extra (5) must be a mapping of names, or None"
     assert step == "checkpoint: step must be the same on every rank, not [3, 4]"
     assert raises == "checkpoint: collecting: rank 1: RuntimeError: out of order"
     assert "rank 1: extra, extra states of modules and options" in lambdas and "rank 0" not in lambdas

@@ -21,8 +21,8 @@ GATES = (
         name="capacity-off-by-one",
         breaks="an expert takes a row more than the capacity",
         file=CAPACITY,
-        old="    keep = position + used_E[flat] < capacity\n",
-        new="    keep = position + used_E[flat] <= capacity\n",
+        old="    keep = position + used_E[flat] < min(capacity, 2**62)\n",
+        new="    keep = position + used_E[flat] <= min(capacity, 2**62)\n",
         tests="tests/unit/test_ordering.py",
     ),
     Plant(

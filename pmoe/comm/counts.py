@@ -44,7 +44,7 @@ class Fault(enum.IntEnum):
     DEVICE = "its input is on another device than the layer's parameters"
     NOT_FINITE = "its gate logits are not finite (check_finite=False lets them pass)"
     ROUTING = "its gate returned expert indices outside 0..num_experts - 1"
-    OTHER = "its gate raised an error"
+    OTHER = "its gate raised an error, or its input was no tensor"
     WEIGHT = "its gate returned weights that are not finite"
     TOKEN = "its gate returned tokens that do not ascend from 0 to the number of tokens less 1"
     CALLBACK = "a callback raised an error in before_moe_start"

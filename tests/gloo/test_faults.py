@@ -77,6 +77,7 @@ def fault_job(rank: int, world: int, fault: str, who: tuple[int, ...], expert: o
     return {"message": message, "calls": calls, "payload": sent}
 
 
+OTHER = "its gate raised an error, or its input was no tensor"
 FAULTS = {
     "d_model": (
         "FaultError: x of shape (3, 7) must end in d_model (6)",
@@ -94,8 +95,8 @@ FAULTS = {
         "FaultError: x on meta must be where the layer's parameters are (cpu)",
         "its input is on another device than the layer's parameters",
     ),
-    "gate": ("KeyError: 'number 17'", "its gate raised an error"),
-    "no routing": ("TypeError: gate (Fragile) must return a pmoe.Routing", "its gate raised an error"),
+    "gate": ("KeyError: 'number 17'", OTHER),
+    "no routing": ("TypeError: gate (Fragile) must return a pmoe.Routing", OTHER),
     "indices": ("", "its gate returned expert indices outside 0..num_experts - 1"),
     "NaN": ("", "its gate logits are not finite (check_finite=False lets them pass)"),
 }

@@ -132,7 +132,7 @@ def test_warps_that_may_be_apart_are_found() -> None:
     code = list(sass("sm_90a")[PLAIN])
     first = next(i for i, each in enumerate(code) if opcode(each).startswith("HGMMA"))
     block = max(begin for begin in machine_code.Code(code).begins if begin <= first)
-    code[block] = "BSSY B0, 0x0"
+    code[first - 1] = "BSSY B0, 0x0"
     assert machine_code.wrong_convergence(code)
 
 

@@ -163,7 +163,8 @@ class NormedExperts(ModuleExperts):
     norm: Any
 
     def __init__(self, stacks: Stacks, activation: Function | None, norm: nn.Module | None) -> None:
-        super().__init__([])
+        Experts.__init__(self)
+        self.local = nn.ModuleList()
         vars(self).update(stacks=stacks, activation=activation, norm=norm)  # setattr would register them
         self.views = {name: each.unbind() for name, each in stacks.named.items()}
         self.num_local_experts = len(self.views["w1"])

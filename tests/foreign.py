@@ -82,6 +82,20 @@ class Kind:
     grows: bool = False
 
 
+def stored_as(
+    make: Callable[[Path], Path], remedy: str, other_version: Callable[[Path], object]
+) -> Callable[..., Kind]:
+    """Of one kind of file, however it is read: takes ``read``, the functions that open it, and what else
+    there is to say."""
+
+    def kind(read: Callable[[Path], object], *opened_by: str, **more: Any) -> Kind:
+        return Kind(
+            make=make, read=read, opened_by=opened_by, remedy=remedy, other_version=other_version, **more
+        )
+
+    return kind
+
+
 def other_format(path: Path) -> None:
     fields = json.loads(path.read_bytes())
     assert "format" in fields
@@ -176,14 +190,7 @@ def planned(*options: str) -> str:
     return printed("plan", *sizes, *options).partition("profile:")[0]
 
 
-def of_profile(read: Callable[[Path], object], *opened_by: str) -> Kind:
-    return Kind(
-        make=made_profile,
-        read=read,
-        opened_by=opened_by,
-        remedy="pmoe profile|--ranks",
-        other_version=other_profile,
-    )
+of_profile = stored_as(made_profile, "pmoe profile|--ranks", other_profile)
 
 
 def made_divisions(folder: Path) -> Path:
@@ -191,15 +198,7 @@ def made_divisions(folder: Path) -> Path:
     return Path(shutil.copy(stored, folder))
 
 
-def of_divisions(read: Callable[[Path], object], *opened_by: str, **more: Any) -> Kind:
-    return Kind(
-        make=made_divisions,
-        read=read,
-        opened_by=opened_by,
-        remedy="measure again with: pmoe profile --kernels",
-        other_version=other_format,
-        **more,
-    )
+of_divisions = stored_as(made_divisions, "measure again with: pmoe profile --kernels", other_format)
 
 
 CACHED = {"device": "cpu", "num_ranks": 1, "backend": "none", "versions": {"torch": "2"}}
@@ -230,15 +229,7 @@ def kept_degrees(path: Path) -> object:
         return in_fields(searched.learnt_by(Ranks(None), CACHED, DEGREES).tables)
 
 
-def of_degrees(read: Callable[[Path], object], *opened_by: str, **more: Any) -> Kind:
-    return Kind(
-        make=made_degrees,
-        read=read,
-        opened_by=opened_by,
-        remedy="save_degrees, or trials, write it",
-        other_version=other_format,
-        **more,
-    )
+of_degrees = stored_as(made_degrees, "save_degrees, or trials, write it", other_format)
 
 
 def costs_in(folder: Path) -> Costs:

@@ -123,6 +123,12 @@ class Pool:
             raise AssertionError("\n".join(errors))
         return results
 
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         self.usable = False
         for process in self.processes:

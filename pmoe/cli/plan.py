@@ -86,9 +86,13 @@ def _candidate_rows(advice: Advice, budget: int | None) -> list[list[str]]:
     for each in advice.candidates:
         seconds = ms(each.seconds), ms(advice.eq10[each.restore])
         memory = mib(each.memory.promised), mib(each.memory.host)
-        fits = "yes" if each.memory.promised <= (budget or 0) else "no"
+        fits = "yes" if _fits(each, budget) else "no"
         rows.append([pair_name(each.restore), str(each.forward), *seconds, *memory, fits])
     return rows if budget is not None else [row[:-1] for row in rows]
+
+
+def _fits(candidate: PricedChoice, budget: int | None) -> bool:
+    return budget is None or candidate.memory.promised <= budget
 
 
 def _conclusions(advice: Advice) -> list[str]:
@@ -175,5 +179,5 @@ def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) ->
         "promised_bytes": each.memory.promised,
         "peak_bytes": each.memory.peak,
         "host_bytes": each.memory.host,
-        "fits": budget is None or each.memory.promised <= budget,
+        "fits": _fits(each, budget),
     }

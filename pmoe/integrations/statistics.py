@@ -133,9 +133,10 @@ def stats(
             has made the ranks' experts equal since the first call.
         journal: of ``with pmoe.recording() as journal``, around the step.
 
-    On CUDA this waits for the row counts of layers that one rank computed alone, and for the sum; nothing
-    else does. Raises TypeError where an argument is of another type, ValueError for a group that is not used,
-    RuntimeError where a peer is missing.
+    On CUDA this waits for the row counts of layers that one rank computed alone, for the sum, and before it
+    for a few values of experts that are spread over ranks; nothing else does. Raises TypeError where an
+    argument is of another type, ValueError for a group that is not used, RuntimeError where a peer is
+    missing.
     """
     check_module(model=model)
     check_flag("all_ranks", all_ranks)
@@ -252,7 +253,9 @@ def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: 
     """One all-reduce of every number of every layer; float64 holds counts up to 2**53. Where experts that
     differed at a layer's first call are the same on all of its ranks, rank 0 warns."""
     numbers = [_numbers(each) for each in found]
-    marks = [int(sampled(each.experts)[:5] or "0", 16) for each in layers]  # 20 bits: their squares are exact
+    # Values are only read where they could tell anything. 20 bits: their squares are exact.
+    told = [sampled(each.experts) if each.parts.known.differed else "" for each in layers]
+    marks = [int(each[:5] or "0", 16) for each in told]
     numbers.append([float(power) for mark in marks for power in (mark, mark**2)])
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)

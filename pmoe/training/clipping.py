@@ -185,15 +185,15 @@ def _norm(
             total = torch.maximum(total, norms.max())
         else:
             total = total + norms.pow(norm_type).sum() / copies
-    if is_largest and ranks.size > 1:
-        # Apart from NaN, of which a backend's maximum may be the other operand.
-        both = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().double()])
+    if ranks.size > 1:
         with at_stage("taking the norm of all gradients", ranks):
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=ranks.group)
-        total = both[0].where(both[1] == 0, math.nan)
-    elif ranks.size > 1:
-        with at_stage("taking the norm of all gradients", ranks):
-            dist.all_reduce(total, group=ranks.group)
+            if is_largest:
+                # Apart from NaN, of which a backend's maximum may be the other operand.
+                both = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().double()])
+                dist.all_reduce(both, dist.ReduceOp.MAX, group=ranks.group)
+                total = both[0].where(both[1] == 0, math.nan)
+            else:
+                dist.all_reduce(total, group=ranks.group)
     return (total if is_largest else total.pow(1 / norm_type)).to(dtype)
 
 

@@ -131,11 +131,8 @@ def bad_in_a_step(rank: int, world: int) -> list[str]:
 
 @pytest.mark.slow
 def test_who_waits_for_a_rank_that_refused_an_argument_of_a_step_is_told_the_stage() -> None:
-    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
-    try:
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
         waited, refused = pool.run(bad_in_a_step)
-    finally:
-        pool.stop()
     assert "max_norm (-1)" in refused[0] and "divide_by (-1)" in refused[1], refused
     assert "rank 0 of 2 failed in taking the norm of all gradients" in waited[0], waited
     assert "rank 0 of 2 failed in reducing gradients" in waited[1], waited

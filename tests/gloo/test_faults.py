@@ -165,12 +165,9 @@ def lonely_job(rank: int, world: int, stage: str, ending: str) -> tuple[str, flo
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @pytest.mark.parametrize("ending", ["dies", "never comes"])
 def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str, stage: str) -> None:
-    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
-    try:
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
         pool.start(lonely_job, stage, ending)
         message, seconds = pool.answer(0)
-    finally:
-        pool.stop()
     where = "the exchange of row counts" if stage == "forward" else r"[a-z]+ \([SR]0\) of chunk 0, backward"
     where += " of MoELayer 1"
     assert re.match(rf"RuntimeError: pmoe: rank 0 of 2 failed in {where}; a peer has died, never", message), (
@@ -200,11 +197,8 @@ def mesh_job(rank: int, world: int) -> tuple[dict[str, float], str, float]:
 
 
 def test_groups_of_a_mesh_have_the_timeout_that_is_set_and_so_has_the_one_made_of_them() -> None:
-    pool = Pool(4)
-    try:
+    with Pool(4) as pool:
         found = pool.run(mesh_job)
-    finally:
-        pool.stop()
     for rank, (seconds, told, waited) in enumerate(found):
         assert seconds == {"before": 1800.0, "set": 2.0, "made": 2.0}
         assert rank % 2 or "took longer than the group's timeout" in told and waited < GROUP_TIMEOUT_SECONDS

@@ -169,14 +169,11 @@ def one_hook_job(rank: int, world: int, point: str) -> str:
 
 @pytest.mark.parametrize("point", [POINTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in POINTS[1:])])
 def test_a_hook_that_fails_on_one_rank_raises_there_and_its_peers_name_a_stage(point: str) -> None:
-    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
-    try:
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
         first, second = pool.run(one_hook_job, point)
         assert first == "ValueError: this hook fails"
         # A peer that has all it needs of this chunk may get through.
         assert second == "no error" or ("RuntimeError" in second and "rank 1 of 2 failed in" in second)
-    finally:
-        pool.stop()
 
 
 def test_a_start_hook_that_fails_on_one_rank_is_raised_by_all() -> None:

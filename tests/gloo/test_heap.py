@@ -327,12 +327,9 @@ def closed_by_one(rank: int, world: int) -> tuple[str, int]:
 
 
 def test_memory_stays_where_a_peer_does_not_come_to_close() -> None:
-    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
-    try:
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
         pool.start(closed_by_one)
         error, left = pool.answer(0)
-    finally:
-        pool.stop()
     assert error.startswith(
         "pmoe: rank 0 of 2 failed in the exchange about a symmetric heap; a peer has died"
     )

@@ -320,11 +320,8 @@ def late_job(rank: int, world: int) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_later_on_cuda_leaves_the_others_an_error_that_names_the_stage() -> None:
-    pool = Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS)
-    try:
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
         waiting, failed = pool.run(late_job)
-    finally:
-        pool.stop()
     assert failed.startswith("FaultError: x of shape (9, 5) must end in d_model (6)")
     assert re.match(
         r"RuntimeError: pmoe: rank 0 of 2 failed in \w+ .*, forward of \w+ 1; a peer has died", waiting

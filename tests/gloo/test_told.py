@@ -127,11 +127,8 @@ def told_job(rank: int, world: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_one_ranks_code_raises_is_told_to_the_others_before_they_wait_for_long(world: int) -> None:
-    pool = Pool(world, TIMEOUT_SECONDS)
-    try:
+    with Pool(world, TIMEOUT_SECONDS) as pool:
         told = pool.run(told_job, timeout=200)
-    finally:
-        pool.stop()
     for name in CASES:
         own = told[1][name]
         assert own.startswith(("PlantedError: in ", "OutOfMemoryError: in ")), own

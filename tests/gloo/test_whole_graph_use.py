@@ -307,12 +307,9 @@ def failing(rank: int, world: int) -> str:
 
 
 def test_a_failure_names_instruction_layer_and_rank_and_lets_nobody_wait_longer_than_the_timeout() -> None:
-    pool = Pool(2, timeout_seconds=4)
-    try:
+    with Pool(2, timeout_seconds=4) as pool:
         pool.start(failing)
         first, second = (pool.answer(rank, 30) for rank in range(2))
-    finally:
-        pool.stop()
     named = r"pmoe: rank 1 failed in experts_\d+(, part \d)? \(layer \d+\) of the forward graph: the product"
     assert re.match(named, second), second
     assert "exchange" in first and "rank 0" in first, first

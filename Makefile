@@ -118,6 +118,8 @@ soak: $(STAMP) extension
 test-versions:
 	@bash tests/versions.sh $(VERSIONS)
 
+# One more at a time than there are cores: many of the slow ones wait for a peer that is dead.
+test-all: PYTEST_ARGS = -n 3
 test-all: $(STAMP) extension browser $(FAIRSEQ)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 

@@ -7,9 +7,11 @@ import datetime
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 GROUP_TIMEOUT_SECONDS = float(os.environ.get("PMOE_TESTS_GROUP_SECONDS", "28"))
@@ -22,6 +24,9 @@ START_SECONDS, STARTS = 240, 3
 MAX_GROUPS = 24
 """Process groups that a rank may hold before new ranks take its place: gloo wakes a thread of each a hundred
 times a second, and hundreds of them leave no time for anything else."""
+
+_one_at_a_time = threading.Lock()
+"""A start polls all children of this process: beside another thread's poll one of the two reads 255."""
 
 
 def _worker(rank: int, world: int, init_file: str, pipe: Any, timeout_seconds: float) -> None:
@@ -81,7 +86,8 @@ class Pool:
             ours, theirs = context.Pipe()
             args = (rank, self.world, init_file, theirs, timeout_seconds)
             process = context.Process(target=_worker, args=args, daemon=True)
-            process.start()
+            with _one_at_a_time:
+                process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -97,19 +103,24 @@ class Pool:
 
     def answer(self, rank: int, timeout: float = JOB_SECONDS) -> Any:
         """What the job returned on ``rank``; AssertionError where it raised, died or took too long."""
-        pipe, process = self.pipes[rank], self.processes[rank]
+        pipe = self.pipes[rank]
         try:
             if not pipe.poll(max(0.0, timeout)):
                 raise AssertionError(f"rank {rank}: no answer in {timeout:.0f} s")
             kind, *answer = pipe.recv()
         except EOFError:
-            process.join(5)
-            raise AssertionError(f"rank {rank}: died with exit code {process.exitcode}") from None
+            raise AssertionError(f"rank {rank}: died with exit code {self.exit_code(rank, 5)}") from None
         if kind == "error":
             raise AssertionError(*answer)
         value, num_groups = answer or (None, 1)
         self.num_groups = max(self.num_groups, num_groups)
         return value
+
+    def exit_code(self, rank: int, timeout: float) -> int | None:
+        """Of the process of ``rank``; None where it has not ended in time."""
+        wait([self.processes[rank].sentinel], timeout)
+        with _one_at_a_time:
+            return self.processes[rank].exitcode
 
     def _answers(self, timeout: float) -> list[Any]:
         results, errors, end = [], [], time.monotonic() + timeout

@@ -470,7 +470,7 @@ int main(int argc, char** argv) {
     const auto draw = [&](int least, int most) {
       return least + static_cast<int>(random.engine() % (most - least + 1));
     };
-    for (int i = 0; i < 60; ++i) {
+    for (int i = 0; i < 30; ++i) {
       Case c;
       for (int e = draw(1, 6); e > 0; --e)
         c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));

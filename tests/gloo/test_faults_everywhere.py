@@ -21,7 +21,7 @@ from pmoe import MoELayer
 from pmoe.engine import lanes
 from pmoe.engine.lanes import Action
 from pmoe.schedule.tasks import Schedule, Task
-from tests.pool import Pool, ranks
+from tests.pool import Pool
 
 TIMEOUT_SECONDS = 6.0
 """Of groups that are at it beside several others."""
@@ -129,9 +129,8 @@ def what_is_wrong(world: int, options: dict[str, Any], direction: str, task: str
         for rank in survivors:  # the interpreter's end, with gloo's threads alive
             with contextlib.suppress(BrokenPipeError):
                 pool.pipes[rank].send(None)
-            pool.processes[rank].join(30)
-            if pool.processes[rank].exitcode != 0:
-                return f"rank {rank} ended with {pool.processes[rank].exitcode}"
+            if (code := pool.exit_code(rank, 30)) != 0:
+                return f"rank {rank} ended with {code}"
         return ""
     except AssertionError as error:
         return str(error)[-500:]
@@ -156,7 +155,8 @@ def shared_memory() -> set[str]:
 def test_whatever_task_a_rank_ends_at_the_others_are_told_in_time_and_end_cleanly(
     name: str, every: int, world: int
 ) -> None:
-    found, *others = map(sorted, ranks(world).run(tasks_job, LAYERS[name]))  # threads begin in any order
+    with Pool(world) as pool:  # of its own: `build` shortens the timeout of groups
+        found, *others = map(sorted, pool.run(tasks_job, LAYERS[name]))  # threads begin in any order
     assert all(found == each for each in others)
     cases = [(*task, ENDINGS[i % 3]) for i, task in enumerate(found)][::every]
     assert {direction for direction, _, _ in cases} == {"forward", "backward"}

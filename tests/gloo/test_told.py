@@ -16,7 +16,7 @@ from tests.gloo.kit import error_of
 from tests.pool import Pool
 
 M, H, E = 6, 8, 4
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 30.0
 """Of the groups. Who waits for so long has been told nothing."""
 
 
@@ -128,7 +128,7 @@ def told_job(rank: int, world: int) -> dict[str, str]:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_one_ranks_code_raises_is_told_to_the_others_before_they_wait_for_long(world: int) -> None:
     with Pool(world, TIMEOUT_SECONDS) as pool:
-        told = pool.run(told_job, timeout=200)
+        told = pool.run(told_job, timeout=100)
     for name in CASES:
         own = told[1][name]
         assert own.startswith(("PlantedError: in ", "OutOfMemoryError: in ")), own

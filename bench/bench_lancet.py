@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 import bench.links.modelled as modelled
 import pmoe
+from bench.allocations import watched
 from bench.graph_timeline import PassTimeline
 from bench.links import INFINITE, launch
 from bench.timing import OUT, Timing, interleaved, table, write_json
@@ -44,7 +45,6 @@ from pmoe.graph import run, weight_gradients
 from pmoe.graph.explain import PassSeconds, bars_of
 from pmoe.graph.instructions import exposed_seconds, total_seconds
 from pmoe.graph.run import Key
-from pmoe.measure.allocations import watched
 from pmoe.planner.timeline import draw
 
 DEGREES = (1, 2, 4, 8)

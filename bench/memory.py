@@ -1,7 +1,7 @@
 """What the memory benchmarks share: the paper's models, one measured step, and the bytes of its tensors.
 
 The paper's setting on one rank: one expert, top-1, no bias, float32. Bytes are counted by the allocator's own
-events on the CPU and by `torch.cuda.max_memory_allocated` on CUDA (`pmoe.measure.allocations`).
+events on the CPU and by `torch.cuda.max_memory_allocated` on CUDA (`bench.allocations`).
 
 Letters: B tokens, M = d_model, H = d_hidden, n micro-batches.
 """
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 import pmoe
+from bench.allocations import OTHER, Allocations, StepMemory, mark, moment, step_memory, watched
 from bench.timing import OUT
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.allocations import OTHER, Allocations, StepMemory, mark, moment, step_memory, watched
 from pmoe.planner.theory import activations, model_states, saved_each
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
@@ -119,7 +119,7 @@ def one_step(layer: MoELayer, tokens: int) -> StepMemory:
     """A forward and backward, with x, y, dy and dx held to the end and counted.
 
     Before it, one with few tokens: whatever is only made once is there. Among several ranks, of a few steps
-    the one of least bytes: counts there may be too high (`pmoe.measure.allocations`).
+    the one of least bytes: counts there may be too high (`bench.allocations`).
     """
 
     def inputs(num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +22,7 @@ from pmoe.cli.layer_arguments import (
 from pmoe.cli.output import Output, mib, pair_name
 from pmoe.engine.arena import pool
 from pmoe.layer import MoELayer
-from pmoe.measure.allocations import StepMemory, step_memory
+from pmoe.measure.step_memory import step_peak_bytes
 from pmoe.planner.candidates import bound
 from pmoe.planner.degree import check_backward
 from pmoe.planner.theory import theory
@@ -92,18 +93,20 @@ def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> 
         device=device,
     )
 
-    def step(num_tokens: int) -> StepMemory:
+    def step(num_tokens: int) -> int:
         x_TM = torch.randn(num_tokens, args.d_model, device=device, dtype=DTYPES[args.dtype]).requires_grad_()
         dy_TM = torch.randn_like(x_TM)
-        return step_memory(layer, lambda: (x_TM, dy_TM))
+        return step_peak_bytes(layer, x_TM, dy_TM)
 
     host = pool(device).host
     step(min(args.tokens, 64))
     host.peak_bytes = before = host.bytes_in_use
-    found = step(args.tokens)
+    begin = time.perf_counter()
+    peak = step(args.tokens)
+    seconds = time.perf_counter() - begin
     predicted = layer.predict_memory(args.tokens, layer.row_counts)
     return {
-        "measured": {"peak": found.peak, "host": host.peak_bytes - before, "seconds": found.seconds},
+        "measured": {"peak": peak, "host": host.peak_bytes - before, "seconds": seconds},
         "predicted": {"peak": predicted.peak, "host": predicted.host},
     }
 

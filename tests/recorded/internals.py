@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pmoe
+from bench.allocations import moment, watched
 from pmoe.engine import thread_lanes
 from pmoe.integrations.transformers import borrowed
-from pmoe.measure.allocations import moment, watched
 from pmoe.runners import one_rank
 from tests.plain_steps import plain_steps, using
 from tests.switched import switched_layer

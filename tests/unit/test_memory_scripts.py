@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from bench import memory, memory_breakdown, memory_pairs, memory_saving, memory_timeline
+from bench.allocations import StepMemory, mark, moment, step_memory, watched
 from bench.memory import MODELS, Model
 from pmoe import MoELayer
-from pmoe.measure.allocations import StepMemory, mark, moment, step_memory, watched
+from pmoe.measure.step_memory import step_peak_bytes
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,10 @@ def test_a_step_of_a_linear_layer_counted_by_hand() -> None:
     assert 0 <= found.peak - (x + 2 * y + x + weight) <= small  # x, dy, y, dx and dw
     assert 0 <= found.without_gradients - (x + 2 * y + x) <= small
     given = inputs()
-    assert found.peak - step_memory(layer, lambda: given).peak == x + y  # there before
+    there_before = step_memory(layer, lambda: given).peak
+    assert found.peak - there_before == x + y
+    given[0].grad = None
+    assert step_peak_bytes(layer, *given) == there_before  # as `pmoe memory --measure` counts
 
 
 # ---- the yardstick --------------------------------------------------------------------------------

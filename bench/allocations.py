@@ -1,4 +1,4 @@
-"""What a step really allocates, from the allocator's own events: exact, whoever allocated it and why.
+"""Which tensors a step really allocates, by name, from the allocator's own events.
 
     with watched() as seen:
         y = layer(x)
@@ -13,13 +13,15 @@ taken again, so among several ranks on the CPU a count may be too high, never to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pmoe.measure.step_memory import events_of
 
 MARK = "pmoe allocation"
 OTHER = "other"
@@ -81,18 +83,7 @@ def watched(device_type: str = "cpu") -> Iterator[Allocations]:
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         yield seen
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = list(_flat(profile.profiler.kineto_results.experimental_event_tree()))
-    events.sort(key=lambda event: event.start_time_ns)
-    _fill(seen, events, device_type)
-
-
-def _flat(events: Iterable[Any]) -> Iterator[Any]:
-    stack = list(events)
-    while stack:
-        event = stack.pop()
-        yield event
-        stack.extend(event.children)
+    _fill(seen, events_of(profile), device_type)
 
 
 def _fill(seen: Allocations, events: Sequence[Any], device_type: str) -> None:

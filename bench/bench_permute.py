@@ -29,6 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
+from bench import permutes
 from bench.device import COPY_BYTES, file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels.permute import launch
@@ -85,16 +86,16 @@ class Problem:
     # The kernels, into fixed memory. Of the gradients x stands for d_y, too, and rows for d_rows.
 
     def permute(self) -> None:
-        launch.launch_permute(self.x_TM, self.position_TK, None, self.out_NM)
+        permutes.launch_permute(self.x_TM, self.position_TK, None, self.out_NM)
 
     def permute_weighted(self) -> None:
-        launch.launch_permute(self.x_TM, self.position_TK, self.weight_TK, self.out_NM)
+        permutes.launch_permute(self.x_TM, self.position_TK, self.weight_TK, self.out_NM)
 
     def unpermute(self) -> None:
-        launch.launch_unpermute(self.rows_NM, self.position_TK, self.weight_TK, self.out_TM)
+        permutes.launch_unpermute(self.rows_NM, self.position_TK, self.weight_TK, self.out_TM)
 
     def permute_backward(self) -> None:
-        launch.launch_permute_backward(
+        permutes.launch_permute_backward(
             self.rows_NM,
             self.x_TM,
             self.position_TK,
@@ -104,7 +105,7 @@ class Problem:
         )
 
     def unpermute_backward(self) -> None:
-        launch.launch_unpermute_backward(
+        permutes.launch_unpermute_backward(
             self.x_TM,
             self.rows_NM,
             self.position_TK,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import permutes
 from pmoe.kernels import extension
 from pmoe.kernels.permute import launch, permute, refusal, unpermute
 from pmoe.warn import GIVEN
@@ -151,8 +152,8 @@ def test_forward_launches(shape: tuple[int, int, int, float], dtype: torch.dtype
     for weighted in (False, True):
         weight = p.weight if weighted else None
         rows, y = p.poisoned(p.num_rows), p.poisoned(p.num_tokens)
-        launch.launch_permute(p.x, p.position, weight, rows)
-        launch.launch_unpermute(p.rows, p.position, weight, y)
+        permutes.launch_permute(p.x, p.position, weight, rows)
+        permutes.launch_unpermute(p.rows, p.position, weight, y)
         assert_near(rows, p.permuted(p.x, weighted))
         expected, magnitude = p.unpermuted(p.rows, weighted)
         assert_near(y, expected, magnitude * (p.top_k + 2) * 2.0**-24)
@@ -167,8 +168,8 @@ def test_backward_launches(shape: tuple[int, int, int, float], dtype: torch.dtyp
     p = Problem(shape, dtype, gap)
     d_x, d_rows = p.poisoned(p.num_tokens), p.poisoned(p.num_rows)
     d_weights = torch.full((2, p.num_tokens, p.top_k), NAN, device=DEVICE)
-    launch.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0])
-    launch.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1])
+    permutes.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0])
+    permutes.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1])
     expected, magnitude = p.unpermuted(p.rows, True)
     assert_near(d_x, expected, magnitude * (p.top_k + 2) * 2.0**-24)
     assert_near(d_rows, p.permuted(p.x, True))
@@ -188,10 +189,10 @@ def test_any_number_of_parts_gives_the_same(parts: int, monkeypatch: pytest.Monk
     rows, y = p.poisoned(p.num_rows), p.poisoned(p.num_tokens)
     d_x, d_rows = p.poisoned(p.num_tokens), p.poisoned(p.num_rows)
     d_weights = torch.full((2, p.num_tokens, p.top_k), NAN, device=DEVICE)
-    launch.launch_permute(p.x, p.position, p.weight, rows)
-    launch.launch_unpermute(p.rows, p.position, p.weight, y)
-    launch.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0])
-    launch.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1])
+    permutes.launch_permute(p.x, p.position, p.weight, rows)
+    permutes.launch_unpermute(p.rows, p.position, p.weight, y)
+    permutes.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0])
+    permutes.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1])
     monkeypatch.setattr(launch, "PARTS", 0)
     assert torch.equal(rows, permute(p.x, p.position, p.num_rows, p.weight)) and torch.equal(rows, d_rows)
     assert torch.equal(y, unpermute(p.rows, p.position, p.weight)) and torch.equal(y, d_x)
@@ -246,7 +247,7 @@ def test_what_is_not_finite_in_a_dropped_slot_touches_nothing() -> None:
     alone = ~p.kept.any(1)
     p.x[alone] = float("inf")
     d_rows, d_weight = p.poisoned(p.num_rows), torch.full_like(p.weight, NAN)
-    launch.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weight)
+    permutes.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weight)
     assert alone.any() and not d_weight[alone].any() and d_rows.isfinite().all()
 
 
@@ -287,11 +288,11 @@ def test_three_runs_give_the_same_bits(dtype: torch.dtype) -> None:
 def test_a_token_gets_the_same_bits_in_any_batch() -> None:
     p = Problem((512, 2, 4096, 0.0), torch.bfloat16)
     y, d_weight = unpermute(p.rows, p.position, p.weight), torch.empty_like(p.weight)
-    launch.launch_permute_backward(p.rows, p.x, p.position, p.weight, torch.empty_like(p.x), d_weight)
+    permutes.launch_permute_backward(p.rows, p.x, p.position, p.weight, torch.empty_like(p.x), d_weight)
     for few in (slice(0, 1), slice(100, 103), slice(17, 400)):
         position, weight = p.position[few], p.weight[few]
         d_x, part = p.poisoned(position.shape[0]), torch.full_like(weight, NAN)
-        launch.launch_permute_backward(p.rows, p.x[few], position, weight, d_x, part)
+        permutes.launch_permute_backward(p.rows, p.x[few], position, weight, d_x, part)
         assert torch.equal(unpermute(p.rows, position, weight), y[few])
         assert torch.equal(d_x, y[few]) and torch.equal(part, d_weight[few])
 
@@ -321,18 +322,18 @@ def test_row_strides_past_2_to_the_31(dtype: torch.dtype) -> None:
     expected = (values.float() * weight).to(dtype)
     d_weight = torch.full_like(weight, NAN)
     for move in (
-        lambda: launch.launch_permute(far, position, weight, out),
-        lambda: launch.launch_unpermute_backward(far, values, position, weight, out, d_weight),
-        lambda: launch.launch_unpermute_backward(values, far, position, weight, out, d_weight),
+        lambda: permutes.launch_permute(far, position, weight, out),
+        lambda: permutes.launch_unpermute_backward(far, values, position, weight, out, d_weight),
+        lambda: permutes.launch_unpermute_backward(values, far, position, weight, out, d_weight),
     ):
         out.fill_(NAN)
         move()
         assert torch.equal(out, expected.flip(0))
     expected = (values.flip(0).float() * weight).to(dtype)
     for move in (
-        lambda: launch.launch_unpermute(far, position, weight, out),
-        lambda: launch.launch_permute_backward(far, values, position, weight, out, d_weight),
-        lambda: launch.launch_permute_backward(values, far, position, weight, out, d_weight),
+        lambda: permutes.launch_unpermute(far, position, weight, out),
+        lambda: permutes.launch_permute_backward(far, values, position, weight, out, d_weight),
+        lambda: permutes.launch_permute_backward(values, far, position, weight, out, d_weight),
     ):
         out.fill_(NAN)
         move()
@@ -381,8 +382,8 @@ def test_a_cuda_graph_holds_the_launches() -> None:
     d_weight = torch.full_like(p.weight, NAN)
 
     def run() -> None:
-        launch.launch_permute(p.x, p.position, p.weight, rows)
-        launch.launch_permute_backward(rows, p.x, p.position, p.weight, y, d_weight)
+        permutes.launch_permute(p.x, p.position, p.weight, rows)
+        permutes.launch_permute_backward(rows, p.x, p.position, p.weight, y, d_weight)
 
     run()
     torch.cuda.synchronize()

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import permutes
 from pmoe.kernels import extension, permute, route, status
 from tests.gpu.support import DEVICE, NEEDS_GPU
 
@@ -127,10 +128,10 @@ def test_permute_and_back_from_ptx(tokens: int, top_k: int, columns: int, dtype:
 
     permuted, d_rows, y, d_x = (poisoned(each) for each in (rows, rows, x, x))
     d_weights = [poisoned(weight), poisoned(weight)]
-    permute.launch.launch_permute(given, places, weights, permuted)
-    permute.launch.launch_unpermute(routed, places, weights, y)
-    permute.launch.launch_permute_backward(routed, given, places, weights, d_x, d_weights[0])
-    permute.launch.launch_unpermute_backward(given, routed, places, weights, d_rows, d_weights[1])
+    permutes.launch_permute(given, places, weights, permuted)
+    permutes.launch_unpermute(routed, places, weights, y)
+    permutes.launch_permute_backward(routed, given, places, weights, d_x, d_weights[0])
+    permutes.launch_unpermute_backward(given, routed, places, weights, d_rows, d_weights[1])
 
     kept = position < num_rows
     at = position.long().clamp(max=num_rows - 1)
@@ -166,12 +167,11 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
     torch.testing.assert_close(found.l_aux.cpu(), expected.l_aux, rtol=2e-5, atol=0)
 
     grad_weight, grad_aux = torch.randn(tokens, top_k), torch.tensor(math.pi)
-    out = torch.full_like(logits, NAN).to(DEVICE)
-    given = (found.expert_TK, found.weight_TK, found.counts_nE)
-    route.launch.launch_route_backward(
+    out = route.operators.route_backward(
         on_device,
-        *given,
-        out,
+        found.expert_TK,
+        found.weight_TK,
+        found.counts_nE,
         grad_weight_TK=grad_weight.to(DEVICE),
         grad_l_aux=grad_aux.to(DEVICE),
         **options,

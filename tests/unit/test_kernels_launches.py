@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import permutes
 from pmoe.kernels import extension, grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots, products
 from pmoe.kernels.grouped_gemm.launch import SPARE, beside_communication
@@ -206,11 +207,11 @@ def test_permutes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     d_x, d_rows = recorder.tensor("d_x", 3, 16, dtype=FLOAT), recorder.tensor("d_rows", 5, 16, dtype=FLOAT)
     position = recorder.tensor("position", 3, 2, dtype=INT)
     weight, d_weight = (recorder.tensor(name, 3, 2, dtype=FLOAT) for name in ("weight", "d_weight"))
-    permute.launch.launch_permute(x, position, None, rows)
-    permute.launch.launch_unpermute(rows, position, weight, x)
+    permutes.launch_permute(x, position, None, rows)
+    permutes.launch_unpermute(rows, position, weight, x)
     monkeypatch.setattr(permute.launch, "PARTS", 2)
-    permute.launch.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight)
-    permute.launch.launch_unpermute_backward(x, rows, position, weight, d_rows, d_weight)
+    permutes.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight)
+    permutes.launch_unpermute_backward(x, rows, position, weight, d_rows, d_weight)
     moving = [None, 7, 0, 3, 2, 5, 64, "position"]
     assert recorder.calls == [
         ("permute", [[*moving, 0, 0], "x", 80, "rows", 64]),
@@ -222,28 +223,32 @@ def test_permutes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) -> None:
     position, y = torch.zeros(3, 0, dtype=INT), torch.ones(3, 16)
-    permute.launch.launch_unpermute(torch.ones(0, 16), position, None, y)
+    permutes.launch_unpermute(torch.ones(0, 16), position, None, y)
     assert recorder.calls == [] and not y.any()
 
 
 # ---- routes: T = 5, E = 4, K = 2, n = 3
 
 
-def test_routes(recorder: Recorder) -> None:
-    logits, out = (recorder.tensor(name, 5, 4, dtype=FLOAT) for name in ("logits", "of logits"))
+def test_routes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route.operators, "_runs_kernel", lambda *sizes: True)
+    logits = recorder.tensor("logits", 5, 4, dtype=FLOAT)
     routes = route.routes.empty_routes(logits, 2, 3)
     for name, each in routes._asdict().items():
         recorder.named(name, each)
     route.launch.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)
     saved = (logits, routes.expert_TK, routes.weight_TK, routes.counts_nE)
-    route.launch.launch_route_backward(*saved, out, normalize=False, grad_l_aux=routes.l_aux)
-    route.launch.launch_route_backward(*saved, out, normalize=False, grad_weight_TK=routes.weight_TK)
+    route_backward = route.operators.route_backward
+    of_aux = route_backward(*saved, normalize=False, grad_l_aux=routes.l_aux)
+    of_weights = route_backward(
+        *saved, normalize=False, grad_weight_TK=recorder.tensor("d w", 5, 2, dtype=FLOAT)
+    )
     places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "l_aux"]
     call, (problem, *given) = recorder.calls[0]
     assert call == "route" and problem == [0, 7, 5, 4, 2, 3, True, 0.5]
     assert given[:8] == ["logits", *places] and given[9] == 36  # given[8]: the workspace's address
     backward = [[0, 7, 5, 4, 2, 3, False, 0.0], "logits", "expert_TK", "weight_TK", "counts_nE"]
     assert recorder.calls[1:] == [
-        ("route_backward", [*backward, 0, 0, 0, 0, "l_aux", "of logits"]),
-        ("route_backward", [*backward, "weight_TK", 0, 0, 0, 0, "of logits"]),
+        ("route_backward", [*backward, 0, 0, 0, 0, "l_aux", of_aux.data_ptr()]),
+        ("route_backward", [*backward, "d w", 0, 0, 0, 0, of_weights.data_ptr()]),
     ]

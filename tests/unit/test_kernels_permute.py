@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import permutes
 from pmoe.kernels import extension
-from pmoe.kernels.permute import launch, operators, permute, refusal, unpermute
+from pmoe.kernels.permute import operators, permute, refusal, unpermute
 from pmoe.kernels.permute.launch import check_rows_memory
 from pmoe.warn import GIVEN
 from tests.cuda import disassembly
@@ -369,9 +370,9 @@ def test_rows_that_the_kernels_cannot_read_are_refused_with_the_numbers(rows: Te
     position, _ = draw_positions(rows.shape[0], 2)
     fine = torch.empty(2 * rows.shape[0], rows.shape[1], dtype=rows.dtype)
     with pytest.raises(ValueError, match=message):
-        launch.launch_permute(rows, position, None, fine)
+        permutes.launch_permute(rows, position, None, fine)
     with pytest.raises(ValueError, match=message):
-        launch.launch_unpermute(fine, position, None, rows)
+        permutes.launch_unpermute(fine, position, None, rows)
 
 
 BAD_SLOTS: dict[str, tuple[Tensor, Tensor, str]] = {
@@ -395,7 +396,7 @@ def test_slots_that_the_kernels_cannot_read_are_refused(
     position: Tensor, weight: Tensor, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        launch.launch_permute(X, position, weight, torch.empty(6, 8))
+        permutes.launch_permute(X, position, weight, torch.empty(6, 8))
 
 
 def test_memory_of_another_shape_is_never_written() -> None:
@@ -405,11 +406,11 @@ def test_memory_of_another_shape_is_never_written() -> None:
         (torch.empty(3, 4), r"y of shape \(3, 4\) must have the shape \(3, 8\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            launch.launch_unpermute(rows, POSITION, None, out)
+            permutes.launch_unpermute(rows, POSITION, None, out)
     with pytest.raises(ValueError, match=r"d_rows of shape \(5, 8\) must have the shape \(6, 8\)"):
-        launch.launch_unpermute_backward(X, rows, POSITION, WEIGHT, rows[:5], d_weight)
+        permutes.launch_unpermute_backward(X, rows, POSITION, WEIGHT, rows[:5], d_weight)
     with pytest.raises(ValueError, match=r"d_weight of shape \(2, 2\) must have the shape \(3, 2\)"):
-        launch.launch_unpermute_backward(X, rows, POSITION, WEIGHT, rows, d_weight[:2])
+        permutes.launch_unpermute_backward(X, rows, POSITION, WEIGHT, rows, d_weight[:2])
 
 
 def test_the_stride_of_a_lone_row_and_of_a_lone_column_says_nothing() -> None:

@@ -30,59 +30,26 @@ def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
     return extension.path(device)[1]
 
 
-def launch_permute(x_TM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, rows_NM: Tensor) -> None:
-    """rows[position] = weight * x. Rows that no slot names stay as they are."""
-    _launch("permute", position_TK, weight_TK, rows_NM.shape[0], x=x_TM, rows=rows_NM)
-
-
-def launch_unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None, y_TM: Tensor) -> None:
-    """y = sum over k of weight * rows[position]."""
-    if not _launch("unpermute", position_TK, weight_TK, rows_NM.shape[0], rows=rows_NM, y=y_TM):
-        y_TM.zero_()
-
-
-def launch_permute_backward(
-    d_rows_NM: Tensor,
-    x_TM: Tensor,
-    position_TK: Tensor,
-    weight_TK: Tensor,
-    d_x_TM: Tensor,
-    d_weight_TK: Tensor,
-) -> None:
-    """d_x = sum over k of weight * d_rows[position], d_weight = <x, d_rows[position]>; 0 of dropped slots."""
-    rows = {"x": x_TM, "d_rows": d_rows_NM, "d_x": d_x_TM}
-    if not _launch("permute_backward", position_TK, weight_TK, d_rows_NM.shape[0], d_weight_TK, **rows):
-        d_x_TM.zero_()
-        d_weight_TK.zero_()
-
-
-def launch_unpermute_backward(
-    d_y_TM: Tensor,
-    rows_NM: Tensor,
-    position_TK: Tensor,
-    weight_TK: Tensor,
-    d_rows_NM: Tensor,
-    d_weight_TK: Tensor,
-) -> None:
-    """d_rows[position] = weight * d_y, d_weight = <d_y, rows[position]>, 0 for dropped slots."""
-    rows = {"d_y": d_y_TM, "rows": rows_NM, "d_rows": d_rows_NM}
-    if not _launch("unpermute_backward", position_TK, weight_TK, rows_NM.shape[0], d_weight_TK, **rows):
-        d_weight_TK.zero_()
-
-
-def _launch(
+def move(
     kernel: str,
     position_TK: Tensor,
     weight_TK: Tensor | None,
     num_rows: int,
     d_weight_TK: Tensor | None = None,
     **rows: Tensor,
-) -> bool:
-    """Whether anything moves, and is launched.
+) -> None:
+    """One kernel, which writes the last of ``rows``, and d_weight where it computes gradients.
+
+        permute(x, rows)         rows[position] = weight * x; rows that no slot names stay as they are
+        unpermute(rows, y)       y = sum over k of weight * rows[position]
+        permute_backward(x, d_rows, d_x)         d_x = sum over k of weight * d_rows[position]
+                                                 d_weight = <x, d_rows[position]>, 0 for dropped slots
+        unpermute_backward(d_y, rows, d_rows)    d_rows[position] = weight * d_y
+                                                 d_weight = <d_y, rows[position]>, 0 for dropped slots
 
     rows: those whose name ends with "rows" are routed, (num_rows, M); the others are by token, (T, M).
     """
-    first = next(iter(rows.values()))
+    first, *_, last = rows.values()
     check_slots_memory(position_TK, weight=weight_TK, d_weight=d_weight_TK)
     check_rows_memory(**rows)
     tokens, top_k = position_TK.shape
@@ -92,8 +59,11 @@ def _launch(
     check_tensor("rows", first, dtypes=TYPES)
     size = first.element_size()
     row_bytes = first.shape[1] * size
-    if not tokens or not top_k or not row_bytes:
-        return False
+    written = [] if d_weight_TK is None else [d_weight_TK]
+    if not tokens or not top_k or not row_bytes:  # sums of nothing
+        for each in (last, *written):
+            each.zero_()
+        return
     moving = extension.module().Moving(
         first.device.index,
         torch.cuda.current_stream(first.device).cuda_stream,
@@ -107,9 +77,7 @@ def _launch(
         PARTS,
     )
     places = [number for each in rows.values() for number in (each.data_ptr(), each.stride(0) * size)]
-    written = [] if d_weight_TK is None else [d_weight_TK.data_ptr()]
-    getattr(extension.module(), kernel)(moving, *places, *written)
-    return True
+    getattr(extension.module(), kernel)(moving, *places, *map(address, written))
 
 
 # ---- what rows, positions and weights must be. Every check raises ValueError
@@ -118,7 +86,7 @@ def _launch(
 def check_given(
     position_TK: Tensor, weight_TK: Tensor | None, num_rows: int | None = None, **rows: Tensor
 ) -> None:
-    """rows: as for `_launch`. The first of them says the others' columns and type."""
+    """rows: as for `move`. The first of them says the others' columns and type."""
     first = next(iter(rows.values()))
     check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
     tokens, device = position_TK.shape[0], position_TK.device

@@ -62,7 +62,7 @@ def _permute(x: Tensor, position: Tensor, num_rows: int, weight: Tensor | None) 
     if not (x.is_cuda and _runs_kernel("permute", position, weight, x=x)):
         return reference.permute(x, position, num_rows, weight)
     rows = x.new_empty(num_rows, x.shape[1])
-    launch.launch_permute(x, position, weight, rows)
+    launch.move("permute", position, weight, num_rows, x=x, rows=rows)
     return rows
 
 
@@ -78,7 +78,7 @@ def _unpermute(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
     if not (rows.is_cuda and _runs_kernel("unpermute", position, weight, rows=rows)):
         return reference.unpermute(rows, position, weight)
     y = rows.new_empty(position.shape[0], rows.shape[1])
-    launch.launch_unpermute(rows, position, weight, y)
+    launch.move("unpermute", position, weight, rows.shape[0], rows=rows, y=y)
     return y
 
 
@@ -96,7 +96,8 @@ def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tenso
         d_weight = reference.dots(x, d_rows, position, weight)
         return reference.unpermute(d_rows, position, weight), d_weight
     d_x, d_weight = x.new_empty(x.shape), weight.new_empty(weight.shape)
-    launch.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight)
+    moved = {"x": x, "d_rows": d_rows, "d_x": d_x}
+    launch.move("permute_backward", position, weight, d_rows.shape[0], d_weight, **moved)
     return d_x, d_weight
 
 
@@ -108,7 +109,8 @@ def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Ten
         d_rows = reference.permute(d_y, position, rows.shape[0], weight)
         return d_rows, reference.dots(d_y, rows, position, weight)
     d_rows, d_weight = rows.new_empty(rows.shape), weight.new_empty(weight.shape)
-    launch.launch_unpermute_backward(d_y, rows, position, weight, d_rows, d_weight)
+    moved = {"d_y": d_y, "rows": rows, "d_rows": d_rows}
+    launch.move("unpermute_backward", position, weight, rows.shape[0], d_weight, **moved)
     return d_rows, d_weight
 
 

@@ -1,7 +1,4 @@
-"""Launches of cuda/route on the current stream: two kernels forward, one backward.
-
-For a layer that saves what it needs by itself: no autograd, no check of tensors. The caller asks `refusal`.
-"""
+"""What cuda/route takes, and its launches on the current stream. Tensors are not checked here."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.operands import MAX_ROWS, address, cuda_index
+from pmoe.kernels.operands import MAX_ROWS, cuda_index
 from pmoe.kernels.route.routes import Routes
 
 
@@ -46,34 +43,14 @@ def launch_route(logits_TE: Tensor, out: Routes, *, normalize: bool, z_loss_weig
     """Writes all of ``out``, which comes from `empty_routes`."""
     num_chunks, num_experts = out.counts_nE.shape
     module = extension.module()
-    problem = _problem(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight)
+    problem = problem_of(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight)
     num_bytes = module.route_workspace_bytes(problem)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=logits_TE.device)
     module.route(problem, *(each.data_ptr() for each in (logits_TE, *out, workspace)), num_bytes)
 
 
-def launch_route_backward(
-    logits_TE: Tensor,
-    expert_TK: Tensor,
-    weight_TK: Tensor,
-    counts_nE: Tensor,
-    out_TE: Tensor,
-    *,
-    normalize: bool,
-    z_loss_weight: float = 0.0,
-    grad_weight_TK: Tensor | None = None,
-    grad_l_aux: Tensor | None = None,
-) -> None:
-    """Writes out_TE (T, E) float32, the logits' gradient; see `route_backward`."""
-    problem = _problem(logits_TE, weight_TK.shape[1], counts_nE.shape[0], normalize, z_loss_weight)
-    saved = (logits_TE, expert_TK, weight_TK, counts_nE, grad_weight_TK)
-    in_parts = (0, 0, 0)  # the weights' gradient may come so, by row: partial sums, positions, their number
-    extension.module().route_backward(
-        problem, *map(address, saved), *in_parts, address(grad_l_aux), out_TE.data_ptr()
-    )
-
-
-def _problem(logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float) -> Any:
+def problem_of(logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float) -> Any:
+    """What both directions' launches begin with, the current stream included."""
     num_tokens, num_experts = logits_TE.shape
     device = cuda_index(logits_TE.device)
     stream = torch.cuda.current_stream(device).cuda_stream

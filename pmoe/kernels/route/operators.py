@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmoe.kernels import extension
+from pmoe.kernels.operands import address
 from pmoe.kernels.route import reference
-from pmoe.kernels.route.launch import launch_route, launch_route_backward, refusal
+from pmoe.kernels.route.launch import launch_route, problem_of, refusal
 from pmoe.kernels.route.routes import (
     Routes,
     check_logits_memory,
@@ -78,15 +80,19 @@ def route_backward(
     Raises ValueError for tensors of other shapes, types or devices than `Routes` has, and that are not
     contiguous.
     """
-    saved = (logits_TE, expert_TK, weight_TK, counts_nE)
-    check_route_backward(*saved, grad_weight_TK, grad_l_aux)
-    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}
-    options |= {"grad_weight_TK": grad_weight_TK, "grad_l_aux": grad_l_aux}
-    if _runs_kernel(logits_TE, expert_TK.shape[1], counts_nE.shape[0]):
-        grad_logits_TE = torch.empty_like(logits_TE)
-        launch_route_backward(*saved, grad_logits_TE, **options)
-        return grad_logits_TE
-    return reference.route_backward(*saved, **options)
+    saved, gradients = (logits_TE, expert_TK, weight_TK, counts_nE), (grad_weight_TK, grad_l_aux)
+    check_route_backward(*saved, *gradients)
+    top_k, num_chunks = expert_TK.shape[1], counts_nE.shape[0]
+    if not _runs_kernel(logits_TE, top_k, num_chunks):
+        return reference.route_backward(*saved, normalize, z_loss_weight, *gradients)
+    grad_logits_TE = torch.empty_like(logits_TE)
+    problem = problem_of(logits_TE, top_k, num_chunks, normalize, z_loss_weight)
+    in_parts = (0, 0, 0)  # the weights' gradient may come so, by row: partial sums, positions, their number
+    places = map(address, (*saved, grad_weight_TK))
+    extension.module().route_backward(
+        problem, *places, *in_parts, address(grad_l_aux), grad_logits_TE.data_ptr()
+    )
+    return grad_logits_TE
 
 
 @_route.register_fake

@@ -68,7 +68,6 @@ def route_backward(
     expert_TK: Tensor,
     weight_TK: Tensor,
     counts_nE: Tensor,
-    *,
     normalize: bool,
     z_loss_weight: float = 0.0,
     grad_weight_TK: Tensor | None = None,

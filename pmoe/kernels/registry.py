@@ -61,6 +61,8 @@ class Registry:
         self.challenger = candidates[0].name
         self.forced: ProductCandidate | None = None
         self.measured: dict[ProductRequest, MeasuredChoice] = {}
+        self.faults: dict[Any, str | None] = {}
+        """What the challenger computes wrongly, by the case that was checked; None where it does not."""
         self._named = {each.name: each for each in candidates}
         self._distrusted: dict[tuple[str, torch.dtype], str] = {}
         self._unmeasured: dict[ProductRequest, str] = {}

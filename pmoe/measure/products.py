@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,9 +20,6 @@ from pmoe.kernels import grouped_gemm
 from pmoe.kernels.product_request import Form, ProductRequest, bucket
 from pmoe.kernels.registry import PMOE, PRODUCTS
 from pmoe.measure.kernel_check import KernelCase
-
-if TYPE_CHECKING:
-    from pmoe.measure.product_choices import ProductMeasurer
 
 FINEST, LARGEST = 32, 2
 """Products are measured from a 32nd of a rank's even share of rows (chunks, and rows that stay) to twice as
@@ -55,18 +51,12 @@ def measure_products(
     sizes = (*shapes["w1"], *shapes["w2"], experts.b1 is None, experts.shard.count)
     key = (ranks.name, device, dtype, *sizes, bucket(max_rows), needs_grad)
     if key not in _measured:
+        from pmoe.measure.product_choices import measure_choices
+
         requests = product_requests(experts, dtype, device, max_rows, needs_grad=needs_grad)
         agree = functools.partial(largest, ranks, device, stage="agreeing on kernels")
-        measurer().measure(requests, agree, KernelCase.of(experts, device, dtype))
+        measure_choices(PRODUCTS, requests, agree, KernelCase.of(experts, device, dtype))
         _measured.add(key)
-
-
-@functools.cache
-def measurer() -> ProductMeasurer:
-    """Measures for the choices of this process."""
-    from pmoe.measure.product_choices import ProductMeasurer
-
-    return ProductMeasurer(PRODUCTS)
 
 
 def slower_kernels(

@@ -26,7 +26,6 @@ from pmoe.kernels import product_request
 from pmoe.kernels.extension import Architecture
 from pmoe.kernels.registry import GROUPED_MM, PRODUCTS, MeasuredChoice, Registry
 from pmoe.measure import products as settle
-from pmoe.measure.product_choices import ProductMeasurer
 from pmoe.measure.products import measure_products, product_requests
 from pmoe.warn import GIVEN
 from tests.pool import ranks
@@ -289,7 +288,7 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
         willing = [replace(each, reasons=lambda request: []) for each in PRODUCTS.candidates]
         registry = Registry(willing)
         patch.setattr(settle, "_measured", set())
-        patch.setattr(settle, "measurer", lambda: ProductMeasurer(registry))
+        patch.setattr(settle, "PRODUCTS", registry)
         call("on the CPU", device=CPU)
         call("no rows", max_rows=0)
         call("modules", of=EXPERTS["modules"]())

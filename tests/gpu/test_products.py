@@ -21,7 +21,7 @@ from pmoe.kernels.product_request import ProductOperands, ProductRequest
 from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Registry
 from pmoe.measure import product_choices
 from pmoe.measure.kernel_check import KernelCase, mismatch
-from pmoe.measure.product_choices import ProductMeasurer
+from pmoe.measure.product_choices import measure_choices
 from pmoe.measure.products import product_requests
 from pmoe.runners.one_rank import one_rank_mismatch
 from tests.gpu.support import DEVICE, NEEDS_GPU, ROUNDED, poison_memory, relative_norm
@@ -245,10 +245,9 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_known_then() -> N
     experts = SwiGLUExperts(256, 512, 4, bias=False, dtype=torch.bfloat16, device=DEVICE)
     requests = product_requests(experts, torch.bfloat16, DEVICE, 500, needs_grad=True)
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    measurer = ProductMeasurer(Registry(PRODUCTS.candidates))
+    found = Registry(PRODUCTS.candidates)
     case = KernelCase.of(experts, DEVICE, torch.bfloat16)
-    found = measurer.registry
-    measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
+    measure_choices(found, requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers have moved"
     for request in requests:
@@ -258,7 +257,7 @@ def test_what_is_measured_here_is_taken_where_it_is_faster_and_known_then() -> N
         assert all(1e-7 < each < 1 for each in seconds.values()), seconds
         assert (measured.choice == PMOE) == (seconds[PMOE] < 0.99 * seconds[GROUPED_MM])
     with mock.patch.object(product_choices, "candidate_seconds", None):  # nothing is measured again
-        measurer.measure(requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
+        measure_choices(found, requests, partial(largest, Ranks.single(), DEVICE, stage="a test"), case)
     print("\n".join(found.explain(each) for each in requests))
 
 

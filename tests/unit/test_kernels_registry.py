@@ -24,7 +24,7 @@ from pmoe.kernels.product_request import ProductRequest, bucket
 from pmoe.kernels.registry import ProductCandidate, Registry
 from pmoe.measure import product_choices
 from pmoe.measure.kernel_check import KernelCase
-from pmoe.measure.product_choices import ProductMeasurer
+from pmoe.measure.product_choices import measure_choices
 from pmoe.warn import GIVEN
 
 HOPPER = Architecture(binary_version=90, ptx_version=90, capability=90)
@@ -77,7 +77,7 @@ class FakeBench:
 
 
 class MeasuredRegistry(Registry):
-    """A registry with its measurer."""
+    """A registry that has its products measured."""
 
     bench: FakeBench
 
@@ -86,7 +86,7 @@ class MeasuredRegistry(Registry):
     ) -> None:
         case = KernelCase(CUDA, torch.bfloat16, activation, bias)
         with self.bench.patched():
-            ProductMeasurer(self, self.faults).measure(requests, agree, case)
+            measure_choices(self, requests, agree, case)
 
 
 def make_registry(
@@ -104,7 +104,7 @@ def make_registry(
         )
 
     found = MeasuredRegistry([candidate(name) for name in ("pmoe", "grouped_mm", "loop")])
-    found.bench, found.faults = bench, {}
+    found.bench = bench
     return found
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import pmoe
-from pmoe.comm.base import FlatDispatch
+from pmoe.comm.base import FlatAllToAll
 from pmoe.experts import FFNExperts
 from pmoe.experts.base import WHOLE, Shard
 from pmoe.gates import TopKGate
@@ -42,7 +42,7 @@ F64 = torch.float64
 Features = Collection[Feature]
 
 
-class OwnDispatch(FlatDispatch):
+class OwnDispatch(FlatAllToAll):
     """An exchange of a user's own, which does what the flat one does."""
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import FlatDispatch, Traffic
+from pmoe.comm.base import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.engine.once import carriers
 from pmoe.kernels import grouped_gemm
@@ -48,7 +48,7 @@ class PlainSteps(Steps):
     """See `pmoe.kernels.comet.Steps`. traffic: counts what is sent."""
 
     def __init__(self, ranks: Ranks, traffic: Traffic | None = None) -> None:
-        self._ranks, self._exchange = ranks, FlatDispatch()
+        self._ranks, self._exchange = ranks, FlatAllToAll()
         self._exchange.bind(ranks, Traffic() if traffic is None else traffic)
         self._arrived: _Arrived | None = None
 

@@ -6,8 +6,12 @@ Letters of this folder: N rows, W ranks, F bins of rows, M columns, A nodes, L r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from pmoe.comm.base import Combine, Dispatch, Exchange, FlatCombine, FlatDispatch, Traffic
+from pmoe.comm.base import Combine, Dispatch, Exchange, FlatAllToAll, Traffic
+
+if TYPE_CHECKING:
+    from pmoe.comm.hierarchical import HierarchicalExchange
 
 __all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
 
@@ -26,17 +30,15 @@ def make_exchanges(
         if not isinstance(value, str | kind):
             raise TypeError(rule)
     return (
-        _pair(dispatch, nodes)[0] if isinstance(dispatch, str) else dispatch,
-        _pair(combine, nodes)[1] if isinstance(combine, str) else combine,
+        _exchange_by(dispatch, nodes) if isinstance(dispatch, str) else dispatch,
+        _exchange_by(combine, nodes) if isinstance(combine, str) else combine,
     )
 
 
-def _pair(name: str, nodes: int | Sequence[int] | None) -> tuple[Dispatch, Combine]:
+def _exchange_by(name: str, nodes: int | Sequence[int] | None) -> FlatAllToAll | HierarchicalExchange:
     if name == "flat":
-        return FlatDispatch(), FlatCombine()
-    from pmoe.comm.hierarchical_1d import Hierarchical1DCombine, Hierarchical1DDispatch
-    from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, Hierarchical2DDispatch
+        return FlatAllToAll()
+    from pmoe.comm.hierarchical_1d import HierarchicalAllToAll1D
+    from pmoe.comm.hierarchical_2d import HierarchicalAllToAll2D
 
-    if name == "hierarchical_1d":
-        return Hierarchical1DDispatch(nodes), Hierarchical1DCombine(nodes)
-    return Hierarchical2DDispatch(nodes), Hierarchical2DCombine(nodes)
+    return (HierarchicalAllToAll1D if name == "hierarchical_1d" else HierarchicalAllToAll2D)(nodes)

@@ -93,8 +93,8 @@ class Combine(Exchange):
 # ---- flat: exactly the routed rows travel, each straight to its rank, in one irregular all-to-all
 
 
-class FlatAllToAll(Exchange):
-    """Sends rows from each rank straight to each rank in one collective.
+class FlatAllToAll(Dispatch, Combine):
+    """Sends rows from each rank straight to each rank in one collective, either way.
 
     What a peer sends must be what this rank expects, or the process may abort: counts come from
     `pmoe.comm.counts`, never from a guess.
@@ -108,14 +108,6 @@ class FlatAllToAll(Exchange):
             out.copy_(rows)
             return None
         return all_to_all(rows, send_rows, out, recv_rows, self.ranks.group)
-
-
-class FlatDispatch(FlatAllToAll, Dispatch):
-    """`pmoe.Dispatch` by one flat all-to-all."""
-
-
-class FlatCombine(FlatAllToAll, Combine):
-    """`pmoe.Combine` by one flat all-to-all."""
 
 
 def all_to_all(

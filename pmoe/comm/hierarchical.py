@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Exchange, RowCounts, Traffic, all_to_all
+from pmoe.comm.base import Combine, Dispatch, Exchange, RowCounts, Traffic, all_to_all
 from pmoe.comm.ranks import Ranks, wait_for
 from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
 
 
-class HierarchicalExchange(Exchange):
+class HierarchicalExchange(Dispatch, Combine):
     """An irregular all-to-all whose rows go by way of other ranks of a node, in several collectives.
 
     The result is that of `pmoe.comm.base`, bit by bit. Where all ranks are on one node, or each on its own,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch, RowCounts
+from pmoe.comm.base import RowCounts
 from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
@@ -86,11 +86,3 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         blocks = [(k, source) for node in mates for k in places for source in node]
         sizes = [from_rank[k][source] for k, source in blocks]
         return in_order(rows, sizes, sorted(range(len(blocks)), key=blocks.__getitem__))
-
-
-class Hierarchical1DDispatch(HierarchicalAllToAll1D, Dispatch):
-    """`pmoe.Dispatch` by the 1D hierarchical all-to-all."""
-
-
-class Hierarchical1DCombine(HierarchicalAllToAll1D, Combine):
-    """`pmoe.Combine` by the 1D hierarchical all-to-all."""

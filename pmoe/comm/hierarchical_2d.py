@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch, RowCounts
+from pmoe.comm.base import RowCounts
 from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
@@ -63,11 +63,3 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         sent = [sum(relayed[b::nodes]) for b in mates]
         sources = [rank for a in mates for rank in members[a]]
         self.last_step(rows, sent, out, recv_rows, sources, across=True)
-
-
-class Hierarchical2DDispatch(HierarchicalAllToAll2D, Dispatch):
-    """`pmoe.Dispatch` by the 2D hierarchical all-to-all."""
-
-
-class Hierarchical2DCombine(HierarchicalAllToAll2D, Combine):
-    """`pmoe.Combine` by the 2D hierarchical all-to-all."""

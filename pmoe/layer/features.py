@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pmoe.comm.base import FlatCombine, FlatDispatch
+from pmoe.comm.base import FlatAllToAll
 from pmoe.layer.parts import Parts
 from pmoe.ordering.sorted import SortedOrder
 from pmoe.runners.features import Feature, refused
@@ -32,7 +32,7 @@ def _asked(parts: Parts) -> dict[Feature, bool]:
     is_given = bool(getattr(gate, "has_external_routing", False))
     picks = bool(getattr(gate, "picks_tokens", False))
     in_steps = parts.dispatch.in_steps or parts.combine.in_steps
-    is_flat = type(parts.dispatch) is FlatDispatch and type(parts.combine) is FlatCombine
+    is_flat = {type(parts.dispatch), type(parts.combine)} == {FlatAllToAll}
     return {
         Feature.RANKS: parts.ranks.size > 1,
         Feature.SHARDED: parts.grid.is_sharded,

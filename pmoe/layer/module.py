@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
-from pmoe.comm.base import FlatDispatch
+from pmoe.comm.base import FlatAllToAll
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts, Shard
@@ -171,7 +171,7 @@ class MoELayer(nn.Module):
         self.gradients: Any = None  # set by `pmoe.GradientReducer`
         self.order = make_order(order)
         self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
-        self.scalars = FlatDispatch()
+        self.scalars = FlatAllToAll()
         self._bind_to_ranks()
         self.callbacks = tuple(callbacks)
         self.callback_modules = nn.ModuleList(each for each in callbacks if isinstance(each, nn.Module))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.comm.base import FlatCombine, FlatDispatch
+from pmoe.comm.base import FlatAllToAll
 from pmoe.layer import alike
 from pmoe.layer.spec import Switches
 from tests.pool import ranks
@@ -43,11 +43,11 @@ def build(**options: Any) -> pmoe.MoELayer:
     return layer
 
 
-class OwnDispatch(FlatDispatch):
+class OwnDispatch(FlatAllToAll):
     """A hierarchical one is compared, by a collective, where it is built."""
 
 
-class OwnCombine(FlatCombine):
+class OwnCombine(FlatAllToAll):
     pass
 
 
@@ -81,8 +81,8 @@ CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] =
     ("shared_expert", (8, 4), {}, "", ("all_hidden=8", "all_hidden=4")),
     ("shared_gate", (True, False), {"shared_expert": 4}, "", ("Linear", "None")),
     ("order", ("sorted", "einsum"), {}, "", ("SortedOrder()", "EinsumOrder()")),
-    ("dispatch", ("flat", OwnDispatch()), {}, "", ("FlatDispatch()", "OwnDispatch")),
-    ("combine", ("flat", OwnCombine()), {}, "", ("FlatCombine()", "OwnCombine")),
+    ("dispatch", ("flat", OwnDispatch()), {}, "", ("FlatAllToAll()", "OwnDispatch")),
+    ("combine", ("flat", OwnCombine()), {}, "", ("FlatAllToAll()", "OwnCombine")),
     *(
         ("switches", (Switches(), Switches(**{name: not getattr(Switches(), name)})), {}, "", (name, name))
         for name in ("bypass_local", "one_lane", "sequential")

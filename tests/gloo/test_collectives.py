@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch, Exchange, FlatCombine, FlatDispatch, Traffic
-from pmoe.comm.hierarchical_1d import Hierarchical1DCombine, Hierarchical1DDispatch
-from pmoe.comm.hierarchical_2d import Hierarchical2DCombine, Hierarchical2DDispatch
+from pmoe.comm.base import Combine, Dispatch, Exchange, FlatAllToAll, Traffic
+from pmoe.comm.hierarchical_1d import HierarchicalAllToAll1D
+from pmoe.comm.hierarchical_2d import HierarchicalAllToAll2D
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import Nodes, Topology, find_topology
 from tests.gloo.kit import counted_collectives, error_of
 from tests.pool import GROUP_TIMEOUT_SECONDS, Pool, ranks
 
 KINDS = {
-    "1D": (Hierarchical1DDispatch, Hierarchical1DCombine),
-    "2D": (Hierarchical2DDispatch, Hierarchical2DCombine),
+    "1D": HierarchicalAllToAll1D,
+    "2D": HierarchicalAllToAll2D,
 }
 EVEN: list[tuple[int, Nodes]] = [
     (2, None),  # one node
@@ -119,12 +119,11 @@ def equal_job(
     """What differs from flat, by direction, load, dtype and number of dimensions; [] where nothing does."""
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     group_ranks, wrong = Ranks(), []
-    for flat_kind, hierarchical_kind in zip((FlatDispatch, FlatCombine), KINDS[kind], strict=True):
-        flat = bound(flat_kind, group_ranks)
-        hierarchical = bound(hierarchical_kind, group_ranks, nodes)
+    for direction in ("dispatch", "combine"):
+        flat, hierarchical = bound(FlatAllToAll, group_ranks), bound(KINDS[kind], group_ranks, nodes)
         for seed, load in enumerate(loads):
             counts_FWW = table(load, world, 4, seed)
-            if isinstance(flat, Combine):
+            if direction == "combine":
                 counts_FWW = counts_FWW.transpose(1, 2)
             relayed = relayed_by(hierarchical, counts_FWW)
             for start, end in ((0, 1), (1, 4)):  # numbers relayed add up over bins
@@ -135,7 +134,7 @@ def equal_job(
                         want = carried(flat, counts_WW, rows)
                         got = carried(hierarchical, counts_WW, rows, numbers)
                         if not torch.equal(as_bytes(got), as_bytes(want)):
-                            wrong.append(f"{flat_kind.__name__} {load} {dtype} {width}")
+                            wrong.append(f"{direction} {load} {dtype} {width}")
     return wrong
 
 
@@ -151,18 +150,16 @@ def test_any_type_arrives_as_by_the_flat_all_to_all(kind: str, world: int, nodes
         assert wrong == []
 
 
-def test_there_are_both_directions_of_each() -> None:
-    for dispatch, combine in KINDS.values():
-        assert issubclass(dispatch, Dispatch) and not issubclass(dispatch, Combine)
-        assert issubclass(combine, Combine) and not issubclass(combine, Dispatch)
-        assert dispatch.in_steps and combine.in_steps
+def test_each_serves_both_directions() -> None:
+    for kind in KINDS.values():
+        assert issubclass(kind, Dispatch) and issubclass(kind, Combine) and kind.in_steps
 
 
 # ---- what travels, and how ------------------------------------------------------------------------
 
 
 def traffic_job(rank: int, world: int, kind: str, nodes: Nodes, width: int | None) -> dict[str, int]:
-    exchange = bound(KINDS[kind][0], Ranks(), nodes)
+    exchange = bound(KINDS[kind], Ranks(), nodes)
     counts_FWW = table("uneven", world, 2, 9)
     relayed = relayed_by(exchange, counts_FWW).sum(0).tolist()
     counts_WW = counts_FWW.sum(0)
@@ -222,7 +219,7 @@ def test_as_many_rows_cross_nodes_as_by_the_flat_all_to_all() -> None:
 
 
 def collectives_job(rank: int, world: int, kind: str, nodes: Nodes, load: str) -> list[list[str]]:
-    exchange = bound(KINDS[kind][0], Ranks(), nodes)
+    exchange = bound(KINDS[kind], Ranks(), nodes)
     counts_FWW = table(load, world, 1, 3)
     with counted_collectives() as before:
         relayed = relayed_by(exchange, counts_FWW)[0].tolist()
@@ -248,8 +245,8 @@ def thread_job(rank: int, world: int, kind: str, nodes: int) -> bool:
     """Exchanges in a lane's thread while this one sends other rows in the layer's group, each rank at its own
     pace: in one group they would be taken for each other."""
     group_ranks = Ranks()
-    flat = bound(FlatDispatch, group_ranks)
-    exchanges = [bound(each, group_ranks, nodes) for each in KINDS[kind]]
+    flat = bound(FlatAllToAll, group_ranks)
+    exchanges = [bound(KINDS[kind], group_ranks, nodes) for _ in range(2)]
     counts_WW = table("uneven", world, 1, 5)[0]
     rows = payload(rank, int(counts_WW[rank].sum()), torch.float32, WIDTH)
     others = payload(rank, int(counts_WW[:, rank].sum()), torch.int64, None)
@@ -294,7 +291,7 @@ def local_world_size(value: str | None) -> Iterator[None]:
 
 def environment_job(rank: int, world: int, values: list[str | None]) -> Any:
     with local_world_size(values[rank]):
-        return error_of(lambda: bound(Hierarchical2DDispatch, Ranks())) or find_topology(Ranks()).members
+        return error_of(lambda: bound(HierarchicalAllToAll2D, Ranks())) or find_topology(Ranks()).members
 
 
 def test_the_topology_comes_from_the_launcher() -> None:
@@ -312,7 +309,7 @@ def test_ranks_that_are_told_different_things_raise_together() -> None:
 
 def refused_job(rank: int, world: int, kind: str, nodes: list[Any]) -> tuple[str, int]:
     before = len(dist.distributed_c10d._world.pg_names)
-    message = error_of(lambda: bound(KINDS[kind][0], Ranks(), nodes[rank]))
+    message = error_of(lambda: bound(KINDS[kind], Ranks(), nodes[rank]))
     return message, len(dist.distributed_c10d._world.pg_names) - before
 
 
@@ -354,9 +351,9 @@ def test_what_cannot_be_is_refused_on_every_rank_before_any_group_is_made(
 
 def sharing_job(rank: int, world: int) -> tuple[int, bool, list[datetime.timedelta]]:
     group_ranks = Ranks()
-    first = bound(Hierarchical2DDispatch, group_ranks, 2)
+    first = bound(HierarchicalAllToAll2D, group_ranks, 2)
     before = len(dist.distributed_c10d._world.pg_names)
-    others = [bound(kind, group_ranks, [0, 0, 1, 1]) for kinds in KINDS.values() for kind in kinds]
+    others = [bound(kind, group_ranks, [0, 0, 1, 1]) for kind in (*KINDS.values(), *KINDS.values())]
     made = len(dist.distributed_c10d._world.pg_names) - before
     links = first.connect()
     timeouts = [g._get_backend(torch.device("cpu")).options._timeout for g in (links.inside, links.across)]
@@ -369,7 +366,7 @@ def test_all_layers_share_two_process_groups_with_the_layers_timeout() -> None:
 
 
 def copies_job(rank: int, world: int, kind: str) -> bool:
-    exchange = bound(KINDS[kind][0], Ranks(), 2)
+    exchange = bound(KINDS[kind], Ranks(), 2)
     counts_WW = table("uneven", world, 1, 7)[0]
     rows = payload(rank, int(counts_WW[rank].sum()), torch.float32, WIDTH)
     loaded = pickle.loads(pickle.dumps(exchange))
@@ -394,12 +391,12 @@ def subset_job(rank: int, world: int) -> list[str] | None:
     if rank == 0:
         return None
     group_ranks, wrong = Ranks(group), []
-    flat = bound(FlatDispatch, group_ranks)
+    flat = bound(FlatAllToAll, group_ranks)
     counts_WW = table("uneven", 3, 1, 11)[0]
     rows = payload(rank, int(counts_WW[rank - 1].sum()), torch.float32, WIDTH)
     want = carried(flat, counts_WW, rows)
     for kind, nodes in (("1D", 2), ("1D", [0, 1, 1]), ("1D", 1), ("2D", 1), ("2D", 4)):
-        exchange = bound(KINDS[kind][0], group_ranks, nodes)
+        exchange = bound(KINDS[kind], group_ranks, nodes)
         relayed = relayed_by(exchange, counts_WW[None])[0].tolist()
         if not torch.equal(as_bytes(carried(exchange, counts_WW, rows, relayed)), as_bytes(want)):
             wrong.append(f"{kind} {nodes}")
@@ -409,7 +406,7 @@ def subset_job(rank: int, world: int) -> list[str] | None:
 def in_more_groups_job(rank: int, world: int) -> str | None:
     group = dist.new_group([1, 2, 3])
     dist.new_group([0, 1])
-    return None if rank == 0 else error_of(lambda: bound(Hierarchical1DDispatch, Ranks(group), 2))
+    return None if rank == 0 else error_of(lambda: bound(HierarchicalAllToAll1D, Ranks(group), 2))
 
 
 def test_a_group_of_some_ranks_needs_no_others() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.comm.base import FlatDispatch
+from pmoe.comm.base import FlatAllToAll
 from tests.gloo.kit import error_of
 from tests.pool import Pool
 
@@ -61,7 +61,7 @@ def callback(point: str, raises: bool) -> pmoe.Callback:
     return type("Broken", (pmoe.Callback,), {point: hook})()
 
 
-class BrokenDispatch(FlatDispatch):
+class BrokenDispatch(FlatAllToAll):
     def exchange(self, *args: Any) -> Any:
         if self.breaks:
             raise PlantedError("in dispatch")

@@ -10,8 +10,8 @@ import torch
 
 from pmoe.comm.base import Traffic
 from pmoe.comm.hierarchical import in_order
-from pmoe.comm.hierarchical_1d import Hierarchical1DDispatch
-from pmoe.comm.hierarchical_2d import Hierarchical2DCombine
+from pmoe.comm.hierarchical_1d import HierarchicalAllToAll1D
+from pmoe.comm.hierarchical_2d import HierarchicalAllToAll2D
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import Topology, find_topology, node_ids
 
@@ -108,7 +108,7 @@ def test_nodes_that_cannot_be_are_refused(nodes: object, error: type[Exception],
 # ---- one rank, and the order of blocks --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Hierarchical1DDispatch, Hierarchical2DCombine])
+@pytest.mark.parametrize("kind", [HierarchicalAllToAll1D, HierarchicalAllToAll2D])
 def test_one_rank_alone_copies_its_rows(kind: type) -> None:
     exchange = kind()
     exchange.bind(Ranks.single(), Traffic())

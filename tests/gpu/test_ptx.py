@@ -159,7 +159,7 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
     on_device = logits.to(DEVICE)
     assert route.refusal(on_device, top_k, chunks) is None
     found = route.routes.empty_routes(on_device, top_k, chunks)
-    route.launch.launch_route(on_device, found, **options)
+    route.operators.launch_route(on_device, found, **options)
     expected = route.reference.route(logits, top_k, num_chunks=chunks, **options)
     for name in ("expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE"):
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name

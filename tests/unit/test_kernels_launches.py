@@ -236,7 +236,7 @@ def test_routes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     routes = route.routes.empty_routes(logits, 2, 3)
     for name, each in routes._asdict().items():
         recorder.named(name, each)
-    route.launch.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)
+    route.operators.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)
     saved = (logits, routes.expert_TK, routes.weight_TK, routes.counts_nE)
     route_backward = route.operators.route_backward
     of_aux = route_backward(*saved, normalize=False, grad_l_aux=routes.l_aux)

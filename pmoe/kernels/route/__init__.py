@@ -8,8 +8,7 @@ time on one device.
 Letters: T tokens, K choices, E experts, N = T*K slots, n chunks.
 """
 
-from pmoe.kernels.route.launch import refusal
-from pmoe.kernels.route.operators import route
+from pmoe.kernels.route.operators import refusal, route
 from pmoe.kernels.route.reference import top_indices
 from pmoe.kernels.route.routes import Routes
 

@@ -57,13 +57,23 @@ def product(cuda: ModuleType, **changed: Any) -> None:
     cuda.grouped_gemm(**Operands().fields(**changed))
 
 
-def fused(cuda: ModuleType, *, hopper: bool = True, blocks: int = 4, device: int = 0) -> None:
+def fused(
+    cuda: ModuleType,
+    *,
+    hopper: bool = True,
+    blocks: int = 4,
+    device: int = 0,
+    kernel: int = 1,
+    **changed: int,
+) -> None:
+    """kernel: 0 is the dispatching one, with ReLU."""
     rows = torch.zeros(64, 64, dtype=BF16)
     rank = {"computes": 1, "a": rows.data_ptr(), "b": rows.data_ptr(), "a_rows": 8, "a_stride": 64}
     rank |= {"d": rows.data_ptr(), "d_stride": 64, "local_experts": 1, "rows": 8, "n": 64, "k": 64}
     rank |= {"ranks": 1, "experts": 1, "n_c": 1, "top_k": 1, "columns": 64, "chunk_columns": 256}
+    which = {"kernel": kernel, "element": 0, "form": 0, "epilogue": 1 - kernel, "activation": 1 - kernel}
     cuda.comet(
-        device=device, stream=STREAM, hopper=hopper, kernel=1, element=0, form=0, blocks=blocks, ranks=[rank]
+        device=device, stream=STREAM, hopper=hopper, blocks=blocks, ranks=[rank | changed], **which
     )  # fmt: skip
 
 
@@ -184,6 +194,26 @@ def test_all_blocks_of_a_fused_launch_are_resident_or_there_is_none(cuda: Module
         RuntimeError, match=r"launch of comet.*17 blocks .*all at once: cudaErrorCoop.*\(720\)"
     ):
         fused(cuda, blocks=17)
+
+
+@pytest.mark.parametrize(
+    "given, cluster",
+    [
+        ({"n_c": 2, "chunk_columns": 512}, 2),
+        ({"n_c": 1, "chunk_columns": 512}, 1),  # a pair of which one block communicates
+        ({"n_c": 2, "chunk_columns": 512, "blocks": 5}, 1),
+        ({"n_c": 2, "chunk_columns": 256}, 1),  # the second block has no columns in a chunk
+        ({"n_c": 2, "chunk_columns": 512, "hopper": False}, 1),
+        ({"n_c": 2, "kernel": 0, "n": 512}, 2),
+        ({"n_c": 2, "kernel": 0, "n": 768}, 1),  # a quarter would be computed in vain
+        ({"n_c": 2, "kernel": 0, "n": 7 * 256}, 2),
+    ],
+)
+def test_fused_blocks_go_in_pairs_where_both_compute_and_both_have_columns(
+    cuda: ModuleType, given: dict[str, int], cluster: int
+) -> None:
+    fused(cuda, **given)
+    assert [(each["cluster"], each["together"]) for each in cuda.stub_launched()] == [(cluster, True)]
 
 
 def test_a_persistent_pass_is_one_launch_whose_blocks_come_as_there_is_room(cuda: ModuleType) -> None:

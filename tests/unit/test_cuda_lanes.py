@@ -1,4 +1,4 @@
-"""The lanes of a GPU leave room for communication. Streams are stand-ins here."""
+"""The lanes of a GPU leave room for communication, and name what fails. Streams are stand-ins here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from pmoe.comm.ranks import Ranks
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.kernels.grouped_gemm import launch
-from pmoe.schedule.tasks import Lane
+from pmoe.schedule.straight import forward_schedule
+from pmoe.schedule.tasks import Lane, Stages
+
+
+@pytest.fixture(autouse=True)
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("current_stream", "Stream", "stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(CudaLanes, "_streams", {})
 
 
 @pytest.mark.parametrize(
@@ -20,11 +30,8 @@ from pmoe.schedule.tasks import Lane
     ids=["beside", "after", "alone"],
 )
 def test_products_leave_multiprocessors_free_where_other_chunks_travel(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, chunks: int, spare: int
+    ranks: int, chunks: int, spare: int
 ) -> None:
-    for name in ("current_stream", "Stream", "stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    monkeypatch.setattr(CudaLanes, "_streams", {})
     tasks = [
         SimpleNamespace(name=f"{lane.value}{chunk}", lane=lane, waits=(), chunk=chunk)
         for lane in (Lane.COMMUNICATE, Lane.COMPUTE)
@@ -40,3 +47,30 @@ def test_products_leave_multiprocessors_free_where_other_chunks_travel(
         lanes.run(cast(Any, task), lambda task=task: found.update({task.name: launch._spare.get()}))
     assert all(found[task.name] == spare for task in tasks if task.lane is Lane.COMPUTE)
     assert launch._spare.get() == 0, "products of others have all multiprocessors again"
+
+
+class LateWork:
+    """As NCCL's: what went wrong in it is told when it is waited for, or never to the host."""
+
+    def wait(self) -> None:
+        raise dist.DistBackendError("NCCL communicator was aborted on rank 1.")
+
+
+@pytest.mark.parametrize("failing", ["at its wait", "as it is issued"])
+def test_an_error_that_a_collective_tells_late_has_the_stage_at_which_it_was_seen(failing: str) -> None:
+    """It may be of an earlier collective: NCCL tells it at whichever comes next."""
+    schedule = forward_schedule(2, Stages(local=False, remote=True))
+    ranks = Ranks.single()
+    ranks.size, ranks.layer = 2, "MoELayer 1"
+    lanes = CudaLanes(schedule, ranks, torch.device("cuda", 0))
+
+    def action() -> Any:
+        if failing == "at its wait":
+            return LateWork()
+        return LateWork().wait()
+
+    task = next(each for each in schedule.tasks if each.name == "S1")
+    said = r"rank 0 of 2 failed in dispatch \(S1\) of chunk 1, forward of MoELayer 1; .*aborted on rank 1"
+    with pytest.raises(RuntimeError, match=said) as raised:
+        lanes.run(task, action)
+    assert isinstance(raised.value.__cause__, dist.DistBackendError)

@@ -280,6 +280,8 @@ def test_a_healthy_ladder_fits_in_eight_minutes_and_each_step_can_be_run() -> No
             assert (climb.ROOT / path).is_file(), (each.name, path)
     checks = {each.run.split()[1] for each in steps if each.run.startswith("tests.gpu.ladder.nccl")}
     assert checks == set(nccl.CHECKS)
+    page = (climb.ROOT / "docs" / "gpu.md").read_text()
+    assert [name for name in checks if f"| `{name}` |" not in page] == []
 
 
 def test_steps_in_the_wrong_order_are_refused() -> None:

@@ -20,7 +20,7 @@ from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture
 pytestmark = pytest.mark.usefixtures("extension_built")
 
 Rule = Callable[[Sequence[str]], list[str]]
-WAITING = ("comet.", "route", "permute", "unpermute")
+WAITING = ("comet.", "flashdmoe.", "route", "permute", "unpermute")
 """Kernels that read what others write while they run, or that wait."""
 
 

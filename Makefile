@@ -308,13 +308,13 @@ gpu-sanitize: gpu-build
 # Each with its seconds. ARGS go to those that take --rounds. The kernels' own benchmarks come first.
 gpu-bench: gpu-build
 	@failed=0
-	each="gpu:100"
-	[ "$${PMOE_CUDA:-1}" = 0 ] || each="grouped_gemm:120 alone:90 permute:80 $$each"
+	each="gpu:90"
+	[ "$${PMOE_CUDA:-1}" = 0 ] || each="grouped_gemm:115 beside:40 alone:80 permute:65 $$each"
 	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 	for one in $$each; do
 		timeout -k 5 $${one#*:} "$(GPU_PYTHON)" bench/bench_$${one%:*}.py --out bench/results $(ARGS) || failed=1
 	done
-	timeout -k 5 80 "$(GPU_PYTHON)" bench/bench_gpu_memory.py --out bench/results || failed=1
+	timeout -k 5 70 "$(GPU_PYTHON)" bench/bench_gpu_memory.py --out bench/results || failed=1
 	exit $$failed
 
 # The fused kernels: their machine code, where there is a disassembler, their tests, and their benchmark.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,3 +144,66 @@ def test_runs_in_turn_have_a_sample_a_round(monkeypatch: pytest.MonkeyPatch) -> 
         "b": (0.002,) * 4,
     }
     assert clock.now == (4 + device.WARMUP) * 3
+
+
+class Ticking:
+    """Streams and events in the place of torch.cuda's: what is put on a stream is written down."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.at = "current"
+
+    def stream(self, name: str) -> contextlib.AbstractContextManager[None]:
+        @contextlib.contextmanager
+        def inside() -> Iterator[None]:
+            self.at = name
+            yield
+            self.at = "current"
+
+        return inside()
+
+    def put(self, what: str) -> None:
+        self.told.append(f"{what} on {self.at}")
+
+    def as_torch(self) -> SimpleNamespace:
+        ticking = self
+
+        class Event:
+            def record(self) -> None:
+                self.at = len(ticking.told)
+
+            def elapsed_time(self, later: Event) -> float:
+                return float(later.at - self.at)
+
+        side = SimpleNamespace(
+            wait_stream=lambda stream: self.told.append("side waits for current"),
+            wait_event=lambda event: self.told.append("side waits for the begin"),
+        )
+        cuda = SimpleNamespace(
+            Stream=lambda: side, Event=lambda **_: Event(), stream=lambda _: self.stream("side"),
+            current_stream=lambda: None, synchronize=lambda: None, _sleep=lambda cycles: self.put("sleep"),
+        )  # fmt: skip
+        return SimpleNamespace(cuda=cuda)
+
+
+def test_a_holder_is_there_before_a_product_and_a_short_kernel_comes_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bench import bench_beside
+
+    ticking = Ticking()
+    monkeypatch.setattr(bench_beside, "torch", ticking.as_torch())
+    monkeypatch.setattr(bench_beside, "flush_buffer", lambda: torch.zeros(1))
+    beside = bench_beside.Beside()
+    seconds, outlasted = beside.held(lambda: ticking.put("product"), lambda: ticking.put("holder"))
+    assert ticking.told == [
+        "side waits for current", "holder on side", "sleep on current", "product on current",
+    ]  # fmt: skip
+    assert seconds == 1e-3 and not outlasted
+    ticking.told.clear()
+    (late,) = beside.late(lambda: ticking.put("product"), lambda: ticking.put("short"))
+    assert ticking.told == [
+        "sleep on current", "product on current", "side waits for the begin", "sleep on side",
+        "short on side",
+    ]  # fmt: skip
+    assert late == 4e-3

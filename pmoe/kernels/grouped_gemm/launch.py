@@ -23,9 +23,9 @@ _spare = ContextVar("multiprocessors that products leave free in this thread", d
 
 
 @contextlib.contextmanager
-def beside_communication() -> Iterator[None]:
-    """In the block products leave SPARE multiprocessors free, and take their tiles as their blocks start."""
-    token = _spare.set(SPARE)
+def beside_communication(spare: int = SPARE) -> Iterator[None]:
+    """In the block products leave so many multiprocessors free, and take tiles as their blocks start."""
+    token = _spare.set(spare)
     try:
         yield
     finally:

@@ -1,0 +1,162 @@
+"""Grouped products on one GPU beside a kernel that holds 16 multiprocessors, as NCCL's collectives do.
+
+    python bench/bench_beside.py [--out build/bench] [--rounds 10]
+
+The first product of Mixtral's experts, 16384 rows routed at random, in three ways: pmoe's on all
+multiprocessors, pmoe's with 16 left free and tiles from a counter (as a pipelined layer runs it), and
+F.grouped_mm. What holds the 16 is a product of pmoe's own on another stream, of one block on each.
+
+    alone    milliseconds of the product by itself
+    held     the same, begun while the holder runs. times: over alone (of 132 multiprocessors 116 are left:
+             1.14). outlasted: rounds in which the holder ended behind the product; in others it held nothing
+    late     a short kernel of 16 blocks comes while the product runs, as the next chunk's collective does:
+             milliseconds from the product's begin to that kernel's end. short: of that kernel by itself.
+             Much less than alone: it found room. alone + short: it waited for the product
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.device import file_name, flush_buffer, need_gpu, show_gpu, time_in_turn
+from bench.grouped_gemm_cases import DEVICE, MODELS, ROWS, Routed, plain_cases, tile_of
+from bench.timing import OUT, Timing, table, write_json
+from pmoe.kernels import grouped_gemm
+from pmoe.kernels.gemm import SPARE
+from pmoe.kernels.grouped_gemm.launch import beside_communication
+from pmoe.measure.rounds import in_turns
+
+LEAD_CYCLES = 600_000
+"""0.3 ms at 2 GHz: the holder starts meanwhile, and the host enqueues what is timed."""
+SHORT_ROWS = 1024
+
+Run = Callable[[], object]
+
+
+def on_few(run: Run, multiprocessors: int) -> Run:
+    """The same product by as many blocks as SPARE."""
+
+    def held() -> object:
+        with beside_communication(multiprocessors - SPARE):
+            return run()
+
+    return held
+
+
+def leaving_room(run: Run) -> Run:
+    def beside() -> object:
+        with beside_communication():
+            return run()
+
+    return beside
+
+
+class Beside:
+    """Two streams: ``run`` is timed on the current one, the other kernel is on ``side``."""
+
+    def __init__(self) -> None:
+        self.side, self.flush = torch.cuda.Stream(), flush_buffer()
+
+    def _events(self) -> list[torch.cuda.Event]:
+        return [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+
+    def held(self, run: Run, holder: Run) -> list[float]:
+        """[seconds of ``run``, 1.0 where the holder ended behind it]"""
+        begin, end, over = self._events()
+        self.flush.zero_()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            kept = holder()
+            over.record()
+        torch.cuda._sleep(LEAD_CYCLES)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        del kept
+        return [begin.elapsed_time(end) / 1e3, float(end.elapsed_time(over) > 0)]
+
+    def late(self, run: Run, short: Run) -> list[float]:
+        """[seconds from the begin of ``run`` to the end of ``short``, which comes a little later]"""
+        begin, _, over = self._events()
+        self.flush.zero_()
+        torch.cuda._sleep(LEAD_CYCLES)
+        begin.record()
+        run()
+        self.side.wait_event(begin)
+        with torch.cuda.stream(self.side):
+            torch.cuda._sleep(LEAD_CYCLES // 4)  # the product's blocks have started
+            kept = short()
+            over.record()
+        torch.cuda.synchronize()
+        del kept
+        return [begin.elapsed_time(over) / 1e3]
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """By way, and the short kernel by itself."""
+    multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    path, _ = grouped_gemm.launch.path(DEVICE)
+    assert path is not None
+    model = MODELS[0]
+    torch.manual_seed(0)
+    cases = [
+        next(iter(plain_cases(Routed(model, rows), "up", model.d_model, model.d_hidden, tile_of(path))))
+        for rows in (ROWS, SHORT_ROWS)
+    ]
+    run, rival, short = cases[0].run, cases[0].rival, on_few(cases[1].run, multiprocessors)
+    ways: dict[str, Run] = {"all multiprocessors": run, f"{SPARE} left free": leaving_room(run)}
+    if rival is not None:
+        ways["F.grouped_mm"] = rival
+    alone = time_in_turn(ways | {"short": short}, rounds, LEAD_CYCLES)
+    beside, holder = Beside(), on_few(run, multiprocessors)
+    held = in_turns(
+        [functools.partial(beside.held, each, holder) for each in ways.values()], rounds, warm_up=1
+    )
+    late = in_turns(
+        [functools.partial(beside.late, each, short) for each in ways.values()], rounds, warm_up=1
+    )
+    rows = []
+    for name, of_held, of_late in zip(ways, held, late, strict=True):
+        seconds = Timing(tuple(each for each, _ in of_held))
+        rows.append({
+            "way": name,
+            "alone": alone[name].median * 1e3,
+            "held": seconds.median * 1e3,
+            "times": seconds.median / alone[name].median,
+            "outlasted": int(sum(stayed for _, stayed in of_held)),
+            "late": Timing(tuple(each for (each,) in of_late)).median * 1e3,
+            "short": alone["short"].median * 1e3,
+        })  # fmt: skip
+    print(table(rows), flush=True)
+    return {"rows": rows, "kernels": path, "rounds": rounds, "held": SPARE, "samples": alone}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Grouped products on one GPU beside a kernel that holds 16 multiprocessors."
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
+    parser.add_argument("--rounds", type=int, default=10, help="samples of each time")
+    arguments = parser.parse_args()
+    need_gpu("bench_beside")
+    found, reason = grouped_gemm.launch.path(DEVICE)
+    if found is None:
+        sys.exit(f"bench_beside: not run, {reason}")
+    machine = show_gpu()
+    file = arguments.out / file_name("beside", machine)
+    write_json(file, **machine, **measure(arguments.rounds))
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    main()

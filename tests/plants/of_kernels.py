@@ -6,6 +6,8 @@ from tests.plants.plant import Plant
 
 COMET = "tests/unit/test_comet_protocol.py"
 HOST = "tests/unit/test_cuda_host.py"
+PRODUCTS = "tests/unit/test_kernels_grouped_gemm.py -k emulator_equal"
+FUSED = "tests/unit/test_comet_kernels.py -k plain_loop"
 
 KERNELS = (
     Plant(
@@ -96,6 +98,55 @@ KERNELS = (
         "      if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();\n",
         new="",
         tests="tests/unit/test_comet_kernels.py -k plain_loop",
+    ),
+    # Two blocks of a cluster whose tiles lie side by side: each loads half of A for both.
+    Plant(
+        name="half-of-a-in-the-others-place",
+        breaks="each block of a pair puts its half of A where the other's belongs",
+        file="cuda/grouped_gemm/hopper.cuh",
+        old="uint8_t* half = a + rank * (kBytesA / 2);",
+        new="uint8_t* half = a + (1 - rank) * (kBytesA / 2);",
+        tests=PRODUCTS,
+    ),
+    Plant(
+        name="the-same-half-of-a-twice",
+        breaks="both blocks of a pair load the first half of A",
+        file="cuda/grouped_gemm/hopper.cuh",
+        old="step * kDepth, row + tile.row + rank * (kRows / 2), 3);",
+        new="step * kDepth, row + tile.row, 3);",
+        tests=PRODUCTS,
+    ),
+    Plant(
+        name="half-of-a-expected",
+        breaks="a stage of a pair counts as full when half of A has come",
+        file="cuda/grouped_gemm/hopper.cuh",
+        old="    mbarrier_arrive_expect(full, kBytesA + kBytesB);",
+        new="    mbarrier_arrive_expect(full, kBytesA / loader.p.beside + kBytesB);",
+        tests=PRODUCTS,
+    ),
+    Plant(
+        name="one-block-of-a-fused-pair",
+        breaks="the barriers of a pair of fused blocks count the arrivals of one",
+        file="cuda/comet/hopper.cuh",
+        old="hopper::init_barriers(shared.gemm, 1, p.beside, 1);",
+        new="hopper::init_barriers(shared.gemm, 1, 1, 1);",
+        tests=FUSED,
+    ),
+    Plant(
+        name="rows-of-the-other-not-awaited",
+        breaks="a block whose tile is beyond the columns does not await the rows that it loads for the other",
+        file="cuda/comet/hopper.cuh",
+        old="await_rows(f.rank, board, tile.expert, begin, begin + rows, lane, 32);",
+        new="await_rows(f.rank, board, tile.expert, begin, begin + (tile.rows ? rows : 0), lane, 32);",
+        tests=FUSED,
+    ),
+    Plant(
+        name="a-fused-pair-of-which-one-communicates",
+        breaks="of a cluster one block computes and the other communicates",
+        file="cuda/comet/launch.cu",
+        old="f.rank.communicating % 2 == 0 && ",
+        new="",
+        tests=f"{HOST} -k go_in_pairs",
     ),
     Plant(
         name="unmeasured-kernel-taken",

@@ -84,15 +84,6 @@ class HierarchicalExchange(Dispatch, Combine):
         """The ranks of this one's group across nodes, or inside its node."""
         return (self.topology.across if across else self.topology.inside)(self.ranks.rank)
 
-    def send(
-        self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, *, across: bool
-    ) -> None:
-        """One collective, inside the node or across nodes."""
-        groups = self.connect()
-        group = groups.across if across else groups.inside
-        assert group is not None
-        wait_for(all_to_all(rows, send_rows, out, recv_rows, group), group, rows.is_cuda)
-
     def step(
         self,
         rows: Tensor,
@@ -101,13 +92,19 @@ class HierarchicalExchange(Dispatch, Combine):
         out: Tensor | None = None,
         *,
         across: bool,
+        are_counts: bool = False,
     ) -> Tensor:
-        """`send` for rows, which are traffic; the received ones, in ``out`` if it is given."""
-        own = self.peers(across).index(self.ranks.rank)
-        self.traffic.add(rows, sum(send_rows) - send_rows[own], inside=not across)
+        """One collective, inside the node or across nodes: the received rows, in ``out`` if it is given.
+        are_counts: they are no rows, whose traffic is counted here."""
+        if not are_counts:
+            own = self.peers(across).index(self.ranks.rank)
+            self.traffic.add(rows, sum(send_rows) - send_rows[own], inside=not across)
         if out is None:
             out = rows.new_empty((sum(recv_rows), *rows.shape[1:]))
-        self.send(rows, send_rows, out, recv_rows, across=across)
+        groups = self.connect()
+        group = groups.across if across else groups.inside
+        assert group is not None
+        wait_for(all_to_all(rows, send_rows, out, recv_rows, group), group, rows.is_cuda)
         return out
 
     def last_step(

@@ -31,14 +31,13 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
         """(F, L * 2 * W) on a leader: of each rank of the node, its rows for each rank, then those that
         each has for it. (F, 0) on the others."""
-        num_bins, width = send_FW.shape[0], 2 * send_FW.shape[1]
+        num_bins = send_FW.shape[0]
         told = torch.cat([send_FW, recv_FW], dim=1)
         if not self._leads:
             self.traffic.counts += told.numel() * told.element_size()
         received = [num_bins * self._leads] * self._local
-        heard = told.new_empty((sum(received), width))
-        self.send(told, self._to_leader(num_bins), heard, received, across=False)
-        return heard.view(-1, num_bins, width).transpose(0, 1).reshape(num_bins, -1)
+        heard = self.step(told, self._to_leader(num_bins), received, across=False, are_counts=True)
+        return heard.view(-1, num_bins, told.shape[1]).transpose(0, 1).reshape(num_bins, -1)
 
     @property
     def _leads(self) -> bool:

@@ -37,10 +37,9 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         """(F, L * A): the rows that each rank (a, i) of the node has for this one's place j of each node, by
         place i, then by node."""
         sent_WF = torch.stack([send_FW[:, rank] for rank in self._destinations()])
-        got_WF = torch.empty_like(sent_WF)
         nodes, local = self.topology.num_nodes, self.topology.max_local
         self.traffic.counts += (local - 1) * nodes * send_FW.shape[0] * sent_WF.element_size()
-        self.send(sent_WF, [nodes] * local, got_WF, [nodes] * local, across=False)
+        got_WF = self.step(sent_WF, [nodes] * local, [nodes] * local, across=False, are_counts=True)
         return got_WF.t().contiguous()
 
     def _destinations(self) -> list[int]:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.backward_pass import Backward
-from pmoe.engine.cut import Ordered
+from pmoe.engine.cut import Ordered, Orders
 from pmoe.engine.forward_pass import Forward
-from pmoe.engine.orders import Orders
 from pmoe.engine.passes import Pass, split_by_chunk
 from pmoe.engine.plan import Modules, WeightJourney
 from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
@@ -40,7 +39,7 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class OnceOrders(Orders):
-    """As `pmoe.engine.orders.Orders`; of a token's slots for one rank, the first carries the row."""
+    """As `pmoe.engine.cut.Orders`; of a token's slots for one rank, the first carries the row."""
 
     def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
         super().__init__(modules, expert_TK, keep_TK, tokens)

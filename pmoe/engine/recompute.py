@@ -7,9 +7,9 @@ not run again, so its graph is the first pass's and stays whole (pmoe/engine/gat
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ def _find(layer: nn.Module) -> Replay | None:
 
     Raises RuntimeError in a second pass that calls other layers than the first one did.
     """
-    contexts = _active.contexts
+    contexts = _contexts.get()
     if not contexts or _in_another_checkpoint(contexts[-1].hooks):
         return None
     firsts = [each for each in contexts if isinstance(each, _First)]
@@ -135,15 +135,9 @@ class _Replaying(Replay):
         return routing
 
 
-class _Active(threading.local):
-    """What this thread is inside of, the innermost last. A second pass stands first and alone: it begins as
-    if there were nothing around it."""
-
-    def __init__(self) -> None:
-        self.contexts: list[_First | _RunningAgain] = []
-
-
-_active = _Active()
+_contexts: ContextVar[tuple[_First | _RunningAgain, ...]] = ContextVar("checkpoints", default=())
+"""What this thread is inside of, the innermost last. A second pass stands first and alone: it begins as if
+there were nothing around it."""
 
 
 class _First(AbstractContextManager[None]):
@@ -164,10 +158,10 @@ class _First(AbstractContextManager[None]):
             )
         self.has_begun = True
         self.hooks = top_hooks()
-        _active.contexts.append(self)
+        _contexts.set((*_contexts.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        _active.contexts.remove(self)
+        _contexts.set(tuple(each for each in _contexts.get() if each is not self))
         self.is_complete, self.hooks = True, None  # the hooks may hold all this in turn
 
 
@@ -176,17 +170,16 @@ class _Second(AbstractContextManager[None]):
 
     def __init__(self, first: _First) -> None:
         self._first = first
-        self._outer: list[list[_First | _RunningAgain]] = []
+        self._outer: list[Token[tuple[_First | _RunningAgain, ...]]] = []
 
     def __enter__(self) -> None:
-        self._outer.append(_active.contexts)
-        _active.contexts = [_RunningAgain(self._first)]
+        self._outer.append(_contexts.set((_RunningAgain(self._first),)))
 
     def __exit__(self, *_: object) -> None:
-        replay = _active.contexts[0]
+        replay = _contexts.get()[0]
         assert isinstance(replay, _RunningAgain)
         replay.put_back()
-        _active.contexts = self._outer.pop()
+        _contexts.reset(self._outer.pop())
 
 
 class _RunningAgain:
@@ -226,7 +219,7 @@ class _RunningAgain:
 
 def routing_is_kept() -> bool:
     """Whether the routing is recorded for the only checkpoint that may run a call again."""
-    last = _active.contexts[-1] if _active.contexts else None
+    last = next(reversed(_contexts.get()), None)
     return isinstance(last, _First) and not last.is_inside and not _in_another_checkpoint(last.hooks)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pmoe.comm.counts import RankCounts, Slots
 from pmoe.engine.arena import pool
-from pmoe.engine.orders import PlanFor
+from pmoe.engine.cut import PlanFor
 from pmoe.engine.passes import Inputs
 from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.arena import pool
-from pmoe.engine.orders import PlanFor
+from pmoe.engine.cut import PlanFor
 from pmoe.engine.passes import Inputs
 from pmoe.layer.choose import with_room
 from pmoe.layer.memory import memory_shape

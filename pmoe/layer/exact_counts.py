@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.comm.ranks import telling
-from pmoe.engine.orders import Orders, PlanFor
+from pmoe.engine.cut import Orders, PlanFor
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.layer.choose import choose, slots_to_ask

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from pmoe.engine.orders import Orders
+from pmoe.engine.cut import Orders
 from pmoe.engine.padding import PaddedKind, Splits, check_same_calls, make_padding
 from pmoe.gates.capacity import expert_capacity
 from pmoe.layer.choose import choose

@@ -14,7 +14,7 @@ import torch
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
-from pmoe.engine.orders import PlanFor
+from pmoe.engine.cut import PlanFor
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Modules
 from pmoe.measure.rounds import begin_together, clock_of, median_seconds

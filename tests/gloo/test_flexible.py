@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pmoe
-import pmoe.engine.orders
+import pmoe.engine.cut
 import pmoe.gates
 from pmoe.engine.cut import make_plan
 from pmoe.planner.profile import Operations
@@ -313,7 +313,7 @@ def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tup
 
     with (
         mock.patch.object(solve, "operations_of", lambda *_: operations),
-        mock.patch.object(pmoe.engine.orders, "make_plan", noted),
+        mock.patch.object(pmoe.engine.cut, "make_plan", noted),
     ):
         return run(rank, world, case), seen
 

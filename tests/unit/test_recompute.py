@@ -520,4 +520,4 @@ def test_bad_input_is_refused_as_ever() -> None:
     with pytest.raises(RuntimeError, match="context_fn must be pmoe.checkpoint_contexts itself"):
         for _ in range(2):
             checkpoint(layer, tokens().requires_grad_(), use_reentrant=False, context_fn=lambda: contexts)
-    assert not recompute._active.contexts
+    assert not recompute._contexts.get()

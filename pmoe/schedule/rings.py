@@ -26,23 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pmoe.schedule.restore import Restore
-from pmoe.schedule.tasks import (
-    Kind,
-    Schedule,
-    Stages,
-    Task,
-    check_degree,
-    close_tasks,
-    combine_tasks,
-    dispatch_tasks,
-    finished,
-    make_task,
-    open_tasks,
-    output_task,
-    return_weights,
-    send_weights,
-    shared_backward,
-)
+from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, Task
 
 
 def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]) -> dict[str, str]:
@@ -68,7 +52,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
 
     S of chunk i + 1 is issued before R of chunk i (Fig. 7a): two slots of T_DI allow no more.
     """
-    check_degree(n)
+    tasks = PassBuilder("forward", n, stages)
     remote = stages.remote
     dispatched, hidden_fate = (None, None) if restore is None else (restore.dispatched, restore.hidden)
     of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}  # else one
@@ -80,11 +64,6 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
         **dict.fromkeys(("active", "T_DO_sorted", "copies", "parts"), 1),
         **dict.fromkeys(("home", "home_L"), 2 if remote else 1),
     }
-    tasks: list[Task] = []
-
-    def dispatch(i: int) -> None:
-        if i < n:
-            tasks.extend(dispatch_tasks(i, stages, "T_I", "T_DI"))
 
     def compute(i: int, at: str) -> None:
         """L or C of a chunk, and D of what it leaves to be offloaded."""
@@ -95,41 +74,34 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
         else:
             reads = [rows[0], "weight_DI"]
             writes = [rows[1], hidden, active, f"T_DO_sorted.{i}", f"T_DO.{i}"]
-        tasks.append(make_task(Kind.LOCAL if at else Kind.COMPUTE, i, reads, writes))
+        tasks.add(Kind.LOCAL if at else Kind.COMPUTE, i, reads, writes)
         if dispatched == "offload":
-            tasks.append(make_task(Kind.COPY_ROWS_OUT.at(at), i, rows, [f"host_T_DI{at}.{i}"]))
+            tasks.add(Kind.COPY_ROWS_OUT.at(at), i, rows, [f"host_T_DI{at}.{i}"])
         if hidden_fate == "offload":
-            tasks.append(make_task(Kind.COPY_HIDDEN_OUT.at(at), i, [hidden], [f"host_T_M{at}.{i}"]))
+            tasks.add(Kind.COPY_HIDDEN_OUT.at(at), i, [hidden], [f"host_T_M{at}.{i}"])
 
     if remote:
-        dispatch(0)
-        tasks += send_weights(stages)
-        dispatch(1)
-    if stages.shared:
-        tasks.append(make_task(Kind.SHARED, -1, ["T_I"], ["T_S"]))
-    if stages.hooked:
-        tasks += open_tasks(0, "T_DI")
+        tasks.dispatch(0)
+        tasks.send_weights()
+        tasks.dispatch(1)
+    tasks.shared()
+    tasks.open(0)
     for i, at in _units(range(n), stages):
-        if stages.hooked and i + 1 < n:
-            tasks += open_tasks(i + 1, "T_DI")
+        tasks.open(i + 1)
         compute(i, at)
         if not remote:
-            tasks.append(output_task("T_O", i, i, stages))
+            tasks.output(i)
         elif not at:
-            tasks += combine_tasks(i, stages, "T_DO", "home")
-            if stages.hooked and i > 0:
-                tasks += close_tasks(i - 1, "home")
-            dispatch(i + 2)
-            done = i - 1 - stages.hooked
-            if done >= 0:
-                tasks.append(output_task("T_O", done, done, stages))
-    if stages.hooked:
-        tasks += close_tasks(n - 1, "home")
-        tasks += [output_task("T_O", n - 2, n - 2, stages)] if n > 1 else []
+            tasks.combine(i)
+            tasks.close(i - 1)
+            tasks.dispatch(i + 2)
+            tasks.output(i - 1 - stages.hooked)
+    tasks.close(n - 1)
     if remote:
-        tasks.append(output_task("T_O", n - 1, n - 1, stages))
+        for i in range(n - 1 - stages.hooked, n):
+            tasks.output(i)
     homes = [f"{home}.{i}" for i in range(n) for home in ("home", "home_L")]
-    return finished("forward", tasks, stages, _turns(tasks, sizes, homes))
+    return tasks.finish(_turns(tasks.tasks, sizes, homes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,7 +111,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     rearranged: forward had another number of chunks, so what it kept is copied into slots chunk by chunk.
     Weight gradients follow their chunk at once: what they need is in slots that the next chunk takes.
     """
-    check_degree(n)
+    tasks = PassBuilder("backward", n, stages)
     remote = stages.remote
     dispatched, hidden_fate = restore.dispatched, restore.hidden
     sends_again = dispatched == "communicate"
@@ -155,28 +127,25 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     }
     chunks = range(n - 1, -1, -1)
     units = _units(chunks, stages)
-    tasks: list[Task] = []
 
-    def dispatch(place: int) -> None:
-        """The chunk at that place of the order: its gradients, and before them its T_DI, if sent again."""
-        if place < n:
-            if sends_again:
-                tasks.extend(dispatch_tasks(chunks[place], stages, "T_I", "T_DI", again=True))
-            tasks.extend(dispatch_tasks(chunks[place], stages, "dT_O", "dT_DO"))
+    def dispatch(i: int) -> None:
+        """The gradients of a chunk, and before them its T_DI, if sent again."""
+        if sends_again:
+            tasks.dispatch(i, again=True)
+        tasks.dispatch(i)
 
-    def unpack(place: int) -> None:
-        """The callbacks of the chunk at that place, and its AGs."""
-        if stages.hooked and place < n:
-            if sends_again:
-                tasks.extend(open_tasks(chunks[place], "T_DI", again=True))
-            tasks.extend(open_tasks(chunks[place], "dT_DO"))
+    def unpack(i: int) -> None:
+        """The callbacks of a chunk, and its AGs."""
+        if sends_again:
+            tasks.open(i, again=True)
+        tasks.open(i)
 
     def fetch(i: int, at: str) -> None:
         """H of what forward offloaded of a unit."""
         if dispatched == "offload":
-            tasks.append(make_task(Kind.COPY_ROWS_IN.at(at), i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"]))
+            tasks.add(Kind.COPY_ROWS_IN.at(at), i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"])
         if hidden_fate == "offload":
-            tasks.append(make_task(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"]))
+            tasks.add(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"])
 
     def compute(i: int, at: str) -> None:
         """T_M made again, L or C with its R, and the weight gradients."""
@@ -187,7 +156,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
             given = [buffer for buffer in rows if buffer not in arranged]
-            tasks.append(make_task(Kind.RECOMPUTE.at(at), i, given, [*arranged, hidden]))
+            tasks.add(Kind.RECOMPUTE.at(at), i, given, [*arranged, hidden])
             arranged = []
         elif hidden_fate == "keep" and rearranged:
             arranged = [*arranged, hidden]
@@ -200,43 +169,37 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
         if hidden_fate != "keep":  # the activated hidden takes its place
             arranged = [*arranged, hidden]
-        kind = Kind.LOCAL if at else Kind.COMPUTE
-        tasks.append(make_task(kind, i, reads, [*arranged, *work, *grads, *result]))
+        tasks.add(Kind.LOCAL if at else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
         if not at:
-            tasks.extend(combine_tasks(i, stages, "dT_DI", "dhome"))
+            tasks.combine(i)
         given = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
-        tasks.append(make_task(Kind.WGRAD.at(at), i, [*given, "dw"], ["dw"]))
+        tasks.add(Kind.WGRAD.at(at), i, [*given, "dw"], ["dw"])
 
     if remote:
-        dispatch(0)
-        dispatch(1)
-    if stages.shared:
-        tasks += shared_backward()
+        dispatch(n - 1)
+        dispatch(n - 2)
+    tasks.shared()
     fetch(*units[0])
-    unpack(0)
+    unpack(n - 1)
     for place, (i, at) in enumerate(units):
-        unpack(place + 1)
+        unpack(i - 1)
         for unit in units[place + 1 : place + 2]:
             fetch(*unit)
         compute(i, at)
         if not remote:
-            tasks.append(output_task("dT_I", i, i, stages))
+            tasks.output(i)
         elif not at:
-            if stages.hooked and i < n - 1:
-                tasks += close_tasks(i + 1, "dhome")
-            dispatch(n - 1 - i + 2)
-            done = i + 1 + stages.hooked
-            if done < n:
-                tasks.append(output_task("dT_I", done, done, stages))
+            tasks.close(i + 1)
+            dispatch(i - 2)
+            tasks.output(i + 1 + stages.hooked)
             if i == 0:
-                tasks += return_weights(chunks, stages)
-    if stages.hooked:
-        tasks += close_tasks(0, "dhome")
-        tasks += [output_task("dT_I", 1, 1, stages)] if n > 1 else []
+                tasks.return_weights(chunks)
+    tasks.close(0)
     if remote:
-        tasks.append(output_task("dT_I", 0, 0, stages))
+        for i in range(int(stages.hooked), -1, -1):
+            tasks.output(i)
     homes = [f"{home}.{i}" for i in chunks for home in ("dhome", "dhome_L")]
-    return finished("backward", tasks, stages, _turns(tasks, sizes, homes))
+    return tasks.finish(_turns(tasks.tasks, sizes, homes))
 
 
 def rotating(

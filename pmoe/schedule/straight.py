@@ -3,27 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
-from pmoe.schedule.tasks import (
-    Kind,
-    Schedule,
-    Stages,
-    Task,
-    check_degree,
-    close_tasks,
-    combine_tasks,
-    dispatch_tasks,
-    finished,
-    local_pieces,
-    make_task,
-    open_tasks,
-    output_task,
-    piece_of,
-    return_weights,
-    send_weights,
-    shared_backward,
-)
+from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, local_pieces, piece_of
 
 
 @functools.lru_cache(maxsize=64)
@@ -35,28 +16,29 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     not be cut smaller than they must be; the last chunk's are left for the end, where they cover the drain of
     the last R.
     """
-    check_degree(n)
+    tasks = PassBuilder("forward", n, stages)
     local, remote = stages.local, stages.remote
-    m = local_pieces(n, local=local, remote=remote)
+    m, chunks = local_pieces(n, local=local, remote=remote), range(n if remote else 0)
     early = m - 1 if remote and m > 1 else m
-    tasks: list[Task] = []
-    if remote:
-        tasks += [task for i in range(n) for task in dispatch_tasks(i, stages, "T_I", "T_DI")]
-        tasks[1:1] = send_weights(stages)
-    if stages.shared:
-        tasks.append(make_task(Kind.SHARED, -1, ["T_I"], ["T_S"]))
-    stay = [
-        make_task(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"])
-        for j in range(m)
-    ]
-    tasks += stay[:early]
-    if remote:
-        for i in range(n):
-            compute = make_task(Kind.COMPUTE, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"])
-            tasks += _through_experts(compute, n, stages, names=("T_DI", "T_DO", "home"))
-    tasks += stay[early:]
-    tasks += [output_task("T_O", i, piece_of(i, n, m), stages) for i in range(n)]
-    return finished("forward", tasks, stages)
+
+    def stay(pieces: range) -> None:
+        for j in pieces:
+            writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]
+            tasks.add(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], writes)
+
+    for i in chunks:
+        tasks.gather(i)
+        if i == 0:
+            tasks.send_weights()
+        tasks.send(i)
+    tasks.shared()
+    stay(range(early))
+    for i in chunks:
+        _through_experts(tasks, i, [f"T_DI.{i}", "weight_DI"], [f"T_M.{i}", f"T_DO.{i}"])
+    stay(range(early, m))
+    for i in range(n):
+        tasks.output(i, piece_of(i, n, m))
+    return tasks.finish()
 
 
 @functools.lru_cache(maxsize=64)
@@ -68,42 +50,41 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     they need is held for two chunks at most. All of them add to one sum, in list order. Other layers'
     gradients follow the last S (FSMoE, Fig. 3d).
     """
-    check_degree(n)
+    tasks = PassBuilder("backward", n, stages)
     local, remote = stages.local, stages.remote
-    m = local_pieces(n, local=local, remote=remote)
-    tasks: list[Task] = []
-    if remote:
-        tasks += [task for i in range(n) for task in dispatch_tasks(i, stages, "dT_O", "dT_DO")]
-    if stages.shared:
-        tasks += shared_backward()
+    m, chunks = local_pieces(n, local=local, remote=remote), range(n if remote else 0)
+
+    def add_weight_gradients(i: int) -> None:
+        tasks.add(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
+
+    for i in chunks:
+        tasks.dispatch(i)
+    tasks.shared()
     for j in range(m):
         reads = [f"dT_O_L.{j}", f"T_DI_L.{j}", f"T_M_L.{j}"]
-        tasks.append(make_task(Kind.LOCAL, j, reads, [f"dhome_L.{j}", f"pending_L.{j}"]))
-        tasks.append(make_task(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"]))
+        tasks.add(Kind.LOCAL, j, reads, [f"dhome_L.{j}", f"pending_L.{j}"])
+        tasks.add(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"])
+    for i in chunks:
+        writes = [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]
+        _through_experts(tasks, i, [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}"], writes)
+        if i > 0:
+            add_weight_gradients(i - 1)
     if remote:
-        late = [make_task(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"]) for i in range(n)]
-        for i in range(n):
-            reads = [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}"]
-            writes = [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]
-            compute = make_task(Kind.COMPUTE, i, reads, writes)
-            tasks += _through_experts(compute, n, stages, names=("dT_DO", "dT_DI", "dhome"))
-            if i > 0:
-                tasks.append(late[i - 1])
-        tasks += [*return_weights(range(n), stages), late[-1]]
-    tasks += [output_task("dT_I", i, piece_of(i, n, m), stages) for i in range(n)]
-    return finished("backward", tasks, stages)
+        tasks.return_weights(range(n))
+        add_weight_gradients(n - 1)
+    for i in range(n):
+        tasks.output(i, piece_of(i, n, m))
+    return tasks.finish()
 
 
-def _through_experts(compute: Task, n: int, stages: Stages, names: Sequence[str]) -> list[Task]:
+def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[str]) -> None:
     """A chunk's experts, and R. Callbacks and AG of the next chunk come before them; callbacks between RS and
-    R come a chunk later, for the experts do not wait for the sums.
-
-    names: of the buffers of what arrives, of the experts' result, and of what comes home."""
-    i, (received, result, home) = compute.chunk, names
-    tasks = [compute, *combine_tasks(i, stages, result, home)]
-    if stages.hooked:
-        ahead = range(i + 1 if i else 0, min(i + 2, n))
-        tasks = [task for each in ahead for task in open_tasks(each, received)] + tasks
-        behind = range(max(i - 1, 0), n if i == n - 1 else i)
-        tasks += [task for each in behind for task in close_tasks(each, home)]
-    return tasks
+    R come a chunk later, for the experts do not wait for the sums."""
+    if i == 0:
+        tasks.open(0)
+    tasks.open(i + 1)
+    tasks.add(Kind.COMPUTE, i, reads, writes)
+    tasks.combine(i)
+    tasks.close(i - 1)
+    if i == tasks.n - 1:
+        tasks.close(i)

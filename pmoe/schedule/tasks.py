@@ -82,6 +82,10 @@ class Kind(str, enum.Enum):
         """What does the same to rows that stay, where ``place`` is "_L"."""
         return Kind("L" + self.value) if place else self
 
+    def again(self, is_again: bool) -> Kind:
+        """What does the same to T_DI, where backward sends it again."""
+        return Kind(self.value + "I") if is_again else self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -243,96 +247,112 @@ _LANES = {
 """By the kind of a task; all others compute."""
 
 
-def check_degree(n: int) -> None:
-    """Raises ValueError for what no schedule can be built of."""
-    if n < 1:
-        raise ValueError(f"n ({n}) must be at least 1")
-
-
 def make_task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
     """A task on its kind's lane, not yet linked."""
     lane = _LANES.get(kind.value, Lane.COMPUTE)
     return Task(kind=kind, chunk=chunk, lane=lane, reads=tuple(reads), writes=tuple(writes))
 
 
-def dispatch_tasks(i: int, stages: Stages, source: str, received: str, again: bool = False) -> list[Task]:
-    """G and S of a chunk, and AG where experts are sharded. again: of T_DI in backward."""
-    suffix = "_again" * again
-    send, arrived = f"send{suffix}", f"arrived{suffix}"
-    gather, dispatch, all_gather = (
-        (Kind.GATHER_AGAIN, Kind.DISPATCH_AGAIN, Kind.ALL_GATHER_AGAIN)
-        if again
-        else (Kind.GATHER, Kind.DISPATCH, Kind.ALL_GATHER)
-    )
-    here = arrived if stages.sharded else received
-    tasks = [
-        make_task(gather, i, [f"{source}.{i}"], [f"{send}.{i}"]),
-        make_task(dispatch, i, [f"{send}.{i}"], [f"{here}.{i}"]),
-    ]
-    if stages.sharded and not stages.hooked:
-        tasks.append(make_task(all_gather, i, [f"{here}.{i}"], [f"{received}.{i}", f"copies{suffix}.{i}"]))
-    return tasks
+ENDS_OF_STAGES: dict[PassDirection, tuple[str, ...]] = {
+    "forward": ("T_I", "T_DI", "T_DO", "home", "T_O"),
+    "backward": ("dT_O", "dT_DO", "dT_DI", "dhome", "dT_I"),
+}
+"""Buffers that S is sent from and brings, that R is sent from and brings, and what O sums."""
 
 
-def open_tasks(i: int, received: str, again: bool = False) -> list[Task]:
-    """What a hooked layer does with the rows that S brought: callbacks, then AG."""
-    suffix = "_again" * again
-    open_, all_gather = (Kind.OPEN_AGAIN, Kind.ALL_GATHER_AGAIN) if again else (Kind.OPEN, Kind.ALL_GATHER)
-    return [
-        make_task(open_, i, [f"arrived{suffix}.{i}"], [f"opened{suffix}.{i}"]),
-        make_task(all_gather, i, [f"opened{suffix}.{i}"], [f"{received}.{i}", f"copies{suffix}.{i}"]),
-    ]
+class PassBuilder:
+    """Puts the tasks of a pass together, in the order that they are issued.
 
+    Stages that the layer does not have, and chunks before the first or behind the last, add nothing.
+    Raises ValueError for an n below 1.
+    """
 
-def combine_tasks(i: int, stages: Stages, result: str, home: str) -> list[Task]:
-    """R of a chunk, after RS where experts are sharded; `close_tasks` has R where callbacks come between."""
-    if not stages.sharded:
-        return [make_task(Kind.COMBINE, i, [f"{result}.{i}"], [f"{home}.{i}"])]
-    summed = make_task(Kind.REDUCE_SCATTER, i, [f"{result}.{i}"], [f"leaving.{i}", f"parts.{i}"])
-    if stages.hooked:
-        return [summed]
-    return [summed, make_task(Kind.COMBINE, i, [f"leaving.{i}"], [f"{home}.{i}"])]
+    def __init__(self, direction: PassDirection, n: int, stages: Stages) -> None:
+        if n < 1:
+            raise ValueError(f"n ({n}) must be at least 1")
+        self.direction, self.n, self.stages = direction, n, stages
+        self.tasks: list[Task] = []
+        buffers = ENDS_OF_STAGES[direction]
+        self._source, self._received, self._result, self._home, self._output = buffers
 
+    def add(self, kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> None:
+        self.tasks.append(make_task(kind, chunk, reads, writes))
 
-def close_tasks(i: int, home: str) -> list[Task]:
-    """What a hooked layer does with the sums of RS: callbacks, then R."""
-    return [
-        make_task(Kind.CLOSE, i, [f"leaving.{i}"], [f"closed.{i}"]),
-        make_task(Kind.COMBINE, i, [f"closed.{i}"], [f"{home}.{i}"]),
-    ]
+    def finish(self, slots: Mapping[str, str] | None = None) -> Schedule:
+        return finished(self.direction, self.tasks, self.stages, slots)
 
+    def dispatch(self, i: int, *, again: bool = False) -> None:
+        """G and S of a chunk, and AG where experts are sharded. again: of T_DI in backward."""
+        if 0 <= i < self.n:
+            self.gather(i, again=again)
+            self.send(i, again=again)
 
-def send_weights(stages: Stages) -> list[Task]:
-    """The routing weights of all chunks in one message."""
-    if not stages.sharded:
-        return [make_task(Kind.WEIGHTS, -1, ["weight"], ["weight_DI"])]
-    return [
-        make_task(Kind.WEIGHTS, -1, ["weight"], ["weight_arrived"]),
-        make_task(Kind.SHARE_WEIGHTS, -1, ["weight_arrived"], ["weight_DI"]),
-    ]
+    def gather(self, i: int, *, again: bool = False) -> None:
+        """G of a chunk."""
+        source = "T_I" if again else self._source
+        self.add(Kind.GATHER.again(again), i, [f"{source}.{i}"], [f"send{'_again' * again}.{i}"])
 
+    def send(self, i: int, *, again: bool = False) -> None:
+        """S of a chunk, and AG where experts are sharded and no callbacks come between (`open`)."""
+        suffix = "_again" * again
+        here = f"arrived{suffix}" if self.stages.sharded else "T_DI" if again else self._received
+        self.add(Kind.DISPATCH.again(again), i, [f"send{suffix}.{i}"], [f"{here}.{i}"])
+        if self.stages.sharded and not self.stages.hooked:
+            self._all_gather(i, here, again)
 
-def return_weights(chunks: Iterable[int], stages: Stages) -> list[Task]:
-    """The routing weights' gradients of all chunks in one message."""
-    parts = [f"dweight_DI.{i}" for i in chunks]
-    if not stages.sharded:
-        return [make_task(Kind.WEIGHTS, -1, parts, ["dweight"])]
-    return [
-        make_task(Kind.SHARE_WEIGHTS, -1, parts, ["dweight_leaving"]),
-        make_task(Kind.WEIGHTS, -1, ["dweight_leaving"], ["dweight"]),
-    ]
+    def open(self, i: int, *, again: bool = False) -> None:
+        """What a hooked layer does with the rows that S brought: callbacks, then AG."""
+        if self.stages.hooked and 0 <= i < self.n:
+            arrived, opened = (f"{name}{'_again' * again}" for name in ("arrived", "opened"))
+            self.add(Kind.OPEN.again(again), i, [f"{arrived}.{i}"], [f"{opened}.{i}"])
+            self._all_gather(i, opened, again)
 
+    def _all_gather(self, i: int, source: str, again: bool) -> None:
+        writes = [f"{'T_DI' if again else self._received}.{i}", f"copies{'_again' * again}.{i}"]
+        self.add(Kind.ALL_GATHER.again(again), i, [f"{source}.{i}"], writes)
 
-def shared_backward() -> list[Task]:
-    """The shared expert's part, where the link has work and the experts have none yet."""
-    return [
-        make_task(Kind.SHARED, -1, ["dT_O"], ["dT_S", "pending_S"]),
-        make_task(Kind.SHARED_WGRAD, -1, ["pending_S"], ["dw_S"]),
-    ]
+    def combine(self, i: int) -> None:
+        """R of a chunk, after RS where experts are sharded; `close` has R where callbacks come between."""
+        leaving = "leaving" if self.stages.sharded else self._result
+        if self.stages.sharded:
+            self.add(Kind.REDUCE_SCATTER, i, [f"{self._result}.{i}"], [f"leaving.{i}", f"parts.{i}"])
+        if not self.stages.hooked:
+            self.add(Kind.COMBINE, i, [f"{leaving}.{i}"], [f"{self._home}.{i}"])
 
+    def close(self, i: int) -> None:
+        """What a hooked layer does with the sums of RS: callbacks, then R."""
+        if self.stages.hooked and 0 <= i < self.n:
+            self.add(Kind.CLOSE, i, [f"leaving.{i}"], [f"closed.{i}"])
+            self.add(Kind.COMBINE, i, [f"closed.{i}"], [f"{self._home}.{i}"])
 
-def output_task(result: str, i: int, piece: int, stages: Stages) -> Task:
-    """O of a chunk. piece: which of the pieces has its rows that stay."""
-    home, shared = ("dhome", "dT_S") if result == "dT_I" else ("home", "T_S")
-    reads = [f"{home}_L.{piece}"] * stages.local + [f"{home}.{i}"] * stages.remote + [shared] * stages.shared
-    return make_task(Kind.OUTPUT, i, reads, [f"{result}.{i}"])
+    def send_weights(self) -> None:
+        """The routing weights of all chunks in one message."""
+        arrived = "weight_arrived" if self.stages.sharded else "weight_DI"
+        self.add(Kind.WEIGHTS, -1, ["weight"], [arrived])
+        if self.stages.sharded:
+            self.add(Kind.SHARE_WEIGHTS, -1, [arrived], ["weight_DI"])
+
+    def return_weights(self, chunks: Iterable[int]) -> None:
+        """The routing weights' gradients of all chunks in one message."""
+        leaving = [f"dweight_DI.{i}" for i in chunks]
+        if self.stages.sharded:
+            self.add(Kind.SHARE_WEIGHTS, -1, leaving, ["dweight_leaving"])
+            leaving = ["dweight_leaving"]
+        self.add(Kind.WEIGHTS, -1, leaving, ["dweight"])
+
+    def shared(self) -> None:
+        """The shared expert's part, where the link has work and the experts have none yet."""
+        if self.stages.shared and self.direction == "forward":
+            self.add(Kind.SHARED, -1, ["T_I"], ["T_S"])
+        elif self.stages.shared:
+            self.add(Kind.SHARED, -1, ["dT_O"], ["dT_S", "pending_S"])
+            self.add(Kind.SHARED_WGRAD, -1, ["pending_S"], ["dw_S"])
+
+    def output(self, i: int, piece: int | None = None) -> None:
+        """O of a chunk. piece: which of the pieces has its rows that stay; None is that of its number."""
+        if 0 <= i < self.n:
+            stays, shared = i if piece is None else piece, "T_S" if self.direction == "forward" else "dT_S"
+            reads = [f"{self._home}_L.{stays}"] * self.stages.local + [
+                f"{self._home}.{i}"
+            ] * self.stages.remote
+            self.add(Kind.OUTPUT, i, [*reads, *[shared] * self.stages.shared], [f"{self._output}.{i}"])

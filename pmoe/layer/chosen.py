@@ -53,8 +53,6 @@ def choose_among(
         inputs=inputs,
         plan_for=plan_for,
         rows=counts.max_tokens * spec.top_k,
-        degrees=spec.degrees,
-        apart=spec.rotates and not spec.send_once,
     )
     if restore is None and spec.budget is not None:
         return _compared_with_steps(parts, batch, _within_budget(parts, batch))

@@ -39,8 +39,7 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
 class Batch:
     """A routed batch whose counts are known, with all that trials need of its layer.
 
-    plan_for: makes the plan of any choice. rows: the largest T * K of a rank. degrees: every n that may be
-    chosen. apart: whether the passes may have different ones.
+    plan_for: makes the plan of any choice. rows: the largest T * K of a rank.
     """
 
     modules: Modules
@@ -48,8 +47,6 @@ class Batch:
     inputs: Inputs
     plan_for: PlanFor
     rows: int
-    degrees: tuple[int, ...]
-    apart: bool
 
     @property
     def may_be_tried(self) -> bool:

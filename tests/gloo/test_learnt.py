@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pmoe.runners import searched, trials
+from pmoe.layer import searched
+from pmoe.runners import trials
 from pmoe.warn import GIVEN
 from tests.gloo.kit import build
 from tests.gloo.test_choices import listen, step

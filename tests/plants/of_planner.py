@@ -84,7 +84,7 @@ PLANNER = (
     Plant(
         name="kept-degrees-of-another-rank",
         breaks="each rank takes its own file of what trials found",
-        file="pmoe/runners/searched.py",
+        file="pmoe/layer/searched.py",
         old='    key, tables = from_first(ranks, sent, stage="sharing what trials found")\n',
         new="    tables = _kept(kept_path(key), key, candidates=range(1, 17))\n",
         tests="tests/gloo/test_learnt.py -k only_another",
@@ -124,17 +124,17 @@ PLANNER = (
     Plant(
         name="slowest-degree",
         breaks="pipeline=True records the n of most seconds",
-        file="pmoe/runners/searched.py",
-        old="    best = known.record(max_tokens, seconds)\n",
-        new="    best = known.record(max_tokens, {tried: 1 / took for tried, took in seconds.items()})\n",
+        file="pmoe/layer/searched.py",
+        old="    best = known.record(max_tokens, took)\n",
+        new="    best = known.record(max_tokens, {tried: 1 / each for tried, each in took.items()})\n",
         tests=f"{CHOICES} -k trials",
     ),
     Plant(
         name="degrees-of-the-other-pass",
         breaks="forward's trials choose backward's n and the other way round",
-        file="pmoe/runners/searched.py",
-        old="        forward[degrees.forward], backward[degrees.backward] = ahead, back\n",
-        new="        forward[degrees.forward], backward[degrees.backward] = back, ahead\n",
+        file="pmoe/layer/searched.py",
+        old="    best_of_each = PassDegrees(ahead.forward, back.backward)\n",
+        new="    best_of_each = PassDegrees(back.backward, ahead.forward)\n",
         tests=f"{CHOICES} -k trials",
     ),
     Plant(

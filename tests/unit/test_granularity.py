@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from pmoe.layer.searched import load_degrees, save_degrees
 from pmoe.measure import store
 from pmoe.planner import granularity
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.granularity import GranularityTable, PassDegrees
-from pmoe.runners.searched import load_degrees, save_degrees
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = {"device": "cpu", "ranks": 4, "sizes": (1024, 4096)}

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,9 +25,16 @@ from pmoe.comm.ranks import Ranks
 from pmoe.comm.subgroups import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
+from pmoe.measure.rounds import clock_of
 from pmoe.planner.gradient_partition import Partition
-from pmoe.training.gradient_partitioning import GradientBuffers, Timetable, find_partition, timetable_of
-from pmoe.training.reducer_steps import FirstStep, LayerGradients, PartitionedStep, gradient_hook
+from pmoe.training.gradient_partitioning import (
+    GradientBuffers,
+    GradientRange,
+    LayerBackward,
+    Timetable,
+    find_partition,
+    timetable_of,
+)
 
 
 class GradientReducer:
@@ -83,7 +92,7 @@ class GradientReducer:
         self._step: FirstStep | PartitionedStep = self._new_step()
         current = partial(_step_of, weakref.ref(self))
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(gradient_hook(current, at))
+            parameter.register_post_accumulate_grad_hook(lambda _, at=at: current().gradient_is_ready(at))
             for at, parameter in enumerate(self.parameters)
         ]
         self._carried = [LayerGradients(current, at) for at in range(len(self.layers))]
@@ -147,12 +156,6 @@ class GradientReducer:
         return timetable_of(self.partition, buffers)
 
 
-def _step_of(reducer: weakref.ref[GradientReducer]) -> FirstStep | PartitionedStep | None:
-    """The step under way; None where gradients are not reduced now, or the reducer is gone."""
-    found = reducer()
-    return None if found is None or not found._syncs else found._step
-
-
 def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     """Names and parameters. Raises ValueError where there is none, or one is a DTensor."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)}
@@ -180,3 +183,134 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
             f"partition ({first.dense_bytes + first.moe_bytes} bytes in the first dense part) must leave it "
             "empty: no gradient is there before it"
         )
+
+
+class BackwardStep:
+    """What hooks call in the order of backward. This one does nothing."""
+
+    def gradient_is_ready(self, at: int) -> None:
+        """The gradient of parameter ``at`` has been added up."""
+
+    def layer_begins(self, layer: int) -> None:
+        """The backward pass of an MoE layer begins."""
+
+    def inside_layer(self) -> dist.Work | None:
+        """The task of the layer's schedule that carries gradients."""
+        return None
+
+    def layer_ends(self) -> None:
+        """The backward pass of an MoE layer has ended, and a dense part follows."""
+
+
+def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
+    """The step under way; one that does nothing where gradients are not reduced now, or nobody does it."""
+    found = reducer()
+    return BackwardStep() if found is None or not found._syncs else found._step
+
+
+@dataclass(eq=False)
+class LayerGradients:
+    """Called by a layer's backward pass, see `pmoe.engine.plan.Modules`. at: the layer's index."""
+
+    step: Callable[[], BackwardStep]
+    at: int
+    t_gar: float = 0.0
+
+    def begins(self) -> None:
+        self.step().layer_begins(self.at)
+
+    def inside(self) -> dist.Work | None:
+        return self.step().inside_layer()
+
+    def ends(self) -> None:
+        self.step().layer_ends()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the model is nobody's to reduce."""
+
+
+class FirstStep(BackwardStep):
+    """Sends nothing inside backward: shows the order of gradients, and how long the dense parts take.
+
+    order: indices of parameters as their gradients came; those without any come last. layers: every backward
+    pass of an MoE layer. last_seconds: of the dense part after the last one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._now = clock_of(device)
+        self._came: dict[int, None] = {}
+        self._dense_since: float | None = None
+        self.layers: list[LayerBackward] = []
+
+    def gradient_is_ready(self, at: int) -> None:
+        self._came.setdefault(at)
+
+    def layer_begins(self, layer: int) -> None:
+        self.layers.append(LayerBackward(layer, len(self._came), self._dense_seconds()))
+
+    def layer_ends(self) -> None:
+        self._dense_since = self._now()
+
+    def end(self, num_parameters: int) -> None:
+        """After backward."""
+        self.last_seconds = self._dense_seconds()
+        self.order = list(dict.fromkeys([*self._came, *range(num_parameters)]))
+
+    def _dense_seconds(self) -> float:
+        return 0.0 if self._dense_since is None else self._now() - self._dense_since
+
+
+class PartitionedStep(BackwardStep):
+    """Sends gradients inside backward, as a timetable says. names: of the parameters, for errors.
+
+    Raises RuntimeError where a gradient is not there when it should travel.
+    """
+
+    def __init__(
+        self, buffers: GradientBuffers, timetable: Timetable, ranks: Ranks, names: Sequence[str]
+    ) -> None:
+        self._buffers, self._timetable, self._ranks, self._names = buffers, timetable, ranks, names
+        self._works: list[dist.Work] = []
+        self._ready: set[int] = set()
+        self._num_layers = 0
+
+    def gradient_is_ready(self, at: int) -> None:
+        self._buffers.take(at)
+        self._ready.add(at)
+
+    def layer_begins(self, layer: int) -> None:
+        self._check_ready(self._timetable.inside.get(self._num_layers))
+
+    def inside_layer(self) -> dist.Work | None:
+        part = self._timetable.inside.get(self._num_layers)
+        return None if part is None else self._all_reduce(part)
+
+    def layer_ends(self) -> None:
+        self._num_layers += 1
+        part = self._timetable.beside.get(self._num_layers)
+        self._check_ready(part)
+        if part is not None:
+            self._works.append(self._all_reduce(part))
+
+    def finish(self) -> GradientBuffers:
+        """After backward: sends what is left, waits for all, and returns where the sums are."""
+        for at in range(len(self._names)):
+            if at not in self._ready:
+                self._buffers.take(at)
+        if self._ranks.group is not None:
+            self._works += [self._all_reduce(each) for each in self._timetable.end]
+        for work in self._works:
+            work.wait()
+        return self._buffers
+
+    def _all_reduce(self, each: GradientRange) -> dist.Work:
+        work: dist.Work = dist.all_reduce(each.memory, group=self._ranks.group, async_op=True)
+        return work
+
+    def _check_ready(self, part: GradientRange | None) -> None:
+        for at in () if part is None else part.parameters:
+            if at not in self._ready:
+                raise RuntimeError(
+                    f"pmoe: the gradient of {self._names[at]} is not there when it should travel: a model "
+                    "whose backward pass changes from step to step needs GradientReducer(partition=False)"
+                )

@@ -22,7 +22,7 @@ from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
 from pmoe.training import gradient_partitioning
 from pmoe.training.gradient_partitioning import GradientRange
-from pmoe.training.reducer_steps import PartitionedStep
+from pmoe.training.reducer import PartitionedStep
 from tests.pool import ranks
 from tests.spread import named, spread
 from tests.switched import switched_layer

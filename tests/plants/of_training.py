@@ -45,7 +45,7 @@ TRAINING = (
     Plant(
         name="reducer-leaves-the-rest",
         breaks="gradients that no layer carried are never summed",
-        file="pmoe/training/reducer_steps.py",
+        file="pmoe/training/reducer.py",
         old="            self._works += [self._all_reduce(each) for each in self._timetable.end]\n",
         new="            pass\n",
         tests="tests/gloo/test_reducer.py",
@@ -53,7 +53,7 @@ TRAINING = (
     Plant(
         name="reducer-sends-too-early",
         breaks="gradients travel before they are made, unnoticed",
-        file="pmoe/training/reducer_steps.py",
+        file="pmoe/training/reducer.py",
         old="        self._check_ready(self._timetable.inside.get(self._num_layers))\n",
         new="        pass\n",
         tests="tests/gloo/test_reducer.py",

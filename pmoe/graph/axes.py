@@ -166,14 +166,21 @@ def _number(node: fx.Node, place: int, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else default
 
 
-def _alike(node: fx.Node, but: Iterable[int], results: int = 1) -> Iterator[Combination]:
-    """All tensors cut along one dimension, which is none of ``but``."""
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of an operator by its name, given or by default."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    at, found = next((at, each) for at, each in enumerate(schema.arguments) if each.name == name)
+    return node.args[at] if at < len(node.args) else node.kwargs.get(name, found.default_value)
+
+
+def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
+    """All tensors, and all results, cut along one dimension, which is none of ``but``."""
     first, *_ = given = tensors(node)
-    rank = len(shape(first))
+    rank, results = len(shape(first)), node.meta["val"]
     without = {each % rank for each in but}
     for dim in range(rank):
         if dim not in without:
-            result = dim if results == 1 else (dim,) * results
+            result = (dim,) * len(results) if isinstance(results, (list, tuple)) else dim
             yield Combination((dim,) * len(given), result)
 
 
@@ -245,38 +252,29 @@ def _attention(node: fx.Node) -> Iterator[Combination]:
             yield Combination((dim,) * 3, (dim, dim, *(None for _ in range(results - 2))))
 
 
-@rule_of(aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.argmax.default)
+@rule_of(
+    *(aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.topk.default),
+    *(aten.sort.default, aten.sort.stable, aten.gather.default, aten.scatter.src, aten.scatter.value),
+    *(aten.scatter_add.default, aten.slice.Tensor, aten.slice_scatter.default, aten.slice_backward.default),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default),
+)
 def _along(node: fx.Node) -> Iterator[Combination]:
-    dim = _number(node, 1)
-    keeps = node.target is not aten.argmax.default or _number(node, 2, False)
-    for each in _alike(node, [dim]):
-        (axis,) = each.inputs
-        lost = not keeps and int(axis) > dim % len(shape(tensors(node)[0]))  # type: ignore[arg-type]
-        yield each if not lost else Combination(each.inputs, int(axis) - 1)  # type: ignore[arg-type]
+    """What works along one dimension is cut along another."""
+    yield from _alike(node, [_argument(node, "dim")])
 
 
-@rule_of(aten.topk.default, aten.sort.default, aten.sort.stable)
-def _top(node: fx.Node) -> Iterator[Combination]:
-    place = 2 if node.target is aten.topk.default else 1
-    dim: Any = node.kwargs.get("dim", _number(node, place, -1))
-    dim = -1 if isinstance(dim, bool) else dim
-    yield from _alike(node, [dim], 2)
-
-
-@rule_of(aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
-def _gather(node: fx.Node) -> Iterator[Combination]:
-    yield from _alike(node, [_number(node, 1)])
-
-
-@rule_of(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.var.correction)
+@rule_of(
+    *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default, aten.var.correction),
+    aten.argmax.default,
+)
 def _reduce(node: fx.Node) -> Iterator[Combination]:
-    rank = len(shape(tensors(node)[0]))
-    dims = _number(node, 1)
-    gone = set(range(rank)) if not dims else {each % rank for each in dims}
-    keeps = bool(_number(node, 2, node.kwargs.get("keepdim", False)))
+    rank, dims = len(shape(tensors(node)[0])), _argument(node, "dim")
+    listed = [dims] if isinstance(dims, int) else dims
+    gone = {each % rank for each in listed} if listed else set(range(rank))
     for each in _alike(node, gone):
         dim = int(each.inputs[0])  # type: ignore[arg-type]
-        yield Combination(each.inputs, dim if keeps else dim - sum(other < dim for other in gone))
+        lost = 0 if _argument(node, "keepdim") else sum(other < dim for other in gone)
+        yield Combination(each.inputs, dim - lost)
 
 
 @rule_of(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -310,39 +308,15 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
         yield Combination((dim,), order.index(dim))
 
 
-@rule_of(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int)
+@rule_of(aten.unsqueeze.default, aten.stack.default, aten.squeeze.dim, aten.select.int)
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
-    rank, more = len(shape(node)), node.target is aten.unsqueeze.default
-    at: int = _number(node, 1) % (rank if more else rank + 1)
-    for dim in _dims(tensors(node)[0]):
-        if more or dim != at:
-            yield Combination((dim,), dim + (dim >= at) if more else dim - (dim > at))
-
-
-@rule_of(
-    aten.slice.Tensor,
-    aten.slice_scatter.default,
-    aten.slice_backward.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-)
-def _slice(node: fx.Node) -> Iterator[Combination]:
-    place = 1 if node.target is aten.slice.Tensor else 2
-    results = node.meta["val"]
-    yield from _alike(
-        node, [_number(node, place, 0)], len(results) if isinstance(results, (list, tuple)) else 1
-    )
-
-
-@rule_of(aten.cat.default, aten.stack.default)
-def _cat(node: fx.Node) -> Iterator[Combination]:
-    dim, given = _number(node, 1, 0), tensors(node)
-    if node.target is aten.cat.default:
-        yield from _alike(node, [dim])
-        return
-    at = dim % len(shape(node))
-    for each in _dims(given[0]):
-        yield Combination((each,) * len(given), each + (each >= at))
+    given = tensors(node)
+    before, after = len(shape(given[0])), len(shape(node))
+    at = _argument(node, "dim") % max(before, after)
+    for dim in range(before):
+        if after > before or dim != at:
+            moved = dim + (dim >= at) if after > before else dim - (dim > at)
+            yield Combination((dim,) * len(given), moved)
 
 
 # ---- a layer's operators: a gate's rows are cut with the batch, and what they become is irregular

@@ -17,8 +17,8 @@ SLACK = 1.1
 class Options:
     """parts: the most that a range of the forward pass is cut in; 1 cuts none. weight_gradients: whether they
     are placed beside all-to-alls. memory_limit: bytes, or a string such as "2GiB", that results and inputs of
-    one pass may take at one time; None is a tenth more than they take in the
-    order in which they were traced."""
+    one pass may take at one time; None is a tenth more than they take in the order in which they were traced.
+    """
 
     parts: int = 8
     weight_gradients: bool = True
@@ -42,7 +42,5 @@ class Options:
 
     def limit(self, traced: int) -> float:
         """Bytes; never less than the graph takes as it was traced."""
-        asked = (
-            SLACK * traced if self.memory_limit is None else parse_bytes("memory_limit", self.memory_limit)
-        )
-        return max(asked, traced)
+        asked = self.memory_limit
+        return SLACK * traced if asked is None else max(parse_bytes("memory_limit", asked), traced)

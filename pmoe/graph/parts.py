@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +26,6 @@ VIEWS = (
     *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default),
     *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default),
 )
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """What says how many sequences, or tokens, parts are made of: the size of a dimension of one tensor."""
-
-    source: fx.Node
-    dim: int
 
 
 def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
@@ -65,9 +56,10 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
 
 
 def cut(
-    module: fx.GraphModule, ranges: Mapping[Range, BatchSize], axes: Mapping[fx.Node, Any]
+    module: fx.GraphModule, ranges: Mapping[Range, fx.Node], axes: Mapping[fx.Node, Any]
 ) -> fx.GraphModule:
-    """The module in parts. A node that is another's part says so in meta["origin"], one that joins its parts
+    """The module in parts, each of some of the sequences, or tokens, along a tensor's first dimension: the
+    range's. A node that is another's part says so in meta["origin"], one that joins its parts
     in meta["joins"]: by `label`."""
     return _Cutter(module, axes).run(ranges)
 
@@ -78,7 +70,7 @@ class _Cutter:
         self.graph, self.whole = fx.Graph(), dict[fx.Node, fx.Node]()
         self.sequences: Any = None
 
-    def run(self, ranges: Mapping[Range, BatchSize]) -> fx.GraphModule:
+    def run(self, ranges: Mapping[Range, fx.Node]) -> fx.GraphModule:
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
         place = {label(node): at for at, node in enumerate(calls)}
         begins = {place[each.first]: each for each in ranges}
@@ -96,9 +88,9 @@ class _Cutter:
             while end < len(calls) and is_result(calls[end]):
                 end += 1
             batch = ranges[found]
-            self.sequences = batch.source.meta["val"].shape[batch.dim]
+            self.sequences = batch.meta["val"].shape[0]
             if not isinstance(self.sequences, int):
-                self.sequences = self._call(aten.sym_size.int, self.whole[batch.source], batch.dim)
+                self.sequences = self._call(aten.sym_size.int, self.whole[batch], 0)
             self._cut(calls[at:end], found.k)
             at = end
         output = self.module.graph.output_node()

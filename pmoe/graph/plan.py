@@ -16,7 +16,7 @@ from torch import fx
 from pmoe.graph.axes import IRREGULAR, Axis, follow, infer
 from pmoe.graph.instructions import Instruction
 from pmoe.graph.lower import OPS, calls_of, communicates, is_result, label
-from pmoe.graph.parts import BatchSize, cut
+from pmoe.graph.parts import cut
 from pmoe.graph.ranges import Cuttable, Range
 
 
@@ -73,9 +73,8 @@ class Cutting:
         if not plan.ranges:
             return self._module
         if self.names == plan.names and self.sequences > 1:
-            batch = BatchSize(self._batch[0], 0)
-            return cut(self._module, dict.fromkeys(plan.ranges, batch), self._axes)
-        axes, ranges = dict[fx.Node, Any](), dict[Range, BatchSize]()
+            return cut(self._module, dict.fromkeys(plan.ranges, self._batch[0]), self._axes)
+        axes, ranges = dict[fx.Node, Any](), dict[Range, fx.Node]()
         orders = [node for node in self.calls if node.target is OPS.order.default]
         joins = [node for node in self.calls if node.target is OPS.join.default]
         for order, join, k in zip(orders, joins, plan.parts_of_layers(), strict=True):
@@ -83,8 +82,7 @@ class Cutting:
                 begin, end = self.calls.index(order), self.calls.index(join) + 1
                 body = self.calls[begin:end]
                 axes |= follow(_with_results(body), _tokens(body))
-                source: Any = order.args[0]
-                ranges[Range(label(order), label(join), k)] = BatchSize(source, 0)
+                ranges[Range(label(order), label(join), k)] = order.args[0]  # type: ignore[assignment]
         return cut(self._module, ranges, axes)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from graphlib import TopologicalSorter
 
-from pmoe.graph.instructions import Instruction, users_of
+from pmoe.graph.instructions import Instruction
 
 Listing = Sequence[Instruction]
 
@@ -116,9 +117,11 @@ class _List:
         self.by_name = {each.name: each for each in instructions}
         assert len(self.by_name) == len(instructions), "names must be distinct"
         self.place = {each.name: at for at, each in enumerate(instructions)}
-        self.users = users_of(instructions)
         self.free = weight_gradients(instructions)
-        self.missing = {each.name: len(set(each.waits)) for each in instructions}
+        self.sorter, self.ready = (
+            TopologicalSorter({each.name: each.waits for each in instructions}),
+            set[str](),
+        )
         self.uses = Counter(name for each in instructions for name in set(each.holds))
         self.uses.update(kept)
         self.num_bytes = {**given, **{each.name: each.num_bytes for each in instructions}}
@@ -132,9 +135,8 @@ class _List:
         self.order: list[Instruction] = []
 
     def run(self) -> list[Instruction]:
-        for name, missing in self.missing.items():
-            if not missing:
-                self._is_ready(name)
+        self.sorter.prepare()
+        self._release()
         while len(self.order) < len(self.by_name):
             self._arrive()
             if self._message_begins() <= self.now:
@@ -164,7 +166,7 @@ class _List:
 
     def _message_begins(self) -> float:
         """When the next all-to-all has what it sends; infinity while that is not known."""
-        if not self.messages or self.missing[self.messages[-1]]:
+        if not self.messages or self.messages[-1] not in self.ready:
             return float("inf")
         return self._begin(self.messages[-1])
 
@@ -179,14 +181,17 @@ class _List:
         else:
             heapq.heappush(self.chain, (place, name))
 
-    def _is_ready(self, name: str) -> None:
-        if self.by_name[name].communicates:
-            return
-        begin, place = self._begin(name), self.place[name]
-        if begin <= self.now:
-            self._offer(place, name)
-        else:
-            heapq.heappush(self.later, (begin, place, name))
+    def _release(self) -> None:
+        """Offers what waits for nothing more."""
+        for name in self.sorter.get_ready():
+            self.ready.add(name)
+            begin, place = self._begin(name), self.place[name]
+            if self.by_name[name].communicates:
+                continue  # in their order, see `run`
+            if begin <= self.now:
+                self._offer(place, name)
+            else:
+                heapq.heappush(self.later, (begin, place, name))
 
     def _take(self, name: str) -> None:
         each = self.by_name[name]
@@ -199,10 +204,8 @@ class _List:
             self.end[name] = self.now
         self.held += each.num_bytes - self._freed(name)
         self.uses.subtract(set(each.holds))
-        for user in set(self.users[name]):
-            self.missing[user] -= 1
-            if not self.missing[user]:
-                self._is_ready(user)
+        self.sorter.done(name)
+        self._release()
 
     def _freed(self, name: str) -> int:
         """Bytes that nobody needs once this has run."""

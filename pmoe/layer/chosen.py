@@ -12,15 +12,14 @@ from pmoe.engine.arena import pool
 from pmoe.engine.cut import PlanFor
 from pmoe.engine.passes import Inputs
 from pmoe.layer.choose import with_room
-from pmoe.layer.memory import memory_shape
 from pmoe.layer.parts import Parts
+from pmoe.layer.trials import Batch, tried_seconds
 from pmoe.measure.products import measure_products
-from pmoe.measure.profile import PROFILES, profile_of
+from pmoe.measure.profile import PROFILES
 from pmoe.planner.candidates import Chooser, Measured
 from pmoe.planner.degree import DEGREES, SOLVE, Choice
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
-from pmoe.runners.trials import Batch, tried_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
@@ -46,34 +45,27 @@ def choose_among(
     parts: Parts, counts: RankCounts, inputs: Inputs, plan_for: PlanFor, restore: Restore | None
 ) -> Choice:
     """As `pmoe.layer.choose.choose`."""
-    spec = parts.spec
-    batch = Batch(
-        modules=parts,
-        counts=counts,
-        inputs=inputs,
-        plan_for=plan_for,
-        rows=counts.max_tokens * spec.top_k,
-    )
+    spec, batch = parts.spec, Batch(parts, counts, inputs, plan_for)
     if restore is None and spec.budget is not None:
-        return _compared_with_steps(parts, batch, _within_budget(parts, batch))
+        return _compared_with_steps(batch, _within_budget(batch))
     if restore is None:
         several = len(parts.pairs) > 1 and counts.needs_grad
-        restore = with_room(_cheapest_pair(parts, batch) if several else parts.pairs[0], counts)
+        restore = with_room(_cheapest_pair(batch) if several else parts.pairs[0], counts)
     n = spec.fixed_degree
     if n is not None:
         found = PassDegrees(n, spec.pipeline_backward or n)
     elif spec.pipeline == SOLVE:
-        found = _solved(parts, batch, restore)
+        found = _solved(batch, restore)
     else:
         from pmoe.layer import searched
 
-        found = searched.tried_degrees(parts, batch, restore)
-    return _compared_with_steps(parts, batch, Choice(**vars(found), restore=restore))
+        found = searched.tried_degrees(batch, restore)
+    return _compared_with_steps(batch, Choice(**vars(found), restore=restore))
 
 
-def _chooser_of(parts: Parts, batch: Batch) -> Chooser:
+def _chooser_of(batch: Batch) -> Chooser:
     """The layer's for these options and this type of rows, which remembers what it has chosen."""
-    spec = parts.spec
+    parts, spec = batch.parts, batch.parts.spec
     new = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
     key = ("predicted", spec, batch.inputs.x_TM.dtype)
     found: Chooser = parts.known.choosers.setdefault(key, new)
@@ -82,22 +74,22 @@ def _chooser_of(parts: Parts, batch: Batch) -> Chooser:
 
 def _tried(batch: Batch, choices: Sequence[Choice]) -> Measured:
     """None where trials are not for this layer."""
-    if not batch.may_be_tried or batch.modules.gradients is not None or batch.counts.host_shortage:
+    if not batch.may_be_tried or batch.parts.gradients is not None or batch.counts.host_shortage:
         return None  # a choice that offloads would fail on the rank alone whose host is full
     return tried_seconds(batch, choices)
 
 
-def _compared_with_steps(parts: Parts, batch: Batch, choice: Choice) -> Choice:
+def _compared_with_steps(batch: Batch, choice: Choice) -> Choice:
     """The choice. Once for each profile in use, rank 0 warns where real steps contradict it. Collective."""
-    counts, x_TM, ranks = batch.counts, batch.inputs.x_TM, parts.ranks
+    counts, x_TM, ranks = batch.counts, batch.inputs.x_TM, batch.parts.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
     if profile is None or profile.when in _compared or (measured := _tried(batch, [choice])) is None:
         return choice
     _compared.add(profile.when)
     degrees = (choice.forward, choice.backward, choice.restore)
-    seconds = step_seconds(memory_shape(parts, x_TM), profile, counts.max_tokens, *degrees)
+    seconds = step_seconds(batch.sizes, profile, counts.max_tokens, *degrees)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
-    seconds *= rows / (counts.max_tokens * parts.spec.top_k * parts.grid.inside.size)  # of the fullest rank
+    seconds *= rows / (batch.rows * batch.parts.grid.inside.size)  # of the fullest rank
     took = sum(measured[0])
     if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
         warn_once(
@@ -107,30 +99,27 @@ def _compared_with_steps(parts: Parts, batch: Batch, choice: Choice) -> Choice:
     return choice
 
 
-def _cheapest_pair(parts: Parts, batch: Batch) -> Restore:
+def _cheapest_pair(batch: Batch) -> Restore:
     """MPipeMoE's Eq. 10, on measured rates."""
-    rows_TM = batch.inputs.x_TM
-    profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
-    n, m = parts.spec.fixed_degree or 2, parts.spec.pipeline_backward  # 2 where n follows the pair
+    spec = batch.parts.spec
+    n, m = spec.fixed_degree or 2, spec.pipeline_backward  # 2 where n follows the pair
 
     def tried(pairs: Sequence[Restore]) -> Measured:
         return _tried(batch, [Choice(forward=n, backward=m or n, restore=pair) for pair in pairs])
 
-    shape, max_tokens = memory_shape(parts, rows_TM), batch.counts.max_tokens
-    return _chooser_of(parts, batch).pair(shape, max_tokens, profile, tried)
+    return _chooser_of(batch).pair(batch.sizes, batch.counts.max_tokens, batch.profile, tried)
 
 
-def _within_budget(parts: Parts, batch: Batch) -> Choice:
+def _within_budget(batch: Batch) -> Choice:
     """The fastest n and pair whose bytes hold the budget for any routing. Raises ValueError, on every rank,
     that says what the least budget would be."""
-    spec, counts, rows_TM = parts.spec, batch.counts, batch.inputs.x_TM
-    profile = functools.partial(profile_of, parts.ranks, rows_TM.device, rows_TM.dtype)
-    pool(rows_TM.device).device.keep_at_most(spec.budget or 0)
+    spec, counts = batch.parts.spec, batch.counts
+    pool(batch.inputs.x_TM.device).device.keep_at_most(spec.budget or 0)
     candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
     degrees = [(n, spec.pipeline_backward or n) for n in candidates]
-    shape, tried = memory_shape(parts, rows_TM), functools.partial(_tried, batch)
+    tried = functools.partial(_tried, batch)
     fitting = functools.partial(
-        _chooser_of(parts, batch).fitting, shape, counts.max_tokens, degrees, profile, tried
+        _chooser_of(batch).fitting, batch.sizes, counts.max_tokens, degrees, batch.profile, tried
     )
     choice = fitting()
     if counts.host_shortage and choice.restore.dispatched == "offload":
@@ -138,21 +127,20 @@ def _within_budget(parts: Parts, batch: Batch) -> Choice:
     return choice
 
 
-def _solved(parts: Parts, batch: Batch, restore: Restore) -> PassDegrees:
+def _solved(batch: Batch, restore: Restore) -> PassDegrees:
     """n by FSMoE's solver, for the largest number of any rank's tokens. Collective the first time."""
     from pmoe.runners.solved import Solver
 
-    rows_TM = batch.inputs.x_TM
+    parts, rows_TM = batch.parts, batch.inputs.x_TM
     if parts.ranks.size == 1:
         return PassDegrees(1, 1)
     key = ("solved", parts.spec, restore, rows_TM.dtype)
     new = Solver(parts.grid, restore if parts.spec.rotates else None, parts.spec.switches.one_lane)
     solver: Solver = parts.known.choosers.setdefault(key, new)
-    modules = parts.experts.as_modules()
     t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
-    shape, tokens = memory_shape(parts, rows_TM), batch.counts.max_tokens
 
     def tried(degrees: Sequence[int]) -> Measured:
         return _tried(batch, [Choice(forward=n, backward=n, restore=restore) for n in degrees])
 
-    return solver.degrees(shape, rows_TM, tokens, t_gar, modules, tried)
+    modules, tokens = parts.experts.as_modules(), batch.counts.max_tokens
+    return solver.degrees(batch.sizes, rows_TM, tokens, t_gar, modules, tried)

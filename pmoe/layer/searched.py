@@ -19,25 +19,25 @@ from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.layer.alike import options_in_words
 from pmoe.layer.parts import Parts
+from pmoe.layer.trials import Batch, adaptive_degree, tried_seconds
 from pmoe.measure.bench import identity
 from pmoe.measure.store import PathLike, cache_path, found_or, load_json, save_json
 from pmoe.planner.degree import Choice
 from pmoe.planner.granularity import GranularityTable, PassDegrees
-from pmoe.runners.trials import Batch, adaptive_degree, tried_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.warn import log, warn_once
 
 # ---- the search
 
 
-def tried_degrees(parts: Parts, batch: Batch, restore: Restore) -> PassDegrees:
+def tried_degrees(batch: Batch, restore: Restore) -> PassDegrees:
     """n known for this many tokens, or found by trials where they are worth it; else by a rule. Collective
     where trials are made."""
-    spec, max_tokens, known = parts.spec, batch.counts.max_tokens, GranularityTable()
+    parts, spec, known = batch.parts, batch.parts.spec, GranularityTable()
     learnt = learnt_of(parts) if batch.may_be_tried else parts.known.choosers.get(_name(parts))
     if learnt is not None:
         known = learnt.table(restore, batch.inputs.x_TM.dtype)
-    found = known.lookup(max_tokens)
+    found = known.lookup(batch.counts.max_tokens)
     if found is None and batch.may_be_tried:
         found = search(known, batch, restore, spec.degrees, apart=spec.rotates and not spec.send_once)
         learnt.keep()

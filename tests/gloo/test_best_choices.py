@@ -15,7 +15,7 @@ import pmoe
 from pmoe import warn
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.layer import chosen, searched
+from pmoe.layer import chosen, searched, trials
 from pmoe.layer.memory import memory_shape
 from pmoe.planner.candidates import bound
 from pmoe.planner.cost_model import Interference
@@ -23,7 +23,7 @@ from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.runners import pipeline, trials
+from pmoe.runners import pipeline
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from tests.gloo.kit import build
 from tests.kit import D_HIDDEN, D_MODEL, tokens

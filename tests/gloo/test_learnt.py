@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pmoe.layer import searched
-from pmoe.runners import trials
+from pmoe.layer import searched, trials
 from pmoe.warn import GIVEN
 from tests.gloo.kit import build
 from tests.gloo.test_choices import listen, step

@@ -9,11 +9,11 @@ import pytest
 
 from bench.chrome_trace import chrome_trace
 from pmoe.layer.spec import LayerSpec
+from pmoe.layer.trials import adaptive_degree
 from pmoe.planner import timeline
 from pmoe.planner.degree import check_pipeline
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, draw
-from pmoe.runners.trials import adaptive_degree
 from pmoe.schedule.straight import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Stages, sequential
 

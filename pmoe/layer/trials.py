@@ -16,9 +16,13 @@ from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.cut import PlanFor
 from pmoe.engine.passes import Inputs
-from pmoe.engine.plan import Modules
+from pmoe.layer.memory import memory_shape
+from pmoe.layer.parts import Parts
+from pmoe.measure.profile import profile_of
 from pmoe.measure.rounds import begin_together, clock_of, median_seconds
 from pmoe.planner.degree import DEGREES, Choice
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.profile import Profile
 from pmoe.runners.pipeline import PipelineRunner
 
 MIN_ROWS = 1024
@@ -35,26 +39,35 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Batch:
-    """A routed batch whose counts are known, with all that trials need of its layer.
+    """A routed batch whose counts are known, with its layer. plan_for: makes the plan of any choice."""
 
-    plan_for: makes the plan of any choice. rows: the largest T * K of a rank.
-    """
-
-    modules: Modules
+    parts: Parts
     counts: RankCounts
     inputs: Inputs
     plan_for: PlanFor
-    rows: int
+
+    @property
+    def rows(self) -> int:
+        """The largest T * K of a rank."""
+        return self.counts.max_tokens * self.parts.spec.top_k
+
+    @property
+    def sizes(self) -> LayerSizes:
+        return memory_shape(self.parts, self.inputs.x_TM)
+
+    def profile(self) -> Profile:
+        """Of this device and group. Collective the first time."""
+        return profile_of(self.parts.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
     @property
     def may_be_tried(self) -> bool:
         """Whether trials are worth it, and change nothing that lasts: modules may count what they compute."""
-        modules, shared = self.modules, self.modules.shared_expert
-        worth = self.counts.needs_grad and modules.grid.all.size > 1 and self.rows >= 2 * MIN_ROWS
-        are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
-        return worth and not (are_modules or modules.hooks is not None or modules.sequential)
+        parts, shared = self.parts, self.parts.shared_expert
+        worth = self.counts.needs_grad and parts.ranks.size > 1 and self.rows >= 2 * MIN_ROWS
+        are_modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
+        return worth and not (are_modules or parts.hooks is not None or parts.sequential)
 
     def runner(self, choice: Choice) -> Runner:
         return PipelineRunner(self.plan_for(choice.forward, choice.backward, choice.restore))
@@ -66,7 +79,7 @@ def tried_seconds(batch: Batch, choices: Sequence[Choice]) -> list[tuple[float, 
     Those close to the fastest run again: a step on a CPU differs by a tenth from the next like it. All ranks
     take the slowest rank's medians, and so the same choices again. What is sent is no traffic of the model.
     """
-    ranks, device, traffic = batch.modules.grid.all, batch.inputs.x_TM.device, batch.modules.traffic
+    ranks, device, traffic = batch.parts.ranks, batch.inputs.x_TM.device, batch.parts.traffic
     before, clock = replace(traffic), clock_of(device)
     runs = [functools.partial(_run_both, batch.runner(each), batch.inputs, clock) for each in choices]
     agree = functools.partial(largest, ranks, device, stage="agreeing on the fastest trials")

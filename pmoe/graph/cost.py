@@ -66,13 +66,12 @@ def costs_of(device: torch.device) -> Costs:
 
 def signature(node: fx.Node, args: object, kwargs: object) -> str:
     """An operator with the shapes and types of its arguments."""
+
+    def shown(value: Any) -> Any:
+        return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
+
     given: Any = (args, kwargs)
-    shown: Any = fx.node.map_aggregate(given, _shown)
-    return f"{node.target} {shown}"
-
-
-def _shown(value: Any) -> Any:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
+    return f"{node.target} {fx.node.map_aggregate(given, shown)}"
 
 
 class Profiled(fx.Interpreter):

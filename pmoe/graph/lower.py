@@ -87,20 +87,16 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
             sums = _sums(first, second)
             if sums is None:
                 continue
-            ahead, behind = _args(first), _args(second)
-            joined = [[*a, *b] for a, b in zip(ahead[:5], behind[:5], strict=True)]
+            pairs: Any = zip(first.args[:5], second.args[:5], strict=True)
+            joined = [[*ahead, *behind] for ahead, behind in pairs]
             with graph.inserting_after(second):
-                both = graph.call_function(second.target, (*joined, *behind[5:]))  # type: ignore[arg-type]
+                both = graph.call_function(second.target, (*joined, *second.args[5:]))  # type: ignore[arg-type]
             for at, total in sums.items():
                 with graph.inserting_before(total):
                     part = graph.call_function(operator.getitem, (both, at))
                 part.meta = dict(total.meta)
                 total.replace_all_uses_with(part)
     graph.eliminate_dead_code()
-
-
-def _args(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
 
 
 def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:

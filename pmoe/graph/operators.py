@@ -96,9 +96,7 @@ def pack(
 
 
 @pack.register_fake
-def _(
-    values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
-) -> tuple[Tensor, Tensor]:
+def _(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     context = torch.library.get_ctx()
     travel, stay = context.new_dynamic_size(), context.new_dynamic_size()
     return values.new_empty(travel, *values.shape[1:]), values.new_empty(stay, *values.shape[1:])
@@ -178,7 +176,7 @@ def experts(
 
 @experts.register_fake
 def _(
-    rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Sequence[Tensor], layer: int
+    rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Any, layer: int
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rows), rows.new_empty(rows.shape[0], parameters[0].shape[1])
 

@@ -122,7 +122,8 @@ class _Cutter:
                 for node in stage:
                     self._emit(node, part, k, parts)
         for node in body:
-            if node in inside and not _is_tuple(node) and not inside.issuperset(node.users):
+            is_one = not isinstance(node.meta.get("val"), (tuple, list))
+            if node in inside and is_one and not inside.issuperset(node.users):
                 self.whole[node] = self._join(node, parts)
                 self.whole[node].meta |= {"joins": label(node), "label": f"{label(node)}, joined"}
 
@@ -185,10 +186,6 @@ class _Cutter:
                     self.whole[each] = self._join(each, parts)
             self.whole[node] = self._copy(node, self.whole.__getitem__)
         return self._call(operator.getitem, self.whole[node], place)
-
-
-def _is_tuple(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:

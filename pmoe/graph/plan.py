@@ -81,31 +81,22 @@ class Cutting:
             if k > 1:
                 begin, end = self.calls.index(order), self.calls.index(join) + 1
                 body = self.calls[begin:end]
-                axes |= follow(_with_results(body), _tokens(body))
+                with_results = [each for node in body for each in (node, *filter(is_result, node.users))]
+                axes |= follow(with_results, _tokens(body))
                 ranges[Range(label(order), label(join), k)] = order.args[0]  # type: ignore[assignment]
         return cut(self._module, ranges, axes)
-
-
-def _with_results(body: Sequence[fx.Node]) -> list[fx.Node]:
-    found = []
-    for node in body:
-        found += [node, *filter(is_result, node.users)]
-    return found
 
 
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
     """The inputs of a layer's body that have a row a token, or a choice."""
     inside, found = set(body), dict[fx.Node, Axis]()
     for node in body:
-        sources: list[Any] = []
-        if node.target is OPS.order.default:
-            sources = [each for each in node.args[:3] if isinstance(each, fx.Node)]
-        if node.target is OPS.pack.default:
-            sources = [node.args[0]]
-        for source in sources:
+        num_sources = {OPS.order.default: 3, OPS.pack.default: 1}.get(node.target, 0)
+        for source in node.args[:num_sources]:
             while source in inside:
-                source = source.all_input_nodes[0]
-            found[source] = 0
+                source = source.all_input_nodes[0]  # type: ignore[union-attr]
+            if isinstance(source, fx.Node):
+                found[source] = 0
     return found
 
 

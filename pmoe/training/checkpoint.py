@@ -83,7 +83,9 @@ def save_checkpoint(
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         check_path(folder=folder)
-        _check_arguments(step, extra, keep)
+        check_int(0, step=step)
+        check_count(keep=keep)
+        check_kind((Mapping, type(None)), "a mapping of names, or None", extra=extra)
         check_module(model=model)
         names = states.Names(model)
         tensors, of_modules = states.model_state(model, names)
@@ -160,12 +162,6 @@ def load_checkpoint(
     if random is not None:
         files.set_random(random)
     return Loaded(path=path, step=plain["step"], extra=plain["extra"], random=random is not None)
-
-
-def _check_arguments(step: object, extra: object, keep: object) -> None:
-    check_int(0, step=step)
-    check_count(keep=keep)  # type: ignore[arg-type]
-    check_kind((Mapping, type(None)), "a mapping of names, or None", extra=extra)
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

@@ -141,14 +141,9 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
 def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
     """Everything that can be cut, in k parts: what costs of parts are measured on."""
     instructions, found = graph.instructions, list[Range]()
-    begin = end = -1
-    for at in range(len(instructions) + 1):
-        if begin >= 0 and graph.ends[at]:
-            end = at
-        if at == len(instructions) or not graph.can[at]:
-            if begin >= 0 and any(each.communicates for each in instructions[begin:end]):
-                found.append(Range(instructions[begin].name, instructions[end - 1].name, k))
-            begin = -1
-        elif begin < 0 and graph.ends[at]:
-            begin = end = at
+    for can, stretch in itertools.groupby(range(len(instructions)), graph.can.__getitem__):
+        inside = list(stretch)
+        ends = [at for at in (*inside, inside[-1] + 1) if can and graph.ends[at]]
+        if ends and any(each.communicates for each in instructions[ends[0] : ends[-1]]):
+            found.append(Range(instructions[ends[0]].name, instructions[ends[-1] - 1].name, k))
     return found

@@ -8,7 +8,7 @@ shapes does so alone.
 
 from __future__ import annotations
 
-import difflib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -233,15 +233,9 @@ def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: 
         theirs, names = (
             [name for name, sends in every[each][0] if sends or is_whole] for each in (rank, first)
         )
-        if theirs != names:
-            matcher = difflib.SequenceMatcher(None, names, theirs, autojunk=False)
-            _, at, _, other, _ = next(each for each in matcher.get_opcodes() if each[0] != "equal")
-            raise ValueError(
-                f"the {key[0]} graph of rank {rank} must be that of rank {first}: operator {at} is "
-                f"{_at(theirs, other)}, there {_at(names, at)}. Models and options must be the same on all "
-                "ranks"
-            )
-
-
-def _at(names: Sequence[str], place: int) -> str:
-    return names[place] if place < len(names) else "none"
+        for at, (its, wanted) in enumerate(itertools.zip_longest(theirs, names, fillvalue="none")):
+            if its != wanted:
+                raise ValueError(
+                    f"the {key[0]} graph of rank {rank} must be that of rank {first}: operator {at} is "
+                    f"{its}, there {wanted}. Models and options must be the same on all ranks"
+                )

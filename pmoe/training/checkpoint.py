@@ -132,24 +132,20 @@ def load_checkpoint(
     """
     ranks = Ranks(group)
 
-    def look() -> tuple[Path, list[Optimizer], str]:
+    def collect() -> tuple[states.Names, dict[str, Tensor], list[Optimizer]]:
         check_path(folder=folder)
         check_int(0, step=0 if step is None else step)
-        found = files.find(Path(folder), plain_int(step)) if ranks.rank == 0 else ""
-        return Path(folder), _listed(optimizer), found
+        check_module(model=model)
+        names = states.Names(model)
+        return names, states.model_state(model, names)[0], _listed(optimizer)
 
-    own, optimizers, found = _on_all(ranks, "looking for it", look)
-    path = own / from_first(ranks, found, stage="agreeing on a checkpoint")
+    names, tensors, optimizers = _on_all(ranks, "collecting", collect)
+    path = Path(folder) / _on_first(
+        ranks, "looking for it", lambda: files.find(Path(folder), plain_int(step))
+    )
     plain, metadata, random = _on_all(
         ranks, f"reading {path} (step= loads another)", lambda: files.read(path, ranks.rank, ranks.size)
     )
-
-    def collect() -> tuple[states.Names, dict[str, Tensor]]:
-        check_module(model=model)
-        names = states.Names(model)
-        return names, states.model_state(model, names)[0]
-
-    names, tensors = _on_all(ranks, "collecting", collect)
     _check_fit(ranks, path, names, tensors, metadata, "model")
     if optimizers:
         tensors |= _states_to_fill(ranks, path, names, optimizers, plain, metadata)

@@ -75,21 +75,12 @@ class GradientBuffers:
             view.copy_(parameter.grad)
         parameter.grad = view
 
-    def ranges(self, begin: int, end: int) -> list[GradientRange]:
-        """The bytes from ``begin`` to ``end``, cut where one buffer ends and the next begins."""
-        found, first = [], 0
-        for memory in self.memories:
-            item, last = memory.element_size(), first + memory.nbytes
-            low, high = max(begin, first), min(end, last)
-            if low < high:
-                part = memory[(low - first) // item : (high - first) // item]
-                found.append(GradientRange(part, self._parameters_between(low, high)))
-            first = last
-        return found
-
-    def _parameters_between(self, begin: int, end: int) -> tuple[int, ...]:
-        places = zip(self._order, pairwise(self.ends), strict=True)
-        return tuple(at for at, (first, last) in places if first < end and last > begin)
+    def part(self, begin: int, end: int) -> GradientRange:
+        """The bytes from ``begin`` to ``end``. All gradients are of one type."""
+        (memory,) = self.memories
+        item, places = memory.element_size(), zip(self._order, pairwise(self.ends), strict=True)
+        inside = tuple(at for at, (first, last) in places if first < end and last > begin)
+        return GradientRange(memory[begin // item : end // item], inside)
 
 
 MESSAGE_BYTES = (1 << 16, 1 << 18, 1 << 20)
@@ -115,12 +106,12 @@ class Timetable:
     """What is sent when in a backward pass. MoE layers' passes have the numbers 0, 1, ... in their order.
 
     inside: i -> beside the experts of pass i. beside: i -> beside the dense part behind pass i - 1.
-    end: after backward.
+    end: memory of gradients that are sent after backward.
     """
 
     inside: dict[int, GradientRange] = field(default_factory=dict)
     beside: dict[int, GradientRange] = field(default_factory=dict)
-    end: list[GradientRange]
+    end: Sequence[Tensor]
 
 
 def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
@@ -133,10 +124,10 @@ def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
         wanted = begin + share.dense_bytes + share.moe_bytes
         end = min(wanted // item * item, buffers.ends[-1])
         if end > begin:
-            (part,) = buffers.ranges(begin, end)
-            (inside if at % 2 else beside)[at // 2] = part
+            (inside if at % 2 else beside)[at // 2] = buffers.part(begin, end)
         begin = end
-    return Timetable(inside=inside, beside=beside, end=buffers.ranges(begin, buffers.ends[-1]))
+    left = [buffers.part(begin, buffers.ends[-1]).memory] if begin < buffers.ends[-1] else []
+    return Timetable(inside=inside, beside=beside, end=left)
 
 
 def find_partition(

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pmoe.arguments import check_flag, check_module
 from pmoe.comm.agreement import gathered
@@ -130,7 +130,7 @@ class GradientReducer:
     def _finish_first(self, seen: FirstStep) -> GradientBuffers:
         seen.end(len(self.parameters))
         buffers = GradientBuffers(self.parameters, seen.order)
-        timetable = Timetable(end=buffers.ranges(0, buffers.ends[-1]))
+        timetable = Timetable(end=buffers.memories)
         PartitionedStep(buffers, timetable, self.ranks, self.names).finish()
         if self._may_overlap(seen, buffers):
             timetable = self._timetable(seen, buffers)
@@ -283,14 +283,14 @@ class PartitionedStep(BackwardStep):
 
     def inside_layer(self) -> dist.Work | None:
         part = self._timetable.inside.get(self._num_layers)
-        return None if part is None else self._all_reduce(part)
+        return None if part is None else self._all_reduce(part.memory)
 
     def layer_ends(self) -> None:
         self._num_layers += 1
         part = self._timetable.beside.get(self._num_layers)
         self._check_ready(part)
         if part is not None:
-            self._works.append(self._all_reduce(part))
+            self._works.append(self._all_reduce(part.memory))
 
     def finish(self) -> GradientBuffers:
         """After backward: sends what is left, waits for all, and returns where the sums are."""
@@ -303,8 +303,8 @@ class PartitionedStep(BackwardStep):
             work.wait()
         return self._buffers
 
-    def _all_reduce(self, each: GradientRange) -> dist.Work:
-        work: dist.Work = dist.all_reduce(each.memory, group=self._ranks.group, async_op=True)
+    def _all_reduce(self, memory: Tensor) -> dist.Work:
+        work: dist.Work = dist.all_reduce(memory, group=self._ranks.group, async_op=True)
         return work
 
     def _check_ready(self, part: GradientRange | None) -> None:

@@ -21,7 +21,6 @@ from pmoe.planner.profile import Operations
 from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
 from pmoe.training import gradient_partitioning
-from pmoe.training.gradient_partitioning import GradientRange
 from pmoe.training.reducer import PartitionedStep
 from tests.pool import ranks
 from tests.spread import named, spread
@@ -105,8 +104,8 @@ def job(
 
     real = PartitionedStep._all_reduce
 
-    def counted(self: PartitionedStep, sent: GradientRange) -> dist.Work:
-        inside.append(sent.memory.nbytes)
+    def counted(self: PartitionedStep, sent: Tensor) -> dist.Work:
+        inside.append(sent.nbytes)
         return real(self, sent)
 
     with (

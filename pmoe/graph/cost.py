@@ -163,7 +163,8 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
 
     found = []
     for node in calls_of(module):
-        needs = [_source(each) for each in node.all_input_nodes]
+        # Of a result of an all-to-all, the all-to-all.
+        needs: list[Any] = [each.args[0] if is_result(each) else each for each in node.all_input_nodes]
         cost = costs.get(label(node), nothing)
         found.append(
             Instruction(
@@ -176,8 +177,3 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
             )
         )
     return found
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """The all-to-all of which the node is a result, or the node itself."""
-    return node.args[0] if is_result(node) else node  # type: ignore[return-value]

@@ -72,13 +72,8 @@ def order(
 
 @order.register_fake
 def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    slots = expert_TK.numel()
-    return (
-        expert_TK.new_empty(slots),
-        expert_TK.new_empty(slots),
-        expert_TK.new_empty(used_E.shape[0] + 1),
-        torch.empty_like(used_E),
-    )
+    sizes = (expert_TK.numel(), expert_TK.numel(), used_E.shape[0] + 1)
+    return *map(expert_TK.new_empty, sizes), torch.empty_like(used_E)
 
 
 # ---- tokens to rows, and rows to tokens
@@ -202,13 +197,7 @@ def experts_input_gradient(
 def _(grad: Tensor, rows: Tensor, weight_N: Tensor, hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
     parameters = others[1]
     active = rows.new_empty(rows.shape[0], parameters[1].shape[2])
-    return (
-        torch.empty_like(rows),
-        torch.empty_like(weight_N),
-        torch.empty_like(hidden),
-        active,
-        torch.empty_like(grad),
-    )
+    return tuple(torch.empty_like(each) for each in (rows, weight_N, hidden, active, grad))
 
 
 @torch.library.custom_op("pmoe_graph::experts_weight_gradient", mutates_args=())

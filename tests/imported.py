@@ -8,8 +8,8 @@ import pmoe.experts.wrapped
 import pmoe.layer.chosen
 import pmoe.layer.exact_counts
 import pmoe.layer.searched
+import pmoe.layer.solved
 import pmoe.layer.spread
-import pmoe.runners.solved
 import pmoe.schedule.rings
 import pmoe.schedule.straight
 import pmoe.training.checkpoint

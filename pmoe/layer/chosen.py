@@ -55,7 +55,9 @@ def choose_among(
     if n is not None:
         found = PassDegrees(n, spec.pipeline_backward or n)
     elif spec.pipeline == SOLVE:
-        found = _solved(batch, restore)
+        from pmoe.layer import solved
+
+        found = solved.solved_degrees(batch, restore, functools.partial(_tried_cuts, batch, restore))
     else:
         from pmoe.layer import searched
 
@@ -77,6 +79,10 @@ def _tried(batch: Batch, choices: Sequence[Choice]) -> Measured:
     if not batch.may_be_tried or batch.parts.gradients is not None or batch.counts.host_shortage:
         return None  # a choice that offloads would fail on the rank alone whose host is full
     return tried_seconds(batch, choices)
+
+
+def _tried_cuts(batch: Batch, restore: Restore, degrees: Sequence[int]) -> Measured:
+    return _tried(batch, [Choice(forward=n, backward=n, restore=restore) for n in degrees])
 
 
 def _compared_with_steps(batch: Batch, choice: Choice) -> Choice:
@@ -125,22 +131,3 @@ def _within_budget(batch: Batch) -> Choice:
     if counts.host_shortage and choice.restore.dispatched == "offload":
         choice = fitting(host_is_full=True)
     return choice
-
-
-def _solved(batch: Batch, restore: Restore) -> PassDegrees:
-    """n by FSMoE's solver, for the largest number of any rank's tokens. Collective the first time."""
-    from pmoe.runners.solved import Solver
-
-    parts, rows_TM = batch.parts, batch.inputs.x_TM
-    if parts.ranks.size == 1:
-        return PassDegrees(1, 1)
-    key = ("solved", parts.spec, restore, rows_TM.dtype)
-    new = Solver(parts.grid, restore if parts.spec.rotates else None, parts.spec.switches.one_lane)
-    solver: Solver = parts.known.choosers.setdefault(key, new)
-    t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
-
-    def tried(degrees: Sequence[int]) -> Measured:
-        return _tried(batch, [Choice(forward=n, backward=n, restore=restore) for n in degrees])
-
-    modules, tokens = parts.experts.as_modules(), batch.counts.max_tokens
-    return solver.degrees(batch.sizes, rows_TM, tokens, t_gar, modules, tried)

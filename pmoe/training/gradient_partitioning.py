@@ -21,12 +21,12 @@ from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 from pmoe.layer.memory import memory_shape
+from pmoe.layer.solved import layer_costs, operations_of
 from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost, fit
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
-from pmoe.runners.solved import layer_costs, operations_of
 from pmoe.schedule.restore import Restore
 
 # ---- the gradients' memory

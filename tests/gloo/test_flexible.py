@@ -20,8 +20,8 @@ import pmoe
 import pmoe.engine.cut
 import pmoe.gates
 from pmoe.engine.cut import make_plan
+from pmoe.layer import solved as solve
 from pmoe.planner.profile import Operations
-from pmoe.runners import solved as solve
 from tests.gloo.flexible import (
     D_HIDDEN,
     D_MODEL,

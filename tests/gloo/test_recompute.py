@@ -19,9 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import pmoe
 from pmoe import MoELayer, Restore, Routing
 from pmoe.layer import exact_counts, searched
+from pmoe.layer import solved as solve
 from pmoe.planner.degree import Choice
 from pmoe.planner.profile import Operations
-from pmoe.runners import solved as solve
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.gloo.flexible import lines, mesh_of

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import recording
+from pmoe.layer import solved as solve
 from pmoe.planner.costs import Fit, LineCost, Share
 from pmoe.planner.gradient_partition import Partition
 from pmoe.planner.profile import Operations
-from pmoe.runners import solved as solve
 from pmoe.schedule.tasks import Kind
 from pmoe.training import gradient_partitioning
 from pmoe.training.reducer import PartitionedStep

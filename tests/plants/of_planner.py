@@ -156,7 +156,7 @@ PLANNER = (
     Plant(
         name="slowest-solved-degree",
         breaks='pipeline="solve" takes the slowest n for both passes',
-        file="pmoe/runners/solved.py",
+        file="pmoe/layer/solved.py",
         old="        best = min(DEGREES, key=step)\n",
         new="        best = max(DEGREES, key=step)\n",
         tests="tests/gloo/test_flexible.py -k solved_degrees_follow",

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pmoe.layer.solved import layer_costs, with_chunk_cost
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LayerCosts, LineCost, StageWork
 from pmoe.planner.degree import DEGREES
@@ -20,7 +21,6 @@ from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_second
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.profile import FORMAT, Operations, Profile, Versions, alphas
-from pmoe.runners.solved import layer_costs, with_chunk_cost
 from pmoe.schedule.restore import KEEP, STRATEGIES, Restore
 from pmoe.schedule.tasks import PassDirection
 

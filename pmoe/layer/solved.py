@@ -10,7 +10,6 @@ Letters: B tokens of the fullest rank, K choices, P ranks across nodes, L inside
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Grid
+from pmoe.layer.trials import Batch
 from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
 from pmoe.planner.candidates import TriedBy
@@ -82,59 +82,60 @@ def layer_costs(
     )
 
 
-class Solver:
-    """Chooses both passes' degrees for one layer, from numbers that all ranks share, and remembers."""
-
-    def __init__(self, grid: Grid, restore: Restore | None, one_lane: bool) -> None:
-        """restore: None where buffers do not rotate; both passes then have the same chunks."""
-        self._grid, self._restore, self._one_lane = grid, restore, one_lane
-        self._black_box: tuple[LineCost, LineCost] | None = None
-        self._found: dict[tuple[int, float], PassDegrees] = {}
-
-    def degrees(
-        self,
-        shape: LayerSizes,
-        rows_TM: Tensor,
-        num_tokens: int,
-        t_gar: float,
-        modules: Sequence[nn.Module],
-        tried: TriedBy[int],
-    ) -> PassDegrees:
-        """modules: this rank's experts, where they are modules. t_gar: seconds of other layers' gradients in
-        the backward pass. tried: measures both passes in some numbers of chunks, where it can. Collective the
-        first time."""
-        key = (num_tokens, t_gar)
-        if key in self._found:
-            return self._found[key]
-        operations = operations_of(self._grid, rows_TM.device, rows_TM.dtype)
-        if modules and self._black_box is None:
-            self._black_box = black_box(modules[0], rows_TM, self._grid)
-        ahead, back = self._black_box or (None, None)
-        costs = functools.partial(layer_costs, shape, operations, num_tokens, rows_TM.device.type)
-        forward = costs(ahead)
-        backward = forward.backward() if back is None else costs(back)
-        options = functools.partial(
-            ScheduleOptions, one_lane=self._one_lane, restore=self._restore, stays=shape.stays
-        )
-        way, way_back = options(direction="forward"), options(direction="backward")
-        seconds = tried(TRIED)
-        if seconds is not None:
-            ahead_few, ahead_many, back_few, back_many = (pair[at] for at in (0, 1) for pair in seconds)
-            forward = with_chunk_cost(forward, way, ahead_many - ahead_few)
-            backward = with_chunk_cost(backward, way_back, back_many - back_few)
-
-        def step(n: int) -> float:
-            return pass_seconds(forward, n, way) + pass_seconds(backward, n, way_back, t_gar)
-
-        if self._restore is None:
-            best = min(DEGREES, key=step)
-            found = PassDegrees(best, best)
-        else:
-            ahead_n = best_degree(forward, way, degrees=DEGREES)
-            found = PassDegrees(ahead_n, best_degree(backward, way_back, t_gar, DEGREES))
-        told = (found.forward, found.backward, num_tokens)
+def solved_degrees(batch: Batch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
+    """n of both passes for the largest number of any rank's tokens, from numbers that all ranks share; the
+    layer remembers them. tried: measures both passes in some numbers of chunks, where it can. Collective the
+    first time."""
+    parts, spec, x_TM, tokens = batch.parts, batch.parts.spec, batch.inputs.x_TM, batch.counts.max_tokens
+    if parts.ranks.size == 1:
+        return PassDegrees(1, 1)
+    t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
+    key, known = ("solved", spec, restore, x_TM.dtype, tokens, t_gar), parts.known.choosers
+    if key not in known:
+        known[key] = _solved(batch, restore if spec.rotates else None, t_gar, tried)
+        told = (known[key].forward, known[key].backward, tokens)
         log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *told)
-        return self._found.setdefault(key, found)
+    found: PassDegrees = known[key]
+    return found
+
+
+def _solved(batch: Batch, restore: Restore | None, t_gar: float, tried: TriedBy[int]) -> PassDegrees:
+    """t_gar: seconds of other layers' gradients in the backward pass. restore: None where buffers do not
+    rotate; both passes then have the same chunks."""
+    parts, x_TM, sizes = batch.parts, batch.inputs.x_TM, batch.sizes
+    operations = operations_of(parts.grid, x_TM.device, x_TM.dtype)
+    ahead, back = _black_box_of(batch)
+    costs = functools.partial(layer_costs, sizes, operations, batch.counts.max_tokens, x_TM.device.type)
+    forward = costs(ahead)
+    backward = forward.backward() if back is None else costs(back)
+    options = functools.partial(
+        ScheduleOptions, one_lane=parts.spec.switches.one_lane, restore=restore, stays=sizes.stays
+    )
+    way, way_back = options(direction="forward"), options(direction="backward")
+    seconds = tried(TRIED)
+    if seconds is not None:
+        ahead_few, ahead_many, back_few, back_many = (pair[at] for at in (0, 1) for pair in seconds)
+        forward = with_chunk_cost(forward, way, ahead_many - ahead_few)
+        backward = with_chunk_cost(backward, way_back, back_many - back_few)
+
+    def step(n: int) -> float:
+        return pass_seconds(forward, n, way) + pass_seconds(backward, n, way_back, t_gar)
+
+    if restore is None:
+        best = min(DEGREES, key=step)
+        return PassDegrees(best, best)
+    ahead_n = best_degree(forward, way, degrees=DEGREES)
+    return PassDegrees(ahead_n, best_degree(backward, way_back, t_gar, DEGREES))
+
+
+def _black_box_of(batch: Batch) -> tuple[LineCost | None, LineCost | None]:
+    """Seconds of an expert's rows in both passes, where experts are modules: measured once a layer."""
+    parts, rows_TM = batch.parts, batch.inputs.x_TM
+    modules, key = parts.experts.as_modules(), ("black box", rows_TM.dtype)
+    if modules and key not in parts.known.choosers:
+        parts.known.choosers[key] = black_box(modules[0], rows_TM, parts.grid)
+    found: tuple[LineCost | None, LineCost | None] = parts.known.choosers.get(key, (None, None))
+    return found
 
 
 def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:

@@ -87,12 +87,15 @@ class Cutting:
         return cut(self._module, ranges, axes)
 
 
+NUM_SOURCES: dict[Any, int] = {OPS.order.default: 3, OPS.pack.default: 1}
+"""By operator, how many of its first arguments have a row a token, or a choice."""
+
+
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
     """The inputs of a layer's body that have a row a token, or a choice."""
     inside, found = set(body), dict[fx.Node, Axis]()
     for node in body:
-        num_sources = {OPS.order.default: 3, OPS.pack.default: 1}.get(node.target, 0)
-        for source in node.args[:num_sources]:
+        for source in node.args[: NUM_SOURCES.get(node.target, 0)]:
             while source in inside:
                 source = source.all_input_nodes[0]  # type: ignore[union-attr]
             if isinstance(source, fx.Node):

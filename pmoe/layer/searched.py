@@ -38,7 +38,7 @@ def tried_degrees(batch: Batch, restore: Restore) -> PassDegrees:
     if learnt is not None:
         known = learnt.table(restore, batch.inputs.x_TM.dtype)
     found = known.lookup(batch.counts.max_tokens)
-    if found is None and batch.may_be_tried:
+    if found is None and learnt is not None and batch.may_be_tried:
         found = search(known, batch, restore, spec.degrees, apart=spec.rotates and not spec.send_once)
         learnt.keep()
     if found is None:

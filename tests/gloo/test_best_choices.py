@@ -158,7 +158,7 @@ def chosen_job(
         return [(trials.get(each.restore, trials.get(each.forward)), 0.0) for each in choices]
 
     with (
-        mock.patch.object(chosen, "profile_of", lambda *_: profile(**lanes)),
+        mock.patch("pmoe.layer.trials.profile_of", lambda *_: profile(**lanes)),
         mock.patch.object(chosen, "_tried", tried),
     ):
         layer = build(top_k=1, slack=SLACK, **options)
@@ -202,8 +202,8 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
     def tried(batch: Any, choices: Any) -> Any:
         (each,) = choices  # with dear copies S4 alone is worth a trial
         rows = batch.counts.recv.sum() / COUNT  # evenly routed or not
-        [most] = largest(batch.modules.ranks, torch.device("cpu"), [float(rows)], stage="a test")
-        sizes = memory_shape(batch.modules)
+        [most] = largest(batch.parts.ranks, torch.device("cpu"), [float(rows)], stage="a test")
+        sizes = memory_shape(batch.parts)
         seconds = step_seconds(sizes, profile(**lanes), COUNT, each.forward, each.backward, each.restore)
         return [(0.0, times * most * seconds)]
 
@@ -242,7 +242,7 @@ def test_no_trial_is_made_where_a_host_is_full() -> None:
     """One that offloads would fail on that rank alone."""
     batch: Any = SimpleNamespace(
         may_be_tried=True,
-        modules=SimpleNamespace(gradients=None),
+        parts=SimpleNamespace(gradients=None),
         counts=SimpleNamespace(host_shortage=True),
     )
     assert chosen._tried(batch, []) is None

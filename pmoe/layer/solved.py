@@ -21,7 +21,7 @@ from pmoe.layer.trials import Batch
 from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
 from pmoe.planner.candidates import TriedBy
-from pmoe.planner.costs import LayerCosts, LineCost, StageWork
+from pmoe.planner.costs import LayerCosts, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.granularity import PassDegrees
@@ -66,19 +66,19 @@ def layer_costs(
     num_local = shape.num_experts // across
     gathered = rows * inside
     if expert is not None:
-        line, size = LineCost(expert.alpha_seconds * num_local, expert.beta_seconds), float(gathered)
+        line, size = LineCost(expert.alpha_seconds * num_local, expert.beta_seconds), gathered
     else:
         # Two products an expert, one launch each at worst.
         gemm, of_row = operations.gemm.line, shape.d_model * (shape.columns.hidden + shape.columns.scratch)
         launches = 2 * num_local * alphas(of_row / 2, device_type)
         line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
-        size = float(gathered * of_row)
+        size = gathered * of_row
     shared = rows * (inside - 1) * row_bytes
     return LayerCosts(
-        a2a=StageWork(line=operations.all_to_all.line, size=rows * (across - 1) / across * row_bytes),
-        ag=StageWork(line=operations.all_gather.line, size=shared),
-        rs=StageWork(line=operations.reduce_scatter.line, size=shared),
-        exp=StageWork(line=line, size=size),
+        a2a=operations.all_to_all.line.shared(rows * (across - 1) / across * row_bytes),
+        ag=operations.all_gather.line.shared(shared),
+        rs=operations.reduce_scatter.line.shared(shared),
+        exp=line.shared(size),
     )
 
 
@@ -145,8 +145,7 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
     few, many = TRIED
 
     def with_more(seconds: float) -> LayerCosts:
-        line = LineCost(costs.exp.line.alpha_seconds + seconds, costs.exp.line.beta_seconds)
-        return replace(costs, exp=replace(costs.exp, line=line))
+        return replace(costs, exp=LineCost(costs.exp.alpha_seconds + seconds, costs.exp.beta_seconds))
 
     def differ(seconds: float) -> float:
         found = with_more(seconds)

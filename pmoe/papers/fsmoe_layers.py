@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pmoe.papers.assumptions import assumptions
-from pmoe.planner.costs import LayerCosts, LineCost, StageWork, all_reduce_seconds
+from pmoe.planner.costs import LayerCosts, LineCost, all_reduce_seconds
 
 ASSUMPTIONS = assumptions("fsmoe-table5")
 """What Table 5 needs and the paper does not say, or says in several ways."""
@@ -85,10 +85,10 @@ def moe_costs(layer: Configured) -> LayerCosts:
     products = 3 if layer.ffn == "Mixtral" else 2
     line = LineCost(products * GEMM.alpha_seconds, products * GEMM.beta_seconds)
     return LayerCosts(
-        a2a=StageWork(line=ALL_TO_ALL, size=bytes_of_node / GPUS),
-        ag=StageWork(line=ALL_GATHER, size=bytes_of_node),
-        rs=StageWork(line=REDUCE_SCATTER, size=bytes_of_node),
-        exp=StageWork(line=line, size=2 * layer.rows * layer.M * (layer.H // GPUS)),
+        a2a=ALL_TO_ALL.shared(bytes_of_node / GPUS),
+        ag=ALL_GATHER.shared(bytes_of_node),
+        rs=REDUCE_SCATTER.shared(bytes_of_node),
+        exp=line.shared(2 * layer.rows * layer.M * (layer.H // GPUS)),
     )
 
 

@@ -26,6 +26,10 @@ class LineCost:
     def __call__(self, size: float) -> float:
         return max(0.0, self.alpha_seconds + self.beta_seconds * size)
 
+    def shared(self, size: float) -> LineCost:
+        """The same by the share of work of this size. Example: alpha 1, beta 2, of 10 -> alpha 1, beta 20."""
+        return LineCost(self.alpha_seconds, self.beta_seconds * size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -98,14 +102,6 @@ def _r_squared(line: LineCost, points: Mapping[float, float]) -> float:
 # ---- what the stages of a layer with sharded experts cost in one pass (FSMoE, Eq. 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageWork:
-    """Work of a stage in one pass: ``size`` on ``line``. A chunk of r takes alpha + size / r * beta."""
-
-    line: LineCost
-    size: float
-
-
 class ChunkSeconds(NamedTuple):
     """Seconds of one chunk on each stage."""
 
@@ -117,25 +113,24 @@ class ChunkSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """The work of one pass of a layer; a2a is one of its two all-to-alls."""
+    """Seconds of one pass of a layer, by the share of its rows; a2a is one of its two all-to-alls."""
 
-    a2a: StageWork
-    ag: StageWork
-    rs: StageWork
-    exp: StageWork
+    a2a: LineCost
+    ag: LineCost
+    rs: LineCost
+    exp: LineCost
 
     def chunk(self, r: float) -> ChunkSeconds:
         """Eq. 1: seconds of a chunk of r."""
-        works = (self.a2a, self.ag, self.rs, self.exp)
-        return ChunkSeconds(*(w.line.alpha_seconds + w.line.beta_seconds * w.size / r for w in works))
+        lines = (self.a2a, self.ag, self.rs, self.exp)
+        return ChunkSeconds(*(each.alpha_seconds + each.beta_seconds / r for each in lines))
 
     def backward(self) -> LayerCosts:
         """The backward pass of a layer whose forward pass this is: experts take twice as long (Section 4.4).
 
         The paper doubles alpha, beta and n, which read literally is four times; its Table 2 measures twice.
         """
-        line = LineCost(2 * self.exp.line.alpha_seconds, 2 * self.exp.line.beta_seconds)
-        return replace(self, exp=StageWork(line=line, size=self.exp.size))
+        return replace(self, exp=LineCost(2 * self.exp.alpha_seconds, 2 * self.exp.beta_seconds))
 
 
 class DegreeSeconds(NamedTuple):

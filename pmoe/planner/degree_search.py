@@ -55,7 +55,7 @@ def stage_seconds(
     arranging rows, the routing weights, the sum of returned rows."""
     a2a, ag, rs, _ = costs.chunk(n)
     apart = options.wgrad_share if options.direction == "backward" else 0.0
-    alpha, whole = costs.exp.line.alpha_seconds, costs.exp.line.beta_seconds * costs.exp.size
+    alpha, whole = costs.exp.alpha_seconds, costs.exp.beta_seconds
     remote = alpha + whole * (1 - options.stays) / n
     pieces = n if options.restore is not None else local_pieces(n, local=True, remote=True)
     # The first piece is what is not in pieces of a chunk each.

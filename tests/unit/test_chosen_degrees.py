@@ -15,7 +15,7 @@ import torch
 
 from pmoe.layer.solved import layer_costs, with_chunk_cost
 from pmoe.planner.cost_model import Interference
-from pmoe.planner.costs import Fit, LayerCosts, LineCost, StageWork
+from pmoe.planner.costs import Fit, LayerCosts, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.layer_seconds import step_seconds
@@ -125,12 +125,9 @@ def test_rows_that_stay_are_computed_while_others_travel() -> None:
 def test_what_a_chunk_costs_is_found_from_two_trials(direction: PassDirection, chunk_ms: float) -> None:
     """Of costs that know it, their own difference of 8 chunks and 1 gives it back to costs that do not."""
     line, way = LineCost(0.0, 1e-9), ScheduleOptions(direction=direction, stays=0.5)
-    free = LayerCosts(
-        a2a=StageWork(line=line, size=2e6), ag=StageWork(line=line, size=0.0),
-        rs=StageWork(line=line, size=0.0), exp=StageWork(line=line, size=4e7),
-    )  # fmt: skip
-    paid = replace(free, exp=StageWork(line=LineCost(chunk_ms / 1e3, 1e-9), size=4e7))
+    free = LayerCosts(a2a=line.shared(2e6), ag=line.shared(0.0), rs=line.shared(0.0), exp=line.shared(4e7))
+    paid = replace(free, exp=LineCost(chunk_ms / 1e3, 0.04))
     measured = pass_seconds(paid, 8, way) - pass_seconds(paid, 1, way)
     found = with_chunk_cost(free, way, measured)
-    assert found.exp.line.alpha_seconds == pytest.approx(chunk_ms / 1e3, abs=1e-7)
+    assert found.exp.alpha_seconds == pytest.approx(chunk_ms / 1e3, abs=1e-7)
     assert with_chunk_cost(free, way, measured - 1.0) == free  # faster than the model: nothing is taken off

@@ -14,7 +14,6 @@ from pmoe.planner.costs import (
     GeneralizedLayer,
     LayerCosts,
     LineCost,
-    StageWork,
     all_reduce_seconds,
     bytes_within,
 )
@@ -27,8 +26,8 @@ LINE = LineCost(1e-4, 6e-10)
 
 
 def random_costs(rng: random.Random) -> LayerCosts:
-    def work() -> StageWork:
-        return StageWork(line=LineCost(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-4, -1)), size=1.0)
+    def work() -> LineCost:
+        return LineCost(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-4, -1))
 
     a2a, ag, exp = work(), work(), work()
     return LayerCosts(a2a=a2a, ag=ag, rs=ag, exp=exp)

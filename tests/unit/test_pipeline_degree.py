@@ -18,7 +18,7 @@ import pytest
 
 from pmoe.papers.fsmoe_layers import moe_costs, table4
 from pmoe.planner import degree_search
-from pmoe.planner.costs import LayerCosts, LineCost, StageWork
+from pmoe.planner.costs import LayerCosts, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import (
     ScheduleOptions,
@@ -68,8 +68,8 @@ def drawn(count: int, *, alike: bool) -> list[Drawn]:
     it; else it is drawn too."""
     rng = random.Random(2026)
 
-    def work() -> StageWork:
-        return StageWork(line=LineCost(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-4, -1)), size=1.0)
+    def work() -> LineCost:
+        return LineCost(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-4, -1))
 
     found = []
     for at in range(ALL):
@@ -104,7 +104,7 @@ def layer(
     """Seconds in all of each stage, and alpha a chunk."""
     return LayerCosts(
         **{
-            name: StageWork(line=LineCost(alpha, seconds), size=1.0)
+            name: LineCost(alpha, seconds)
             for name, seconds in (("a2a", a2a), ("ag", ag), ("rs", rs), ("exp", exp))
         }
     )
@@ -280,9 +280,8 @@ def test_what_costs_nothing_a_chunk_is_cut_as_fine_as_may_be() -> None:
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_the_unit_of_time_does_not_matter(scale: float) -> None:
-    def scaled(work: StageWork) -> StageWork:
-        line = LineCost(work.line.alpha_seconds * scale, work.line.beta_seconds * scale)
-        return StageWork(line=line, size=work.size)
+    def scaled(work: LineCost) -> LineCost:
+        return LineCost(work.alpha_seconds * scale, work.beta_seconds * scale)
 
     for each in drawn(40, alike=False):
         names = [field.name for field in dataclasses.fields(LayerCosts)]

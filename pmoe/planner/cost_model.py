@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Work of each lane in a second while it runs alone: W_comp, W_comm and W_mem of Section II.C.
-
-    compute: multiply-adds. communicate: elements that a rank sends in the all-to-all, of rows that really
-    travel. copy: elements between device and host, in one direction.
-    """
-
-    compute: float
-    communicate: float
-    copy: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Interference:
     """Speeds while other lanes are busy, relative to running alone: over 0, at most 1 (Section II.C, Fig. 3).
 
@@ -108,16 +95,20 @@ def workload(
 def lane_seconds(
     restore: Restore,
     direction: PassDirection,
+    profile: Profile,
     *,
     b: float,
     M: int,
     H: int,
-    rates: Rates,
+    element_size: int,
     swiglu: bool = False,
     travelling: float = 1.0,
 ) -> LaneSeconds:
     """The terms of Eq. 10, seconds of b rows on each lane alone: q1 v_comp / W_comp, q2 v_comm / W_comm and
     q3 v_mem / W_mem. A unit (Eq. 7-9) is b H M multiply-adds, b M elements sent, b M elements copied.
+
+    1 / W_comp, 1 / W_comm and 1 / W_mem are the betas of the profile's lines, so large tasks are assumed:
+    alpha is left out. Copies go at the slower direction's rate.
 
     The paper's short form (alpha, beta) drops the volumes, although computation has H times those of the
     other lanes; that is put right here. sigma, mu and eta come in `slowest_lane`.
@@ -125,9 +116,14 @@ def lane_seconds(
     travelling: the share of the b rows that change rank, 1 in the paper, (W - 1) / W for even routing over W
     ranks, 0 on one rank, where communicating T_DI again is a local gather and counts as free.
     """
-    v_comp, v_comm, v_mem = b * H * M, b * M, b * M
     q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
-    return q1 * v_comp / rates.compute, q2 * v_comm * travelling / rates.communicate, q3 * v_mem / rates.copy
+    num_bytes = b * M * element_size
+    copy = max(profile.copy_out.beta_seconds, profile.copy_in.beta_seconds)
+    return (
+        q1 * b * H * M * profile.compute.beta_seconds,
+        q2 * num_bytes * travelling * profile.message.beta_seconds,
+        q3 * num_bytes * copy,
+    )
 
 
 def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
@@ -173,10 +169,11 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
         lane_seconds(
             restore,
             direction,
+            profile,
             b=num_tokens * sizes.top_k * sizes.inside,
             M=sizes.d_model,
             H=sizes.columns.scratch,
-            rates=profile.rates(sizes.element_size),
+            element_size=sizes.element_size,
             swiglu=sizes.columns.hidden > sizes.columns.scratch,
             travelling=across / sizes.inside,  # b counts rows once they are gathered
         )

@@ -5,10 +5,9 @@ Nothing is measured and no file is read here: `pmoe.measure.rates` and `pmoe.mea
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, fields
 
-from pmoe.planner.cost_model import Interference, Rates
+from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LineCost
 
 FORMAT = 3
@@ -135,23 +134,3 @@ class Profile(Identity):
         """Seconds of a task that reads ``weights`` elements once."""
         alpha = self.compute.alpha_seconds * alphas(weights, self.device_type)
         return alpha + self.compute.beta_seconds * multiply_adds
-
-    def rates(self, element_size: int) -> Rates:
-        """For Eq. 10, with elements of ``element_size`` bytes: the rates of large tasks.
-
-        The alpha of the lines is left out. Copies go at the slower direction's rate. On one rank nothing
-        travels, and communication is as fast as a float can say.
-        """
-        copy = max(self.copy_out.beta_seconds, self.copy_in.beta_seconds)
-        return Rates(
-            compute=_rate(self.compute.beta_seconds),
-            communicate=_rate(self.message.beta_seconds * element_size),
-            copy=_rate(copy * element_size),
-        )
-
-
-# ---- helpers
-
-
-def _rate(beta_seconds: float) -> float:
-    return min(1 / beta_seconds, sys.float_info.max) if beta_seconds else sys.float_info.max

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from pmoe.planner.cost_model import (
     Interference,
-    Rates,
     cheapest_pair,
     eq10_seconds,
     lane_seconds,
@@ -28,6 +28,33 @@ S1, S2, S3, S4 = STRATEGIES.values()
 SMALL: dict[str, Any] = {"b": 1, "M": 2, "H": 8}  # H = 4 M; units: 16 multiply-adds, 2 elements, 2 elements
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Work of each lane in a second while it runs alone: multiply-adds, and elements of one byte."""
+
+    compute: float
+    communicate: float
+    copy: float
+
+    def profile(self, interference: Interference, num_ranks: int = 2) -> Profile:
+        copy = LineCost(0.0, 1 / self.copy)
+        return Profile(
+            device="by hand",
+            device_type="cpu",
+            num_ranks=num_ranks,
+            backend="none",
+            dtype="int8",
+            versions=Versions(torch="none", cuda=None, file=2),
+            compute=LineCost(0.0, 1 / self.compute),
+            message=LineCost(0.0, 1 / self.communicate),
+            copy_out=copy,
+            copy_in=copy,
+            interference=interference,
+            seconds=0.0,
+            when="",
+        )
+
+
 def rates(*, unit: float = 1.0, communicate: float, copy: float) -> Rates:
     """Rates for SMALL at which a unit takes so many seconds on its lane."""
     return Rates(compute=16 / unit, communicate=2 / communicate, copy=2 / copy)
@@ -37,9 +64,12 @@ EVEN = rates(communicate=1, copy=1)
 ALONE = Interference()
 
 
-def of_pass(restore: Restore, direction: Any, interference: Interference = ALONE, **numbers: Any) -> float:
+def of_pass(
+    restore: Restore, direction: Any, *, rates: Rates, interference: Interference = ALONE, **numbers: Any
+) -> float:
     """Eq. 10 for one pass."""
-    return slowest_lane(lane_seconds(restore, direction, **numbers), interference)
+    profile = rates.profile(interference)
+    return slowest_lane(lane_seconds(restore, direction, profile, element_size=1, **numbers), interference)
 
 
 def cheapest(
@@ -66,21 +96,7 @@ def cheapest(
         gate_parameters=0,
         bypass_local=travelling < 1,
     )
-    profile = Profile(
-        device="by hand",
-        device_type="cpu",
-        num_ranks=sizes.num_ranks,
-        backend="none",
-        dtype="int8",
-        versions=Versions(torch="none", cuda=None, file=2),
-        compute=LineCost(0.0, 1 / rates.compute),
-        message=LineCost(0.0, 1 / rates.communicate),
-        copy_out=LineCost(0.0, 1 / rates.copy),
-        copy_in=LineCost(0.0, 1 / rates.copy),
-        interference=interference,
-        seconds=0.0,
-        when="",
-    )
+    profile = rates.profile(interference, sizes.num_ranks)
     best, seconds = cheapest_pair(sizes, profile, b, pairs)
     assert seconds == {pair: eq10_seconds(sizes, profile, b, pair) for pair in pairs}
     return best, seconds
@@ -136,11 +152,12 @@ def test_swiglu_doubles_the_first_product_and_what_is_copied_of_it() -> None:
 
 
 def test_units_are_those_of_equations_7_to_9() -> None:
-    unit = Rates(compute=1.0, communicate=1.0, copy=1.0)
+    unit = Rates(compute=1.0, communicate=1.0, copy=1.0).profile(ALONE)
+    sizes = {"M": 5, "H": 7, "element_size": 1}
     hidden = 7 / 5  # columns of T_M over M
-    assert lane_seconds(S4, "backward", b=3, M=5, H=7, rates=unit) == (5 * 105, 3 * 15, 0)
-    assert lane_seconds(S2, "forward", b=3, M=5, H=7, rates=unit) == (2 * 105, 2 * 15, hidden * 15)
-    assert lane_seconds(S1, "forward", b=0, M=5, H=7, rates=unit) == (0, 0, 0)
+    assert lane_seconds(S4, "backward", unit, b=3, **sizes) == (5 * 105, 3 * 15, 0)
+    assert lane_seconds(S2, "forward", unit, b=3, **sizes) == (2 * 105, 2 * 15, hidden * 15)
+    assert lane_seconds(S1, "forward", unit, b=0, **sizes) == (0, 0, 0)
 
 
 def test_the_slowest_lane_sets_the_time() -> None:

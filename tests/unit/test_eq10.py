@@ -48,10 +48,11 @@ def all_lanes(regime: Regime, name: str) -> float:
             lane_seconds(
                 STRATEGIES[name],
                 direction,
+                profile_of(regime),
                 b=B,
                 M=M,
                 H=H,
-                rates=profile_of(regime).rates(ELEMENT_SIZE),
+                element_size=ELEMENT_SIZE,
                 travelling=1 - 1 / regime.ranks,
             )
         )

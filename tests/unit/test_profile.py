@@ -23,9 +23,10 @@ from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import FACTORS, measure, speeds
 from pmoe.measure.store import CorruptFileError
-from pmoe.planner.cost_model import Interference
+from pmoe.planner.cost_model import Interference, lane_seconds
 from pmoe.planner.costs import FREE, Fit, LineCost
 from pmoe.planner.profile import Identity, Operations, Profile, Versions
+from pmoe.schedule.restore import STRATEGIES
 
 MADE = Profile(
     device="Abacus (R) 3000, 2 threads",
@@ -264,16 +265,15 @@ def test_what_is_no_profile_is_called_corrupt_with_the_file_and_the_field(
 # ---- the numbers
 
 
-def test_rates_are_the_inverse_of_what_one_more_unit_costs() -> None:
-    rates = MADE.rates(element_size=2)
-    assert rates.compute == pytest.approx(3e10)
-    assert rates.communicate == pytest.approx(1 / 4e-9)
-    assert rates.copy == pytest.approx(1 / 1e-9)  # of the slower direction
+def test_equation_10_takes_what_one_more_unit_costs() -> None:
+    alone = lane_seconds(STRATEGIES["S1"], "forward", MADE, b=3, M=5, H=20, element_size=2)
+    seconds = 2 * 300 / 3e10, 2 * 15 * 4e-9, 5 * 15 * 1e-9  # copies: of the slower direction
+    assert alone == pytest.approx(seconds)
 
 
-def test_on_one_rank_messages_take_no_time_worth_counting() -> None:
-    rates = replace(MADE, num_ranks=1, message=LineCost(0.0, 0.0)).rates(4)
-    assert 1e12 / rates.communicate < 1e-200
+def test_on_one_rank_messages_take_no_time() -> None:
+    here = replace(MADE, num_ranks=1, message=LineCost(0.0, 0.0))
+    assert lane_seconds(STRATEGIES["S1"], "forward", here, b=3, M=5, H=20, element_size=4)[1] == 0
 
 
 def test_speeds_are_those_of_the_time_in_which_all_lanes_are_busy() -> None:
@@ -436,7 +436,7 @@ def test_measured_costs_are_positive_and_factors_at_most_one(dtype: torch.dtype)
     assert_sound(profile)
     assert profile.identity == identity(Ranks(), "cpu", dtype)
     assert (profile.num_ranks, profile.backend, profile.message) == (1, "none", LineCost(0.0, 0.0))
-    assert profile.rates(dtype.itemsize).compute > 0
+    assert profile.compute.beta_seconds > 0
     assert from_json(to_json(profile)) == profile
     assert torch.equal(torch.get_rng_state(), before), "measuring drew from the caller's random numbers"
 

@@ -94,7 +94,7 @@ def plan_seconds(layer: Configured, plan: SystemPlan, contention: float = 1.0) -
     seconds = dense.compute + inside + end
     if not plan.forward:
         a2a, ag, rs, exp = costs.chunk(1)
-        moe = 4 * a2a + 2 * (ag + rs) + exp + costs.backward().chunk(1).exp
+        moe = 4 * a2a + 2 * (ag + rs) + exp + costs.backward().exp(1)
         return seconds + moe + 2 * dense.compute + inside
     seconds += _pass(costs, plan.forward, _papers_schedule("forward", plan.one_lane), 0.0, contention)
     backward = _papers_schedule("backward", plan.one_lane)

@@ -102,15 +102,6 @@ def _r_squared(line: LineCost, points: Mapping[float, float]) -> float:
 # ---- what the stages of a layer with sharded experts cost in one pass (FSMoE, Eq. 1)
 
 
-class ChunkSeconds(NamedTuple):
-    """Seconds of one chunk on each stage."""
-
-    a2a: float
-    ag: float
-    rs: float
-    exp: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
     """Seconds of one pass of a layer, by the share of its rows; a2a is one of its two all-to-alls."""
@@ -120,10 +111,11 @@ class LayerCosts:
     rs: LineCost
     exp: LineCost
 
-    def chunk(self, r: float) -> ChunkSeconds:
-        """Eq. 1: seconds of a chunk of r."""
+    def chunk(self, r: float) -> tuple[float, float, float, float]:
+        """Eq. 1: seconds of a chunk of r: a2a, ag, rs, exp."""
         lines = (self.a2a, self.ag, self.rs, self.exp)
-        return ChunkSeconds(*(each.alpha_seconds + each.beta_seconds / r for each in lines))
+        a2a, ag, rs, exp = (each.alpha_seconds + each.beta_seconds / r for each in lines)
+        return a2a, ag, rs, exp
 
     def backward(self) -> LayerCosts:
         """The backward pass of a layer whose forward pass this is: experts take twice as long (Section 4.4).

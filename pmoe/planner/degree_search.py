@@ -7,6 +7,7 @@ beginning where Algorithm 1 ends.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,9 +63,8 @@ def stage_seconds(
     first = alpha + whole * options.stays * (1 - (pieces - 1) / n)
     other = alpha + whole * options.stays / n
 
-    def experts(share: float) -> tuple[float, Callable[[Task], float]]:
-        """Of rows that travel, and of a piece of those that stay."""
-        return remote * share, lambda task: (other if task.chunk else first) * share
+    def local(share: float, task: Task) -> float:
+        return (other if task.chunk else first) * share
 
     first_product = 1 / 4  # of a pass of twice two
     by_kind: dict[Kind, float | Callable[[Task], float]] = {
@@ -74,7 +74,8 @@ def stage_seconds(
         Kind.GRADIENTS: t_gar,
     }
     for kind, share in ((Kind.COMPUTE, 1 - apart), (Kind.WGRAD, apart), (Kind.RECOMPUTE, first_product)):
-        by_kind[kind], by_kind[LOCAL_TWIN[kind]] = experts(share)
+        by_kind[kind] = remote * share
+        by_kind[LOCAL_TWIN[kind]] = functools.partial(local, share)
     return task_seconds(by_kind)
 
 
@@ -111,11 +112,9 @@ def best_degree(
     """
     asked = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
     found = find_degree(costs, t_gar, degrees[-1])
-    below = max((at for at, n in enumerate(degrees) if n <= found), default=0)
-    at = min((below, min(below + 1, len(degrees) - 1)), key=asked)
-    while True:
-        near = [each for each in (at, at - 1, at + 1) if 0 <= each < len(degrees)]
-        best = min(near, key=asked)
-        if best == at:
-            return degrees[at]
-        at = best
+    last = len(degrees) - 1
+    above = min(bisect.bisect(degrees, found), last)
+    at = min(max(above - 1, 0), above, key=asked)
+    while (faster := min(at, max(at - 1, 0), min(at + 1, last), key=asked)) != at:
+        at = faster
+    return degrees[at]

@@ -218,14 +218,11 @@ def fused_combine_tasks(
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
     """Of each count what each block gets: pieces of ``height`` in turn, each count going on where the one
     before ended."""
-    dealt, turn = [], 0
-    for count in counts:
-        pieces = math.ceil(count / height)
-        share = [height * len(range((block - turn) % blocks, pieces, blocks)) for block in range(blocks)]
-        if pieces:
-            share[(turn + pieces - 1) % blocks] -= pieces * height - count
-        turn += pieces
-        dealt.append(share)
+    dealt = [[0] * blocks for _ in counts]
+    turn = itertools.cycle(range(blocks))
+    for share, count in zip(dealt, counts, strict=True):
+        for first in range(0, count, height):
+            share[next(turn)] += min(height, count - first)
     return dealt
 
 

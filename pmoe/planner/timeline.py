@@ -200,11 +200,6 @@ class Overlap:
     communication: float
     exposed: float
 
-    @property
-    def hidden(self) -> float:
-        """Seconds of communication beside computation."""
-        return self.communication - self.exposed
-
 
 def overlap(spans: Sequence[Span]) -> Overlap:
     """What the spans of one pass say.

@@ -202,7 +202,7 @@ def test_exposed_is_what_travels_while_nothing_is_computed() -> None:
         span("R0", Lane.COMMUNICATE, 5, 8),
     ]
     found = overlap(spans)
-    assert (found.seconds, found.communication, found.exposed, found.hidden) == (8, 6, 4, 2)
+    assert (found.seconds, found.communication, found.exposed) == (8, 6, 4)
 
 
 def test_two_links_at_once_count_once_and_copies_are_no_communication() -> None:
@@ -250,7 +250,7 @@ def test_the_engine_s_waiting_is_seen_in_what_it_records(
     found = overlap(spans)
     assert found.communication >= 0.2 * 0.99
     assert found.exposed >= exposed
-    assert found.hidden >= hidden
+    assert found.communication - found.exposed >= hidden
     assert found.exposed <= found.communication <= found.seconds
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.comm import make_exchanges
+from pmoe.convert import from_pmoe, to_pmoe
 from pmoe.experts import FFNExperts, Shard
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.swiglu import SwiGLUExperts
@@ -63,6 +64,16 @@ def use_gate(kind: Any) -> Callable[..., None]:
         gate = kind(**{"d_model": M, "num_experts": E, **given})
         ids = [torch.arange(T)] if gate.needs_token_ids else []
         gate(torch.randn(T, int(given.get("d_model", M))), *ids)
+
+    return use
+
+
+def use_conversion(function: Any) -> Callable[..., None]:
+    def use(**given: Any) -> None:
+        state = layer(expert="swiglu", bias=False).state_dict()
+        if function is to_pmoe:
+            state = from_pmoe(state, "mixtral")
+        function(**{"state": state, "layout": "mixtral", **given})
 
     return use
 
@@ -228,6 +239,8 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
         with_right(pmoe.save_checkpoint, folder=tempfile.mkdtemp, model=model, step=lambda: 1),
     ),
     "load_checkpoint": (pmoe.load_checkpoint, use_loading),
+    "to_pmoe": (to_pmoe, use_conversion(to_pmoe)),
+    "from_pmoe": (from_pmoe, use_conversion(from_pmoe)),
     "stats": (stats, with_right(stats, model=trained)),
     "StatsWriter": (StatsWriter, use_writer),
     "StatsWriter.step": (StatsWriter.step, use_step),

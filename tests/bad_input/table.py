@@ -66,6 +66,13 @@ TAKEN: dict[str, dict[str, str]] = {
     "load_checkpoint": {
         "folder": NOTHING, "model": NOTHING, "optimizer": "None ()", "step": "None 1", "group": NONE,
     },
+    "to_pmoe": {
+        "state": NOTHING, "layout": NOTHING, "prefix": "empty", "experts": "None list", "names": "None {}",
+    },
+    "from_pmoe": {
+        "state": NOTHING, "layout": NOTHING, "prefix": f"empty {TEXT}", "experts": "None list",
+        "names": "None {}",
+    },
     "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE},
     "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
     "GradScaler": {"device": NOTHING, "group": NONE},

@@ -7,9 +7,34 @@ from tests.plants.plant import Plant
 CHECKPOINT = "tests/gloo/test_checkpoint.py"
 STATE = "pmoe/training/checkpoint_state.py"
 
+CONVERT, LAYOUTS = "pmoe/convert.py", "tests/unit/test_convert.py"
 FILES, FOREIGN = "pmoe/training/checkpoint_files.py", "tests/unit/test_foreign_files.py"
 
 TRAINING = (
+    Plant(
+        name="halves-in-turn",
+        breaks="gpt-oss's gate and up columns, which lie in turn, are taken for halves",
+        file=CONVERT,
+        old='"experts.w1": "X M Hf"',
+        new='"experts.w1": "X M fH"',
+        tests=LAYOUTS,
+    ),
+    Plant(
+        name="local-numbers",
+        breaks="a rank's experts are written under the numbers of another rank's",
+        file=CONVERT,
+        old="range(len(experts)) if layout.local else experts)",
+        new="range(len(experts)))",
+        tests=LAYOUTS,
+    ),
+    Plant(
+        name="tensors-too-many",
+        breaks="a tensor that a layout does not know is left out in silence",
+        file=CONVERT,
+        old="(key for key in held if key not in owners)",
+        new="(key for key in held if key in ())",
+        tests=LAYOUTS,
+    ),
     Plant(
         name="sums-not-compared",
         breaks="a flipped bit in a checkpoint is trained on",

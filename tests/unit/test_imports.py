@@ -21,7 +21,7 @@ FLOORS: list[set[str]] = [
     {"pmoe.papers"},
     {"pmoe"},  # __init__.py, which names what users import
     {"pmoe.graph"},
-    {"pmoe.training"},
+    {"pmoe.training", "pmoe.convert"},
     {"pmoe.layer"},
     {"pmoe.runners"},
     {"pmoe.engine"},

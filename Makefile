@@ -96,6 +96,14 @@ $(FAIRSEQ): tests/fairseq/requirements.txt tests/fairseq/environment.sh
 .PHONY: .venv-fairseq
 .venv-fairseq: $(FAIRSEQ)
 
+# Other systems' packages, beside .venv's own, for the tests of pmoe.convert. The last file is written last.
+CONVERT := .venv-convert/requirements.txt
+$(CONVERT): tests/convert/requirements.txt tests/convert/environment.sh $(STAMP)
+	@bash tests/convert/environment.sh .venv-convert $(BIN)/python
+
+.PHONY: .venv-convert
+.venv-convert: $(CONVERT)
+
 # ---- every machine -------------------------------------------------------------------------------
 
 train: $(STAMP)
@@ -120,7 +128,7 @@ test-versions:
 
 # One more at a time than there are cores: many of the slow ones wait for a peer that is dead.
 test-all: PYTEST_ARGS = -n 3
-test-all: $(STAMP) extension browser $(FAIRSEQ)
+test-all: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
 CPP = $(filter-out %.csv %.pyc,$(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]* tests/cuda/*/*.[hc]*))
@@ -144,7 +152,7 @@ bench: $(STAMP)
 	@$(OMP) $(BIN)/python bench/bench_overlap.py --link modelled $(ARGS)
 
 clean:
-	rm -rf .venv .venv-fairseq .venv-gpu .venv-versions build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-convert .venv-fairseq .venv-gpu .venv-versions build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	rm -f pmoe/_cuda.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,0 +1,48 @@
+"""Layers that megatron-core, DeepSpeed and fairscale made, on one rank and spread over two, beside pmoe's.
+
+make .venv-convert has the packages. Tutel and Transformer Engine cannot be had here: docs/weights.md says so.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".venv-convert"
+LAYERS = {"of_megatron": 6, "of_deepspeed": 3, "of_fairscale": 1}
+"""How many each program compares."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("program", LAYERS)
+def test_a_layer_of_the_real_package_and_pmoes_give_the_same_output(
+    program: str, ranks: int, tmp_path: Path
+) -> None:
+    check_environment()
+    environment = os.environ | {
+        "PYTHONPATH": f"{FOLDER}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCHDYNAMO_DISABLE": "1",  # Megatron would compile its activations
+    }
+    launch = [sys.executable, "-W", "ignore", "-m", f"tests.convert.{program}", f"{tmp_path}/ranks"]
+    commands = [[*launch, str(rank), str(ranks)] for rank in range(ranks)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) for command in commands]
+    printed = [process.communicate(timeout=200)[0] for process in running]
+    for process, text in zip(running, printed, strict=True):
+        assert process.returncode == 0, text[-6000:]
+        assert text.count("the same output") == LAYERS[program], text
+
+
+def check_environment() -> None:
+    """AssertionError, never a skip, where the packages are not there or not what environment.sh now makes."""
+    there, wanted = FOLDER / "requirements.txt", Path(__file__).parent / "requirements.txt"
+    fresh = there.exists() and there.read_text() == wanted.read_text()
+    assert fresh, f"{FOLDER} is missing or out of date: make .venv-convert"
